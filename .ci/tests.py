@@ -1,6 +1,6 @@
-"""All tests, six groups beside each other. `python .ci/tests.py [OPTION …]`
+"""All tests, eight groups beside each other. `python .ci/tests.py [OPTION …]`
 
-Ranks wait for each other, for time-outs and for files: four groups at a time used 1.2 cores of two. A group is one
+Ranks wait for each other, for time-outs and for files: six groups at a time used 1.2 cores of two. A group is one
 pytest, at most; what takes long is dealt to several, and those that take longest begin first. What no group names is in
 the last. Options go to all, as `-k kill` or `--durations=20`.
 """
@@ -16,17 +16,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-AT_ONCE = 6
+AT_ONCE = 8
 REAL_RUNS = ("drill", "train", "verify", "watch", "trace", "trace_stop", "probe")
 # How a group's paths begin, and to how many processes its files are dealt. A file is the first group's that fits.
 GROUPS: dict[str, tuple[tuple[str, ...], int]] = {
+    # Waits most: Slurm looks at its queue every few seconds. One process, for one Slurm.
+    "launch": (("tests/launch/",), 1),
     "parity and plug-ins": (("tests/train/test_",), 4),
     "elastic": (("tests/elastic/",), 3),
     "commands that train": (tuple(f"tests/cli/test_{name}.py" for name in REAL_RUNS), 3),
     "models, data, optimizers": (("tests/train/models/", "tests/train/data/", "tests/train/optim/"), 1),
     "parallel": (("tests/train/parallel/",), 2),
     "guard, drill, verify, telemetry": (("tests/train/",), 2),
-    "pages and records": (("tests/api/", "tests/metrics/", "tests/record/", "tests/web/"), 1),
+    "pages": (("tests/web/",), 1),
+    "records": (("tests/api/", "tests/metrics/", "tests/record/"), 1),
     # One process compiles the packet engine, not two that begin together.
     "simulators": (("tests/sim/", "tests/validate/", "tests/cli/test_fabric"), 1),
     "other commands": (("tests/cli/",), 1),

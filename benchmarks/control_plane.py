@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from phalanx.elastic.coordinator_state import SavedState, Send
 from phalanx.elastic.decide import RECONNECT_S
 from phalanx.elastic.file_election import FileElection, Watched, read_sign
 from phalanx.elastic.handshake import make_secret
-from phalanx.elastic.heartbeat_board import sign_every_s
+from phalanx.elastic.heartbeat_board import WATCHER_SIGN_S, sign_every_s
 from phalanx.elastic.host_agent import DISK_S, QUIET_S, turn_s
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, create_run
@@ -164,7 +165,7 @@ class Plane:
         began_s = time.monotonic()
         os.kill(self.coordinator.pid, signal.SIGSTOP)
         self.frozen.append(self.coordinator)
-        until_s = began_s + sign_every_s(self.num_hosts) + QUIET_S + turn_s(1)
+        until_s = began_s + min(sign_every_s(self.num_hosts), WATCHER_SIGN_S) + QUIET_S + turn_s(1)
         while time.monotonic() < until_s:
             time.sleep(min(DISK_S, max(0.0, until_s - time.monotonic())))
             term, count = read_sign(self.run)
@@ -240,7 +241,7 @@ def measure(hosts: int, *, processes: int, dead_after_s: float) -> Row:
 def decisions(hosts: int) -> dict[str, float]:
     """Processor time of everything but the connections: decisions, events, and what is written down."""
     gc.set_threshold(1_000_000, 50, 100)  # as the coordinator
-    world = SLOTS * hosts
+    world, clock_s = SLOTS * hosts, 0.0
     names = [f"host-{number:05d}" for number in range(hosts)]
     pids = {name: {slot: 1 + n * SLOTS + slot for slot in range(SLOTS)} for n, name in enumerate(names)}
     ranks: dict[str, dict[int, int]] = {}
@@ -270,12 +271,13 @@ def decisions(hosts: int) -> dict[str, float]:
             EventWriter(run.supervisor, rank=-1),
             saved=SavedState(),
             save=lambda saved: memory.save(saved, ("127.0.0.1", 1), term=election.term),
+            clock=lambda: time.monotonic() + clock_s,
         )
 
-        def join() -> None:
+        def join(some: Sequence[str]) -> None:
             hear(
                 (name, message)
-                for name in names
+                for name in some
                 for message in (
                     {"kind": "joined", "hello": {"host": name, "address": "127.0.0.1", "time": time.time()}},
                     {"kind": "status", "slots": pids[name], "epoch": 0, "digest": "", "went": 0, "wishes": 0},
@@ -300,7 +302,7 @@ def decisions(hosts: int) -> dict[str, float]:
                 sent.clear()
             return spent
 
-        found = {"join": timed(join), "start": timed(coordinator.tick, answer, coordinator.tick)}
+        found = {"join": timed(partial(join, names)), "start": timed(coordinator.tick, answer, coordinator.tick)}
         answers += [(name, {"kind": "beat", "epoch": 1, "progress": [10, TRAINING, 0.1]}) for name in names]
         found["heartbeat of each"] = timed(answer)
         failure = {"rank": 0, "step": 10, "at_s": time.time(), "kind": "Signal", "message": "killed"}
@@ -309,12 +311,28 @@ def decisions(hosts: int) -> dict[str, float]:
         coordinator.hear(names[0], {"kind": "up", "slots": {0: 10**7}})
         found["rank lost"] = timed(coordinator.tick, answer, coordinator.tick)
         assert set(went.values()) == {2}
+
+        def lose_host() -> None:
+            nonlocal clock_s
+            hear([(names[1], {"kind": "gone"})])
+            for _ in range(3):  # in turns: one pause of a second would be taken for our own, and excuse the host
+                clock_s += RECONNECT_S / 3 + 0.1
+                coordinator.tick()
+
+        for number in (hosts, hosts + 1):  # whose processes take the place of those of the lost host
+            spare = f"host-{number:05d}"
+            pids[spare] = {slot: 1 + number * SLOTS + slot for slot in range(SLOTS)}
+            names.append(spare)
+            timed(partial(join, [spare]))
+        found["host lost"] = timed(lose_host, answer, coordinator.tick)
+        del went[names[1]]
+        assert set(went.values()) == {3}
         return found
 
 
 def print_decisions(sizes: Sequence[int]) -> None:
     rows = {hosts: decisions(hosts) for hosts in sizes}
-    print("| hosts (GPUs) | " + " | ".join(next(iter(rows.values()))) + " |\n|---|---|---|---|---|")
+    print("| hosts (GPUs) | " + " | ".join(next(iter(rows.values()))) + " |\n|---|---|---|---|---|---|")
     for hosts, row in rows.items():
         print(f"| {hosts:,} ({SLOTS * hosts:,}) | " + " | ".join(f"{value:.3f} s" for value in row.values()) + " |")
     first, last = sizes[0], sizes[-1]
@@ -386,7 +404,8 @@ def print_floors(rows: Sequence[Row]) -> None:
             seen = getattr(row, name)
             what = {"load": "steady load of a core"}.get(name, name.removesuffix("_s").replace("_", " "))
             texts = (f"{most:.0%}", f"{seen:.1%}") if name == "load" else (f"{most:g} s", f"{seen:.2f} s")
-            verdict = "met" if seen <= most else "**not met**"
+            over = f"{seen - most:.1%}" if name == "load" else f"{seen - most:.2f} s"
+            verdict = "met" if seen <= most else f"**missed by {over}**"
             print(f"| {row.hosts:,} hosts: {what} ≤ {texts[0]} | {texts[1]} | {verdict} |")
 
 

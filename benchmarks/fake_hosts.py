@@ -14,7 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,7 +23,7 @@ import orjson
 from phalanx.elastic import handshake
 from phalanx.elastic.coordinator_memory import known_coordinator
 from phalanx.elastic.handshake import ANSWER, GREETING_BYTES, MAC_BYTES, OPENING, Handshake, Seal
-from phalanx.elastic.heartbeat_board import Phase
+from phalanx.elastic.heartbeat_board import WATCHER_SIGN_S, WATCHERS, Phase
 from phalanx.elastic.host_agent import DISK_S, QUIET_S, SIGN_S
 from phalanx.elastic.socket_stream import PREFIX
 from phalanx.record.run import Run
@@ -31,6 +31,7 @@ from phalanx.record.run import Run
 SLOTS = 8
 IN_FLIGHT = 2048  # handshakes of one process at a time: on a cluster all hosts come at once
 TRAINING = int(Phase.TRAINING)
+decode_text = lru_cache(maxsize=64)(orjson.loads)  # most of what hosts are told is the same for all of them
 
 
 def ready_message(ranks: dict[int, int], generation: int, step: int, world: int) -> dict[str, Any]:
@@ -61,6 +62,7 @@ class FakeHost:
         self.digest, self.generation, self.went = "", 0, 0
         self.term, self.heard_s = 0, 0.0
         self.every_s, self.sign_s, self.is_mute = 0.25, SIGN_S, False
+        self.beat_due_s, self.skips_beat = 0.0, False
         self.sock: socket.socket | None = None
         self.seal: Seal | None = None  # once the handshake is done
         self.buffer = bytearray()
@@ -82,8 +84,13 @@ class FakeHost:
             self.sock.close()
         self.sock = self.seal = None
 
-    def take(self, secret: bytes) -> list[dict[str, Any]] | None:
-        """Messages that have come, None once the handshake is done; raises OSError when the connection is gone."""
+    def take_rhythm(self, every_s: float, sign_s: float) -> None:
+        """As HostAgent._take_rhythm."""
+        self.every_s = every_s
+        self.sign_s = min(sign_s, WATCHER_SIGN_S) if self.number < WATCHERS else sign_s
+
+    def take(self, secret: bytes) -> list[tuple[dict[str, Any], int]] | None:
+        """Messages with their bytes, None once the handshake is done; raises OSError when the connection is gone."""
         assert self.sock is not None
         try:
             read = self.sock.recv(1 << 16)
@@ -123,18 +130,18 @@ class FakeHost:
         told = handshake.decode(answer)
         # Its key is derived with its first frame, as the coordinator's: both share this machine.
         self.seal, self.term = Seal(partial(shaken.client_key, text, answer)), int(told["term"])
-        self.every_s, self.sign_s = told["every_s"], told["sign_s"]
+        self.take_rhythm(told["every_s"], told["sign_s"])
         self.heard_s = time.monotonic()
         return True
 
-    def _frames(self) -> list[dict[str, Any]]:
+    def _frames(self) -> list[tuple[dict[str, Any], int]]:
         found, at, buffer = [], 0, self.buffer
         while len(buffer) - at >= PREFIX.size:
             size = PREFIX.unpack_from(buffer, at)[0]
             end = at + PREFIX.size + size
             if len(buffer) < end + MAC_BYTES:
                 break
-            found.append(orjson.loads(memoryview(buffer)[at + PREFIX.size : end]))
+            found.append((decode_text(bytes(buffer[at + PREFIX.size : end])), PREFIX.size + size + MAC_BYTES))
             at = end + MAC_BYTES
         if at:
             self.buffer = buffer[at:]
@@ -203,13 +210,19 @@ class FakeHosts:
             self.by_descriptor[descriptor] = host
             self.poll.register(descriptor, select.EPOLLIN)
 
-    def _lose(self, host: FakeHost) -> None:
-        """Its connection is gone: it looks for a coordinator at its next look at the disk, within a second."""
+    def _lose(self, host: FakeHost, *, knows_another: bool = False) -> None:
+        """Its connection is gone: it looks for a coordinator at its next look at the disk, within a second.
+
+        Or goes to the one that it has just read of, as HostAgent does.
+        """
         if host.sock is not None:
             self.by_descriptor.pop(host.sock.fileno(), None)
             self.shaking -= host.seal is None
         host.close()
         self.absent.add(host.number)
+        if knows_another:
+            self.waiting.append(host)
+            return
         heapq.heappush(self.looks, (time.monotonic() + DISK_S * ((host.number * 0.618) % 1.0), host.number))
 
     def _look(self, now: float) -> None:
@@ -219,7 +232,7 @@ class FakeHosts:
                 if host.seal is not None and now - host.heard_s > host.sign_s + QUIET_S:
                     known = self._read_known(now)
                     if known is not None and known[1] > host.term:
-                        self._lose(host)
+                        self._lose(host, knows_another=True)
         while self.looks and self.looks[0][0] <= now:
             _, number = heapq.heappop(self.looks)
             host = self.hosts.get(number)
@@ -239,32 +252,35 @@ class FakeHosts:
 
     def _hear(self, host: FakeHost) -> None:
         try:
-            messages = host.take(self.secret)
-        except OSError:
+            self._answer(host, host.take(self.secret))
+        except OSError:  # the coordinator is gone, perhaps before it has read what we say
             self._lose(host)
-            return
+
+    def _answer(self, host: FakeHost, messages: list[tuple[dict[str, Any], int]] | None) -> None:
         if messages is None:
             self.shaking -= 1
             self.absent.discard(host.number)
             if not self.absent:
                 self.line.send(("joined", time.monotonic()))
             if not host.is_mute:
-                heapq.heappush(
-                    self.beats, (time.monotonic() + host.every_s * ((host.number * 0.618) % 1.0), host.number)
-                )
+                # As HostAgent._connect: its hello showed that it lives.
+                host.beat_due_s = time.monotonic() + host.every_s * (0.5 + 0.5 * ((host.number * 0.618) % 1.0))
+                heapq.heappush(self.beats, (host.beat_due_s, host.number))
             return
-        for message in messages:
-            host.heard_s = time.monotonic()
+        now = time.monotonic()
+        for message, num_bytes in messages:
+            host.heard_s = now
             kind = message["kind"]
             if kind == "beat":
-                host.every_s, host.sign_s = message["every_s"], message["sign_s"]
+                host.take_rhythm(message["every_s"], message["sign_s"])
                 continue
-            self.received += len(orjson.dumps(message)) + PREFIX.size + MAC_BYTES
+            self.received += num_bytes
             if kind == "form":
                 self.forms += 1
                 if "ranks" in message:
                     host.ranks = {int(slot): rank for slot, rank in message["ranks"].items()}
                 host.generation, host.digest = message["epoch"], message["digest"]
+                host.skips_beat = host.beat_due_s - now < host.every_s / 2  # as HostAgent._tell_ready
                 host.say(orjson.dumps(ready_message(host.ranks, host.generation, self.step, self.world)))
             elif kind == "go":
                 host.went = message["epoch"]
@@ -277,15 +293,17 @@ class FakeHosts:
         while self.beats and self.beats[0][0] <= now:
             due_s, number = heapq.heappop(self.beats)
             host = self.hosts.get(number)
-            if host is None or host.seal is None or host.is_mute:
+            if host is None or host.seal is None or host.is_mute or due_s != host.beat_due_s:
                 continue
             progress = [self.step, TRAINING, 0.1] if host.went else None
             try:
-                host.say(orjson.dumps({"kind": "beat", "epoch": host.generation, "progress": progress}))
+                if not host.skips_beat:
+                    host.say(orjson.dumps({"kind": "beat", "epoch": host.generation, "progress": progress}))
             except OSError:
                 self._lose(host)
                 continue
-            heapq.heappush(self.beats, (max(due_s + host.every_s, now), number))
+            host.skips_beat, host.beat_due_s = False, max(due_s + host.every_s, now)
+            heapq.heappush(self.beats, (host.beat_due_s, number))
 
     def _obey(self, order: str) -> bool:
         if order == "end":

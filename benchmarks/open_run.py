@@ -73,10 +73,10 @@ def _make(run: Run, *, ranks: int, steps: int, copy: bool) -> None:
         shutil.copyfile(run.events(0).with_suffix(".index"), run.events(rank).with_suffix(".index"))
 
 
-def _write_rank(run: Run, steps: int, *, host_file: Path | None = None) -> None:
-    """Rank 0, with what writing an event costs, index included."""
+def _write_rank(run: Run, steps: int, *, rank: int = 0, host_file: Path | None = None) -> None:
+    """One rank, with what writing an event costs, index included."""
     rng, now, spent = np.random.default_rng(0), [1e9], []
-    writer = EventWriter(run.events(0), rank=0, clock=lambda: now[0], host_file=host_file)
+    writer = EventWriter(run.events(rank), rank=rank, clock=lambda: now[0], host_file=host_file)
     writer.write("run_start", step=0, steps=steps, world=1000, epoch=1)
     noise = rng.standard_normal((steps, 4))
     for step in range(steps):

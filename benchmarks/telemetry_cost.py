@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.job.model import ModelShape
-from phalanx.job.schema import Optim, Telemetry
+from phalanx.job.run_sections import Telemetry
+from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
 from phalanx.record.events import EventWriter
 from phalanx.train.engine import Engine

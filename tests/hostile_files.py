@@ -161,7 +161,8 @@ def readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
     from phalanx.plan.plan import Plan
     from phalanx.record.drill import read_record
     from phalanx.record.secret import read_secret
-    from phalanx.rules.foreign.config_files import read_arguments, read_tree
+    from phalanx.rules.foreign.config_files import read_tree
+    from phalanx.rules.foreign.shell.launch import read_script
     from phalanx.sim.htsim.connection_matrix import read_cm
     from phalanx.sim.htsim.topology import read_topo
     from phalanx.sim.traffic_matrix import read_matrix
@@ -234,7 +235,7 @@ def readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
         "other trainer's .toml": at("other/train.toml", read_tree),
         "other trainer's .json": at("other/ds.json", read_tree),
         "other trainer's .yaml": at("other/train.yaml", read_tree),
-        "other trainer's script": at("other/train.sh", read_arguments),
+        "other trainer's script": at("other/train.sh", lambda path: read_script(path, {})),
         "drill record": at("drill.json", read_record),
         "secret": at("secret", read_secret),
         "checkpoint manifest": commit,

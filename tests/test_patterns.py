@@ -20,6 +20,7 @@ def test_no_pattern_uses_what_python_3_11_2_matches_wrongly() -> None:
     """CPython issues 100061 and 106052; `phalanx import` lost every flag of a Megatron script to them."""
     files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))] + [ROOT / "conftest.py"]
     files.remove(Path(__file__))  # it holds them as examples
+    files.remove(ROOT / "tests/rules/foreign_corpus/make_corpus.py")  # it holds shell
     assert len(files) > 500, "the scan must see the sources"
     found = [f"{path.relative_to(ROOT)}:{line}: {text}" for path in files for line, text in refused(path.read_text())]
     assert found == []

@@ -23,16 +23,23 @@ if TYPE_CHECKING:
 
     from phalanx.api import data as data
     from phalanx.api import fabric as fabric
+    from phalanx.api import scale as scale
     from phalanx.api.checking import check, explain, fix
     from phalanx.api.checking import rules as rules
     from phalanx.api.checkpoints import checkpoints, export
     from phalanx.api.clusters import accelerators, cluster, describe_cluster, probe
     from phalanx.api.drills import drill, drill_suite, read_drill_record
-    from phalanx.api.jobs import import_job, init, load, show
+    from phalanx.api.job_schemas import job_schema
+    from phalanx.api.jobs import import_job, load, show
+    from phalanx.api.launching import cancel, logs, queue, requeue, why
+    from phalanx.api.launching import launch as launch
+    from phalanx.api.new_job import init
     from phalanx.api.outside_drills import drill_outside, list_outside_drills
     from phalanx.api.planning import backtest, calibrate, compare_plans
     from phalanx.api.planning import plan as plan
+    from phalanx.api.project_checks import check_project
     from phalanx.api.proofs import trace, verify
+    from phalanx.api.queue_simulating import simulate_queue
     from phalanx.api.runs import diff, report, run, runs, watch
     from phalanx.api.serving import grafana
     from phalanx.api.serving import metrics as metrics
@@ -52,15 +59,20 @@ if TYPE_CHECKING:
 
 # Where each public name lives; imported on first use, since `phalanx --help` must not pay for numpy.
 _HOMES = {
-    "phalanx.api": ("data", "fabric"),
+    "phalanx.api": ("data", "fabric", "scale"),
     "phalanx.api.checking": ("check", "explain", "fix", "rules"),
     "phalanx.api.checkpoints": ("checkpoints", "export"),
     "phalanx.api.clusters": ("accelerators", "cluster", "describe_cluster", "probe"),
     "phalanx.api.drills": ("drill", "drill_suite", "read_drill_record"),
-    "phalanx.api.jobs": ("import_job", "init", "load", "show"),
+    "phalanx.api.job_schemas": ("job_schema",),
+    "phalanx.api.jobs": ("import_job", "load", "show"),
+    "phalanx.api.launching": ("cancel", "launch", "logs", "queue", "requeue", "why"),
+    "phalanx.api.new_job": ("init",),
     "phalanx.api.outside_drills": ("drill_outside", "list_outside_drills"),
     "phalanx.api.planning": ("backtest", "calibrate", "compare_plans", "plan"),
+    "phalanx.api.project_checks": ("check_project",),
     "phalanx.api.proofs": ("trace", "verify"),
+    "phalanx.api.queue_simulating": ("simulate_queue",),
     "phalanx.api.runs": ("diff", "report", "run", "runs", "watch"),
     "phalanx.api.serving": ("grafana", "metrics", "web"),
     "phalanx.api.simulating": ("simulate",),
@@ -73,7 +85,8 @@ _HOMES = {
     "phalanx.record.run": ("Run",),
     "phalanx.rules.judge": ("CheckReport", "Finding"),
 }
-_PACKAGES = ("metrics", "plan", "rules", "train", "web")  # public functions whose name is a subpackage's too
+_PACKAGES = ("launch", "metrics", "plan", "rules", "train", "web")  # public functions whose name is a subpackage's too
+_NAMESPACES = ("scale",)  # namespaces of public functions, in api/, whose name is a subpackage's too
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -93,7 +106,9 @@ __all__ = [
     "accelerators",
     "backtest",
     "calibrate",
+    "cancel",
     "check",
+    "check_project",
     "checkpoints",
     "cluster",
     "compare_plans",
@@ -111,24 +126,32 @@ __all__ = [
     "grafana",
     "import_job",
     "init",
+    "job_schema",
     "join_run",
+    "launch",
     "list_outside_drills",
     "load",
+    "logs",
     "metrics",
     "plan",
     "probe",
+    "queue",
     "read_drill_record",
     "report",
+    "requeue",
     "rules",
     "run",
     "runs",
+    "scale",
     "show",
     "simulate",
+    "simulate_queue",
     "trace",
     "train",
     "verify",
     "watch",
     "web",
+    "why",
 ]
 
 
@@ -148,12 +171,31 @@ class _CallablePackage(types.ModuleType):
         return _public(self.__name__.rpartition(".")[2])
 
 
+class _NamespacePackage(types.ModuleType):
+    # A package that is a namespace of public functions too: `phalanx.scale.fit(...)` and `phalanx.scale.points`.
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__all__" or name in _namespace(self)["__all__"]:
+            return _namespace(self)[name]
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_namespace(self)["__all__"]})
+
+
+def _namespace(package: types.ModuleType) -> dict[str, Any]:
+    found: dict[str, Any] = vars(_public(package.__name__.rpartition(".")[2]))
+    return found
+
+
 class _FrontDoor(types.ModuleType):
     """This package. Importing a subpackage binds its name here; one that is a public function too becomes callable."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if isinstance(value, types.ModuleType) and name in _PACKAGES:
             value.__class__ = _CallablePackage
+        if isinstance(value, types.ModuleType) and value.__name__ == f"phalanx.{name}" and name in _NAMESPACES:
+            value.__class__ = _NamespacePackage
         super().__setattr__(name, value)
 
 
@@ -169,7 +211,7 @@ def _public(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
+    if name in (*_PACKAGES, *_NAMESPACES):
         from importlib import import_module
 
         return import_module(f"phalanx.{name}")

@@ -134,8 +134,8 @@ def format_flops(value: float) -> str:
 def format_seconds(value: float) -> str:
     """A duration in the largest unit that keeps it readable.
 
-    >>> format_seconds(0.0042), format_seconds(5400), format_seconds(200000)
-    ('4.20 ms', '1.50 h', '2.31 days')
+    >>> format_seconds(0.0042), format_seconds(5400), format_seconds(200000), format_seconds(7e-9), format_seconds(0)
+    ('4.20 ms', '1.50 h', '2.31 days', '7.00 ns', '0 s')
     """
     size = abs(value)
     for suffix, scale, least in (
@@ -145,10 +145,11 @@ def format_seconds(value: float) -> str:
         ("min", MINUTE_S, 2 * MINUTE_S),
         ("s", 1.0, 1.0),
         ("ms", 1e-3, 1e-3),
+        ("µs", 1e-6, 1e-6),
     ):
         if size >= least:
             return f"{_three(value / scale)} {suffix}"
-    return f"{_three(value / 1e-6)} µs"
+    return f"{_three(value / 1e-9)} ns" if value else "0 s"
 
 
 def format_money(usd: float) -> str:

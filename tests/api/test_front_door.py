@@ -16,7 +16,7 @@ from phalanx.cli.main import FORMER_NAMES, VERBS
 
 ROOT = Path(__file__).parents[2]
 # Public functions without a verb of their own: they make or open what the others take.
-WITHOUT_VERB = {"cluster", "load", "runs"}
+WITHOUT_VERB = {"check", "cluster", "load", "runs"}
 
 
 def functions() -> set[str]:
@@ -32,11 +32,12 @@ def functions() -> set[str]:
 
 
 def calls(path: Path) -> set[str]:
-    """Functions that a file of cli/ calls as `phalanx.…(…)`."""
+    """Functions that a file of cli/, or one of its sub-commands (scale_fit.py of scale.py), calls as `phalanx.…(…)`."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("phalanx."):
-            names.add(ast.unparse(node.func).removeprefix("phalanx."))
+    for file in (path, *path.parent.glob(f"{path.stem}_*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("phalanx."):
+                names.add(ast.unparse(node.func).removeprefix("phalanx."))
     return names
 
 
@@ -104,9 +105,16 @@ def test_packages_that_are_functions_stay_both(first: str) -> None:
 
 def test_no_public_function_is_hidden_by_a_package() -> None:
     folders = {path.parent.name for path in (ROOT / "src/phalanx").glob("*/__init__.py")}
-    assert folders & set(phalanx.__all__) == set(phalanx._PACKAGES)
+    assert folders & set(phalanx.__all__) == {*phalanx._PACKAGES, *phalanx._NAMESPACES}
     code = "import phalanx.metrics, phalanx.web, phalanx; print(callable(phalanx.metrics), callable(phalanx.web))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True True\n"
+
+
+def test_no_module_hides_a_function_of_its_namespace() -> None:
+    """`phalanx.scale.fit` is the function, also after every module of phalanx/scale was imported."""
+    for name in phalanx._NAMESPACES:
+        modules = {path.stem for path in (ROOT / "src/phalanx" / name).glob("*.py")}
+        assert modules & set(getattr(phalanx, name).__all__) == set()
 
 
 def test_signatures_are_those_of_the_functions() -> None:

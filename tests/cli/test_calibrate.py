@@ -58,7 +58,7 @@ def run_folder(here, capsys, seconds):
 def test_a_table(here, capsys):
     assert main(["calibrate", "mine.csv"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("3 measurements from mine.csv\n\nscalar         factor  multiplies\ncompute ")
+    assert out.startswith("3 measurements from mine.csv\n\nfactor         value  applies to\ncompute ")
     assert err == "wrote calibration.json; use it with: phalanx plan JOB --calibration calibration.json\n"
     assert set(json.loads((here / "calibration.json").read_text())["scalars"]) == set(GROUPS)
     assert sorted(path.name for path in here.iterdir()) == ["calibration.json", "job.toml", "mine.csv"]

@@ -74,7 +74,7 @@ def test_a_list_of_sound_checkpoints(run: Run, capsys: pytest.CaptureFixture[str
     assert newest.split()[0] == "20"
     assert newest.endswith("TP2·CP1·PP1·DP1 (ZeRO-0, EP1) mbs1 no-recompute  intact")
     assert oldest.split()[0] == "10"
-    assert last == "sizes and manifests were compared; --checksum reads every byte"
+    assert last == "only file sizes and manifests were checked; --checksum also reads and checks every byte"
     assert main(["checkpoints", str(run.path), "--checksum", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = found["checkpoints"]
@@ -93,7 +93,7 @@ def test_damage_is_named_and_counts(run: Run, capsys: pytest.CaptureFixture[str]
     assert main(["checkpoints", str(run.path), "--checksum"]) == 1
     shown = lines(capsys)
     assert shown[2].endswith("  damaged")
-    assert shown[3].endswith("  intact, every byte")
+    assert shown[3].endswith("  intact, all bytes checked")
     assert shown[4] == f"damaged: {file}: holds another w than was written: its digest differs"
     file.write_bytes(data[:-1])
     (Path(run.checkpoints) / "step-00000010" / "manifest.json").write_text("{}")
@@ -130,9 +130,9 @@ def test_a_folder_of_exported_weights(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "config.json").write_text("{}")
     write_checksums(tmp_path, {"config.json": file_sha256(tmp_path / "config.json")})
     assert main(["checkpoints", str(tmp_path)]) == 0
-    assert lines(capsys) == [f"{tmp_path}: exported weights, 1 file; --checksum reads every byte"]
+    assert lines(capsys) == [f"{tmp_path}: exported weights, 1 file; --checksum checks every byte"]
     assert main(["checkpoints", str(tmp_path), "--checksum"]) == 0
-    assert lines(capsys) == [f"{tmp_path}: SHA256SUMS matches 1 file, every byte"]
+    assert lines(capsys) == [f"{tmp_path}: SHA256SUMS matches 1 file, all bytes checked"]
     (tmp_path / "config.json").write_text("[]")
     assert main(["checkpoints", str(tmp_path), "--checksum"]) == 1
     assert lines(capsys)[1].startswith(f"{tmp_path / 'config.json'}: has changed since it was written: ")

@@ -32,7 +32,7 @@ def test_build_show_verify(tmp_path: Path, texts: Path, capsys: pytest.CaptureFi
     assert lines[1].startswith("  train ")
     assert lines[2].startswith("  heldout ")
     assert lines[3].startswith("  source   texts: ")
-    assert "training a tokenizer of 300 on " in built.err
+    assert "training a tokenizer with 300 tokens on " in built.err
     assert main(["data", "show", str(out)]) == 0
     assert capsys.readouterr().out == built.out
     assert main(["data", "show", str(out), "--json"]) == 0
@@ -100,7 +100,7 @@ def test_mistakes(
 def test_one_document_leaves_nothing_to_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("A single text, which stays with training. " * 30)
     assert main(["data", "build", str(tmp_path / "out"), str(tmp_path / "a.txt"), "--vocab", "300"]) == 0
-    assert "warning: no document fell into the held-out split" in capsys.readouterr().err
+    assert "warning: the held-out split is empty" in capsys.readouterr().err
 
 
 def test_the_command_line_stays_light() -> None:

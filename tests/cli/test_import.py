@@ -100,17 +100,18 @@ def test_a_path_in_the_job_is_relative_to_where_it_is_written(tmp_path: Path) ->
 
 def test_check_reads_the_file_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     path = DATA / "megatron_gpt3_175b.sh"
-    assert main(["check", str(path), "--format", "json", "--select", "CKP001,COM004"]) == 1
+    assert main(["check", str(path), "--format", "json", "--select", "CKP001,COM004"]) == 0
     said = json.loads(capsys.readouterr().out)
     verdicts = {(one["rule"], one["verdict"]) for one in said["findings"]}
     assert ("CKP001", "unknown") in verdicts  # no cluster, no plan
-    assert ("COM004", "fail") in verdicts  # ten minutes by default
+    assert ("COM004", "unknown") in verdicts  # ten minutes by default: how long a save takes, only a plan tells
     assert "--save" in {one["key"] for one in said["unmapped"]}
     assert main(["check", str(path), "--cluster", "8xA100:128", "--format", "json", "--select", "CKP001,PRC002"]) == 1
-    found = json.loads(capsys.readouterr().out)["findings"]
+    said = json.loads(capsys.readouterr().out)
+    found = said["findings"]
     spots = {one["rule"]: (one["file"], one["line"]) for one in found if one["verdict"] == "fail"}
     assert spots["CKP001"] == (str(path), 65)  # the line of --save-interval
-    assert "PRC002" in spots  # gradients of fp16 are summed in fp16
+    assert "PRC002" in {one["rule"] for one in said["trainer_notes"]}  # gradients of fp16 are summed in fp16 by default
 
 
 def test_a_cluster_file_is_named_from_where_the_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +124,7 @@ def test_a_cluster_file_is_named_from_where_the_caller_is(tmp_path: Path, monkey
 
 
 def test_devices_of_a_file_without_a_cluster_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(DATA / "megatron_gpt3_175b.sh"), "--select", "COM004", "--format", "json"]) == 1
+    assert main(["check", str(DATA / "megatron_gpt3_175b.sh"), "--select", "COM004", "--format", "json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["devices"], said["scaling"]) == (1024, "S2")
 

@@ -17,7 +17,7 @@ from phalanx.api import serving as metrics
 from phalanx.cli.main import main
 from phalanx.cli.output import note
 from phalanx.errors import UserError
-from phalanx.job.schema import Telemetry
+from phalanx.job.run_sections import Telemetry
 from phalanx.metrics.prometheus import TOKEN_FILE, serve_metrics
 from phalanx.record.run import Run
 

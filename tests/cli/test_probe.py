@@ -52,8 +52,11 @@ def test_a_profile_stored_elsewhere_says_how_to_use_it(tmp_path: Path, capsys: p
     out = tmp_path / "p.json"
     assert main(["probe", "--engine", "numpy", "--seconds", "2", "--disk", str(tmp_path), "--out", str(out)]) == 0
     text = capsys.readouterr().err
-    assert f"use it with PHALANX_PROFILE={out}, and phalanx cluster with --profile {out}" in text
-    assert "use it now" not in text
+    assert (
+        f"set PHALANX_PROFILE={out} to plan with it for the cluster local; phalanx cluster takes --profile {out}"
+        in text
+    )
+    assert "now use it" not in text
 
 
 def test_a_missing_folder_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

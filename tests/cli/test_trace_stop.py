@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -32,16 +34,19 @@ def members(session: int) -> list[int]:
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux which processes there are")
-@pytest.mark.parametrize(
-    ("sent", "whole_terminal", "living", "code"),
-    [
-        (signal.SIGINT, True, 2, 130),  # while the fork server still imports torch
-        (signal.SIGTERM, False, 4, 128 + signal.SIGTERM),  # itself, the fork server and its tracker, a worker
-    ],
-)
-def test_nothing_is_left(sent, whole_terminal, living, code):
-    """Ctrl-C reaches every process of the terminal, SIGTERM only the one it is sent to."""
+def fork_servers(session: int) -> list[int]:
+    """Those of its processes that fork others for multiprocessing."""
+    found = []
+    for pid in members(session):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+@contextmanager
+def tracing() -> Iterator[subprocess.Popen[str]]:
+    """The command in a session of its own, once it has said what it traces; nothing of it is left afterwards."""
     process = subprocess.Popen(
         COMMAND, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -50,15 +55,39 @@ def test_nothing_is_left(sent, whole_terminal, living, code):
         told = process.stderr.readline()
         while told and "ranks" not in told:
             told = process.stderr.readline()
-        while process.poll() is None and len(members(process.pid)) < living:
-            time.sleep(0.05)
-        os.killpg(process.pid, sent) if whole_terminal else process.send_signal(sent)
-        _, rest = process.communicate(timeout=300)
-        assert process.returncode == code, rest
-        assert "Traceback" not in rest
-        for pid in members(process.pid):  # the fork server ends when it sees that its parent is gone
-            while os.path.exists(f"/proc/{pid}") and pid in members(process.pid):
-                time.sleep(0.05)
+        yield process
     finally:
         if process.poll() is None or members(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux which processes there are")
+def test_sigterm_leaves_nothing():
+    """It is sent to the command alone."""
+    with tracing() as process:
+        while process.poll() is None and len(members(process.pid)) < 4:  # also fork server, its tracker, a worker
+            time.sleep(0.05)
+        process.terminate()
+        _, rest = process.communicate(timeout=300)
+        assert process.returncode == 128 + signal.SIGTERM, rest
+        assert "Traceback" not in rest
+        while members(process.pid):
+            time.sleep(0.05)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux which processes there are")
+def test_ctrl_c_waits_for_no_import():
+    """Ctrl-C, which reaches every process of the terminal, ends it while the fork server still imports torch."""
+    with tracing() as process:
+        while process.poll() is None and not (servers := fork_servers(process.pid)):
+            time.sleep(0.05)
+        for pid in servers:
+            os.kill(pid, signal.SIGSTOP)  # an import that takes for ever
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=300) == 130
+        for pid in servers:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)  # one that was stopped before it could ask to end with its caller
+        assert "Traceback" not in process.communicate(timeout=300)[1]
+        while members(process.pid):
+            time.sleep(0.05)

@@ -45,7 +45,7 @@ def test_page_of_a_proof(job, capsys):
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert lines[0].startswith("small: phalanx-tiny, TP1·CP1·PP2·")
-    assert lines[1] == "PROVEN: 4 ranks against one process, 2 steps of adamw in float64, give the same"
+    assert lines[1] == "VERIFIED: 4 ranks and one process compute the same, 2 steps of adamw in float64"
     assert ["pipeline", "2", "2"] in [line.split() for line in lines]
     assert any(line.startswith("  parameters ") and line.endswith("  1e-09") for line in lines)
     assert "hidden 128 → 32" in out
@@ -115,7 +115,7 @@ def test_a_loss_of_your_own_is_proven_with_consent_alone(job, capsys):
         "  read it, then give --allow-code\n"
     )
     assert main([*call, "--allow-code"]) == 0
-    assert "PROVEN: 2 ranks against one process" in capsys.readouterr().out
+    assert "VERIFIED: 2 ranks and one process compute the same" in capsys.readouterr().out
 
 
 def test_without_a_gpu_there_is_no_proof_on_one(job, capsys, monkeypatch):
@@ -143,7 +143,7 @@ def test_compiled_in_the_format_of_training(job, capsys, monkeypatch):
     out = capsys.readouterr().out
     verdict = out.splitlines()[1]
     assert verdict == (
-        "PROVEN: 2 ranks against one process, 2 steps of adamw in bf16, compiled, give the same, twice: 0 graphs "
+        "VERIFIED: 2 ranks and one process compute the same, 2 steps of adamw in bf16, compiled, twice: 0 graphs "
         "of the second start came from the compile cache"  # without inductor there is none
     )
     assert ["context", "2", "2"] in [line.split() for line in out.splitlines()]
@@ -215,4 +215,4 @@ def test_help_needs_no_torch():
 
 def test_a_network_of_ones_own_is_refused_with_what_to_do(job, capsys):
     assert main(["verify", job, "--set", "model.module=net.py:build"]) == 2
-    assert "net.py:build' cannot be made smaller by anyone but its author" in capsys.readouterr().err
+    assert "net.py:build' can only be scaled down by its author" in capsys.readouterr().err

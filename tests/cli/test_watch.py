@@ -139,7 +139,7 @@ def test_the_screen_never_waits_for_a_verdict(done: Run, monkeypatch: pytest.Mon
     assert checker.known == KnownVerdicts()
     assert checker.last(wait_s=0.05) == KnownVerdicts()
     going.set()
-    assert checker.last().is_last
+    assert checker.last(wait_s=300.0).is_last
 
 
 def test_a_fault_in_a_rule_does_not_end_the_watching(

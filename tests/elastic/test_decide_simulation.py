@@ -120,7 +120,7 @@ class Simulation:
         self.end: EndRun | None = None
         self.records: Counter[str] = Counter()
         self.generations: list[int] = []
-        self.stop_asked = False
+        self.stop_asked, self.paused_until_s = False, 0.0
         self._begin_coordinator()
         for name in names:
             self._start_agent(name)
@@ -154,6 +154,7 @@ class Simulation:
     # ---- the coordinator -------------------------------------------------------------------------------------------
 
     def _begin_coordinator(self) -> None:
+        self.paused_until_s = 0.0
         saved = SavedState.from_json(json.loads(json.dumps(self.saved.to_json())))
         settings = replace(self.settings, newest_generation=self.fence)
         self.state, actions = initial_state(
@@ -169,12 +170,20 @@ class Simulation:
     def _tick(self, incarnation: int) -> None:
         if self.state is None or incarnation != self._coordinator:
             return
+        if self.now_s < self.paused_until_s:
+            self.at(self.paused_until_s, lambda: self._tick(incarnation))
+            return
         self.decide(ClockTick(now_s=self.now_s, unix_s=UNIX_S + self.now_s))
         self.at(self.now_s + TICK_S, lambda: self._tick(incarnation))
 
     def decide(self, message: Input) -> None:
-        before = self.state
+        before, incarnation = self.state, self._coordinator
         if before is None:
+            return
+        if self.now_s < self.paused_until_s:  # it lies in a socket until the coordinator runs again
+            until_s = self.paused_until_s
+            later = replace(message, now_s=until_s, unix_s=UNIX_S + until_s)
+            self.at(until_s, lambda: self.decide(later) if incarnation == self._coordinator else None)
             return
         values = [getattr(before, one.name) for one in fields(before)]
         after, actions = decide(before, message)
@@ -257,13 +266,21 @@ class Simulation:
         if self.state is None or agent.frozen_until_s > self.now_s:
             self.after(0.2, lambda: self._connect(agent))
             return
+        if self.now_s < self.paused_until_s:  # nobody answers its hello
+            self.at(self.paused_until_s + self.random.uniform(0.0, 0.5), lambda: self._connect(agent))
+            return
         self.connections += 1
         agent.connection, agent.told_ready = self.connections, False
         self.links[agent.connection] = agent.name, self.now_s
-        self._say(agent, "joined", hello={"address": "10.0.0.1", "time": UNIX_S + self.now_s})
+        hello = {"address": "10.0.0.1", "time": UNIX_S + self.now_s}
         slots = {slot: one.pid for slot, one in agent.ranks.items()}
         told = {"epoch": agent.generation, "digest": agent.form["digest"] if agent.form is not None else ""}
-        self._say(agent, "status", slots=slots, **told, went=agent.went, wishes=int(self.stop_asked))
+        status = {"slots": slots, **told, "went": agent.went, "wishes": int(self.stop_asked)}
+        if self.random.random() < 0.5:  # it fits into the hello
+            self._say(agent, "joined", hello=hello, status=status)
+        else:
+            self._say(agent, "joined", hello=hello)
+            self._say(agent, "status", **status)
         unsaid, agent.unsaid = agent.unsaid, []
         for message in [*unsaid, *agent.left.values()]:
             self._say(agent, **message)
@@ -453,6 +470,7 @@ class Simulation:
             lambda: self._freeze(agent),
             lambda: self._hang(agent, slot),
             self._crash_coordinator,
+            self._pause_coordinator,
         )
         self.random.choice(faults)()
 
@@ -470,6 +488,9 @@ class Simulation:
     def _hang(self, agent: SimulatedAgent, slot: int) -> None:
         if slot in agent.ranks:
             agent.ranks[slot].hangs = True
+
+    def _pause_coordinator(self) -> None:
+        self.paused_until_s = self.now_s + self.random.uniform(0.5, 20.0)
 
     def _crash_coordinator(self) -> None:
         if self.state is None:
@@ -512,6 +533,26 @@ def test_every_history_comes_to_an_end(plan: Plan, policy: str) -> None:
         assert sim.end is not None, f"seed {seed}, {hosts} hosts: {describe(sim)}"
         ends[sim.end.state] += 1
     assert ends["done"] > SEEDS / 3, ends
+
+
+def test_a_pause_of_the_coordinator_loses_nobody(plan: Plan) -> None:
+    """Its host swaps, or it was stopped for a moment; connections that broke meanwhile are at its door."""
+    for seed in range(SEEDS):
+        sim = Simulation(plan, seed, hosts=4, slots=1, spares=0, faults=0, restarts=5)
+
+        def pause(sim: Simulation = sim) -> None:
+            sim._pause_coordinator()
+            agent = sim.agents[sim.random.choice(sim.names)]
+            for when_s in (sim.now_s, sim.paused_until_s - 0.1):
+                sim.at(when_s, lambda: sim._disconnect(agent) if agent.connection else None)
+
+        for _ in range(2):
+            sim.at(sim.random.uniform(5.0, 30.0), pause)
+        if sim.random.random() < 0.5:
+            sim.at(sim.random.uniform(5.0, 25.0), sim._crash_coordinator)
+        sim.run()
+        assert sim.end is not None and sim.end.state == "done", f"seed {seed}: {describe(sim)}"  # noqa: PT018
+        assert (sim.generations, sim.records["incident"]) == ([1], 0), f"seed {seed}: {describe(sim)}"
 
 
 def test_a_request_to_stop_always_ends_the_run(plan: Plan) -> None:

@@ -97,6 +97,7 @@ JSRUN = {
     "PMIX_RANK": "5",
     "LSB_JOBID": "77",
 }
+HOROVOD = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,7 @@ JSRUN = {
         (MPICH, (1, 4, "1", "4", "127.0.0.1", 29500)),
         (PALS | {"MASTER_ADDR": "n1"}, (9, 16, "1", None, "n1", derived_port("PMI (mpiexec) ab-12 "))),
         (FLUX | {"MASTER_ADDR": "n1"}, (1, 2, "0", None, "n1", derived_port("Flux f2Xy "))),
+        (HOROVOD, (1, 2, "1", "2", "127.0.0.1", 29500)),
         (JSRUN | {"MASTER_ADDR": "n1"}, (5, 12, "5", "6", "n1", derived_port("jsrun 77 "))),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, (1, 2, None, None, "h", 29500)),
     ],
@@ -138,6 +140,7 @@ def test_what_each_launcher_says(environ: dict[str, str], place: tuple[object, .
         STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --ntasks=1
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
         {"PMIX_RANK": "0"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"},
         {"MASTER_ADDR": "gpu01", "MASTER_PORT": "29500"},  # a batch script exports them for srun
         {"WORLD_SIZE": "1"},
         {"RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": ""},
@@ -159,6 +162,13 @@ def test_where_the_ranks_are_ours_to_start(environ: dict[str, str]) -> None:
         ({"FLUX_JOB_SIZE": "2"}, "FLUX_JOB_SIZE: is set in the environment, but FLUX_TASK_RANK is not"),
         ({"PMIX_RANK": "1"}, "PMIX_RANK: is 1, and nothing says how many ranks there are"),
         ({"PALS_RANKID": "3"}, "PALS_RANKID: is 3, and nothing says how many ranks there are"),
+        ({"ALPS_APP_PE": "2"}, "ALPS_APP_PE: is 2, and nothing says how many ranks there are"),
+        ({"HOROVOD_RANK": "0"}, "HOROVOD_RANK: is set in the environment, but HOROVOD_SIZE is not"),
+        # task 0 of a step whose other variables a container dropped: a batch script has no numbered step
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"},
+            "SLURM_PROCID: is set in the environment, but SLURM_STEP_NUM_TASKS is not",
+        ),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID: is 1, and nothing says how many ranks there are"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS: is set in the environment, but SLURM_PROCID is not"),
         (STEP | {"SLURM_PROCID": "4"}, "SLURM_PROCID: 4 is not below SLURM_STEP_NUM_TASKS = 4"),

@@ -58,7 +58,7 @@ dead_after_s = 2
 [cluster]
 spec = "local-cpu:3"
 """
-PATIENCE_S = 240.0
+PATIENCE_S = 900.0
 pytestmark = pytest.mark.slow
 Event = dict[str, Any]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.elastic.membership import HostMembership, HostSlot, Membership, next_membership
+from phalanx.elastic.membership import HostMembership, HostSlot, Membership, next_membership, replace_slots
 from phalanx.elastic.replica_ring import PeerTable
 from phalanx.elastic.restore_point import ReplicaInfo, find_whole_step, fold_held
 from phalanx.plan.layout import Layout
@@ -175,3 +175,22 @@ def test_a_step_is_whole_whether_all_ranks_wrote_or_some_did() -> None:
         point = find_whole_step([*held([0, 1], tensors), *held([2, 3], tensors), *held([1, 2], tensors)])
         assert point is not None
         assert (point.step, point.ranks.to_json(), point.writers.to_json()) == (7, [[0, 3]], writers)
+
+
+def test_ranks_that_move_give_the_membership_that_all_slots_give() -> None:
+    """The coordinator of very many hosts goes through the lost ranks alone: the result is to the last slot the same."""
+    draw = random.Random(5)
+    for _ in range(200):
+        every = [HostSlot(host, slot) for host in "abcd" for slot in range(3)]
+        before = Membership(generation=6, layout=LAYOUT, slots=tuple(draw.sample(every, 4)))
+        alive = sorted(draw.sample(every, draw.randint(4, len(every))))
+        expected = next_membership(
+            generation=7, planned=LAYOUT, sequences=SEQUENCES, reproducible=False,
+            policy="auto", before=before, alive=alive,
+        )  # fmt: skip
+        lost = [rank for rank, one in enumerate(before.slots) if one not in alive]
+        others = [one for one in alive if one not in before.slots]
+        found = before.with_moved(7, replace_slots(before, lost, others))
+        assert expected is not None
+        assert (found, found.hosts, found.digest) == (expected, expected.hosts, expected.digest)
+        assert [found.ranks_on(host) for host in "abcd"] == [expected.ranks_on(host) for host in "abcd"]

@@ -19,8 +19,8 @@ from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run
 
 JOB = Path(__file__).parents[2] / "examples" / "drill.toml"
-STEPS, RANKS = 40, 4
-SAME_LR = 25  # steps before the learning rate depends on how many there are in all
+STEPS, RANKS = 26, 4
+SAME_LR = 16  # steps before the learning rate depends on how many there are in all
 FOREVER = "100000"
 Event = dict[str, Any]
 
@@ -34,7 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_dataset(folder, documents=2500)
     text = JOB.read_text(encoding="utf-8")
     corpus = next(line for line in text.splitlines() if line.startswith("corpus ="))
-    (folder / "job.toml").write_text(text.replace(corpus, 'path = "data"'))
+    # One layer and one micro-batch: half the time of a step, and the same things to lose.
+    smaller = {corpus: 'path = "data"', "layers = 2": "layers = 1", "micro = 2": "micro = 4"}
+    for old, new in smaller.items():
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "job.toml").write_text(text)
     return folder
 
 
@@ -163,11 +168,11 @@ def test_a_stopped_rank_killed_ranks_and_a_killed_coordinator_cost_no_step(begin
     trial.reach(4)
     victim = trial.members()[1]
     os.kill(victim, signal.SIGSTOP)
-    trial.reach(7, epoch=2)
+    trial.reach(6, epoch=2)
     trial.kill(2)
-    trial.reach(11, epoch=3)
+    trial.reach(9, epoch=3)
     trial.kill(1, 3)
-    trial.reach(16, epoch=4)
+    trial.reach(12, epoch=4)
     generation = len(trial.worlds)
     coordinator = next(pid for pid in children(trial.agent("host-0")) if "phalanx.elastic.coordinator" in command(pid))
     os.kill(coordinator, signal.SIGKILL)
@@ -218,14 +223,11 @@ def test_survivors_keep_their_processes_and_say_what_they_waited_for(begin: Begi
     assert trial.finish() == 130
 
 
-@pytest.mark.parametrize("host", ["host-0", "host-1"])
-def test_a_lost_host_is_restored_from_the_copies_on_the_other_and_comes_back(
-    begin: Begin, whole: Trial, host: str
-) -> None:
+def test_a_lost_host_is_restored_from_the_copies_on_the_other_and_comes_back(begin: Begin, whole: Trial) -> None:
     """The agent of host-0 has the coordinator as its child: another is started by the other host."""
     trial = begin("--steps", FOREVER, "--hosts", "2")
     trial.reach(4)
-    os.kill(trial.agent(host), signal.SIGKILL)
+    os.kill(trial.agent("host-0"), signal.SIGKILL)
     trial.wait(lambda: trial.worlds[-1] == 2)
     trial.wait(lambda: trial.worlds[-1] == RANKS)
     epoch = len(trial.worlds)

@@ -79,6 +79,6 @@ def test_a_real_probe_of_two_cores(tmp_path: Path) -> None:
     assert profile.link_bytes_per_s > 1e6
     assert (profile.backend, profile.precision) == ("tcp", "fp32")
     assert profile.seconds > 0
-    assert any(text.startswith("all-reduce 1.05 MB x 2") for text in said)
+    assert any(text.startswith("all-reduce of 1.05 MB on 2 ranks") for text in said)
     save_profile(profile, tmp_path / "p.json")
     assert load_profile(tmp_path / "p.json") == profile

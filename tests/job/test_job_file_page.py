@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.job import schema
+from phalanx.job import run_sections, schema
 
 PAGE = (Path(__file__).parents[2] / "docs" / "job-file.md").read_text(encoding="utf-8")
 SECTIONS = {
     "precision": schema.Precision,
     "train": schema.Train,
     "comm": schema.Comm,
+    "scale": schema.Scale,
     "waiver": schema.Waiver,
-    "checkpoint": schema.Checkpoint,
-    "fault": schema.Fault,
-    "telemetry": schema.Telemetry,
+    "checkpoint": run_sections.Checkpoint,
+    "fault": run_sections.Fault,
+    "telemetry": run_sections.Telemetry,
+    "launch": run_sections.LaunchChoice,
 }
 
 

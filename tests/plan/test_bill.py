@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.hardware.cluster import resolve_cluster
-from phalanx.job.schema import Cost
+from phalanx.job.run_sections import Cost
 from phalanx.plan.bill import grid_regions, run_bill
 
 HOUR = 3600.0

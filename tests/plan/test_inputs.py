@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from phalanx.errors import UserError
+from phalanx.io.user_code import load_user_object
 from phalanx.job.dataset import Manifest, Shard, Source
 from phalanx.job.load import load
 from phalanx.plan.inputs import InputFindings, look_at_inputs, passes_of
@@ -277,6 +279,33 @@ def test_code_of_the_users_own_is_looked_at_without_running_it(tmp_path: Path) -
     (tmp_path / "hidden.py").write_text("globals()['Loss'] = 1\n")
     for name in ("late.py:Loss", "hidden.py:Loss"):
         assert look(tmp_path, f"plugins.loss={name}").missing == (), name
+
+
+def test_code_that_imports_what_is_not_there(tmp_path: Path) -> None:
+    dataset(tmp_path / "data", heldout=20)
+    (tmp_path / "beside.py").write_text("x = 1\n")
+    (tmp_path / "mine.py").write_text(
+        '"""Doc."""\nimport os.path\nfrom torch import nn\nfrom beside import x\nloss = 1\n'
+    )
+    (tmp_path / "moved.py").write_text("import sys\nsys.path.append('elsewhere')\nimport helper_abc\nloss = 1\n")
+    (tmp_path / "asks.py").write_text("try:\n    import helper_abc\nexcept ImportError:\n    pass\nloss = 1\n")
+    for name in ("mine", "moved", "asks"):
+        assert look(tmp_path, f"plugins.loss={name}.py:loss").missing == (), name
+    (tmp_path / "lost.py").write_text("from beside import x\nfrom helper_abc.inner import y\nloss = 1\n")
+    (problem,) = look(tmp_path, "plugins.loss=lost.py:loss").missing
+    path = tmp_path / "lost.py"
+    what = f'"lost.py:loss": {path}:2: imports helper_abc, which is neither installed here nor beside it'
+    assert (problem.what, problem.fix) == (what, "put helper_abc.py there, or install helper_abc where the ranks run")
+
+
+def test_a_module_that_is_not_found_has_a_cure(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def build():\n    ...\n\nif True:\n    import helper_abc\n")
+    with pytest.raises(UserError) as caught:
+        load_user_object("mine.py:build", folder=tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path / 'mine.py'}:5: mine.py:build cannot be run: ModuleNotFoundError: No module named 'helper_abc'\n"
+        "  put helper_abc.py beside the file that imports it, or install helper_abc where the ranks run"
+    )
 
 
 def test_evaluations_without_text_to_evaluate_on(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.hardware.cluster import resolve_cluster
-from phalanx.job.schema import Fault
+from phalanx.job.run_sections import Fault
 from phalanx.plan.layout import Layout
 from phalanx.plan.model_replicas import REGROUP_S, ModelReplicas, price_loss
 

@@ -19,7 +19,8 @@ from phalanx.record.account.summary import summarize_run
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.event_batches import EventFeed, EventParser
 from phalanx.record.events import Event, EventReader, EventWriter, event_files_of, read_events
-from phalanx.record.host_file import HEAD_BYTES, UNIT_BYTES, HostStream, open_events, session_counts
+from phalanx.record.host_extents import HEAD_BYTES, UNIT_BYTES, HostStream
+from phalanx.record.host_file import host_files, open_events, session_counts
 from phalanx.record.report.html import render_html
 from phalanx.record.report.live import Watcher
 from phalanx.record.report.run_report import read_run_report
@@ -86,7 +87,7 @@ def test_files_are_per_host(both: tuple[Run, Run]) -> None:
     names = sorted(path.name for path in both[1].path.glob("events-*"))
     wanted = [f"events-host-host-{number}.{end}" for number in (0, 1) for end in ("index", "jsonl")]
     assert names == wanted
-    assert session_counts(both[1].path) == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert session_counts(both[1].path).by_rank == {0: 2, 1: 2, 2: 2, 3: 2}
 
 
 def test_every_event_in_order(both: tuple[Run, Run]) -> None:
@@ -170,7 +171,7 @@ def test_readers_follow_it(tmp_path: Path) -> None:
         for part in range(2):
             for step in range(2):
                 writer.write("ready", step=10 * generation + 2 * part + step)
-            session_counts(run.path)  # look now: whoever follows a run looks again when a moment has passed
+            host_files.cache_clear()  # look now: whoever follows a run looks again when a moment has passed
             fed = [event["step"] for piece in feed.pieces() for event in lines.events(piece)[0]]
             seen.append(([event["step"] for event in reader.read()], fed))
         writer.close()
@@ -225,7 +226,7 @@ def test_a_large_session_is_followed_by_another(tmp_path: Path) -> None:
     for step in range(100):
         writer.write("ready", step=step)
     writer.close()
-    assert session_counts(run.path)[0] > 2
+    assert session_counts(run.path).by_rank[0] > 2
     assert [event["step"] for event in read_events(run.events(0))[0]] == list(range(100))
 
 
@@ -307,4 +308,5 @@ def test_what_is_no_host_file(tmp_path: Path, data: bytes) -> None:
     stream = HostStream(run.host_events("a"), rank=0, generation=1)
     stream.write(b'{"event":"ready"}\n')
     stream.close()
+    host_files.cache_clear()  # look now: after a long look the next one waits for a moment
     assert len(read_events(run.events(0))[0]) == 1

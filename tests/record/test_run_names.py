@@ -62,6 +62,7 @@ def test_the_events_of_a_run_and_their_size(root: Path) -> None:
     (run.path / "events-000001.jsonl").write_text("not a name we give")
     (run.path / "events-00000.index").write_text("no events")
     assert run.event_bytes() == one + 8
+    assert 0 < run.event_bytes(beyond=0) <= one + 8, "enough is known after the first file"
     # The plan of this run has one rank.
     assert (run.event_parts(), run.stray_files()) == ({0: [2]}, 2)
     assert [path.name for path in run.event_files()] == ["events-00000.jsonl"]

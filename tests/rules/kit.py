@@ -179,5 +179,5 @@ def severity(rule_id: str, found: Evidence, **limits: Value) -> Severity:
 
 def judge_one(findings: Sequence[Finding]) -> Verdict:
     """The worst of several answers."""
-    order = {"fail": 0, "unknown": 1, "waived": 2, "pass": 3}
+    order = {"fail": 0, "unknown": 1, "waived": 2, "habit": 3, "pass": 4}
     return min((one.verdict for one in findings), key=lambda one: order[one])

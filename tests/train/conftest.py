@@ -71,7 +71,7 @@ def llama() -> ModelShape:
 @pytest.fixture(scope="session")
 def prove() -> Callable[..., OutcomeComparison]:
     def run(trial: Trial, bounds: Bounds | None = None) -> OutcomeComparison:
-        found = compare_outcomes(run_trial(trial), run_once(alone(trial)), bounds or Bounds())
+        found = compare_outcomes(run_trial(trial, limit_s=600.0), run_once(alone(trial)), bounds or Bounds())
         assert found.first is None, found.first.render()
         return found
 

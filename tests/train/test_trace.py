@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,6 +14,7 @@ from phalanx.plan.layout import Layout
 from phalanx.train.settings import Settings
 from phalanx.train.step_result import StepRequest
 from phalanx.train.telemetry.noise import NUMBERS
+from phalanx.train.tracing import traced_ranks
 from phalanx.train.tracing.hang_check import find_hang
 from phalanx.train.tracing.traced_ranks import TracedStep, stage_ranks, trace_ranks
 from phalanx.train.tracing.traced_step import record_ranks, trace_rank
@@ -123,3 +126,18 @@ def test_several_ranks_in_their_own_processes():
     found = trace_ranks(one, [1, 0], workers=2)
     assert [trace.rank for trace in found] == [1, 0]
     assert found[1].operations == dry(one, 0).operations
+
+
+def test_one_rank_that_takes_long_is_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is traced in this process, where nobody else waits for it."""
+    told = threading.Event()
+    monkeypatch.setattr(traced_ranks, "STILL_S", 0.001)
+    monkeypatch.setattr(traced_ranks, "_trace_rank", lambda step, rank: told.wait(30.0) and rank)
+    said: list[tuple[int, ...]] = []
+
+    def still(ranks: Sequence[int], seconds: float) -> None:
+        said.append(tuple(ranks))
+        told.set()
+
+    assert trace_ranks(None, [3], still=still) == [3]
+    assert said[0] == (3,)

@@ -30,6 +30,7 @@ GRID = {
     "tp4 full": {"tensor": 4, "data": 2, "recompute": "full"},
     "tp8 sp zero1": {"tensor": 8, "sequence_parallel": True, "data": 8, "shard": 8, "zero": 1},
     "cp4 zero1 full": {"context": 4, "data": 2, "shard": 8, "zero": 1, "recompute": "full"},
+    "zero1 fp8": {"data": 8, "shard": 8, "zero": 1, "precision": "fp8"},
     "pp2 zero1": {"pipeline": 2, "data": 2, "shard": 2, "zero": 1, "accumulation": 4},
     "pp2 v2 tp2 selective": {
         "pipeline": 2,
@@ -45,11 +46,11 @@ GRID = {
 
 
 def asked(layout):
-    """Llama 3 8B with a quarter of its layers and vocabulary: the same balance of layers and head."""
+    """Llama 3 8B with an eighth of its layers and vocabulary: the same balance of layers and head."""
     sequences = layout.data * layout.micro_batch * layout.accumulation
     wishes = ["data.sequence=4096", f"batch.global_sequences={sequences}", "model.preset=llama-3-8b"]
     job = load("examples/llama-3-8b-64xH100.toml", overrides=wishes).job
-    job = replace(job, model=replace(job.model, layers=8, vocab=32_064))
+    job = replace(job, model=replace(job.model, layers=4, vocab=16_032))
     return job, request_from_job(job, resolve_cluster(f"8xH100:{max(layout.devices // 8, 1)}"))[0]
 
 
@@ -115,7 +116,9 @@ def traced(plan):
     """The fullest rank of a plan, traced."""
     inside = plan.layout.devices // plan.layout.pipeline
     step = TracedStep.of(plan.job, plan.layout, on_gpu=True)
-    return traced_fit(plan.memory, [trace_ranks(step, [at * inside])[0] for at in range(plan.layout.pipeline)])
+    request, _ = request_from_job(plan.job, plan.cluster)
+    traces = [trace_ranks(step, [at * inside])[0] for at in range(plan.layout.pipeline)]
+    return traced_fit(request, plan.layout, plan.memory, traces)
 
 
 @pytest.mark.parametrize("seed", [2, 6, 15])
@@ -137,10 +140,10 @@ def test_what_the_plan_recommends_fits_when_it_is_traced(seed):
 
 def test_a_step_that_does_not_fit_says_what_to_do():
     fit = TracedFit(traced_bytes=72.9e9, buffers_bytes=1e9, usable_bytes=79.0e9)
-    assert render_fit(fit, recompute="none") == "FITS: 72.9 GB traced and 1.00 GB of buffers, of 79.0 GB usable"
+    assert render_fit(fit, recompute="none") == "FITS: 72.9 GB traced + 1.00 GB for buffers, of 79.0 GB usable"
     assert render_fit(replace(fit, usable_bytes=73.8e9), recompute="none").splitlines() == [
-        "DOES NOT FIT: 72.9 GB traced and 1.00 GB of buffers, of 73.8 GB usable",
-        "  the step would end out of memory",
+        "DOES NOT FIT: 72.9 GB traced + 1.00 GB for buffers, of 73.8 GB usable",
+        "  the step would run out of memory",
         '  try parallel.recompute = "selective", a smaller batch.micro, parallel.offload = "optimizer" or more '
         "devices, and trace again",
     ]

@@ -249,15 +249,15 @@ def test_the_page():
         == """\
 1 measurement from mine.csv
 
-scalar         factor  multiplies
-compute         1.250  matrix products and attention
-memory          0.900  memory-bound kernels and the optimizer
-host            1.000  launches, data, logging
-inner_traffic   2.000  tensor, context, expert and pipeline traffic
-outer_traffic   1.500  gradients and sharded parameters
+factor         value  applies to
+compute        1.250  matrix products and attention
+memory         0.900  memory-bound kernels and the optimizer
+host           1.000  launches, data, logging
+inner_traffic  2.000  tensor, context, expert and pipeline traffic
+outer_traffic  1.500  gradients and sharded parameters
 
 median error 20.0% before, 3.1% after
-fewer than 3 measurements: the factors stay close to 1; three to five are better"""
+fewer than 3 measurements: the factors are uncertain; measure three to five runs"""
     )
     assert set(fieldwork.MEANING) == set(GROUPS)
 
@@ -266,8 +266,8 @@ def test_the_page_warns_of_rows_left_out_and_of_measurements_that_disagree():
     page = calibration_text(replace(REPORT, measurements=4, skipped=2, median_error_after=0.3))
     assert page.endswith(
         "median error 20.0% before, 30.0% after\n"
-        "2 measured rows could not be priced: left out; phalanx backtest says why\n"
-        "warning: these measurements disagree with each other more than with the prediction; plan without"
+        "2 measured rows left out, not predictable; phalanx backtest says why\n"
+        "warning: these measurements disagree with each other more than with the prediction; do not use it"
     )
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,9 +63,13 @@ class Visit:
 
     def until(self, script: str) -> None:
         """Wait until an expression in the page is true; wait_for_function would need eval, which the page forbids."""
+        self.wait_for(lambda: self.page.evaluate(script), script)
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait, while the page goes on, until a condition holds."""
         end = time.monotonic() + PATIENCE_MS / 1000
-        while not self.page.evaluate(script):
-            assert time.monotonic() < end, script
+        while not condition():
+            assert time.monotonic() < end, what
             self.page.wait_for_timeout(50)
 
 
@@ -167,6 +171,35 @@ def test_a_run_that_grows_is_followed_without_a_reload(browser: Any, site: Dashb
         assert tab.page.evaluate("window.kept === document.querySelector('.chart')")  # drawn on, not drawn again
         run.set_status("done")
         tab.see("text=done, 40 of 60 steps")
+
+
+def test_an_answer_older_than_the_news_is_asked_for_again(browser: Any, site: Dashboard, root: Path) -> None:
+    run = write_run(root, name="overtaken", ranks=2, steps=30, finished=False, incidents=0)
+    held: dict[str, Any] = {}
+    let_through: list[str] = []
+
+    def hold_the_first(route: Any) -> None:
+        if (what := route.request.url.split("?")[0].rpartition("/")[2]) in held:
+            let_through.append(what)
+            route.continue_()
+        else:
+            held[what] = (route, route.fetch() if what == "curves" else None)
+
+    with visit(browser, site) as tab:
+        tab.page.route("**/api/runs/overtaken", hold_the_first)
+        tab.page.route("**/curves?**", hold_the_first)
+        tab.page.goto(tab.url + "#/runs/overtaken")
+        # The curves of 30 steps are on their way; the header's question has not arrived yet.
+        tab.wait_for(lambda: len(held) == 2, "both questions")
+        writer = EventWriter(run.events(0), rank=0)
+        writer.write("step", step=30, loss=1.25, tokens=262144, duration_s=6.5, tokens_per_s=40000.0)
+        writer.close()
+        held["overtaken"][0].continue_()
+        tab.see("text=running, 31 of 60 steps")
+        tab.wait_for(lambda: "overtaken" in let_through, "the header asked for again at the stream's first news")
+        old, answer = held["curves"]
+        old.fulfill(response=answer)
+        tab.until("document.querySelector('.chart .value b')?.textContent === '1.250'")
 
 
 def test_a_lost_connection_is_taken_up_again(browser: Any, site: Dashboard, root: Path) -> None:

@@ -81,7 +81,7 @@ class CheckpointTable(PublicResult):
         if self.lost_step is not None:
             lines.append(f"missing: step {self.lost_step:,} was saved, and is gone")
         if self.checkpoints and not self.verified:
-            lines.append("sizes and manifests were compared; --checksum reads every byte")
+            lines.append("only file sizes and manifests were checked; --checksum also reads and checks every byte")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class CheckpointTable(PublicResult):
 
 def _checkpoint_cells(one: ListedCheckpoint, verified: bool) -> tuple[str, ...]:
     entry = one.entry
-    state = "damaged" if entry.damage else "intact, every byte" if verified else "intact"
+    state = "damaged" if entry.damage else "intact, all bytes checked" if verified else "intact"
     return (
         f"{entry.step:,}",
         "-" if one.age_s is None else format_seconds(one.age_s),
@@ -125,10 +125,10 @@ class WeightFolder(PublicResult):
 
     def __str__(self) -> str:
         if not self.verified:
-            return f"{self.path}: exported weights, {plural(self.files, 'file')}; --checksum reads every byte"
+            return f"{self.path}: exported weights, {plural(self.files, 'file')}; --checksum checks every byte"
         if self.damage:
             return "\n".join([f"{self.path}: damaged", *self.damage])
-        return f"{self.path}: {CHECKSUMS} matches {plural(self.files, 'file')}, every byte"
+        return f"{self.path}: {CHECKSUMS} matches {plural(self.files, 'file')}, all bytes checked"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `--json` prints them."""

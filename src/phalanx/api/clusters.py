@@ -174,15 +174,15 @@ class ProbeResult(PublicResult):
         unit = "GPU" if profile.device == "cuda" else "core"
         units = plural(profile.ranks, unit)
         lines = [
-            f"{profile.device_name}: {units} at work together, {profile.engine}, {profile.seconds:.1f} s",
-            f"  matmul, {profile.precision:<10} {format_flops(profile.matmul_flops)} per {unit} at best",
+            f"{profile.device_name}: {units} measured together, {profile.engine}, {profile.seconds:.1f} s",
+            f"  matmul, {profile.precision:<10} {format_flops(profile.matmul_flops)} per {unit}, best",
             *(f"    n = {size:<12} {format_flops(rate)}" for size, rate in profile.matmul_by_size),
             f"  memory             {format_bytes(profile.memory_bytes_per_s)}/s per {unit}",
             f"  small operation    {format_seconds(profile.launch_s)}",
         ]
         if profile.all_reduce:
             speed = f"{format_bytes(profile.link_bytes_per_s)}/s"
-            lines.append(f"  ring over {profile.backend:<8} {format_seconds(profile.link_latency_s)} a step, {speed}")
+            lines.append(f"  ring over {profile.backend:<8} {format_seconds(profile.link_latency_s)} per step, {speed}")
             lines += [f"    {format_bytes(size):<16} {format_seconds(elapsed)}" for size, elapsed in profile.all_reduce]
         disk = f"{format_bytes(profile.disk_bytes_per_s)}/s" if profile.disk_bytes_per_s else "not measured"
         return "\n".join([*lines, f"  disk, with fsync   {disk}"])
@@ -221,10 +221,10 @@ def probe(
         raise SystemFailure(Problem(where=str(path), what=what, fix="make the folder, or name another --out"))
     profile = _measure_machine(machine, engine=engine, seconds=seconds, disk=Path(disk), tell=tell)
     save_profile(profile, path, folders=path == usual)
-    note = "plans of the cluster local on this machine use it now"
+    note = "plans for the cluster local on this machine now use it"
     if path.absolute() != read_later.absolute():
         note = (
-            f"plans of the cluster local use it with PHALANX_PROFILE={path}, and phalanx cluster with --profile {path}"
+            f"set PHALANX_PROFILE={path} to plan with it for the cluster local; phalanx cluster takes --profile {path}"
         )
     return ProbeResult(profile=profile, path=path, note=note)
 

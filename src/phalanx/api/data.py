@@ -33,7 +33,7 @@ class Dataset(PublicResult):
         m = self.manifest
         lines = [
             f"{self.path}: vocabulary {m.vocab:,}, {m.dtype}, {plural(len(m.shards), 'shard')},"
-            f" digest {m.digest[:12]}, phalanx {m.phalanx}"
+            f" digest {m.digest[:12]}, built by phalanx {m.phalanx}"
         ]
         for split, sizes in self.sizes().items():
             lines.append(
@@ -68,8 +68,8 @@ def _source_lines(source: Source) -> list[str]:
     odd = {
         "empty documents left out": tally.empty,
         "records without text left out": tally.missing,
-        "undecodable sequences replaced": tally.bad_utf8,
-        "pieces of documents too long to hold": tally.cut,
+        "invalid UTF-8 sequences replaced": tally.bad_utf8,
+        "parts of documents that were too long and were split": tally.cut,
     }
     lines += [f"           {count:,} {what}" for what, count in odd.items() if count]
     return [*lines, f"           licence: {source.licence}"] if source.licence else lines
@@ -95,7 +95,8 @@ def build(
     `tokenizer` (a tokenizer.json) one of `vocab` tokens is trained. `split_on` says what ends a document of a text
     file: file, blank, line or formfeed.
     """
-    from phalanx.job.dataset import VOCAB, cache_folder
+    from phalanx.job.dataset import cache_folder
+    from phalanx.job.model import VOCAB
     from phalanx.train.data.build import SHARD_TOKENS, Recipe
     from phalanx.train.data.build import build_dataset as build_dataset
     from phalanx.train.data.corpus import fetch_corpus
@@ -120,7 +121,7 @@ def build(
     )
     manifest = build_dataset(recipe, Path(out), on_stderr)
     if not manifest.total("tokens", "heldout") and heldout:
-        tell("warning: no document fell into the held-out split, so nothing can be evaluated")
+        tell("warning: the held-out split is empty, so nothing can be evaluated")
         tell("  use a larger --heldout, or --split-on blank to split long texts into paragraphs")
     return Dataset(path=Path(out), manifest=manifest)
 

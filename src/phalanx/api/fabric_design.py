@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.fabric_inputs import named_fabric
-from phalanx.api.jobs import AnyJob, read_job
 from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, silent, warn
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.io.codec import json_values
 from phalanx.units import parse_count
 
 if TYPE_CHECKING:
+    from phalanx.api.jobs import AnyJob
     from phalanx.network.fabric.decisions import Decisions
     from phalanx.network.fabric.design import Design, DesignRequest
     from phalanx.network.fabric.design_verdict import DesignVerdict, Prices
@@ -240,6 +240,7 @@ class JobSteps:
 
 def _job_plan(job: AnyJob, overrides: Overrides, cluster: str | None, tell: Tell) -> Plan:
     """The job's plan on its cluster or another."""
+    from phalanx.api.jobs import read_job
     from phalanx.plan.make import make_plan
 
     made = make_plan(read_job(job, overrides, where="phalanx.fabric.design"), cluster, hopeless=True)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.results import Overrides, PublicResult, Tell, warn
-from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
+from phalanx.errors import Problem, UserError, mistake
 from phalanx.io.tables import text_table
 from phalanx.job.load import ResolvedJob
 from phalanx.job.load import load as load_file
 from phalanx.job.schema import Job
-from phalanx.job.template import TINY
 
 if TYPE_CHECKING:
-    from phalanx.job.model import Preset
     from phalanx.plan.inputs import InputFindings
     from phalanx.record.account.communication import Communication
     from phalanx.record.run import Run
@@ -141,7 +136,7 @@ def job_table(resolved: ResolvedJob) -> str:
     """Key, value and origin in three columns, a blank line between sections."""
     from phalanx.job.key_rules import shown_value
     from phalanx.job.load import job_to_rows
-    from phalanx.job.schema import TOKENS_PER_PARAMETER
+    from phalanx.job.model import TOKENS_PER_PARAMETER
 
     def cell(value: object) -> str:
         if value is None:
@@ -164,118 +159,12 @@ def job_table(resolved: ResolvedJob) -> str:
 
 def auto_tokens(resolved: ResolvedJob) -> int:
     """What `data.tokens = "auto"` comes to for this model; 0 where the job names a number."""
-    from phalanx.job.schema import TOKENS_PER_PARAMETER
+    from phalanx.job.model import TOKENS_PER_PARAMETER
     from phalanx.plan.parameter_counts import count_parameters
 
     if resolved.job.data.tokens != "auto":
         return 0
     return TOKENS_PER_PARAMETER * count_parameters(resolved.job.model).total
-
-
-# ---- init ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class NewJob(PublicResult):
-    """A job file that was written, and the commands that come next."""
-
-    path: str
-    model: str
-    cluster: str
-    next_steps: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return self.path
-
-    def to_dict(self) -> dict[str, Any]:
-        """What was written."""
-        return {"path": self.path, "model": self.model, "cluster": self.cluster}
-
-
-def init(path: str | Path = "job.toml", *, model: str = TINY, cluster: str = LOCAL, force: bool = False) -> NewJob:
-    """Write a commented job file that works as it stands; an existing file is kept unless `force`."""
-    from phalanx.job.template import render_template, vocab_of
-    from phalanx.plan.parameter_counts import count_parameters
-
-    file, preset = Path(path), _known_preset(model)
-    devices = 0
-    if cluster != LOCAL:  # an unknown cluster is refused before a file names it
-        from phalanx.hardware.cluster import resolve_cluster  # reads the accelerator tables
-
-        found = resolve_cluster(cluster, base=file.parent)
-        devices = found.devices if found.hosts > 1 else 0
-    text = render_template(
-        file=str(path),
-        name=job_name(file),
-        preset=preset,
-        cluster=cluster,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        parameters=count_parameters(replace(preset.model(), vocab=vocab_of(preset))).total,
-    )
-    _write_new(file, text, force=force)
-    steps = tuple(_next_steps(file, model=model, devices=devices))
-    return NewJob(path=str(file), model=model, cluster=cluster, next_steps=steps)
-
-
-def job_name(path: Path) -> str:
-    """A legal job name from a file name.
-
-    >>> job_name(Path("/tmp/My first run.toml"))
-    'my-first-run'
-    """
-    return re.sub(r"[^a-z0-9._-]+", "-", path.stem.lower()).lstrip("._-")[:63] or "job"
-
-
-def _known_preset(name: str) -> Preset:
-    from phalanx.job.model import known_presets
-
-    known = known_presets()
-    if name in known:
-        return known[name]
-    close = nearest(name, known)
-    fix = f"did you mean {close}?" if close else f"known are {', '.join(known)}"
-    raise mistake("--model", f'"{name[:60]}" is not a known model', fix=fix)
-
-
-def _next_steps(path: Path, *, model: str, devices: int) -> list[str]:
-    """Commands that work as they stand, from the current folder, each with what it is for behind a #."""
-    from phalanx.job.template import DATA
-
-    job, data = shlex.quote(str(path)), shlex.quote(str(path.parent / DATA))
-    build = f"phalanx data build {data}"
-    steps = [
-        (f"phalanx plan {job}", "the layout, its time, memory and cost; needs no data"),
-        (f"{build} --corpus offline-english", "sample text, downloaded once; or name your own files and folders"),
-        (f"phalanx train {job}", "Ctrl-C saves; phalanx train --resume RUN continues")
-        if not devices
-        else (f"srun --ntasks={devices} phalanx train {job}", "on the cluster; or torchrun, mpirun: docs/training.md"),
-    ]
-    if model != TINY:
-        steps[1] = (f"{build} --corpus offline-english", "sample text, downloaded once")
-        steps.insert(2, (f"# {build} YOUR_TEXT --tokenizer tokenizer.json", f"your own, with the tokenizer of {model}"))
-    return text_table([(command, f"# {why}") for command, why in steps])
-
-
-def _write_new(path: Path, text: str, *, force: bool) -> None:
-    from phalanx.io.files import replace_text
-
-    try:
-        if force:
-            replace_text(path, text)
-            return
-        # "x" makes the check and the creation one act: two calls at once cannot both win.
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise mistake(
-            str(path), "exists already", why="init never overwrites on its own", fix="name another file, or add --force"
-        ) from error
-    except (IsADirectoryError, FileNotFoundError, NotADirectoryError) as error:
-        raise mistake(
-            str(path), f"cannot be written: {error.strerror}", fix="name a file in a folder that exists"
-        ) from error
-    except OSError as error:
-        raise SystemFailure(Problem(where=str(path), what=f"cannot be written: {error.strerror or error}")) from error
 
 
 # ---- import ----------------------------------------------------------------------------------------------------------
@@ -303,6 +192,7 @@ class ImportedJob(PublicResult):
             "irrelevant": [{"key": key, "why": why} for key, why in found.irrelevant],
             "unmapped": [{"key": one.key, "value": one.value, "why": one.why} for one in found.unmapped],
             "missing": [{"what": one.what, "fix": one.fix} for one in found.missing],
+            "unknown": [{"job_key": key, "why": why} for key, why in found.unknown.items()],
         }
 
 
@@ -315,7 +205,7 @@ def import_job(
     force: bool = False,
     overrides: Overrides = (),
 ) -> ImportedJob:
-    """Translate a configuration of torchtitan, Megatron-LM, DeepSpeed, Accelerate or NeMo into a job file.
+    """Translate a configuration of another trainer (Megatron-LM, torchtitan, DeepSpeed, NeMo …) into a job file.
 
     Nothing is dropped silently: the result and the file list every setting that has no place in a job. Without `out`
     nothing is written. Raises UserError where the model or the batch cannot be told.

@@ -204,8 +204,8 @@ class Trace(PublicResult):
         else:
             fullest = max(self.ranks, key=lambda trace: trace.peak.nbytes)
             pages.append("\n".join(["RANKS", *text.render_ranks(self.ranks), ""]))
-            pages.append("FULLEST: " + text.render_rank(fullest) + "\n")
-            meet = "the traced ranks meet in every operation"
+            pages.append("HIGHEST PEAK MEMORY: " + text.render_rank(fullest) + "\n")
+            meet = "no hang: the collectives of the traced ranks match"
             pages.append(f"HANG: {self.hang.render()}" if self.hang is not None else meet)
         if self.against_plan:
             pages.append("\n" + text.render_against(list(self.against_plan)))
@@ -343,7 +343,7 @@ def _traced_ranks(plan: Plan, *, rank: int | None, ranks: str) -> list[int]:
 def _tell_differences(step: TracedStep, tell: Tell) -> None:
     """Where the traced step is not quite the one a GPU runs."""
     if step.settings.compute == "fp8":
-        tell("fp8 is traced as bf16: a CPU has no fp8 products")
+        tell("fp8 is traced as bf16, and compared with the plan's count for bf16: a CPU has no fp8 products")
     if step.settings.layout.offload == "activations":
         tell("offloaded activations are counted on the device: on a CPU host and device are one")
     if step.settings.layout.compression != "none":
@@ -355,4 +355,4 @@ def _compare_with_plan(plan: Plan, traces: Sequence[RankTrace]) -> tuple[list[Pl
     from phalanx.train.tracing.trace_report import against_plan, traced_fit
 
     request, _ = request_from_job(plan.job, plan.cluster)
-    return against_plan(request, plan.layout, traces), traced_fit(plan.memory, traces)
+    return against_plan(request, plan.layout, traces), traced_fit(request, plan.layout, plan.memory, traces)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import Problem
-from phalanx.io.codec import json_values
-from phalanx.io.notebook import one_line_repr, text_as_html
-from phalanx.io.packages import installed_version
+if TYPE_CHECKING:
+    from phalanx.errors import Problem
 
 Tell = Callable[[str], None]  # takes a line of progress or advice; the command line prints it on stderr
 Overrides = Sequence[str] | Mapping[str, object]  # ["parallel.tensor=8"] or {"parallel.tensor": 8}
@@ -38,6 +36,8 @@ class PublicResult(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `--json` prints them."""
+        from phalanx.io.codec import json_values
+
         return dict(json_values(self))
 
     @property
@@ -46,12 +46,18 @@ class PublicResult(ABC):
         return 0
 
     def __repr__(self) -> str:
+        from phalanx.io.notebook import one_line_repr
+
         return one_line_repr(self, str(self))
 
     def _repr_html_(self) -> str:
+        from phalanx.io.notebook import text_as_html
+
         return text_as_html(str(self))
 
 
 def own_version() -> str:
     """Of the installed package; `unknown` in a source tree that was never installed."""
+    from phalanx.io.packages import installed_version
+
     return installed_version("phalanx") or "unknown"

@@ -203,12 +203,13 @@ def _base_folder(call: TrainCall, resolved: ResolvedJob) -> Path:
     return Path() if call.resume is not None else resolved.path.parent
 
 
-def ready_to_start(plan: Plan, resolved: ResolvedJob, call: TrainCall) -> tuple[Plan, float]:
+def ready_to_start(plan: Plan, resolved: ResolvedJob, call: TrainCall, *, checked: bool = False) -> tuple[Plan, float]:
     """The plan with its data, once the specification has nothing against it, and the seconds the data took."""
     from phalanx.train import prepare
 
     _describe_plan(plan, call.tell)
-    check_before_training(resolved, plan, refuse=call.check, tell=call.tell)
+    if not checked:
+        check_before_training(resolved, plan, refuse=call.check, tell=call.tell)
     began = time.time()
     plan = prepare.with_data(plan, _base_folder(call, resolved))
     data_s = time.time() - began

@@ -109,7 +109,7 @@ def train(
         return _train_as_rank(call, place)
     started = time.time()
     made, old, data_s = prepare_here(call)
-    run = _run_folder(made, call, old, started=started, data_s=data_s)
+    run = make_run_folder(made, call, old, started=started, data_s=data_s)
     return _launch_run(run, made, call, started=started)
 
 
@@ -135,7 +135,7 @@ def dry_run(
     return prepare_here(call)[0]
 
 
-def _run_folder(plan: Plan, call: TrainCall, old: Run | None, *, started: float, data_s: float) -> Run:
+def make_run_folder(plan: Plan, call: TrainCall, old: Run | None, *, started: float, data_s: float) -> Run:
     """The run folder: a new one, or the old one with what changed written over it."""
     from phalanx.io.toml import to_toml
     from phalanx.job.load import job_to_dict
@@ -242,7 +242,7 @@ def _train_as_rank(call: TrainCall, place: RankPlace) -> Run:
         plan, resolved, old = plan_call(call, here=False)
         check_world(plan, place)
         plan, data_s = ready_to_start(plan, resolved, call)
-        run = _run_folder(plan, call, old, started=started, data_s=data_s)
+        run = make_run_folder(plan, call, old, started=started, data_s=data_s)
         if plan.job.telemetry.prometheus:
             serve = f"phalanx metrics {run.path} --listen ADDRESS"
             call.tell(f"  telemetry.prometheus: under another launcher, run {serve}")

@@ -28,8 +28,8 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
         "targets",
         metavar="TARGET",
         nargs="+",
-        help="a job file, a plan, a run folder, or a configuration of torchtitan, Megatron-LM, DeepSpeed, Accelerate "
-        "or NeMo",
+        help="a job file, a plan, a run folder, a configuration of torchtitan, Megatron-LM, DeepSpeed, Accelerate "
+        "or NeMo, or a folder with any of them",
     )
     add_set(parser)
     add_evidence(parser)
@@ -41,6 +41,9 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--diff", action="store_true", help="show the edits as a unified diff and write nothing")
     parser.add_argument("--format", choices=FORMATS, help="text (the default), json, sarif, github, junit or html")
     parser.add_argument("--out", metavar="FILE", help="write the report to this file")
+    parser.add_argument("--config", metavar="FILE", help="project file instead of the nearest .phalanx.toml")
+    parser.add_argument("--baseline", metavar="FILE", help="findings that are known: they are counted and do not fail")
+    parser.add_argument("--write-baseline", action="store_true", help="write what is found now as the baseline")
     parser.add_argument("--require-evidence", action="store_true", help="missing evidence counts as a finding")
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="also show the rules that passed, with their values"
@@ -98,25 +101,44 @@ def run_command(args: argparse.Namespace) -> int:
         **evidence_options(args),
         **{name: getattr(args, name) for name in ("select", "ignore", "require_evidence")},
     }
+    if not _edits_file(args):
+        return _check_targets(args, form, options)
     reports: list[CheckReport] = []
     failures: list[PhalanxError] = []
     for target in args.targets:
         try:
-            if _edits_file(args):
-                fixed = phalanx.fix(target, unsafe=args.unsafe_fixes, write=not args.diff, tell=note, **options)
-                if args.diff:  # a pipe may end in `patch`
-                    sys.stdout.write(visible(fixed.diff) if sys.stdout.isatty() else fixed.diff)
-                for line in fixed.notes:
-                    note(line)
-                reports.append(fixed.report)
-            else:
-                reports.append(phalanx.check(target, overrides=args.overrides, tell=note, **options))
+            fixed = phalanx.fix(target, unsafe=args.unsafe_fixes, write=not args.diff, tell=note, **options)
         except PhalanxError as error:
             failures.append(error)
             note(str(error))
+            continue
+        if args.diff:  # a pipe may end in `patch`
+            sys.stdout.write(visible(fixed.diff) if sys.stdout.isatty() else fixed.diff)
+        for line in fixed.notes:
+            note(line)
+        reports.append(fixed.report)
     if reports and not (args.diff and form == "text"):
         _print_reports(form, reports, args)
     return max([*(one.exit_code for one in reports), *(error.exit_code for error in failures)])
+
+
+def _check_targets(args: argparse.Namespace, form: str, options: dict[str, Any]) -> int:
+    found = phalanx.check_project(
+        *args.targets,
+        overrides=args.overrides,
+        config=args.config,
+        baseline=args.baseline,
+        write_baseline=args.write_baseline,
+        tell=note,
+        **options,
+    )
+    shown = [one for one in found.reports if one.problems or not found.searched or form != "text" or args.verbose]
+    if shown or (found.failures and form != "text"):
+        _print_reports(form, shown, args, failures=found.failures)
+    if form == "text" and found.searched and not args.out:
+        for line in found.table_lines():
+            print(visible(line))
+    return found.exit_code
 
 
 def _output_form(args: argparse.Namespace) -> str:
@@ -138,14 +160,16 @@ def _edits_file(args: argparse.Namespace) -> bool:
     return bool(args.fix or args.unsafe_fixes or args.diff)
 
 
-def _print_reports(form: str, reports: Sequence[CheckReport], args: argparse.Namespace) -> None:
+def _print_reports(
+    form: str, reports: Sequence[CheckReport], args: argparse.Namespace, *, failures: Sequence[PhalanxError] = ()
+) -> None:
     from phalanx.rules.formats.render import render_reports
 
     if form == "text" and not args.out and on_colour_terminal():
         _paint_reports(reports, verbose=args.verbose)
         return
     version = phalanx.__version__ if form == "sarif" else ""
-    text = render_reports(form, reports, root=os.getcwd(), version=version, verbose=args.verbose)
+    text = render_reports(form, reports, root=os.getcwd(), version=version, verbose=args.verbose, failures=failures)
     if not args.out:
         sys.stdout.write(text)
         return

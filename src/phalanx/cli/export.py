@@ -24,5 +24,5 @@ def run_command(args: argparse.Namespace) -> int:
     """Export one checkpoint."""
     made = phalanx.export(args.run, args.out, step=args.step, dtype=args.dtype, tell=note)
     if not args.json:
-        note(f"step {made.step:,} of {args.run}")
+        note(f"exported step {made.step:,} of {args.run}")
     return show(made, as_json=args.json)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 VERBS: dict[str, tuple[str, str, str]] = {
     "init": ("phalanx.cli.init", "init", "write a commented job file for this machine or a cluster"),
     "show": ("phalanx.cli.show", "show", "print every value of a job and where it came from"),
+    "schema": ("phalanx.cli.schema", "job_schema", "print the JSON Schema of job files, for editors"),
     "cluster": (
         "phalanx.cli.cluster",
         "describe_cluster accelerators",
@@ -24,15 +25,20 @@ VERBS: dict[str, tuple[str, str, str]] = {
     ),
     "probe": ("phalanx.cli.probe", "probe", "measure this machine in under 30 s, for later plans"),
     "plan": ("phalanx.cli.plan", "plan compare_plans", "find the best layout of a job, its reasons and its cost"),
-    "sim": ("phalanx.cli.sim", "simulate", "simulate a step of a plan on a fabric, or months with failures"),
+    "sim": ("phalanx.cli.sim", "simulate simulate_queue", "simulate a step, months with failures, or a queue of jobs"),
     "fabric": (
         "phalanx.cli.fabric",
         "fabric.design fabric.decisions fabric.show fabric.catalogue fabric.simulate fabric.export fabric.collective",
         "design and simulate the network for N GPUs",
     ),
+    "scale": (
+        "phalanx.cli.scale",
+        "scale.sweep scale.fit scale.allocate scale.predict",
+        "train small models, fit a scaling law, and size a large model with it",
+    ),
     "check": (
         "phalanx.cli.check",
-        "check fix",
+        "check_project fix",
         "check a job, plan or run against the rules of the training specification",
     ),
     "rules": ("phalanx.cli.rules", "rules", "list the rules of the training specification"),
@@ -43,6 +49,12 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "report": ("phalanx.cli.report", "report", "write a run's report as HTML and Markdown"),
     "diff": ("phalanx.cli.diff", "diff", "compare two runs, plans or jobs"),
     "agent": ("phalanx.cli.agent", "join_run", "join a run as one of its hosts"),
+    "launch": ("phalanx.cli.launch", "launch", "start jobs in the background, on this machine or on Slurm"),
+    "queue": ("phalanx.cli.queue", "queue", "list launched jobs and their states"),
+    "why": ("phalanx.cli.why", "why", "say why a launched job is waiting, or why it ended"),
+    "logs": ("phalanx.cli.logs", "logs", "print the log of a launched job, or of one of its ranks"),
+    "cancel": ("phalanx.cli.cancel", "cancel", "end a launched job; its run folder stays"),
+    "requeue": ("phalanx.cli.requeue", "requeue", "resume a launched job from its newest checkpoint"),
     "web": ("phalanx.cli.web", "web", "serve a live dashboard over a folder of runs"),
     "drill": (
         "phalanx.cli.drill",
@@ -70,10 +82,11 @@ FORMER_NAMES = {"validate": "backtest"}  # until 0.7
 
 # The order of `phalanx --help`, which a newcomer reads from the top: every verb is in one group.
 VERB_GROUPS = {
-    "prepare": "init import show data",
-    "plan": "plan cluster probe calibrate backtest",
+    "prepare": "init import show schema data",
+    "plan": "plan scale cluster probe calibrate backtest",
     "check before training": "check rules explain verify trace",
     "train": "train agent drill checkpoints export",
+    "launch": "launch queue why logs cancel requeue",
     "watch and compare": "watch report diff web metrics",
     "network and simulation": "fabric sim",
 }
@@ -100,6 +113,9 @@ PIPE_CLOSED = 141  # 128 + SIGPIPE: whoever read our output had enough
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the return value is the exit code of the process."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if _asks_help(arguments):  # a table is printed: there is nothing to unwind, and `signal` takes a third of the time
+        return _run_verb(None, arguments)
     try:
         from phalanx.cli.signals import CommandSignals, Terminated, die_of_sigterm
 
@@ -109,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv is None:  # we are the program, and stay it until the interpreter is gone
             stop.listen()
-        stop.code = _run_verb(stop, list(sys.argv[1:] if argv is None else argv))
+        stop.code = _run_verb(stop, arguments)
         return stop.code
     except Terminated:
         die_of_sigterm()
@@ -118,7 +134,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop.unwound()
 
 
-def _run_verb(stop: CommandSignals, arguments: list[str]) -> int:
+def _asks_help(arguments: list[str]) -> bool:
+    return not arguments or arguments[0] in ("-h", "--help", "help")
+
+
+def _run_verb(stop: CommandSignals | None, arguments: list[str]) -> int:
     """The exit code of the verb, however it ends but by SIGTERM."""
     try:
         code = _dispatch_verb(arguments)
@@ -133,7 +153,7 @@ def _run_verb(stop: CommandSignals, arguments: list[str]) -> int:
     except Exception as error:
         # A library may turn Ctrl-C into an error of its own, as an import in C does, and ranks that the terminal
         # stopped too are ranks that failed.
-        if stop.received:
+        if stop is not None and stop.received:
             print(f"stopped by Ctrl-C ({type(error).__name__})", file=sys.stderr)
             return INTERRUPTED
         return _report_failure(error)
@@ -165,7 +185,7 @@ def _is_full(error: OSError) -> bool:
 
 
 def _dispatch_verb(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if _asks_help(arguments):
         print(usage(), end="")
         return 0
     verb, *rest = arguments

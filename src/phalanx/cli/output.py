@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from phalanx.api.results import PublicResult
-from phalanx.errors import Problem
-from phalanx.io.codec import json_text
 from phalanx.io.visible import visible, visible_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from phalanx.api.results import PublicResult
+    from phalanx.errors import Problem
 
 
 def show(result: PublicResult, *, as_json: bool) -> int:
@@ -24,6 +26,8 @@ def show(result: PublicResult, *, as_json: bool) -> int:
 
 def print_json(value: object) -> None:
     """One JSON document on stdout; dataclasses become objects, infinities and NaN become null."""
+    from phalanx.io.codec import json_text
+
     print(visible_json(json_text(value, indent=2)))
 
 
@@ -56,7 +60,11 @@ def page_width() -> int | None:
     said = os.environ.get("COLUMNS", "")
     if said.isdecimal() and len(said) < 6 and int(said) > 0:
         return int(said)
-    return shutil.get_terminal_size((0, 0)).columns or None if sys.stdout.isatty() else None
+    if not sys.stdout.isatty():
+        return None
+    import shutil
+
+    return shutil.get_terminal_size((0, 0)).columns or None
 
 
 def note(text: str) -> None:

@@ -1,4 +1,4 @@
-"""`phalanx sim`: one step of a plan on a fabric or, with --days, months of running with failures."""
+"""`phalanx sim`: one step of a plan on a fabric, months of running with failures, or the queue of a cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 import phalanx
 from phalanx.cli.output import note, show
-from phalanx.cli.parser import add_job, add_json
+from phalanx.cli.parser import add_json, add_set
 from phalanx.errors import mistake
 
 BREAKS = ("link", "t1", "t0", "nic", "transceiver", "grey")
@@ -15,7 +15,8 @@ ROUTINGS = ("spray", "ecmp")
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx sim`."""
-    add_job(parser)
+    parser.add_argument("job", metavar="JOB", nargs="?", help="the job file, such as job.toml; none with --queue")
+    add_set(parser)
     parser.add_argument("--cluster", metavar="SPEC", help="use this cluster instead of the job's, e.g. 8xH100:16")
     parser.add_argument(
         "--fabric",
@@ -69,6 +70,19 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
         "--repair-hours", metavar="H", type=float, default=24.0, help="hours until a failed host is back (default: 24)"
     )
     months.add_argument("--levers", action="store_true", help="also show which single change would help most")
+    queue = parser.add_argument_group("the queue of a cluster (with --queue, without JOB)")
+    queue.add_argument(
+        "--queue", metavar="TRACE", help="simulate a cluster that serves these jobs: a .csv or .swf file, or synthetic"
+    )
+    queue.add_argument(
+        "--policy",
+        metavar="P",
+        help="fifo, easy, conservative or a .toml file (default: easy); --set sets single keys of it",
+    )
+    queue.add_argument("--jobs", metavar="N", type=int, help="synthetic jobs (default: 50000), in --days (default: 30)")
+    queue.add_argument(
+        "--load", metavar="X", type=float, help="share of the cluster that synthetic jobs ask for (default: 0.85)"
+    )
     add_json(parser)
 
 
@@ -76,6 +90,13 @@ def run_command(args: argparse.Namespace) -> int:
     """Simulate what was asked for."""
     from phalanx.api.simulating import StepSimulation
 
+    if args.queue is not None:
+        return _simulate_queue(args)
+    if args.job is None:
+        raise mistake("phalanx sim", "neither JOB nor --queue is given", fix="name a job file, or --queue synthetic")
+    for option, value in (("--policy", args.policy), ("--jobs", args.jobs), ("--load", args.load)):
+        if value is not None:
+            raise mistake("phalanx sim", f"{option} belongs to --queue", fix="add --queue synthetic, or leave it out")
     if args.trace and args.days is not None:
         what = "--trace belongs to one step, --days to months"
         raise mistake("phalanx sim", what, fix="leave one of them out")
@@ -84,4 +105,36 @@ def run_command(args: argparse.Namespace) -> int:
     found = phalanx.simulate(args.job, args.cluster, outage_s=args.outage, tell=note, **options)
     if args.trace and isinstance(found, StepSimulation):
         note(f"wrote {args.trace}: {found.write_trace(args.trace)}; ui.perfetto.dev opens it")
+    return show(found, as_json=args.json)
+
+
+def _simulate_queue(args: argparse.Namespace) -> int:
+    """The queue of a cluster; options of a step or of months would have no effect and are refused."""
+    others = {
+        "JOB": args.job,
+        "--fabric": args.fabric,
+        "--routing": args.routing,
+        "--break": args.broken,
+        "--outage": args.outage,
+        "--trace": args.trace,
+        "--edge-recovery": args.edge_recovery or None,
+        "--planes": args.planes,
+        "--compare": args.compare or None,
+        "--planned-per-day": args.planned_per_day,
+        "--levers": args.levers or None,
+    }
+    for option, value in others.items():
+        if value is not None:
+            raise mistake("phalanx sim", f"{option} has no effect on --queue", fix="leave one of them out")
+    found = phalanx.simulate_queue(
+        args.queue,
+        args.cluster or "8xH100:7500",
+        policy=args.policy or "easy",
+        overrides=args.overrides,
+        jobs=args.jobs,
+        days=args.days,
+        load=args.load,
+        seed=args.seed,
+        tell=note,
+    )
     return show(found, as_json=args.json)

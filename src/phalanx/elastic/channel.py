@@ -98,8 +98,14 @@ class Channel:
 
     def send_frame(self, frame: bytes) -> None:
         """`send` for what `encode_frame` has made: thousands of hosts are told the same, one after the other."""
-        with self._sending, self._sends:
-            self._push(frame + self._sign.next(frame))
+        with self._sending:
+            if self._sends.end is not None:
+                self._sends.__enter__()  # says why
+            try:  # not `with`: its two calls cost as much as signing
+                self._push(frame + self._sign.next(frame))
+            except BaseException as error:
+                self._sends.fail(error)
+                raise
 
     def receive(self, most: int = BURST) -> list[Message]:
         """The messages that have arrived, without waiting; the last may announce data, which `read_into` takes.
@@ -125,14 +131,16 @@ class Channel:
         Reads ahead, so a channel is read either with this or with the others. Raises as `receive` does.
         """
         messages: list[Message] = []
+        if self._receives.end is not None:
+            self._receives.__enter__()  # says why
         try:
-            with self._receives:
-                for signed, text, mac in self._intake.take_frames():
-                    if not handshake.same(mac, self._check.next(signed)):
-                        raise Refused(f"a frame from {self._who()} is not authentic: changed, repeated or out of order")
-                    messages.append(handshake.decode(text))
-        except ConnectionError:
-            if not messages:
+            for signed, text, mac in self._intake.take_frames():
+                if not handshake.same(mac, self._check.next(signed)):
+                    raise Refused(f"a frame from {self._who()} is not authentic: changed, repeated or out of order")
+                messages.append(handshake.decode(text))
+        except BaseException as error:
+            self._receives.fail(error)
+            if not messages or not isinstance(error, ConnectionError):
                 raise
             self._hang_up(socket.SHUT_RD)  # as in `receive`
         return messages
@@ -253,9 +261,14 @@ class _Way:
             raise type(self.end)(*self.end.args)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """It ended with this."""
         if isinstance(error, ConnectionError):
             self.end = error
-        elif error is not None:  # of a signal handler
+        else:  # of a signal handler
             self.end = Closed("the channel was interrupted in the middle of a frame")
 
 

@@ -28,9 +28,9 @@ from phalanx.elastic.coordinator_plan import CoordinatorPlan
 from phalanx.elastic.coordinator_state import SavedState, Send
 from phalanx.elastic.election import Deposed, Election, ElectionUnavailable, elected_by, open_election
 from phalanx.elastic.handshake import read_secret
-from phalanx.elastic.heartbeat_board import heartbeat_every_s, sign_every_s
+from phalanx.elastic.heartbeat_board import first_sign_s, heartbeat_every_s
 from phalanx.elastic.listener import Listener
-from phalanx.elastic.rank_process import die_with
+from phalanx.elastic.rank_process import die_with, ignore_system_stop
 from phalanx.errors import PhalanxError
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run, open_run
@@ -49,6 +49,7 @@ def main(arguments: list[str]) -> int:
     pipe, choice, watched = (*rest, *("-1", "", "")[len(rest) :])
     if int(parent):
         die_with(int(parent))
+    ignore_system_stop()
     run = open_run(folder)
     try:
         election = open_election(choice or elected_by(run), run, watched=watched)
@@ -73,7 +74,7 @@ def _coordinate(run: Run, address: str, election: Election, *, pipe: int) -> Non
     # time of 16,384 hosts, because each look goes through all that is known of them.
     gc.set_threshold(1_000_000, 50, 100)
     beat_every_s = heartbeat_every_s(hosts, plan.job.fault.dead_after_s)
-    greet = partial(_greet, election.term, rhythm={"every_s": beat_every_s, "sign_s": sign_every_s(hosts)})
+    greet = partial(_greet, election.term, rhythm={"every_s": beat_every_s, "sign_s": first_sign_s(hosts)})
     listener = Listener(address, 0, read_secret(run.path / "secret"), greet, half_open=max(64, 2 * hosts))
     events = EventWriter(run.supervisor, rank=-1)
     agents = AgentConnections(listener, beat_every_s=beat_every_s)
@@ -197,8 +198,8 @@ class AgentConnections:
         self._heard_s[host] = time.monotonic()
         self._selector.register(channel, selectors.EVENT_READ, host)
         status = channel.peer.pop("status", None)  # where it fits in: one message less from each of thousands
-        joined: list[tuple[str, dict[str, Any]]] = [(host, {"kind": "joined", "hello": channel.peer})]
-        return [*joined, (host, {**status, "kind": "status"})] if isinstance(status, dict) else joined
+        joined = {"kind": "joined", "hello": channel.peer}
+        return [(host, {**joined, "status": status} if isinstance(status, dict) else joined)]
 
     def _is_taken(self, host: str, channel: Channel) -> bool:
         """Whether another agent of that name is there and speaks: two would drive each other out for ever."""

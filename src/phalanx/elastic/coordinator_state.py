@@ -51,9 +51,9 @@ class HostView:
 
     name: str
     address: str
-    heard_s: float
+    heard_s: float  # when it last spoke, less the pauses of our own until then (`excused_s`)
     has_status: bool = False  # it has said which processes it has
-    gone_s: float | None = None  # when it hung up
+    gone_s: float | None = None  # when it hung up, on the same clock
     alive: Mapping[int, int] = field(default_factory=dict)  # slot -> process
     progress: Progress | None = None  # of its ranks; None before any has told
     exceptions: Mapping[int, Progress | None] = field(default_factory=dict)  # slots that differ, or have not told
@@ -196,7 +196,7 @@ class CoordinatorState:
     settings: CoordinatorSettings
     saved: SavedState
     began_s: float
-    ticked_s: float
+    listened_s: float  # when we last heard anything, if only that time has passed
     stepped_s: float  # when the run last came a step further
     step_s: float = 0.0  # how long a step takes
     is_over: bool = False
@@ -212,7 +212,9 @@ class CoordinatorState:
     num_ready: int = 0  # hosts of the membership whose ranks are all ready
     bad_hosts: frozenset[str] = frozenset()  # with problems
     check_hosts_s: float = -1e9  # when the next host may have been silent for too long
+    excused_s: float = 0.0  # for which we ourselves did not listen, in all: no host is to blame for that
     sign_s: float = -1e9  # up to when agents have been told that we live
+    watcher_sign_s: float = -1e9  # when those were whose turn to start a coordinator comes first
     sign_bucket: int = 0  # of `hosts`, the next that are
 
     failures: FrozenMap[int, Failure] = field(default_factory=FrozenMap)  # by rank, since the last membership

@@ -46,7 +46,15 @@ from phalanx.elastic.decide_replicas import (
 from phalanx.elastic.decision import STOPPED, Decision
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import BUCKETS
-from phalanx.elastic.heartbeat_board import Progress, heartbeat_every_s, sign_every_s
+from phalanx.elastic.heartbeat_board import (
+    WATCHER_SIGN_S,
+    WATCHERS,
+    WORD_S,
+    Progress,
+    first_sign_s,
+    heartbeat_every_s,
+    sign_every_s,
+)
 from phalanx.elastic.membership import HostSlot
 
 PAUSE_S = 1.0  # between two of our own turns, after which it was us who did not listen
@@ -62,14 +70,15 @@ def initial_state(
     settings: CoordinatorSettings, saved: SavedState, *, hosts: tuple[str, ...], now_s: float, unix_s: float
 ) -> tuple[CoordinatorState, list[Action]]:
     """A coordinator starts, perhaps in the place of another that wrote `saved` down."""
+    sign_s = sign_every_s(len(hosts))
     state = CoordinatorState(
         settings=settings,
         saved=saved,
         began_s=now_s,
-        ticked_s=now_s,
+        listened_s=now_s,
         stepped_s=now_s,
-        sign_s=now_s
-        + sign_every_s(len(hosts)) / 2,  # hosts that join are answered, which is a sign: let them come first
+        # Hosts that join are answered, which is a sign, and told how long it holds: let them come first.
+        sign_s=now_s + first_sign_s(len(hosts)) - sign_s + min(sign_s / 2, WORD_S),
         takes_over=saved.running,
         host_order=hosts,
         known_hosts=frozenset(hosts),
@@ -85,6 +94,7 @@ def initial_state(
 def decide(state: CoordinatorState, message: Input) -> tuple[CoordinatorState, list[Action]]:
     """The state after a message, and what is to be done, in this order. The given state is left as it was."""
     decision = Decision(state, now_s=message.now_s, unix_s=message.unix_s)
+    _excuse_own_pause(decision)
     if isinstance(message, AgentMessage):
         _hear_agent(decision, message.host, message.body)
     elif isinstance(message, AgentMessages):
@@ -100,7 +110,7 @@ def decide(state: CoordinatorState, message: Input) -> tuple[CoordinatorState, l
 
 def _tick(decision: Decision, tick: ClockTick) -> None:
     state = decision.state
-    _excuse_own_pause(decision)
+    _show_life(decision)
     if tick.stop_file:
         _request_stop(decision, 1)
     _act_on_stop(decision)
@@ -129,12 +139,18 @@ def _tick(decision: Decision, tick: ClockTick) -> None:
 
 
 def _excuse_own_pause(decision: Decision) -> None:
-    """If it was us who did not run for a while, the others are not to blame; and they are to know that we do."""
+    """If it was us who did not run for a while, the others are not to blame.
+
+    Before the message is taken note of: whoever speaks after our pause needs no excuse for what comes after it.
+    """
     state, now = decision.state, decision.now_s
-    paused_s, state.ticked_s = now - state.ticked_s, now
+    paused_s, state.listened_s = now - state.listened_s, now
     if paused_s > PAUSE_S:
-        state.hosts = state.hosts.mapped(lambda host: host.changed(heard_s=host.heard_s + paused_s))
-    _show_life(decision)
+        state.excused_s += paused_s
+        state.stepped_s += paused_s  # no step has taken so long
+        # Hosts that come to a new coordinator may be at the door.
+        state.began_s, state.arrived_s = state.began_s + paused_s, state.arrived_s + paused_s
+        decision.heard_s = now - state.excused_s
 
 
 def _show_life(decision: Decision) -> None:
@@ -151,6 +167,11 @@ def _show_life(decision: Decision) -> None:
         state.sign_s = decision.now_s if passed > BUCKETS else state.sign_s + count * sign_s / BUCKETS
         every_s = heartbeat_every_s(num_hosts, state.job.fault.dead_after_s)
         decision.send_all(due, {"kind": "beat", "every_s": every_s, "sign_s": sign_s})
+    if sign_s > WATCHER_SIGN_S and decision.now_s - state.watcher_sign_s >= WATCHER_SIGN_S:
+        state.watcher_sign_s = decision.now_s
+        watchers = [name for name in state.host_order[:WATCHERS] if name in state.hosts]
+        every_s = heartbeat_every_s(num_hosts, state.job.fault.dead_after_s)
+        decision.send_all(watchers, {"kind": "beat", "every_s": every_s, "sign_s": sign_s})
 
 
 # ---- the wish to stop ------------------------------------------------------------------------------------------------
@@ -209,15 +230,15 @@ def _give_up_silent_hosts(decision: Decision) -> None:
     One that hangs up meanwhile says so itself (`_on_gone`).
     """
     state, now, dead_after_s = decision.state, decision.now_s, decision.state.job.fault.dead_after_s
-    until_s = now + dead_after_s
+    until_s, excused_s = now + dead_after_s, state.excused_s
     for name, host in state.hosts.items():
-        silent = now - host.heard_s > dead_after_s
-        if silent or (host.gone_s is not None and now - host.gone_s > RECONNECT_S):
+        silent = now - excused_s - host.heard_s > dead_after_s
+        if silent or (host.gone_s is not None and now - excused_s - host.gone_s > RECONNECT_S):
             decision.drop_host(name)
             _lose_host(decision, name, "says nothing any more" if silent else "is gone: its agent hung up")
             continue
-        due_s = host.heard_s + dead_after_s
-        until_s = min(until_s, due_s if host.gone_s is None else min(due_s, host.gone_s + RECONNECT_S))
+        due_s = host.heard_s + excused_s + dead_after_s
+        until_s = min(until_s, due_s if host.gone_s is None else min(due_s, host.gone_s + excused_s + RECONNECT_S))
     state.check_hosts_s = until_s
 
 
@@ -235,7 +256,7 @@ def _hear_agent(decision: Decision, name: str, message: Message) -> None:
     """Take note; what nobody knows is left alone, as a newer agent may say it."""
     kind = str(message.get("kind"))
     if kind == "joined":
-        _on_joined(decision, name, message["hello"])
+        _on_joined(decision, name, message["hello"], message.get("status"))
         return
     host = decision.state.hosts.get(name)
     if host is None:
@@ -248,21 +269,24 @@ def _hear_agent(decision: Decision, name: str, message: Message) -> None:
     if kind == "ready":  # all hosts are at once, and it is changed once for that, too
         _on_ready(decision, host, message)
         return
-    host = host.changed(heard_s=decision.now_s)
+    host = host.changed(heard_s=decision.heard_s)
     if kind not in SETTING:  # those do so themselves
         decision.touch_host(host)
     if kind in HANDLERS:
         HANDLERS[kind](decision, host, message)
 
 
-def _on_joined(decision: Decision, name: str, hello: Message) -> None:
+def _on_joined(decision: Decision, name: str, hello: Message, status: Message | None) -> None:
+    """An agent has connected; with what it has, where that was part of its hello."""
     state = decision.state
     is_new = name not in state.hosts
     skew_s = clock_skew_s(float(hello["time"]), CONNECT_S, now_s=decision.unix_s)
     problems = [str(text) for text in hello.get("problems", ())]
     problems += [problem.render() for problem in check_skew(skew_s, host=name)] if abs(skew_s) > MOST_SKEW_S else []
     address = str(hello.get("address", ""))
-    host = NEW_HOST.changed(name=name, address=address, heard_s=decision.now_s, problems=tuple(problems))
+    host = NEW_HOST.changed(name=name, address=address, heard_s=decision.heard_s, problems=tuple(problems))
+    if status is not None:  # thousands come at once: each is noted once
+        host = _with_status(state, host, status)
     decision.set_host(host)
     if name not in state.known_hosts:
         state.host_order, state.known_hosts = (*state.host_order, name), state.known_hosts | {name}
@@ -273,18 +297,30 @@ def _on_joined(decision: Decision, name: str, hello: Message) -> None:
         decision.exclude_host(host, problems)
     if state.stop_requests:
         decision.send(name, {"kind": "stop"})
+    if status is not None:
+        _compare_status(decision, decision.state.hosts[name], status)
 
 
 def _on_status(decision: Decision, host: HostView, message: Message) -> None:
     """What an agent has that has just connected, perhaps not for the first time."""
-    state, saved, generation = decision.state, decision.state.saved, int(message["epoch"])
+    host = _with_status(decision.state, host, message)
+    decision.set_host(host)
+    _compare_status(decision, host, message)
+
+
+def _with_status(state: CoordinatorState, host: HostView, message: Message) -> HostView:
+    saved, generation = state.saved, int(message["epoch"])
     is_told = saved.membership is not None and (generation, message["digest"]) == (
         saved.generation,
         saved.membership.digest,
     )
     alive = {int(slot): int(pid) for slot, pid in message["slots"].items()}
-    host = host.changed(has_status=True, alive=alive, told=generation if is_told else 0)
-    decision.set_host(host)
+    return host.changed(has_status=True, alive=alive, told=generation if is_told else 0)
+
+
+def _compare_status(decision: Decision, host: HostView, message: Message) -> None:
+    """What a host has with what we know of it: processes that ended meanwhile, and words that it has missed."""
+    state, saved, generation = decision.state, decision.state.saved, int(message["epoch"])
     state.arrived_s = decision.now_s
     _request_stop(decision, int(message["wishes"]))  # before anything is formed of these slots
     if saved.membership is None or not saved.running:
@@ -313,7 +349,7 @@ def _on_status(decision: Decision, host: HostView, message: Message) -> None:
 
 def _on_gone(decision: Decision, host: HostView, message: Message) -> None:
     state = decision.state
-    decision.set_host(host.changed(gone_s=decision.now_s))
+    decision.set_host(host.changed(gone_s=decision.heard_s))
     state.check_hosts_s = min(state.check_hosts_s, decision.now_s + RECONNECT_S)
 
 
@@ -366,13 +402,13 @@ def _on_left(decision: Decision, host: HostView, message: Message) -> None:
 def _on_ready(decision: Decision, host: HostView, message: Message) -> None:
     state = decision.state
     if int(message["epoch"]) != state.saved.generation:
-        decision.touch_host(host.changed(heard_s=decision.now_s))
+        decision.touch_host(host.changed(heard_s=decision.heard_s))
         return
     ranks = state.membership.ranks_on(host.name) if state.saved.membership is not None else {}
     ports = message["ports"]
     is_ready = bool(ranks) and all(map(ports.__contains__, map(str, ranks)))
     state.num_ready += is_ready - host.is_ready
-    decision.touch_host(host.changed(heard_s=decision.now_s, ready=message, is_ready=is_ready))
+    decision.touch_host(host.changed(heard_s=decision.heard_s, ready=message, is_ready=is_ready))
     if state.asked_at is not None and "time" in message:
         asked_s, took_s = state.asked_at[0], decision.now_s - state.asked_at[1]
         if abs(decision.unix_s - asked_s - took_s) < CLOCK_SET_S:  # else it was our own clock that was set
@@ -411,7 +447,7 @@ def _on_beat(decision: Decision, host: HostView, message: Message) -> None:
     state, saved = decision.state, decision.state.saved
     progress, told = _progress(message["progress"]), message.get("exceptions")
     exceptions = {int(slot): _progress(one) for slot, one in told.items()} if told else NO_EXCEPTIONS
-    decision.touch_host(host.changed(heard_s=decision.now_s, progress=progress, exceptions=exceptions))
+    decision.touch_host(host.changed(heard_s=decision.heard_s, progress=progress, exceptions=exceptions))
     if saved.membership is None or not saved.membership.has_host(host.name):
         return
     step = progress[0] if progress is not None else saved.step

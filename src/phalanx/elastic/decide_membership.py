@@ -22,7 +22,7 @@ from phalanx.elastic.decision import FAILED, STOPPED, Decision
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import sign_every_s
-from phalanx.elastic.membership import HostSlot, Membership, next_membership
+from phalanx.elastic.membership import HostSlot, Membership, next_membership, replace_slots
 from phalanx.elastic.replica_ring import PeerTable
 from phalanx.elastic.restore_point import find_whole_step
 
@@ -67,10 +67,10 @@ def form(decision: Decision, reason: str, *, as_planned: bool = True) -> bool:
     policy = state.job.fault.recovery if before is not None or not as_planned else "replace"
     generation = max(state.saved.generation, state.settings.newest_generation) + 1
     planned = state.settings.layout_at(state.saved.step)
-    membership: Membership | None
-    if before is not None and before.layout == planned and policy != "shrink" and _are_all_living(state, before):
-        membership = before.renumbered(generation)  # in every slot there is a process again: the usual case
-    else:
+    membership: Membership | None = None
+    if before is not None and before.layout == planned and policy != "shrink":
+        membership = _replace_lost_slots(state, before, generation)
+    if membership is None:
         membership = next_membership(
             generation=generation,
             planned=planned,
@@ -154,20 +154,31 @@ def tell_membership(decision: Decision, hosts: Sequence[HostView]) -> None:
         decision.send_all(same, {**summary, "same_as": [before.generation, before.digest]})
 
 
-def _are_all_living(state: CoordinatorState, membership: Membership) -> bool:
-    """Whether there is a process for every rank where the rank was."""
-    if state.saved.quarantined and not state.saved.quarantined.isdisjoint(membership.slots):
-        return False
-    for name in membership.hosts:
-        host = state.hosts.get(name)
-        if (
-            host is None
-            or not host.is_here
-            or host.problems
-            or not membership.ranks_on(name).keys() <= host.alive.keys()
-        ):
-            return False
-    return True
+def _replace_lost_slots(state: CoordinatorState, before: Membership, generation: int) -> Membership | None:
+    """The membership before, with other slots for the ranks that have none any more; None where too few are free.
+
+    What `next_membership` gives for the same layout, without going through all 131,072 slots: through the hosts alone.
+    """
+    quarantined = state.saved.quarantined
+    lost = {rank for place in quarantined if (rank := before.rank_at(place)) is not None}
+    others: list[HostSlot] = []
+    usable = {name: host for name, host in state.hosts.items() if host.is_here and not host.problems}
+    for name in before.hosts:
+        host, ranks = usable.get(name), before.ranks_on(name)
+        if host is None:
+            lost.update(ranks.values())
+        elif not ranks.keys() <= host.alive.keys():
+            lost.update(rank for slot, rank in ranks.items() if slot not in host.alive)
+    if not lost:
+        return before.renumbered(generation)  # in every slot there is a process again: the usual case
+    for name in state.host_order:
+        host = usable.get(name)
+        if host is not None and host.alive.keys() != (ranks := before.ranks_on(name)).keys():
+            free = (HostSlot(name, slot) for slot in sorted(host.alive) if slot not in ranks)
+            others += [place for place in free if place not in quarantined]
+    if len(others) < len(lost):
+        return None
+    return before.with_moved(generation, replace_slots(before, sorted(lost), others))
 
 
 def _slots_of_ended(state: CoordinatorState, before: Membership) -> set[HostSlot]:

@@ -19,6 +19,7 @@ from phalanx.elastic.coordinator_state import (
 )
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import FrozenMap
+from phalanx.elastic.heartbeat_board import WORD_S
 from phalanx.elastic.membership import HostSlot
 
 STOPPED, FAILED = 130, 3  # exit codes
@@ -31,6 +32,7 @@ class Decision:
 
     def __init__(self, state: CoordinatorState, *, now_s: float, unix_s: float) -> None:
         self.state, self.now_s, self.unix_s = state.copy(), now_s, unix_s
+        self.heard_s = now_s - state.excused_s  # what is noted of a host that speaks now
         self.actions: list[Action] = []
         self._draft: FrozenMap[str, HostView] | None = None  # of the hosts, as long as only we know it
 
@@ -117,11 +119,11 @@ class Decision:
         state.hosts = state.hosts.drop(name)
 
     def count_as_sign(self, sign_s: float) -> None:
-        """All hosts have just been told something: the next round of signs of life begins half an interval later.
+        """All hosts have just been told something: the next round of signs of life begins later.
 
-        They take us for silent only after longer than one and a half intervals (`QUIET_S` of host_agent.py).
+        By less than agents wait for a sign that is late (`QUIET_S` of host_agent.py), as the round takes an interval.
         """
-        self.state.sign_s = max(self.state.sign_s, self.now_s + sign_s / 2)
+        self.state.sign_s = max(self.state.sign_s, self.now_s + min(sign_s / 2, WORD_S))
 
     def announce_membership(self, generation: int) -> None:
         """All hosts are told of a membership that begins: nobody is ready for it, or has got anywhere in it."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from phalanx.errors import Problem, SystemFailure, mistake
-from phalanx.job.schema import ELECTION_PATTERN
+from phalanx.job.run_sections import ELECTION_PATTERN
 from phalanx.record.run import Run
 
 LEASE_S = 4.0  # without a sign of life, after which a holder has lost its term

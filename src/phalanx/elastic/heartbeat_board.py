@@ -117,7 +117,11 @@ Progress = tuple[int, int, float]  # step, phase, seconds since the rank got any
 ALIKE_S = 1.0  # ranks of a host whose ages differ by less are told of as one
 HOSTS_PER_S = 512  # whose heartbeats the coordinator takes in a second, before they come as rarely as they may
 LEAST_BEAT_S, MOST_BEAT_S = 0.25, 4.0
-LEAST_SIGN_S, MOST_SIGN_S = 0.5, 2.0  # between signs of life of the coordinator to one agent
+LEAST_SIGN_S, MOST_SIGN_S = 0.5, 4.0  # between signs of life of the coordinator to one agent
+WATCHERS = 4  # hosts whose turn to start a coordinator comes first: they are to know soon that it is silent
+WATCHER_SIGN_S = 1.0  # between signs of life to one of them, at the most
+WORD_S = 1.4  # by which a word to everybody puts off signs of life: less than agents wait for one that is late
+FIRST_MORE_S = 2.0  # by which the first sign of life after a hello may be later than others, where thousands join
 SIGNS_PER_S = 512  # signs of life to all of them, before they come as rarely as they may
 
 
@@ -135,9 +139,22 @@ def sign_every_s(num_hosts: int) -> float:
     """Seconds between two signs of life to one agent.
 
     >>> [sign_every_s(hosts) for hosts in (2, 1024, 16384)]
-    [0.5, 2.0, 2.0]
+    [0.5, 2.0, 4.0]
     """
     return min(max(LEAST_SIGN_S, num_hosts / SIGNS_PER_S), MOST_SIGN_S)
+
+
+def first_sign_s(num_hosts: int) -> float:
+    """Seconds within which an agent that joins is shown a sign of life: the answer to its hello was the first.
+
+    Of many hosts it comes later than one does after another. The first frame of a connection costs as much as half a
+    handshake, since its key is made with it: those who are still at the door come first.
+
+    >>> [first_sign_s(hosts) for hosts in (2, 1024, 16384)]
+    [0.5, 4.0, 6.0]
+    """
+    sign_s = sign_every_s(num_hosts)
+    return sign_s + FIRST_MORE_S if sign_s > WATCHER_SIGN_S else sign_s
 
 
 def fold_progress(progress: Mapping[int, Progress | None]) -> dict[str, Any]:

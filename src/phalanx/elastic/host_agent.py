@@ -22,7 +22,7 @@ from phalanx.elastic.coordinator_process import CoordinatorProcess
 from phalanx.elastic.election import FILE, LEASE_S, RENEW_S, elected_by
 from phalanx.elastic.file_election import Watched, read_sign
 from phalanx.elastic.handshake import MAX_HELLO_BYTES, encode, read_secret
-from phalanx.elastic.heartbeat_board import fold_progress
+from phalanx.elastic.heartbeat_board import FIRST_MORE_S, MOST_SIGN_S, WATCHER_SIGN_S, WATCHERS, fold_progress
 from phalanx.elastic.host_checks import HostChecks
 from phalanx.elastic.local_launch import ENDED, StopSignals
 from phalanx.elastic.membership import HostMembership
@@ -42,9 +42,8 @@ CONNECT_S = 2.0  # for a coordinator to answer our hello
 SHAKES_PER_S = 8192  # hellos it surely answers in a second: after its loss, all hosts come at once
 TURN_S = 0.5  # after which the next agents try to start a coordinator; the first does so at once
 LOST_S = 60.0  # without a coordinator, and without becoming one, after which an agent gives up
-SIGN_S = 2.0  # the longest between two signs of life of the coordinator (decide.py), unless it tells another time
+SIGN_S = MOST_SIGN_S  # between two signs of life of the coordinator (decide.py), unless it tells another time
 QUIET_S = 1.5  # longer without a word than between two signs of life, after which we look who coordinates
-WATCHERS = 4  # hosts that look at the holder's count all the time: those whose turn comes first
 RESPAWN_S = 10.0  # between two tries to replace a coordinator that is silent, but may live
 DEAF_S = 10.0  # a coordinator that says nothing for so long is hung up on; starting one may take seconds
 PAUSE_S = 1.0  # between two of our own turns, after which it was us who did not listen
@@ -107,7 +106,9 @@ class HostAgent:
         self._channel: Channel | None = None
         self._own = CoordinatorProcess(run, address=address, election=self._election)
         self._lost_s = self._tried_s = self._heard_s = self._ticked_s = time.monotonic()
-        self._sign_every_s = SIGN_S  # between two signs of life of the coordinator
+        # Between two signs of life of the coordinator: whose turn to start one comes first is told sooner.
+        self._most_sign_s = WATCHER_SIGN_S if self._place < WATCHERS else SIGN_S + FIRST_MORE_S
+        self._sign_every_s = min(SIGN_S, self._most_sign_s)
         self._watched = Watched(term=0, count=0, since_s=self._lost_s)  # what we saw of the holder's
         self._looked_s = -1e9
         self._where: Address | None = None  # of the coordinator, as the run folder last said
@@ -286,6 +287,8 @@ class HostAgent:
         self._told_ready, self._told_wishes = 0, wishes
         if not is_short:
             self._say("status", **status)
+        # The hello showed that we live: no heartbeat while thousands of others say theirs.
+        self._beat_s = self._heard_s - random.uniform(0.0, self._beat_every_s / 2)
         unsaid, self._unsaid = self._unsaid, []
         for message in [*unsaid, *(slot.left for slot in self._slots if slot.left is not None)]:
             self._say(**message)
@@ -365,7 +368,7 @@ class HostAgent:
         """How often we are to tell how our ranks are, and how often the coordinator tells that it lives."""
         if every_s > self._beat_every_s:  # thousands of hosts were told within a second: not all are to begin at once
             self._beat_s = time.monotonic() - random.uniform(0.0, every_s)
-        self._beat_every_s, self._sign_every_s = every_s, sign_s
+        self._beat_every_s, self._sign_every_s = every_s, min(sign_s, self._most_sign_s)
 
     def _take_form(self, message: Message) -> None:
         if int(message["epoch"]) <= self._generation:  # told twice
@@ -451,6 +454,8 @@ class HostAgent:
         if any(slot.ready is None for slot in members):
             return
         self._told_ready = self._generation
+        if time.monotonic() - self._beat_s > self._beat_every_s / 2:
+            self._beat_s += self._beat_every_s  # it shows that we live, too: of thousands half need not say both now
         self._say(
             "ready",
             epoch=self._generation,

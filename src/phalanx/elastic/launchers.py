@@ -1,9 +1,9 @@
 """Which rank this process is, when another launcher started it: torchrun, srun, mpirun, mpiexec, or a person.
 
 torchrun and Kubernetes operators set RANK, WORLD_SIZE and MASTER_ADDR. srun, Open MPI, the PMI launchers (MPICH, Intel
-MPI, Cray PALS), Flux and jsrun each set names of their own and no address; what they leave out is derived here, so that
-tasks of one step are ranks of one run and never a run each. Bare PMIx tells a process its rank but not how many there
-are: that is refused, because to guess would make a run of every rank.
+MPI, Cray PALS), Flux, jsrun and horovodrun each set names of their own and no address; what they leave out is derived
+here, so that tasks of one step are ranks of one run and never a run each. Bare PMIx and Cray's aprun tell a process its
+rank but not how many there are: that is refused, because to guess would make a run of every rank.
 
 A batch script and the shell of salloc are no tasks of a step. Slurm gives them SLURM_NTASKS, and the script
 SLURM_PROCID = 0, but no SLURM_STEP_NUM_TASKS (read off Slurm 22.05), so a plain `phalanx train` there starts its own
@@ -185,7 +185,7 @@ def _innermost(environ: Mapping[str, str]) -> _Claim | None:
     outer launcher stay, and describe the daemons.
     """
     slurm = _slurm(environ)
-    claims = [one(environ) for one in (_open_mpi, _mvapich, _jsrun, _flux, _pmi)] + [slurm]
+    claims = [one(environ) for one in (_open_mpi, _mvapich, _horovod, _jsrun, _flux, _pmi)] + [slurm]
     found = next((one for one in claims if one is not None and one.world > 1), None)
     if found is None and not any(claims):
         _refuse_lone_rank(environ)
@@ -215,6 +215,19 @@ def _mvapich(environ: Mapping[str, str]) -> _Claim | None:
         local_ranks=("MV2_COMM_WORLD_LOCAL_RANK",),
         local_worlds=("MV2_COMM_WORLD_LOCAL_SIZE",),
         identities=(),
+    )
+
+
+def _horovod(environ: Mapping[str, str]) -> _Claim | None:
+    """horovodrun over gloo; over MPI it starts mpirun, which says the same."""
+    return _counted(
+        environ,
+        launcher="horovodrun",
+        command="horovodrun -np",
+        names=("HOROVOD_RANK", "HOROVOD_SIZE"),
+        local_ranks=("HOROVOD_LOCAL_RANK",),
+        local_worlds=("HOROVOD_LOCAL_SIZE",),
+        identities=("HOROVOD_GLOO_RENDEZVOUS_PORT",),
     )
 
 
@@ -293,7 +306,12 @@ def _slurm(environ: Mapping[str, str]) -> _Claim | None:
     """A task of an srun step; the step counts, the allocation around it may be larger."""
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     step = _slurm_step(environ)
-    if not environ.get(names[1]) or _is_special(step):
+    if _is_special(step):
+        return None
+    if not environ.get(names[1]):
+        # A step that is numbered is srun's: a task 0 without the number of tasks is no batch script.
+        if step.isdigit() and environ.get(names[0]) and environ.get("SLURM_NTASKS", "") != "1":
+            raise _half_of(names[0], names)
         return None
     if not environ.get(names[0]):
         raise _half_of(names[1], names)
@@ -418,7 +436,7 @@ def _refuse_lone_rank(environ: Mapping[str, str]) -> None:
     """
     if (environ.get("RANK") and environ.get("WORLD_SIZE")) or _is_special(_slurm_step(environ)):
         return
-    for name in ("PMIX_RANK", "PALS_RANKID", "SLURM_PROCID"):
+    for name in ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "SLURM_PROCID"):
         if environ.get(name) and whole_number(environ, name) > 0:
             raise mistake(
                 name,

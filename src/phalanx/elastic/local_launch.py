@@ -19,6 +19,7 @@ from phalanx.elastic import failure
 from phalanx.elastic.election import FILE, ElectionUnavailable, choose_election, elected_by, open_election
 from phalanx.elastic.failure import last_checkpoint
 from phalanx.elastic.handshake import make_secret
+from phalanx.elastic.rank_process import SYSTEM_STOPS
 from phalanx.errors import mistake
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
@@ -352,5 +353,7 @@ class StopSignals:
         return wishes
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.count and os.environ.get(SYSTEM_STOPS):
+            return
         self.first = self.first or number
         self.count += 1

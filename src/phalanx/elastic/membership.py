@@ -50,6 +50,27 @@ class Membership:
         made.__dict__["generation"] = generation
         return made
 
+    def with_moved(self, generation: int, moved: Mapping[int, HostSlot]) -> Membership:
+        """Another generation with these ranks in other slots; hosts that nobody came to or left are not gone through.
+
+        Of 131,072 ranks a lost host moves eight.
+        """
+        slots = list(self.slots)
+        for rank, place in moved.items():
+            slots[rank] = place
+        touched = {self.slots[rank].host for rank in moved} | {place.host for place in moved.values()}
+        there: dict[str, dict[int, int]] = {host: {} for host in touched}
+        members = {rank for host in touched for rank in self.ranks_on(host).values()} | set(moved)
+        for rank in sorted(members):
+            host, slot = slots[rank]
+            there[host][slot] = rank
+        ranks = {**self._ranks, **there}
+        ordered = sorted((next(iter(mine.values())), host) for host, mine in ranks.items() if mine)
+        made = object.__new__(Membership)
+        made.__dict__.update(generation=generation, layout=self.layout, slots=tuple(slots))
+        made.__dict__["_ranks"] = {host: ranks[host] for _, host in ordered}
+        return made
+
     def has_same_ranks(self, other: Membership) -> bool:
         """Whether every rank is in the same slot as in another generation."""
         return self.slots is other.slots or self.slots == other.slots
@@ -193,16 +214,25 @@ def _assign_ranks(world: int, before: Membership | None, slots: Sequence[HostSlo
     if before is None or before.world != world:
         chosen = set([*(one for one in slots if one in members), *others][:world])
         return tuple(one for one in slots if one in chosen)
+    survivors, result = set(slots), list(before.slots)
+    lost = [rank for rank, one in enumerate(before.slots) if one not in survivors]
+    for rank, place in replace_slots(before, lost, others).items():
+        result[rank] = place
+    return tuple(result)
+
+
+def replace_slots(before: Membership, lost: Sequence[int], others: Sequence[HostSlot]) -> dict[int, HostSlot]:
+    """Another slot for each lost rank, in their order, out of `others`: as many or more that no rank has."""
     spare: dict[str, list[HostSlot]] = {}
     for one in reversed(others):
         spare.setdefault(one.host, []).append(one)
-    survivors, result, used, left = set(slots), list(before.slots), set[HostSlot](), iter(others)
-    for rank, one in enumerate(before.slots):
-        if one not in survivors:
-            # On the host of the lost rank if possible: its replica is there, and the links are as planned.
-            near = spare.get(one.host, [])
-            while near and near[-1] in used:
-                near.pop()
-            result[rank] = near.pop() if near else next(other for other in left if other not in used)
-            used.add(result[rank])
-    return tuple(result)
+    found: dict[int, HostSlot] = {}
+    used, left = set[HostSlot](), iter(others)
+    for rank in lost:
+        # On the host of the lost rank if possible: its replica is there, and the links are as planned.
+        near = spare.get(before.slots[rank].host, [])
+        while near and near[-1] in used:
+            near.pop()
+        found[rank] = near.pop() if near else next(other for other in left if other not in used)
+        used.add(found[rank])
+    return found

@@ -28,6 +28,9 @@ from phalanx.record.run import Run
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STACK_SIGNAL = signal.SIGUSR2  # asks a rank to write down where it is
+# In the environment of agents that a launch system started: its SIGTERM may come to every process of a host at once,
+# and once more passed on. That is one wish to save and end, which ranks and coordinator leave to their agent.
+SYSTEM_STOPS = "PHALANX_SYSTEM_STOPS"
 FAILED = 3
 MOST_LINE = 2**16  # characters that wait for the end of their line
 
@@ -41,6 +44,12 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel was told
         os._exit(FAILED)
+
+
+def ignore_system_stop() -> None:
+    """In ranks and coordinators that a launch system may stop: SIGTERM is their agent's to act on."""
+    if os.environ.get(SYSTEM_STOPS):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def fork_rank(
@@ -74,6 +83,7 @@ def _become_rank(parent: int) -> None:
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches ranks as a wish to stop, through the board
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ignore_system_stop()
     faulthandler.enable()
     gc.enable()
 

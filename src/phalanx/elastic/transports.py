@@ -306,15 +306,18 @@ def interface_of(address: str) -> str | None:
         return None
     if wanted[0] == 127:
         return "lo"
+    return next((name for name, found in interface_addresses() if socket.inet_aton(found) == wanted), None)
+
+
+def interface_addresses() -> list[tuple[str, str]]:
+    """Every interface of this host that has an IPv4 address, with the first of them."""
+    found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
-            try:
+            with suppress(OSError):  # an interface without an IPv4 address
                 answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if answer[20:24] == wanted:
-                return name
-    return None
+                found.append((name, socket.inet_ntoa(answer[20:24])))
+    return found
 
 
 def _interface_of_6(wanted: str) -> str | None:

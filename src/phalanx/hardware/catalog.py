@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import importlib.resources
 import io
 import math
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from phalanx.errors import MOST_UNKNOWN, Problem, UserError, mistake, nearest
 from phalanx.hardware.types import Accelerator
-from phalanx.io.files import csv_columns, read_text
+from phalanx.io.files import csv_columns, read_text, shipped_text
 from phalanx.io.toml import TomlFile, read_toml
 from phalanx.units import GIB
 
@@ -79,7 +78,7 @@ def shipped_accelerators() -> tuple[Accelerator, ...]:
 
 def data_text(name: str) -> str:
     """The text of a data file that ships with this package."""
-    return (importlib.resources.files("phalanx.hardware") / "data" / name).read_text(encoding="utf-8")
+    return shipped_text(__file__, f"data/{name}")
 
 
 def user_files(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:

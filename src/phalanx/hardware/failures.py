@@ -16,10 +16,12 @@ import math
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from phalanx.hardware.catalog import data_text
-from phalanx.hardware.types import Accelerator
+from phalanx.io.files import shipped_text
+
+if TYPE_CHECKING:
+    from phalanx.hardware.types import Accelerator
 
 Kind = Literal["gpu", "tpu", "cpu"]
 
@@ -95,7 +97,7 @@ def site_figures() -> tuple[SiteFigure, ...]:
             note=row["note"],
             source=row["source"],
         )
-        for row in csv.DictReader(io.StringIO(data_text("failure_sites.csv")))
+        for row in csv.DictReader(io.StringIO(shipped_text(__file__, "data/failure_sites.csv")))
     )
 
 

@@ -225,7 +225,9 @@ def _time_collectives(
     for num_bytes in sizes:
         elapsed = _seconds_in_step(engine, engine.all_reduce(num_bytes), 0.33 * task.seconds / len(sizes))
         points.append((num_bytes, elapsed))
-        report({"progress": f"all-reduce {format_bytes(num_bytes)} x {task.ranks}: {format_seconds(elapsed)}"})
+        report(
+            {"progress": f"all-reduce of {format_bytes(num_bytes)} on {task.ranks} ranks: {format_seconds(elapsed)}"}
+        )
     return points
 
 

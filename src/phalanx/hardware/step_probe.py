@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +119,7 @@ def measured_rates(machine: Machine, environ: Mapping[str, str]) -> tuple[CpuRat
     if found is None or not found.steps:
         return None, ""
     path = usual_path(machine.hostname, environ).with_suffix(".rates.json")
-    formula = resources.files("phalanx.hardware").joinpath("cpu_steps.py").read_bytes()
+    formula = Path(__file__).with_name("cpu_steps.py").read_bytes()
     made_of = repr((found.steps, found.seconds, found.timed, machine.usable_cores)).encode()
     digest = hashlib.sha256(formula + made_of).hexdigest()
     try:
@@ -154,10 +153,10 @@ def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[st
     if known is not None and not (known.load > BUSY and load < known.load / 2.0):
         return
     if load > BUSY:
-        tell(f"this machine is busy ({load:.1f} processes per core): measured now, steps look as slow as they are now")
+        tell(f"this machine is busy ({load:.1f} processes per core): steps measured now are slower than when idle")
     tell(
-        f"measuring this machine's {plural(machine.usable_cores, 'core')} for about 20 s, once (--no-probe plans "
-        f"without; kept in {steps_path(machine, environ)})"
+        f"measuring this machine's {plural(machine.usable_cores, 'core')}, once, for about 20 s (--no-probe skips it); "
+        f"the result is stored in {steps_path(machine, environ)}"
     )
     began_s = time.monotonic()
     try:

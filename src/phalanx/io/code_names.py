@@ -27,7 +27,7 @@ def missing_code(name: str, folder: Path) -> tuple[str, str] | None:
     place, _, attribute = name.partition(":")
     if not place.endswith(".py"):
         top = place.partition(".")[0]
-        if top.isidentifier() and (top in sys.modules or importlib.util.find_spec(top) is not None):
+        if top.isidentifier() and _is_installed(top):
             return None
         return f"no package {top} is installed here", "install it where the ranks run, or write file.py:name"
     path = folder / place
@@ -41,11 +41,18 @@ def missing_code(name: str, folder: Path) -> tuple[str, str] | None:
     if len(source) > LONGEST_SOURCE:
         return None
     try:
-        bound = set(_bound_names(ast.parse(source, filename=str(path)).body))
+        body = ast.parse(source, filename=str(path)).body
+        bound = set(_bound_names(body))
     except SyntaxError as error:
         return f"{path}:{error.lineno or 1}: is not Python: {error.msg}", "mend that line"
     except (ValueError, RecursionError, MemoryError) as error:
         return f"{path} is not Python: {error}", "name a file of Python source"
+    if lacking := _missing_import(body, path.resolve().parent):
+        line, top = lacking
+        return (
+            f"{path}:{line}: imports {top}, which is neither installed here nor beside it",
+            f"put {top}.py there, or install {top} where the ranks run",
+        )
     first = attribute.partition(".")[0]
     if not first or first in bound or "*" in bound or "__getattr__" in bound:
         return None
@@ -63,6 +70,33 @@ def missing_entry_point(name: str, group: str) -> tuple[str, str] | None:
         f"no installed package offers {name!r} as an entry point of {group}",
         f"did you mean {close}?" if close else 'for a file write "file.py:name"',
     )
+
+
+def _missing_import(body: Iterable[ast.stmt], folder: Path) -> tuple[int, str] | None:
+    """Line and package of the first import that must fail, of those that begin the file.
+
+    One inside `try` or `if` may be meant to fail, and any statement before an import may change where it looks.
+    """
+    for statement in body:
+        if isinstance(statement, ast.Import):
+            names = [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            names = [statement.module]
+        elif isinstance(statement, ast.ImportFrom) or (
+            isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)  # the docstring
+        ):
+            continue
+        else:
+            return None
+        for top in (name.partition(".")[0] for name in names):
+            beside = (folder / f"{top}.py").exists() or (folder / top).is_dir()
+            if not (beside or top == "torch" or _is_installed(top)):  # training asks for torch itself
+                return statement.lineno, top
+    return None
+
+
+def _is_installed(top: str) -> bool:
+    return top in sys.modules or importlib.util.find_spec(top) is not None
 
 
 def _bound_names(body: Iterable[ast.stmt]) -> Iterator[str]:

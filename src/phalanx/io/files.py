@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.units import MIB
+
+if TYPE_CHECKING:
+    import csv
 
 
 def write_text(path: Path, text: str, *, fix: str = "name a writable file") -> None:
@@ -54,6 +56,14 @@ def replace_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 MOST_BYTES = MIB  # the largest published job configurations are a few kB
+
+
+def shipped_text(module_file: str, name: str) -> str:
+    """A data file that ships with Phalanx, by the `__file__` of a module beside it and its name from there.
+
+    importlib.resources would do, and takes a tenth of a short command: it imports tempfile, zipfile and random.
+    """
+    return Path(module_file).parent.joinpath(name).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

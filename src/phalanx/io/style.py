@@ -60,10 +60,13 @@ svg.cell { width: 160px; height: 10px; border-radius: 3px; overflow: hidden; }
 .part, .swatch { fill: #9aa1ab; }
 .swatch { width: 11px; height: 11px; display: inline-block; border-radius: 3px; margin-right: 8px;
   vertical-align: -1px; }
-.productive { fill: #3f8f63; } .stragglers { fill: #c98a35; } .data { fill: #d3b24a; } .compile { fill: #7d8fd1; }
-.init { fill: #8fb0d6; } .checkpoint { fill: #5aa7a7; } .evaluate { fill: #8e7cc3; } .guard { fill: #a38a6d; }
-.detect { fill: #d8776a; } .restore { fill: #c25b6b; } .lost-work { fill: #b23a3a; } .stopping { fill: #9aa1ab; }
-.other { fill: #6f7682; } .compute { fill: var(--s1); } .wait { fill: var(--line); } .rest { fill: none; }
+.training-steps { fill: #3f8f63; } .waiting-for-slow-ranks { fill: #c98a35; } .waiting-for-data { fill: #d3b24a; }
+.compiling { fill: #7d8fd1; }
+.start-up { fill: #8fb0d6; } .checkpoints { fill: #5aa7a7; } .evaluation { fill: #8e7cc3; }
+.integrity-checks { fill: #a38a6d; }
+.failure-detection { fill: #d8776a; } .recovery { fill: #c25b6b; } .lost-work { fill: #b23a3a; }
+.shutdown { fill: #9aa1ab; }
+.unexplained { fill: #6f7682; } .compute { fill: var(--s1); } .wait { fill: var(--line); } .rest { fill: none; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 600; font-size: 13px; color: var(--quiet); }
 th, td { padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from phalanx.io.values import printable
 from phalanx.io.visible import one_line
@@ -89,19 +88,20 @@ def html_table(
     '<table><tbody><tr><td>a&lt;b</td><td class="n"><b>1</b></td></tr></tbody></table>'
     """
 
+    from html import escape  # its table of entities takes longer than the rest of this file
+
+    def style_attribute(style: str) -> str:
+        return f' class="{escape(style, quote=True)}"' if style else ""
+
     def line(tag: str, cells: Sequence[str | HtmlCell], style: str = "") -> str:
         made = [one if isinstance(one, HtmlCell) else HtmlCell(escape(one)) for one in cells]
         scope = ' scope="col"' if tag == "th" else ""
-        shown = "".join(f"<{tag}{scope}{_style_attribute(one.style)}>{one.html}</{tag}>" for one in made)
-        return f"<tr{_style_attribute(style)}>{shown}</tr>"
+        shown = "".join(f"<{tag}{scope}{style_attribute(one.style)}>{one.html}</{tag}>" for one in made)
+        return f"<tr{style_attribute(style)}>{shown}</tr>"
 
     top = f"<thead>{line('th', head)}</thead>" if head else ""
     body = "\n".join(line("td", row, "alarm" if place in alarms else "") for place, row in enumerate(rows))
     return f"<table>{top}<tbody>{body}</tbody></table>"
-
-
-def _style_attribute(style: str) -> str:
-    return f' class="{escape(style, quote=True)}"' if style else ""
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -99,6 +99,9 @@ def _import_package(place: str, name: str) -> ModuleType:
 
 def user_code_error(name: str, what: str, error: BaseException, *, fix: str = "") -> UserError:
     """The fault of somebody else's code, at the last line of it that ran."""
+    if isinstance(error, ModuleNotFoundError) and error.name and not fix:
+        top = error.name.partition(".")[0]
+        fix = f"put {top}.py beside the file that imports it, or install {top} where the ranks run"
     return mistake(f"{last_line(error)}", f"{name} {what}: {type(error).__name__}: {error}"[:500], fix=fix)
 
 

@@ -259,6 +259,37 @@ def rising_ramp(draft: Draft, job: Job) -> None:
         last = stage.until_tokens
 
 
+def scaled_model(draft: Draft, job: Job) -> None:
+    """What muP and CompleteP need to know, and what they are not worked out for."""
+    scale, key = job.scale, "scale.parametrization"
+    if scale.parametrization == "standard":
+        for name in ("base_width", "base_depth"):
+            if getattr(scale, name):
+                draft.warn(f"scale.{name}", f'scale.{name} has no effect with parametrization = "standard"')
+        return
+    said = f'{key} = "{scale.parametrization}"'
+    needs = {"base_width": "model.hidden"} | ({"base_depth": LAYERS} if scale.parametrization == "completep" else {})
+    for name, of in needs.items():
+        if not getattr(scale, name):
+            draft.complain(
+                key,
+                f"{said} without scale.{name}",
+                why="multipliers are ratios of the model's size to the size at which [optim] was tuned",
+                fix=f"give {name}: {of} of the small model that was tuned",
+            )
+    if scale.base_depth and scale.parametrization == "mup":
+        draft.warn("scale.base_depth", 'scale.base_depth has no effect with "mup"; "completep" follows depth too')
+    refused = (
+        (job.model.is_moe, "a model with experts", "neither paper says how routers and experts scale"),
+        (bool(job.model.module), "model.module", "which of its parameters are hidden matrices is not known"),
+        (bool(job.plugins.optimizer), "plugins.optimizer", "how its updates grow with the width is not known"),
+        (bool(job.train.weights), "train.weights", "weights that were trained have the size they have"),
+    )
+    for has, what, why in refused:
+        if has:
+            draft.complain(key, f"{said} with {what}", why=why, fix='use parametrization = "standard"')
+
+
 def without_effect(draft: Draft, job: Job) -> None:
     """Settings that are legal and do nothing are said to do nothing."""
     parallel = job.parallel
@@ -292,6 +323,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     ),
     (("parallel.shard", "parallel.data"), whole_shard_groups),
     (("batch.ramp", "data.sequence"), rising_ramp),
+    (("scale", "model.experts", "plugins.optimizer", "train.weights"), scaled_model),
     (
         ("parallel", "precision", "precision.loss_scale", "precision.compute", "data.tokens", "batch.ramp"),
         without_effect,

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.io.checksums import file_sha256
 from phalanx.io.files import FileTooLargeError, read_bounded, replace_bytes
+from phalanx.job.model import VOCAB
 
 FORMAT = 2
 FORMATS = (1, 2)  # 1, until 0.6, has digests of whole files only, and none of the manifest itself
@@ -32,7 +33,6 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
-VOCAB = 8192  # of a tokenizer that `phalanx data build` trains, unless it is told otherwise
 LEAST_VOCAB = 257  # the 256 bytes and the end of text
 CLEANING = 1  # counts up when the cleaning of a corpus changes: an older text in the cache is not taken for the same
 MOST_MANIFEST_BYTES = 1 << 28  # a trillion tokens are 7,451 shards and 3 MB

@@ -7,15 +7,21 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
 from phalanx.errors import nearest
 from phalanx.units import parse_count
 
 AUTO: Final = "auto"
+Auto = Literal["auto"]
 MOST_COUNT = 10**9  # no dimension of a model or cluster comes near; keeps products inside 64 bits
 MOST_TOKENS = 10**18
+MOST_RANKS = 10**7
+MOST_SECONDS = 10**9  # 31 years
+
+
+COUNT_TEXT = {"type": "string", "pattern": r"^(auto|[0-9][0-9_]*(\.[0-9]+)?([eE][0-9]+)? ?[A-Za-z]{0,2})$"}
 
 
 class WrongValue(ValueError):
@@ -34,6 +40,7 @@ class KeyRule:
     read: Callable[[object], object]
     note: str
     key: str = ""  # the name in the file, where it is not a Python name
+    schema: Mapping[str, object] = field(default_factory=dict)  # the same for editors, as JSON Schema
 
 
 Metadata = Mapping[str, KeyRule]
@@ -62,7 +69,8 @@ def count(
             raise WrongValue(f"is above {_power_text(most)}", fix=f"use {expects}")
         return number
 
-    return {"rule": KeyRule(expects=expects, read=read, note=note)}
+    schema = {"anyOf": [{"type": "integer", "minimum": 0 if zero_is_auto else least, "maximum": most}, COUNT_TEXT]}
+    return {"rule": KeyRule(expects=expects, read=read, note=note, schema=schema)}
 
 
 def number(note: str, *, least: float = 0.0, most: float = 1e18, auto: bool = False, above: bool = False) -> Metadata:
@@ -86,7 +94,9 @@ def number(note: str, *, least: float = 0.0, most: float = 1e18, auto: bool = Fa
             raise WrongValue(f"is above {most:g}")
         return result
 
-    return {"rule": KeyRule(expects=expects, read=read, note=note)}
+    bounds = {"exclusiveMinimum" if above else "minimum": least, "maximum": most}
+    schema = _schema_or_auto({"type": "number", **bounds}, auto)
+    return {"rule": KeyRule(expects=expects, read=read, note=note, schema=schema)}
 
 
 def choice(note: str, *names: str) -> Metadata:
@@ -102,7 +112,7 @@ def choice(note: str, *names: str) -> Metadata:
             raise WrongValue("is not a choice", fix=fix)
         return value
 
-    return {"rule": KeyRule(expects=f"one of {listed}", read=read, note=note)}
+    return {"rule": KeyRule(expects=f"one of {listed}", read=read, note=note, schema={"enum": list(names)})}
 
 
 def flag(note: str, *, auto: bool = False, key: str = "") -> Metadata:
@@ -113,7 +123,8 @@ def flag(note: str, *, auto: bool = False, key: str = "") -> Metadata:
             return value
         raise WrongValue(f"is {value_kind(value)}, not true or false")
 
-    return {"rule": KeyRule(expects="true or false" + _or_auto(auto), read=read, note=note, key=key)}
+    schema = _schema_or_auto({"type": "boolean"}, auto)
+    return {"rule": KeyRule(expects="true or false" + _or_auto(auto), read=read, note=note, key=key, schema=schema)}
 
 
 def text(note: str, *, pattern: str = "", expects: str = "a text of at most 4,096 characters") -> Metadata:
@@ -128,7 +139,10 @@ def text(note: str, *, pattern: str = "", expects: str = "a text of at most 4,09
             raise WrongValue("has the wrong form")
         return value
 
-    return {"rule": KeyRule(expects=expects, read=read, note=note)}
+    schema: dict[str, object] = {"type": "string", "maxLength": 4096}
+    if pattern:
+        schema["pattern"] = f"^(?:{pattern})$"
+    return {"rule": KeyRule(expects=expects, read=read, note=note, schema=schema)}
 
 
 def texts(note: str, *, key: str, pattern: str = "", expects: str = "a text or a list of texts") -> Metadata:
@@ -142,7 +156,9 @@ def texts(note: str, *, key: str, pattern: str = "", expects: str = "a text or a
             raise WrongValue("has the wrong form")
         return tuple(items)
 
-    return {"rule": KeyRule(expects=expects, read=read, note=note, key=key)}
+    one: dict[str, object] = {"type": "string", **({"pattern": f"^(?:{pattern})$"} if pattern else {})}
+    schema = {"anyOf": [one, {"type": "array", "items": one}]}
+    return {"rule": KeyRule(expects=expects, read=read, note=note, key=key, schema=schema)}
 
 
 def pair(note: str, *, least: float, most: float) -> Metadata:
@@ -156,9 +172,10 @@ def pair(note: str, *, least: float, most: float) -> Metadata:
             raise WrongValue(f"leaves the range from {least:g} to below {most:g}")
         return float(low), float(high)
 
-    return {
-        "rule": KeyRule(expects=f"two numbers from {least:g} to below {most:g}, as [0.9, 0.95]", read=read, note=note)
-    }
+    expects = f"two numbers from {least:g} to below {most:g}, as [0.9, 0.95]"
+    each = {"type": "number", "minimum": least, "exclusiveMaximum": most}
+    schema = {"type": "array", "items": each, "minItems": 2, "maxItems": 2}
+    return {"rule": KeyRule(expects=expects, read=read, note=note, schema=schema)}
 
 
 def day(note: str) -> Metadata:
@@ -175,12 +192,16 @@ def day(note: str) -> Metadata:
         except ValueError as error:
             raise WrongValue("is not a date") from error
 
-    return {"rule": KeyRule(expects=expects, read=read, note=note)}
+    return {"rule": KeyRule(expects=expects, read=read, note=note, schema={"type": "string", "format": "date"})}
 
 
 def nested(note: str) -> Metadata:
     """A list of tables, read by the loader itself."""
     return {"rule": KeyRule(expects="a list of tables", read=lambda value: value, note=note)}
+
+
+def _schema_or_auto(schema: dict[str, object], auto: bool) -> dict[str, object]:
+    return {"anyOf": [schema, {"const": AUTO}]} if auto else schema
 
 
 def value_kind(value: object) -> str:

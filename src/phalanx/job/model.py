@@ -6,7 +6,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+
+from phalanx.io.files import shipped_text
+
+TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022): what data.tokens = "auto" means
+VOCAB = 8192  # of a tokenizer that `phalanx data build` trains, unless it is told otherwise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +96,7 @@ class Preset:
 @cache
 def known_presets() -> Mapping[str, Preset]:
     """All presets by name, in the order of the file."""
-    table = tomllib.loads(files(__package__).joinpath("presets.toml").read_text(encoding="utf-8"))
+    table = tomllib.loads(shipped_text(__file__, "presets.toml"))
     return {name: _make_preset(name, dict(entry)) for name, entry in table.items()}
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from phalanx.errors import UserError, nearest
 from phalanx.job import key_rules as rules
 from phalanx.job.draft import DEFAULT, Draft, Origin
-from phalanx.job.hf_config import read_config
 from phalanx.job.key_rules import KeyRule, WrongValue, rule_of, shown_value
 from phalanx.job.model import ModelShape, Preset, known_presets
 
@@ -146,6 +145,8 @@ def _from_config(draft: Draft, name: object) -> dict[str, tuple[object, Origin]]
         return {}
     path = draft.path.parent / name
     try:
+        from phalanx.job.hf_config import read_config
+
         shape = read_config(path)
     except UserError as error:
         draft.bad.add("model.hf_config")

@@ -1,23 +1,34 @@
-"""A job as values: one frozen dataclass per section of the file, every key with its rule and a line of explanation."""
+"""A job as values: one frozen dataclass per section of the file, every key with its rule and a line of explanation.
+
+Here is what is trained and how; run_sections.py has how the run is kept going, watched, paid for and launched.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-from phalanx.job.key_rules import AUTO, MOST_TOKENS, choice, count, day, flag, nested, number, pair, text, texts
-from phalanx.job.model import ModelShape
-
-Auto = Literal["auto"]
+from phalanx.job.key_rules import (
+    AUTO,
+    MOST_RANKS,
+    MOST_SECONDS,
+    MOST_TOKENS,
+    Auto,
+    choice,
+    count,
+    day,
+    flag,
+    nested,
+    number,
+    pair,
+    text,
+    texts,
+)
+from phalanx.job.model import TOKENS_PER_PARAMETER, ModelShape
+from phalanx.job.run_sections import Checkpoint, ClusterChoice, Cost, Fault, LaunchChoice, Telemetry
 
 EDITIONS = ("2026.1",)
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
 RULE_ID_PATTERN = r"[A-Z]{2,12}[0-9]{1,4}"  # ours have three letters and three digits; others' rules may differ
-MOST_RANKS = 10**7
-_URL, _LABEL = r"https?://[0-9A-Za-z.:_\[\]-]{1,255}", r"[a-z0-9][a-z0-9.-]{0,252}"
-ELECTION_PATTERN = rf"file|etcd:{_URL}(,{_URL}){{0,15}}|kubernetes(:{_LABEL}(/{_LABEL})?)?"
-TOKENS_PER_PARAMETER = 20  # compute-optimal (Hoffmann et al. 2022): what data.tokens = "auto" means
-MOST_SECONDS = 10**9  # 31 years
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,145 +263,22 @@ class Numerics:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoint:
-    """What survives a failure."""
+class Scale:
+    """How initial values and learning rates follow the model's size, so that those of a small model serve a large one.
 
-    path: str = field(default="checkpoints", metadata=text("folder, relative to the run, or s3://bucket/prefix"))
-    interval_s: float | Auto = field(
-        default=AUTO,
-        metadata=number(
-            'seconds between checkpoints; "auto" is Daly\'s optimum', above=True, most=MOST_SECONDS, auto=True
-        ),
-    )
-    keep: int = field(default=3, metadata=count("newest checkpoints kept", most=10**6))
-    asynchronous: bool = field(default=True, metadata=flag("write while training goes on", key="async"))
-    memory_every: int | Auto = field(
-        default=AUTO,
-        metadata=count(
-            "steps between copies in host memory, from which a lost rank is restored; 0 is never, "
-            '"auto" as often as costs at most 1 %',
-            least=0,
-            auto=True,
-        ),
-    )
+    `base_width` and `base_depth` are the size at which [optim] was tuned; there nothing changes.
+    """
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
-    """How failures are noticed and survived."""
-
-    detect_s: float = field(default=30.0, metadata=number("seconds until a failure is noticed", most=MOST_SECONDS))
-    restart_s: float = field(
-        default=300.0, metadata=number("seconds from the failure noticed to the next step", most=MOST_SECONDS)
+    parametrization: str = field(
+        default="standard", metadata=choice("how they follow width and depth", "standard", "mup", "completep")
     )
-    dead_after_s: float = field(
-        default=30.0, metadata=number("silence after which a rank is dead", above=True, most=MOST_SECONDS)
+    base_width: int = field(default=0, metadata=count("model.hidden at which [optim] was tuned", least=0))
+    base_depth: int = field(
+        default=0, metadata=count("model.layers at which [optim] was tuned; for completep", least=0)
     )
-    spares: int | Auto = field(default=AUTO, metadata=count("idle hosts kept ready", least=0, auto=True))
-    failures_per_host_day: float | None = field(
-        default=None, metadata=number("measured failure rate; left out, the cluster's is used", most=1e4)
+    base_head_dim: int = field(
+        default=64, metadata=count("model.head_dim at which attention has its usual scale; it falls as 1 / head_dim")
     )
-    recovery: str = field(
-        default="auto",
-        metadata=choice(
-            "a lost rank is replaced from an idle place, or the job shrinks, or it stops",
-            "auto",
-            "replace",
-            "shrink",
-            "stop",
-        ),
-    )
-    on_loss: str = field(
-        default="rebuild",
-        metadata=choice(
-            "when a rank is lost, all ranks rebuild, or the others leave out its model replica until it is back",
-            "rebuild",
-            "leave-out",
-        ),
-    )
-    restarts: int = field(default=3, metadata=count("failures in a row, without a step between, before giving up"))
-    digest_every: int | Auto = field(
-        default=AUTO,
-        metadata=count(
-            "steps between comparisons of replicated weights; 0 is never, "
-            '"auto" once in a checkpoint interval and in 100 steps',
-            least=0,
-            auto=True,
-        ),
-    )
-    grace_s: float = field(
-        default=30.0, metadata=number("seconds from SIGTERM to the end", above=True, most=MOST_SECONDS)
-    )
-    interface: str = field(
-        default="",
-        metadata=text(
-            "address that agents of several hosts listen on; left out, the loopback",
-            pattern=r"[0-9A-Za-z.:_-]{0,255}",
-            expects="an address of this host",
-        ),
-    )
-    election: tuple[str, ...] = field(
-        default=("file",),
-        metadata=texts(
-            "how hosts agree on the one that coordinates; of several, the first that works at the start",
-            key="election",
-            pattern=ELECTION_PATTERN,
-            expects='"file", "etcd:URL", "kubernetes" or "kubernetes:NAMESPACE/NAME", or a list of them',
-        ),
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Telemetry:
-    """What a run tells while it goes."""
-
-    interval_s: float = field(
-        default=10.0, metadata=number("seconds between samples of each rank's device", above=True, most=MOST_SECONDS)
-    )
-    peers_every_s: float = field(
-        default=30.0, metadata=number("seconds between reports of peer latency; 0 is never", most=MOST_SECONDS)
-    )
-    timeline_every: int = field(
-        default=200, metadata=count("steps between two whose timeline is recorded; 0 is never", least=0)
-    )
-    host_files_from: int = field(
-        default=1024,
-        metadata=count("ranks from which on those of a host share one file of events and one log; 0 is never", least=0),
-    )
-    prometheus: bool = field(default=False, metadata=flag("serve /metrics"))
-    listen: str = field(
-        default="127.0.0.1:0",
-        metadata=text(
-            "address and port of /metrics; port 0 takes a free one",
-            pattern=r"(?:[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.%]{2,60}\]):(?:6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]?\d{1,4})",
-            expects='an address and a port, as "127.0.0.1:0"',
-        ),
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterChoice:
-    """Where to run, as written; the hardware layer makes a Cluster of it."""
-
-    spec: str = field(default="", metadata=text('such as "8xH100:16", or "local" for this machine'))
-    file: str = field(default="", metadata=text("a cluster file, relative to the job file"))
-
-    @property
-    def target(self) -> str:
-        """The one of the two that is given."""
-        return self.file or self.spec
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
-    """Money and energy; None takes the figure from the planner's tables."""
-
-    usd_per_device_hour: float | None = field(default=None, metadata=number("what one device costs", most=1e5))
-    pue: float | None = field(
-        default=None, metadata=number("power of the site / power of the machines", least=1.0, most=5.0)
-    )
-    grid_gco2_per_kwh: float | None = field(default=None, metadata=number("grams of CO2e per kWh", most=5000.0))
-    region: str = field(default="", metadata=text("grid region for the carbon table"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -436,12 +324,14 @@ class Job:
     train: Train
     plugins: PluginReferences = PluginReferences()
     comm: Comm = Comm()
+    scale: Scale = Scale()
     numerics: Numerics
     checkpoint: Checkpoint
     fault: Fault
     telemetry: Telemetry
     cluster: ClusterChoice
     cost: Cost
+    launch: LaunchChoice = field(default_factory=LaunchChoice)
 
 
 SECTIONS = {
@@ -453,10 +343,12 @@ SECTIONS = {
     "train": Train,
     "plugins": PluginReferences,
     "comm": Comm,
+    "scale": Scale,
     "numerics": Numerics,
     "checkpoint": Checkpoint,
     "fault": Fault,
     "telemetry": Telemetry,
     "cluster": ClusterChoice,
     "cost": Cost,
+    "launch": LaunchChoice,
 }

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 
-from phalanx.job.dataset import VOCAB
-from phalanx.job.model import Preset
-from phalanx.job.schema import TOKENS_PER_PARAMETER
+from phalanx.job.model import TOKENS_PER_PARAMETER, VOCAB, Preset
 from phalanx.units import format_count
 
 DEFAULT_BATCH_TOKENS = 4_194_304  # 4 Mi, Llama 2's batch (arXiv:2307.09288), for models whose batch is unpublished
@@ -17,6 +15,7 @@ DATA = "data/tokens"  # folder of the dataset, beside the job file
 WARM_UP_SHARE, LEAST_WARM_UP, MOST_WARM_UP = 0.01, 10, 2000  # of the steps; 2,000 were Llama 2's (arXiv:2307.09288)
 
 _PAGE = """\
+#:schema ./job.schema.json
 # A Phalanx job: what to train, on what, and what you insist on. The planner chooses the rest.
 #   phalanx show {file}     every value and where it comes from
 #   phalanx plan {file}     the layout, and what it takes in time, memory, money and failures

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from phalanx.io.listen import Address, bound_address, is_loopback, is_own_name, kept_token, open_socket, parse_address
 from phalanx.io.values import printable
-from phalanx.job.schema import Telemetry
+from phalanx.job.run_sections import Telemetry
 from phalanx.metrics.names import METRICS
 from phalanx.metrics.readings import MetricPoint, Readings
 from phalanx.metrics.step_export import require_library

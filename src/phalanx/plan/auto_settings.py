@@ -11,7 +11,8 @@ import math
 from dataclasses import replace
 
 from phalanx.errors import Problem
-from phalanx.job.schema import Fault, Job
+from phalanx.job.run_sections import Fault
+from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
 from phalanx.plan.prediction import Prediction
 from phalanx.plan.reliability import Reliability

@@ -13,7 +13,7 @@ from phalanx.errors import UserError, mistake, nearest
 from phalanx.hardware.catalog import data_text
 from phalanx.hardware.cluster_defaults import usual_power_w_per_device
 from phalanx.hardware.types import Cluster
-from phalanx.job.schema import Cost
+from phalanx.job.run_sections import Cost
 from phalanx.units import HOUR_S
 
 

@@ -414,7 +414,9 @@ def passes_of(manifests: Sequence[Manifest], *, tokens: int, sequence: int) -> d
 def _passes_text(passes: float) -> str:
     """A number of passes as people say it.
 
-    >>> _passes_text(0.43), _passes_text(1.0), _passes_text(12.34)
-    ('0.43 passes', '1 pass', '12.3 passes')
+    >>> _passes_text(0.00393), _passes_text(0.43), _passes_text(1.0), _passes_text(12.34)
+    ('0.39% of a pass', '43% of a pass', '1 pass', '12.3 passes')
     """
+    if passes < 0.995:
+        return f"{100 * passes:.2g}% of a pass"
     return f"{passes:.3g} pass{'' if f'{passes:.3g}' == '1' else 'es'}"

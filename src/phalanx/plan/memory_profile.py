@@ -5,10 +5,10 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, fields
 from functools import cache
-from importlib import resources
 
 import numpy as np
 
+from phalanx.io.files import shipped_text
 from phalanx.plan.cases import FP16, Cases, Floats
 from phalanx.plan.compute import element_bytes
 from phalanx.plan.physics import Number
@@ -51,7 +51,7 @@ class MemoryProfile:
 @cache
 def memory_profiles() -> dict[str, MemoryProfile]:
     """Shipped memory profiles by framework; always holds `default`."""
-    text = resources.files("phalanx.plan").joinpath("memory.toml").read_text("utf-8")
+    text = shipped_text(__file__, "memory.toml")
     return {name: MemoryProfile(**values) for name, values in tomllib.loads(text).items()}
 
 

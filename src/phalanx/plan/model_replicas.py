@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from phalanx.job.schema import Fault
+from phalanx.job.run_sections import Fault
 from phalanx.plan.layout import Layout
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import re
 import tomllib
 from dataclasses import dataclass, fields
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import numpy as np
 
+from phalanx.io.files import shipped_text
 from phalanx.plan.cases import Floats
 
 Number = float | Floats
@@ -80,9 +80,7 @@ class Profile:
     selective_attention: Number = 1.0  # share of attention's forward that selective recompute repeats
     selective_streams: Number = 1.0  # memory-bound work it repeats, relative to Physics.selective
     early_stop: Number = 0.0  # 1: full recompute stops before a layer's last matrix, whose result nobody needs
-    narrow_share: Number = (
-        1.0  # share of a layer's matmul FLOPs done in fp8 or fp4; ours keeps weight gradients in bf16
-    )
+    narrow_share: Number = 1.0  # share of a layer's matmul FLOPs done in fp8 or fp4; our own trainer, all
     launch_s: Number = 10e-6  # host time to issue one device operation
     launch_sharpness: Number = 4.0  # p of the p-norm that joins device time and the host's: how well it runs ahead
     fabric_loss: Number = 0.05  # exponent by which NIC bandwidth falls with the domains a collective spans
@@ -112,7 +110,7 @@ PROFILE_FIELDS = tuple(f.name for f in fields(Profile))
 @cache
 def shipped_table() -> dict[str, Any]:
     """The constants file, parsed."""
-    return tomllib.loads(resources.files("phalanx.plan").joinpath("physics.toml").read_text("utf-8"))
+    return tomllib.loads(shipped_text(__file__, "physics.toml"))
 
 
 @cache

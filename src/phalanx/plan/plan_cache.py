@@ -13,7 +13,6 @@ import os
 import stat
 import time
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 
 from phalanx.errors import PhalanxError
@@ -82,7 +81,7 @@ def _inputs_digest(resolved: ResolvedJob, cluster: Cluster) -> str:
 
 def _planner_files() -> list[tuple[str, int, int]]:
     """Every file of the planner with its size and time, so that a changed planner plans again."""
-    root = Path(str(resources.files("phalanx")))
+    root = Path(__file__).parents[1]
     files = sorted(path for part in PARTS for path in (root / part).rglob("*") if path.suffix in _COUNTED)
     return [(str(path.relative_to(root)), (one := path.stat()).st_size, one.st_mtime_ns) for path in files]
 

@@ -7,14 +7,14 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import numpy as np
 
 from phalanx.errors import Problem
-from phalanx.job.model import ModelShape
-from phalanx.job.schema import TOKENS_PER_PARAMETER, Batch
+from phalanx.io.files import shipped_text
+from phalanx.job.model import TOKENS_PER_PARAMETER, ModelShape
+from phalanx.job.schema import Batch
 from phalanx.plan import cpu_step
 from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.layout import Layout
@@ -232,7 +232,7 @@ def interval_features(c: Cases, times: StepTimes) -> Floats:
 
 @cache
 def _uncertainty_table() -> dict[str, Any]:
-    return tomllib.loads(resources.files("phalanx.plan").joinpath("uncertainty.toml").read_text("utf-8"))
+    return tomllib.loads(shipped_text(__file__, "uncertainty.toml"))
 
 
 def feature_widths() -> tuple[Floats, Floats]:

@@ -21,7 +21,7 @@ from phalanx.hardware.failures import (
 )
 from phalanx.hardware.failures import failures_per_host_day as usual_rate
 from phalanx.hardware.types import Cluster
-from phalanx.job.schema import Checkpoint, Fault
+from phalanx.job.run_sections import Checkpoint, Fault
 from phalanx.plan.case_columns import HOST_LINK_BYTES_PER_S
 from phalanx.plan.model_replicas import ReplicaLoss
 from phalanx.units import DAY_S
@@ -29,6 +29,9 @@ from phalanx.units import DAY_S
 # Barrier and bookkeeping of an asynchronous save beside the copy itself: PyTorch DCP blocked Llama-3-8B on 512 H100
 # for under 0.5 s.
 ASYNC_FLOOR_S = 0.5
+# The same of CPU ranks on one machine: 3 to 13 ms in a run of two (tests/data/run-0.6). With the copy by each rank's
+# core, 1 GB on two ranks comes to 0.10 s; measured 0.11 s (benchmarks/2026-11-15-checkpoint-speed.md).
+CPU_FLOOR_S = 0.02
 # Checkpoint bandwidth per host where the cluster does not say: Llama 3's store sustained 2 TB/s for 2,048 hosts
 # (arXiv 2407.21783 section 3.3.1).
 DISK_BYTES_PER_S = 1e9
@@ -78,8 +81,10 @@ def predict_reliability(
     mtbf_s = DAY_S / (hosts * rate) if rate > 0 else math.inf
     per_host = state_bytes / hosts
     persist_s = per_host / (cluster.disk_bytes_per_s or DISK_BYTES_PER_S)
-    copy_s = state_bytes / devices / HOST_LINK_BYTES_PER_S
-    blocking_s = ASYNC_FLOOR_S + copy_s if checkpoint.asynchronous else persist_s
+    on_cores = cluster.accelerator.family == "cpu"
+    copy_s = state_bytes / devices / (HOST_COPY_BYTES_PER_S if on_cores else HOST_LINK_BYTES_PER_S)
+    floor_s = CPU_FLOOR_S if on_cores and hosts == 1 else ASYNC_FLOOR_S
+    blocking_s = floor_s + copy_s if checkpoint.asynchronous else persist_s
     lag_s = persist_s if checkpoint.asynchronous else 0.0
     best_s = max(daly_interval(blocking_s, mtbf_s), lag_s)
     interval_s = best_s if checkpoint.interval_s == "auto" else float(checkpoint.interval_s)

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 from phalanx.io.tables import text_table, two_part_bar
-from phalanx.job.schema import TOKENS_PER_PARAMETER
+from phalanx.job.model import TOKENS_PER_PARAMETER
 from phalanx.plan.bill import Bill
 from phalanx.plan.layout import Layout
 from phalanx.plan.model_replicas import ReplicaLoss
+from phalanx.plan.parametrization import describe_parametrization
 from phalanx.plan.plan import ParetoPoint, Plan
 from phalanx.plan.reasons import Alternative, part_name
 from phalanx.plan.reliability import Reliability
@@ -107,6 +108,8 @@ def _with_interval(low_s: float, middle_s: float, high_s: float) -> str:
 def _derived_lines(plan: Plan) -> list[str]:
     """What the figures above rest on, and values that nobody wrote into the job, with their reason."""
     lines = [_assumptions_line(plan)]
+    if told := describe_parametrization(plan.job):
+        lines.append(told)
     if isinstance(plan.job.data.tokens, str):
         lines.append(
             f"data.tokens = {plan.job.data.tokens}: {TOKENS_PER_PARAMETER} per parameter (Hoffmann et al. 2022) are "

@@ -12,7 +12,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.cases import SCHEDULES, ZERO_BUBBLE, Cases, Floats, at_places
+from phalanx.plan.cases import FP8, SCHEDULES, ZERO_BUBBLE, Cases, Floats, at_places
 from phalanx.plan.compute import FULL, SELECTIVE, element_bytes, routed_tokens
 from phalanx.plan.memory_profile import (
     OFFLOAD_ACTIVATIONS,
@@ -142,8 +142,11 @@ def _counted_layer(c: Cases, f: MemoryProfile) -> dict[str, Floats]:
     # In the backward of the last layer's MLP: the gradients of product, gate and up beside what is given back there.
     working = c.hidden * (2.0 + 2.0 * tensors) + 2.0 * wide * np.where(c.gated > 0, 1.0, 0.5) + moved
     working = np.maximum(working, c.hidden * 2.0 + np.asarray(f.sequence_copies) * c.cp * keys)
+    # In fp8 the inputs of matrices are kept in one byte (train/parallel/float8.py): both norms' and the product of the
+    # MLP. Attention's output is kept in 16 bit for its own backward; compiled, its rounded copy is made again.
+    narrow = 2.0 * c.hidden + dense - np.where(_is_compiled(c, f), 0.0, queries)
     return {
-        "kept": kept * tokens * size,
+        "kept": (kept * size - np.where(c.precision == FP8, narrow, 0.0)) * tokens,
         "selective": selective * tokens * size,
         "full": c.hidden / spread * tokens * size,
         "gradients": gradients * tokens * size,

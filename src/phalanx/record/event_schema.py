@@ -7,20 +7,20 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.io.files import shipped_text
 from phalanx.io.values import printable
 from phalanx.record.events import Event
 
 
 def load_schema() -> dict[str, Any]:
     """The schema as JSON values; any JSON Schema library can check a line of a run against it."""
-    text = files("phalanx.record").joinpath("data/events.schema.json").read_text(encoding="utf-8")
+    text = shipped_text(__file__, "data/events.schema.json")
     return dict(json.loads(text))
 
 

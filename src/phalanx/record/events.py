@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from phalanx.io.codec import json_values
-from phalanx.record.host_file import EventBytes, HostStream, closed_sessions, has_events, open_events
+from phalanx.record.host_extents import HostStream
+from phalanx.record.host_file import EventBytes, closed_sessions, has_events, open_events
 
 if TYPE_CHECKING:
     from phalanx.record.archive.index import IndexWriter
@@ -266,7 +267,9 @@ def part_numbers(path: Path) -> list[int]:
 def _listed_parts(folder: str, inode: int, changed_ns: int) -> dict[tuple[str, str], list[int]]:
     """Numbers of closed parts, by stem and ending of the file they were parts of."""
     found: dict[tuple[str, str], list[int]] = {}
-    for match in filter(None, map(_PART.fullmatch, os.listdir(folder))):
+    # Of 16,384 ranks nearly all names are of files that grow, events-00000.jsonl: told without a pattern.
+    names = [name for name in os.listdir(folder) if not name.startswith("events-") or "-" in name[7:]]
+    for match in filter(None, map(_PART.fullmatch, names)):
         found.setdefault((match.group(1), match.group(3)), []).append(int(match.group(2)))
     return {name: sorted(numbers) for name, numbers in found.items()}
 

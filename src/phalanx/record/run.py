@@ -21,13 +21,14 @@ runs/first-run-20261115-054500/
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,8 @@ from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.io.checksums import CHECKSUMS
 from phalanx.io.values import at, finite, integer, number
 from phalanx.record.events import EventReader
-from phalanx.record.host_file import Session, find_session, has_bytes, host_file_name, host_files, total_bytes
+from phalanx.record.host_extents import Session, host_file_name
+from phalanx.record.host_file import find_session, has_bytes, host_files, total_bytes
 from phalanx.record.run_files import (
     EVENTS,
     layout_world,
@@ -252,29 +254,41 @@ class Run:
         """Ranks whose events are more than a name, in order."""
         folder = os.fspath(self.path)
         shared: dict[int, list[Session]] | None = None
+        try:
+            live = list_names(self.path).live
+        except OSError:
+            return
         for rank, closed in self.event_parts().items():
             if closed:
                 yield rank
                 continue
-            name = f"{folder}/events-{rank:05d}.jsonl"  # texts: of 16,384 ranks paths take half a second
-            try:
-                own = os.stat(name)
+            own = None
+            if rank in live:
+                with suppress(OSError):
+                    own = os.stat(f"{folder}/events-{rank:05d}.jsonl")  # not a Path: of 16,384 ranks half a second
+            if own is not None:
                 is_recorded = bool(own.st_size) and stat.S_ISREG(own.st_mode)
-            except OSError:
+            else:
                 if shared is None:
                     shared = host_files(folder).sessions()
                 is_recorded = any(map(has_bytes, shared.get(rank, ())))
             if is_recorded:
                 yield rank
 
-    def event_bytes(self) -> int:
-        """Bytes of the events of all ranks."""
+    def event_bytes(self, *, beyond: float = math.inf) -> int:
+        """Bytes of the events of all ranks; no more files are looked at once they are more than `beyond`."""
+        found = 0
         try:
             with os.scandir(self.path) as entries:
-                found = [entry.stat(follow_symlinks=False) for entry in entries if EVENTS.fullmatch(entry.name)]
+                for entry in entries:
+                    if EVENTS.fullmatch(entry.name):
+                        one = entry.stat(follow_symlinks=False)
+                        found += one.st_size if stat.S_ISREG(one.st_mode) else 0
+                        if found > beyond:
+                            return found
         except OSError:
             return 0
-        return sum(one.st_size for one in found if stat.S_ISREG(one.st_mode)) + total_bytes(self.path)
+        return found + total_bytes(self.path)
 
     def plan(self) -> dict[str, Any]:
         """plan.json as JSON values."""
@@ -428,7 +442,7 @@ def open_run(path: str | Path) -> Run:
     folder = Path(path)
     if not folder.is_dir():
         close = nearest(folder.name, _folder_names(folder.parent))
-        fix = f"did you mean {folder.parent / close}?" if close else "name a folder under runs/, as phalanx train made"
+        fix = f"did you mean {folder.parent / close}?" if close else "name a run folder, made by phalanx train"
         raise mistake(str(folder), "there is no such run", fix=fix)
     if not (folder / "plan.json").is_file():
         inside = [name for name in _folder_names(folder) if (folder / name / "plan.json").is_file()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 
@@ -11,6 +11,7 @@ from phalanx.errors import Problem
 from phalanx.job.draft import Origin
 from phalanx.job.schema import Job, Waiver
 from phalanx.plan.plan import Plan
+from phalanx.rules.facts.data_facts import DataFacts
 from phalanx.rules.facts.drill_facts import DrillFacts
 from phalanx.rules.facts.host import HostFacts
 from phalanx.rules.facts.log_facts import LogFacts
@@ -20,6 +21,24 @@ from phalanx.rules.outcome import Impact, Spot
 from phalanx.rules.profiles import HardwareProfile, Scaling
 from phalanx.units import HOUR_S
 
+# Of another trainer's file: the keys whose lines decide a plan, and those that settle what a file leaves to a default.
+DECIDES_PLAN = ("batch.micro", "parallel.tensor", "parallel.zero", "batch.global_sequences", "model.layers")
+STANDS_FOR: Mapping[str, tuple[str, ...]] = {
+    "precision.grad_reduce": ("precision.compute",),
+    "precision.loss_scale": ("precision.compute",),
+    "precision.optimizer_state": ("precision.compute",),
+    "precision.master_weights": ("precision.compute",),
+    "batch.micro": ("batch.global_sequences",),
+    "optim.warmup_tokens": ("optim.lr",),
+    "optim.eps": ("optim.lr",),
+    "checkpoint.async": ("checkpoint.interval_s",),
+    "parallel.shard": ("parallel.zero",),
+    "parallel.schedule": ("parallel.pipeline",),
+    "parallel.virtual_pipeline": ("parallel.pipeline",),
+    "parallel.sequence_parallel": ("parallel.tensor",),
+    "parallel.recompute": ("batch.micro",),
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unmapped:
@@ -28,6 +47,15 @@ class Unmapped:
     key: str
     value: str
     why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForeignSetting:
+    """A setting of another trainer's file as it stands there, for rules about what that trainer itself asserts."""
+
+    key: str  # as the file spells it
+    value: object
+    line: int  # from 1; 0 is the file as a whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +79,9 @@ class Evidence:
     parity: ParityFacts | None = None
     unmapped: tuple[Unmapped, ...] = ()
     their_keys: Mapping[str, str] = field(default_factory=dict)  # job key -> what another trainer's file calls it
+    settings: Mapping[str, ForeignSetting] = field(default_factory=dict)  # their name, or Megatron's word -> setting
+    practice_keys: Mapping[str, str] = field(default_factory=dict)  # field of `practice` -> the setting that says it
+    data: DataFacts | None = None  # what it trains on, as far as this machine can tell
     devices_said: int = 0  # of a job that cannot be planned, by its cluster or file; 0 is not said
     waivers: tuple[Waiver, ...] = ()  # beside the job's own, from a file of them
     damaged: Mapping[str, Problem] = field(default_factory=dict)  # letter -> its file of a run, and why not
@@ -141,9 +172,56 @@ class Evidence:
         """File and line (0: the whole file) of what an Outcome points at."""
         if isinstance(at, Spot):
             return at.file, at.line
-        if at.startswith("plan:") or not at:
+        kind, _, name = at.partition(":")
+        if kind == "practice":
+            return self._setting_line(self.practice_keys.get(name, ""))
+        if kind == "setting":
+            return self._setting_line(name)
+        if kind == "plan" and self.is_foreign:
+            return self._first_line(DECIDES_PLAN)
+        if kind == "plan" or not at:
             return (self.plan_file or self.job_file or self.target), 0
         return self._key_line(at)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the target is another trainer's file."""
+        return bool(self.their_keys)
+
+    def find_setting(self, *names: str) -> ForeignSetting | None:
+        """The first of these settings that another trainer's file has; a null one counts as absent."""
+        found = (self.settings.get(name) for name in names)
+        return next((one for one in found if one is not None and one.value is not None), None)
+
+    def setting_flag(self, *names: str) -> bool:
+        """Whether one of these settings is on, also as text."""
+        found = self.find_setting(*names)
+        return found is not None and str(found.value).strip().lower() in ("true", "yes", "1", "on")
+
+    def setting_number(self, *names: str) -> float | None:
+        """A setting as a finite number; None where there is none."""
+        found = self.find_setting(*names)
+        if found is None or isinstance(found.value, bool) or not isinstance(found.value, int | float | str):
+            return None
+        try:
+            value = float(str(found.value)[:40])
+        except ValueError:
+            return None
+        return value if math.isfinite(value) else None
+
+    def _setting_line(self, name: str) -> tuple[str, int]:
+        found = self.settings.get(name)
+        return self.job_file or self.target, found.line if found is not None else 0
+
+    def _first_line(self, keys: Sequence[str]) -> tuple[str, int]:
+        """The line of the first of some job keys that stands in the file."""
+        for key in keys:
+            origin = self.origins.get(key)
+            if origin is not None and origin.kind == "file":
+                file, _, line = origin.where.rpartition(":")
+                if line.isdigit():
+                    return file, int(line)
+        return self.job_file or self.target, 0
 
     def _key_line(self, key: str) -> tuple[str, int]:
         """Of a job key: its own line, else that of its section's first key, else the file.
@@ -151,11 +229,7 @@ class Evidence:
         Another trainer's file has other sections: what stands beside the key there is about something else.
         """
         section = "" if self.their_keys else key.partition(".")[0]
-        keys = [key, *(one for one in self.origins if section and one.partition(".")[0] == section)]
-        for one in keys:
-            origin = self.origins.get(one)
-            if origin is not None and origin.kind == "file":
-                file, _, line = origin.where.rpartition(":")
-                if line.isdigit():
-                    return file, int(line)
-        return self.job_file or self.target, 0
+        beside = STANDS_FOR.get(key, ()) if self.their_keys else ()
+        return self._first_line(
+            (key, *beside, *(one for one in self.origins if section and one.partition(".")[0] == section))
+        )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve_cluster
@@ -20,6 +21,7 @@ from phalanx.record.drill import drill_subject
 from phalanx.record.run import Run, open_run
 from phalanx.record.run_files import EVENTS, read_json
 from phalanx.rules.evidence import Evidence, Unmapped
+from phalanx.rules.facts.data_facts import DataFacts, folder_facts, megatron_facts, named_facts
 from phalanx.rules.facts.drill_facts import DrillFacts, find_drills
 from phalanx.rules.facts.host import HostFacts, this_host
 from phalanx.rules.facts.log_facts import LogFacts
@@ -28,7 +30,11 @@ from phalanx.rules.facts.trainers import PHALANX, Practice
 from phalanx.rules.plan_consistency import require_coherent
 from phalanx.rules.profiles import PROFILES, HardwareProfile, find_profile, profile_of, scaling_of
 
+if TYPE_CHECKING:
+    from phalanx.rules.foreign.convert import ConvertedConfig
+
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
+ROOMY = 1000.0  # times the memory of a device, where a layout that does not fit is judged all the same
 FIRST_BYTES = 2**20  # of a JSON file, in which its schema must stand
 
 
@@ -188,8 +194,15 @@ def of_job(
         # Of our own trainer: of another one they say nothing.
         drills=_drill_records(request, environ, resolved.job, plan, resolved.path.parent) if practice is None else (),
         unmapped=unmapped,
+        data=_own_data(resolved) if practice is None else None,
         devices_said=devices if plan is None and cluster is not None else 0,
     )
+
+
+def _own_data(resolved: ResolvedJob) -> DataFacts | None:
+    """The folders of a job; one without any has its corpus built, or its data in code."""
+    paths = resolved.job.data.paths
+    return folder_facts(paths, resolved.path.parent) if paths and resolved.path.is_file() else None
 
 
 def _plan_job(
@@ -201,7 +214,28 @@ def _plan_job(
     try:
         return cached_plan(resolved, cluster, environ=environ), (), cluster
     except UserError as error:
-        return None, error.problems, cluster
+        return _plan_without_memory(resolved, cluster, error, environ), error.problems, cluster
+
+
+def _plan_without_memory(
+    resolved: ResolvedJob, cluster: Cluster, error: UserError, environ: dict[str, str]
+) -> Plan | None:
+    """The plan of a fixed layout that does not fit, as if it did: MEM001 says that it does not, the others judge on.
+
+    A free search is not repeated: it would choose a layout that nobody asked for.
+    """
+    job = resolved.job
+    if job.parallel.mode != "fixed" or not any("does not fit" in one.what for one in error.problems):
+        return None
+    device = cluster.accelerator
+    roomy = replace(device, memory_bytes=max(1.0, device.memory_bytes) * ROOMY)
+    try:
+        plan = cached_plan(resolved, replace(cluster, accelerator=roomy), environ=environ)
+    except UserError:
+        return None
+    memory = replace(plan.memory, device_bytes=device.memory_bytes, usable_bytes=plan.memory.usable_bytes / ROOMY)
+    fitting = tuple(one for one in plan.alternatives if one.memory_bytes <= memory.usable_bytes)
+    return replace(plan, cluster=cluster, memory=memory, alternatives=fitting, pareto=())
 
 
 def of_plan(
@@ -311,6 +345,9 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
             refusals=found.missing,
             devices_said=found.devices,
             their_keys=found.their_keys,
+            settings=found.settings,
+            practice_keys=found.practice_keys,
+            data=_foreign_data(found, path),
             unmapped=_without_waivers(found.unmapped),
         )
     evidence = of_job(
@@ -321,7 +358,37 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
         practice=found.practice,
         unmapped=_without_waivers(found.unmapped),
     )
-    return replace(evidence, their_keys=found.their_keys)
+    return replace(
+        evidence,
+        their_keys=found.their_keys,
+        settings=found.settings,
+        practice_keys=found.practice_keys,
+        data=_foreign_data(found, path),
+    )
+
+
+DATA_PATHS = ("data_path", "train_data_path")
+OTHER_DATA = ("data_args_path", "per_split_data_args_path", "mock_data", "train_data_exact_num_epochs", "dataset_path")
+
+
+def _foreign_data(found: ConvertedConfig, path: Path) -> DataFacts | None:
+    """What another trainer's file says of its data; None of trainers whose files need not say."""
+    said = {name: found.settings.get(name) for name in (*DATA_PATHS, *OTHER_DATA, "training.dataset")}
+    if found.trainer == "torchtitan":
+        corpus = said["training.dataset"]
+        return named_facts(str(corpus.value), setting="training.dataset") if corpus is not None else None
+    if found.trainer != "megatron" or path.suffix in (".yaml", ".yml"):
+        return None
+    for name in DATA_PATHS:
+        if (one := said[name]) is not None and one.value is not None:
+            words = one.value if isinstance(one.value, list) else str(one.value).split()
+            return megatron_facts([str(word) for word in words], path.parent, setting=name)
+    other = next((name for name in OTHER_DATA if said[name] is not None), "")
+    # Paths in a variable that holds several arguments ("$DATA_ARGS") are not seen: then nothing is known.
+    whole = found.settings.keys() & {"train_iters", "train_samples"}
+    if not other and (not whole or any("data" in name.lower() for name in found.settings)):
+        return None
+    return DataFacts(named=1 if other else 0, setting=other)
 
 
 def _without_waivers(unmapped: Sequence[Unmapped]) -> tuple[Unmapped, ...]:

@@ -69,12 +69,13 @@ class CheckReport:
     require_evidence: bool = False
     unmapped: tuple[Unmapped, ...] = ()
     notes: tuple[str, ...] = ()  # about the target: files of it that could not be used, what our trainer would refuse
+    trainer: str = ""  # of another one's file
     foreign: bool = False  # another trainer's file, which is not ours to edit
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
         """The verdict of each rule: the worst of its answers; remarks break no rule."""
-        order: dict[str, int] = {"fail": 0, "unknown": 1, "waived": 2, "pass": 3}
+        order: dict[str, int] = {"fail": 0, "unknown": 1, "waived": 2, "habit": 3, "pass": 4}
         worst: dict[str, Verdict] = {}
         for one in self.findings:
             known = worst.get(one.rule.id, "pass")
@@ -99,6 +100,11 @@ class CheckReport:
         rank = {"error": 0, "warning": 1, "info": 2}
         bad = [one for one in self.findings if one.verdict == "fail" or (self.require_evidence and is_open(one))]
         return tuple(sorted(bad, key=lambda one: (rank[one.severity], -(one.outcome.impact.points or 0.0))))
+
+    @property
+    def habits(self) -> tuple[Finding, ...]:
+        """What the trainer of another one's file does or lacks, the same for each of its files: no finding of this."""
+        return tuple(one for one in self.findings if one.verdict == "habit")
 
     @property
     def errors(self) -> int:
@@ -219,7 +225,8 @@ def judge(
             *(f"{evidence.target}/{one.where} {one.what}" for one in evidence.damaged.values()),
             *_trainer_notes(evidence),
         ),
-        foreign=bool(evidence.their_keys),
+        trainer=evidence.practice.trainer if evidence.is_foreign else "",
+        foreign=evidence.is_foreign,
     )
 
 
@@ -302,11 +309,36 @@ def _placed_finding(rule: Rule, evidence: Evidence, outcome: Outcome) -> Finding
     return Finding(
         rule=rule,
         outcome=outcome,
-        verdict=outcome.verdict,
+        verdict="habit" if _is_habit(rule, outcome, evidence, line) else outcome.verdict,
         severity=severity_of(rule, outcome, evidence),
         file=file,
         line=line,
     )
+
+
+# Rules that ask how a trainer behaves. Of another trainer's file what they find without a line of it, by a default or
+# by what the framework does, is the same for each file of that trainer and no finding of this one.
+ABOUT_TRAINERS = ("FLT", "TEL", "SEC", "COM004", "CKP002", "CKP003", "CKP005", "CKP006", "BAT002", "EFF001", "PRC004")
+CHOSEN_BY_FILE = ("optim.clip",)  # left out, it is a choice all the same: every trainer here has a key for it
+# Of another trainer's file, lost time below both is a remark: nobody rewrites a script for it. House.
+SMALL_POINTS, SMALL_USD = 1.0, 10_000.0
+
+
+def _is_habit(rule: Rule, outcome: Outcome, evidence: Evidence, line: int) -> bool:
+    if not evidence.is_foreign or outcome.verdict != "fail" or rule.origin:
+        return False
+    if rule.id == "PRC002":  # it points at the line of the format: a sum by default is the trainer's all the same
+        origin = evidence.origins.get(str(outcome.at))
+        return origin is None or "default of" in origin.where
+    return rule.id.startswith(ABOUT_TRAINERS) and not line and outcome.at not in CHOSEN_BY_FILE
+
+
+def _is_small(outcome: Outcome, evidence: Evidence) -> bool:
+    """Whether a finding of another trainer's file costs too little time to ask for an edit."""
+    impact = outcome.impact
+    if not evidence.is_foreign or impact.points is None or impact.points >= SMALL_POINTS:
+        return False
+    return impact.usd is None or impact.usd < SMALL_USD
 
 
 def _in_their_words(evidence: Evidence, outcome: Outcome) -> Outcome:
@@ -323,6 +355,8 @@ def _in_their_words(evidence: Evidence, outcome: Outcome) -> Outcome:
 def severity_of(rule: Rule, outcome: Outcome, evidence: Evidence) -> Severity:
     """Of an answer: its own or its rule's, softer in small classes and harder in large ones."""
     severity = outcome.severity or rule.severity
+    if _is_small(outcome, evidence):
+        return "info"
     if severity == "error" and evidence.scaling.name in rule.softer_in:
         return "warning"
     if severity == "warning" and rule.harder_from and at_least(evidence.scaling, rule.harder_from):
@@ -334,12 +368,12 @@ def _apply_waivers(
     found: list[Finding], evidence: Evidence, asked: Sequence[Rule], *, statement: bool, whole: bool
 ) -> list[Finding]:
     """Open findings that a waiver covers; and, where it is `statement`, what is wrong with the waivers."""
-    broken = {one.rule.id for one in found if one.verdict in ("fail", "unknown")}
+    broken = {one.rule.id for one in found if one.verdict in ("fail", "unknown", "habit")}
     settled = settle_waivers(evidence, broken, asked=asked, whole=whole)
     result = []
     for one in found:
         reason = settled.reasons.get(one.rule.id, "")
-        waived = bool(reason) and one.verdict in ("fail", "unknown")
+        waived = bool(reason) and one.verdict in ("fail", "unknown", "habit")
         result.append(replace(one, verdict="waived", reason=reason) if waived else one)
     extra = (
         [_placed_finding(spc001_waivers.RULE, evidence, outcome) for outcome in settled.outcomes] if statement else []

@@ -7,7 +7,7 @@ from typing import Literal
 
 from phalanx.io.files import Spot as Spot
 
-Verdict = Literal["pass", "fail", "unknown", "waived"]
+Verdict = Literal["pass", "fail", "unknown", "waived", "habit"]  # habit: of another trainer, the same for all its files
 Severity = Literal["error", "warning", "info"]
 Scalar = float | int | str | bool | None
 

@@ -21,6 +21,9 @@ GROUPS = {
     "TEL": "telemetry",
     "EFF": "efficiency",
     "SEC": "security",
+    "OPT": "optimizer",
+    "DAT": "data",
+    "ENV": "environment",
 }
 LETTERS = {"J": "job", "P": "plan", "L": "run log", "H": "host", "D": "drill"}
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from phalanx.errors import mistake
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
+from phalanx.plan.parametrization import parameter_scales
 from phalanx.plan.schedules import is_v_shaped
 from phalanx.train.data.batches import IGNORED
 from phalanx.train.expert_balance import ExpertBalance
@@ -41,7 +42,7 @@ from phalanx.train.optim.scaler import LossScale
 from phalanx.train.own_loss import own_loss
 from phalanx.train.parallel.across_replicas import AcrossReplicas, ReplicaLost
 from phalanx.train.parallel.buffers import BufferExchange
-from phalanx.train.parallel.compress_fsdp import ShardedCompression, compress_sharded
+from phalanx.train.parallel.compress_fsdp import GradientCompression
 from phalanx.train.parallel.context import split_sequence
 from phalanx.train.parallel.dims import Meshes, ParallelDims, build_meshes
 from phalanx.train.parallel.gradients import GradientExchange, TiedTable, scale_gradients, squared_norm
@@ -92,6 +93,7 @@ class Engine:
         self._frozen: list[TensorShard] = [one for one, held in pairs if not held.trained]
         # Weight decay is for matrices: norms and biases, our own or of a user's network, are left alone.
         matrices = {shard.name for shard in self.shards if len(shard.shape) > 1}
+        self._scales = parameter_scales(shape, settings.scale, optimizer=optim.name)
         self.optimizer: Optimizer = build_optimizer(
             self.shards,
             optim=optim,
@@ -100,6 +102,7 @@ class Engine:
             tables=self._lookup_tables(),
             own=settings.optimizer,
             allow_code=settings.allow_code,
+            scales=self._scales,
         )
         # What a checkpoint holds for others than the engine: the states of callbacks, the position in the data.
         self.restored_extras: dict[str, Any] = {}
@@ -116,10 +119,7 @@ class Engine:
         self._tied = None
         if shape.tied and self.dims.pipeline > 1:
             self._tied = TiedTable(self.held, self.meshes, v_shaped=v_shaped)
-        kind = settings.layout.compression
-        self._sharded: list[ShardedCompression] = []
-        if self.dims.zero and kind != "none":
-            self._sharded = [compress_sharded(part.model, kind) for part in self.parts]
+        self.compression = GradientCompression(self.exchange, self._stage_models(), settings)
         self.listener = None
         if across is None:  # else the noise of a replica's gradient would be taken for that of all
             self.listener = listen_for_noise(self._trained, self.meshes, self.exchange, self._stage_models())
@@ -165,7 +165,7 @@ class Engine:
         if self.outline is not None:
             self._take_own(list(self.outline.tensors))
             return
-        draw_weights(self.shards, seed=self.settings.seed, layers=self.shape.layers)
+        draw_weights(self.shards, seed=self.settings.seed, layers=self.shape.layers, scales=self._scales)
         self._clear_buffers()
         self.publish()
 
@@ -219,19 +219,12 @@ class Engine:
 
     def carried(self) -> dict[str, torch.Tensor]:
         """What gradient compression carries over to the next step: this rank's own, in this layout."""
-        if self.exchange is not None:
-            return self.exchange.state()
-        parts = enumerate(self._sharded)
-        return {f"{number}/{name}": one for number, part in parts for name, one in part.state().items()}
+        return self.compression.state()
 
     def take_carried(self, state: Mapping[str, torch.Tensor], unit: float) -> None:
         """Go on with what `carried` gave when gradients were in `unit`."""
         self.micro_batches.unit = unit
-        if self.exchange is not None:
-            self.exchange.load(state)
-        for number, part in enumerate(self._sharded):
-            start = f"{number}/"
-            part.load({name.removeprefix(start): one for name, one in state.items() if name.startswith(start)})
+        self.compression.load(state)
 
     @property
     def unit(self) -> float:
@@ -391,12 +384,9 @@ class Engine:
             self.listener.norms.on = False
         before, unit = self.unit, scale / (batch_sequences * self.settings.sequence)
         self.micro_batches.unit = unit
-        compressed = [one for one in (self.exchange, *self._sharded) if one is not None]
-        for one in compressed:
-            one.compress(False)
+        self.compression.compress(False)
         loss_sum = self.micro_batches.accumulate_gradients(tokens_BS, targets_BS)
-        for one in compressed:
-            one.compress(True)
+        self.compression.compress(True)
         self.micro_batches.unit = before
         grads = self._gradients()
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).to(self.device) / unit for grad in grads]
@@ -412,9 +402,7 @@ class Engine:
     def _forward_backward(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, unit: float) -> torch.Tensor:
         """Accumulate gradients of `unit` × the summed loss; returns the summed loss of this rank."""
         if self.unit and unit != self.unit:  # errors that compression carries over are in the unit of the last step
-            for one in (self.exchange, *self._sharded):
-                if one is not None:
-                    one.rescale(unit / self.unit)
+            self.compression.rescale(unit / self.unit)
         self.micro_batches.unit = unit
         return self.micro_batches.accumulate_gradients(tokens_BS, targets_BS)
 
@@ -502,9 +490,7 @@ class Engine:
     @property
     def bytes_sent(self) -> int | None:
         """Bytes that compressed gradients have put on the wire so far; None without compression."""
-        if self.exchange is not None:
-            return self.exchange.bytes_sent
-        return sum(one.bytes_sent for one in self._sharded) if self._sharded else None
+        return self.compression.bytes_sent
 
     def _clear_gradients(self) -> None:
         for held, shard in zip(self._trained, self.shards, strict=True):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.job.model import ModelShape
+from phalanx.plan.parametrization import ParameterScales, standard_scales
 from phalanx.plan.schedules import is_v_shaped, layers_of_stages, my_stages
 from phalanx.train.models.decoder import TIED, Decoder
 from phalanx.train.models.init import draw_values
@@ -191,12 +192,17 @@ def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def draw_weights(shards: Sequence[TensorShard], *, seed: int, layers: int) -> None:
+def draw_weights(
+    shards: Sequence[TensorShard], *, seed: int, layers: int, scales: ParameterScales = standard_scales
+) -> None:
     """Give every weight its first value, drawn by name, so that all layouts start from the same model."""
     for shard in shards:
         size = tuple(shard.tensor.shape)
         rows = range(shard.start[0], shard.start[0] + size[0])
-        drawn = draw_values(shard.name, shard.shape, seed=seed, layers=layers, dtype=torch.float32, rows=rows)
+        factor = scales(shard.name, len(shard.shape)).init
+        drawn = draw_values(
+            shard.name, shard.shape, seed=seed, layers=layers, dtype=torch.float32, rows=rows, factor=factor
+        )
         for dim in range(1, len(size)):
             drawn = drawn.narrow(dim, shard.start[dim], size[dim])
         shard.tensor.copy_(drawn)

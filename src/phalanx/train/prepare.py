@@ -40,7 +40,7 @@ from phalanx.units import first_few, plural
 
 # What a resumed run may change: how it is computed and watched, never what is learnt from.
 FREE = (
-    *("parallel.", "cluster.", "train.", "comm.", "checkpoint.", "fault.", "telemetry.", "cost."),
+    *("parallel.", "cluster.", "train.", "comm.", "checkpoint.", "fault.", "telemetry.", "cost.", "launch."),
     *("batch.micro", "name", "profile", "waiver", "plugins.callbacks", "plugins.metrics", "plugins.source"),
 )
 BENDS_THE_CURVE = ("optim.", "precision.", "numerics.", "data.tokens", "plugins.loss")  # allowed, with a warning

@@ -18,6 +18,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run
+from phalanx.train.callbacks import Callback
 from phalanx.train.engine import Engine
 from phalanx.train.guard.spikes import SpikeDetector
 from phalanx.train.listeners import listening_sockets, refuse_strangers
@@ -57,18 +58,21 @@ def train_rank(
     allow_code: bool = False,
     built: Callable[[], None] | None = None,
     enter_round: Callable[[int], None] = lambda number: None,
+    callbacks: Sequence[Callback] = (),
 ) -> tuple[str, int]:
     """Build the engine, take up where the run stands, and run the loop; how it ended, and after how many steps.
 
     `copies` is where memory holds the state; without, the newest checkpoint is taken, of `at_most` so many steps.
     Making the group of all ranks, who met in `store`, took `joined_s`. `allow_code` is the word of whoever started the
     agent: what the run folder says of it counts for nothing. `built` is called by a replica that joins others late,
-    and `enter_round` before replicas are connected: sockets from then on are cut when one is lost.
+    and `enter_round` before replicas are connected: sockets from then on are cut when one is lost. `callbacks` are
+    called behind those of the job.
     """
     across = control.rounds.across if control.rounds is not None else None
     began_s, memory = time.monotonic(), MemoryMeter(device)
     job = plan.job
     plugins = load_plugins(job, allow_code=allow_code)
+    plugins = replace(plugins, callbacks=(*plugins.callbacks, *callbacks))
     listening = listening_sockets()  # what plug-ins open is theirs
     refuse_plugins(job.plugins, plan.layout, loss_parallel=job.parallel.loss_parallel)
     engine = Engine(

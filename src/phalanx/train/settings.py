@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from phalanx.errors import Problem, UserError
 from phalanx.job.model import ModelShape
-from phalanx.job.schema import Job
+from phalanx.job.schema import Job, Scale
 from phalanx.plan.layout import Layout
 from phalanx.plan.trainable import Demand, layout_problems, precision_problems, splits_backward
 
@@ -42,6 +42,7 @@ class Settings:
     allow_code: bool = False  # whether code that the job names may be run
     loss: str = ""  # reference of the user's own loss
     optimizer: str = ""  # and of the user's own optimizer
+    scale: Scale = field(default_factory=Scale)  # how first values and updates follow the model's size
 
     @classmethod
     def of(cls, job: Job, layout: Layout, *, on_gpu: bool, allow_code: bool = False) -> Settings:
@@ -69,6 +70,7 @@ class Settings:
             allow_code=allow_code,
             loss=job.plugins.loss,
             optimizer=job.plugins.optimizer,
+            scale=job.scale,
         )
 
     @property

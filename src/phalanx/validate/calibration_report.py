@@ -157,15 +157,15 @@ def calibration_text(report: CalibrationReport) -> str:
     lines = [
         f"{plural(report.measurements, 'measurement')} from {report.source}",
         "",
-        *text_table([("scalar", "factor", "multiplies"), *rows], right=(1,)),
+        *text_table([("factor", "value", "applies to"), *rows], right=(1,)),
     ]
     lines += ["", f"median error {report.median_error_before:.1%} before, {report.median_error_after:.1%} after"]
     if report.skipped:
-        lines.append(
-            f"{plural(report.skipped, 'measured row')} could not be priced: left out; phalanx backtest says why"
-        )
+        lines.append(f"{plural(report.skipped, 'measured row')} left out, not predictable; phalanx backtest says why")
     if report.median_error_after > report.median_error_before:
-        lines.append("warning: these measurements disagree with each other more than with the prediction; plan without")
+        lines.append(
+            "warning: these measurements disagree with each other more than with the prediction; do not use it"
+        )
     if report.measurements < 3:
-        lines.append("fewer than 3 measurements: the factors stay close to 1; three to five are better")
+        lines.append("fewer than 3 measurements: the factors are uncertain; measure three to five runs")
     return "\n".join(lines)

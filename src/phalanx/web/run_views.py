@@ -14,6 +14,7 @@ from phalanx.record.account.cost import Amount
 from phalanx.record.account.incidents import incident_text
 from phalanx.record.account.memberships import measured_mfu
 from phalanx.record.account.summary import summarize_briefly
+from phalanx.record.account.time_accounts import ACCOUNT_LABELS
 from phalanx.record.archive.history import Curve, RunHistory
 from phalanx.record.archive.series import unit_of
 from phalanx.record.events import Event
@@ -358,13 +359,14 @@ LEDGER_PATIENCE_S = 15.0
 
 
 def ledger_view(store: RunStore, name: str) -> Json:
-    """Every second of the run in one account, and effective training time over the run."""
+    """Every second of the run in one account, with what reports call it, and effective training time over the run."""
     parts, run = AnswerParts(), store.run(name)
     account = parts.read("ledger", lambda: account_soon(store, run, wait_s=LEDGER_PATIENCE_S))
     book = account.summary.ledger.to_json() if account and account.summary.ledger else dict(NO_LEDGER)
     share = book.pop("effective", None)
     curve = {key: getattr(account.effective, key) for key in NO_CURVE} if account else NO_CURVE
-    return {**book, "effective_share": share, "effective": curve, **_settled_state(parts, account)}
+    answer = {**book, "labels": ACCOUNT_LABELS, "effective_share": share, "effective": curve}
+    return {**answer, **_settled_state(parts, account)}
 
 
 def cost_view(store: RunStore, name: str) -> Json:

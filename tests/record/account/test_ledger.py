@@ -267,7 +267,8 @@ def test_the_text(run: Run) -> None:
     scribe.form(1, step=9).start(9).steps(range(9, 10)).say("end", state="done")
     assert (
         str(read_ledger(run))
-        == "12.5 s (effective training time 80.0%): productive 10.0 s, init 1.50 s, detect 500 ms, restore 500 ms"
+        == "12.5 s (effective training time 80.0%): training steps 10.0 s, start-up 1.50 s, failure detection 500 ms, "
+        "recovery 500 ms"
     )
     told = read_ledger(run).to_json()
     assert json.loads(json.dumps(told))["accounts"]["productive"] == 10.0

@@ -71,7 +71,7 @@ def test_the_page_tells_everything(story: RunReport) -> None:
     assert tuple(re.findall("<figcaption><b>(.*?)</b>", page)) == PLOTS
     for text in ("rank 2 (data 1, tensor 0, on host-1) is at work", "killed by signal 9", "4 ranks"):
         assert text in page
-    assert "The accounts add up to the wall clock." in page
+    assert "The parts add up to the wall clock." in page
     assert "The ranks move in lockstep." in page
     assert "nvml, summed over ranks and restarts" in page
     assert page.count('class="mark incident"') == len(PLOTS) - 1  # not on the axis of time
@@ -241,7 +241,7 @@ def test_a_step_that_compiled_does_not_flatten_the_rest() -> None:
 
 
 def test_a_bar_of_shares() -> None:
-    root = ElementTree.fromstring(stacked_bar([("productive", 3.0), ("lost work", 1.0)]))
-    assert [one.get("class") for one in root] == ["part productive", "part lost-work"]
+    root = ElementTree.fromstring(stacked_bar([("training steps", 3.0), ("lost work", 1.0)]))
+    assert [one.get("class") for one in root] == ["part training-steps", "part lost-work"]
     assert [float(one.get("width", "")) for one in root] == [480.0, 160.0]
     assert stacked_bar([]) == ""

@@ -183,7 +183,7 @@ CASES = [
         name="another trainer's interval",
         verdict="unknown",
         evidence=job(practice=OTHER),
-        says="nothing says how often torchtitan saves",
+        says="it is not known how often torchtitan saves",
     ),
     Case(rule="CKP002", name="known and drilled", verdict="pass", evidence=job()),
     Case(rule="CKP002", name="in place", verdict="fail", evidence=habit(atomic_commit=False), severity="error"),

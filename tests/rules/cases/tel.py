@@ -122,7 +122,7 @@ TEL001 = [
         verdict="fail",
         evidence=trainer("megatron", ("steps", "memory", "utilization", "noise")),
         severity="warning",
-        says="does not write peers",
+        says="does not record peers",
     ),
     Case(
         rule="TEL001",

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from phalanx.elastic import decide, host_agent, rank_link
-from phalanx.job.schema import Fault, Telemetry
+from phalanx.job.run_sections import Fault, Telemetry
 from phalanx.rules.facts.trainers import PHALANX, Practice, habits_of
 from phalanx.train.models.hf_weights import SINGLE
 

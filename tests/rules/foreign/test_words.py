@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import phalanx
 from phalanx.errors import UserError
 from phalanx.job.schema import Job
-from phalanx.rules.foreign import mcore, nemo
+from phalanx.rules.foreign import mcore, mcore_model, nemo
 from phalanx.rules.foreign.convert import ConvertedConfig, convert_config
 from phalanx.rules.foreign.detect import trainer_of_file
 
@@ -201,20 +202,22 @@ def test_megatrons_bucket_grows_with_the_data_ranks(tmp_path: Path) -> None:
 
 def test_a_size_that_is_a_variable_is_asked_for_and_not_replaced_by_a_default(tmp_path: Path) -> None:
     found = megatron(tmp_path, "--tensor-model-parallel-size $TP --lr $LR --train-samples 100")
-    assert [one.fix for one in found.missing] == ["give --set parallel.tensor=…"]
+    assert [one.fix for one in found.missing] == ["give --set TP=…, or --set parallel.tensor=…"]
+    assert dict(found.unknown)["parallel.tensor"].endswith("depends on TP, which nothing sets")
     why = {one.key: one.why for one in found.unmapped}
-    assert why["--tensor-model-parallel-size"] == why["--lr"] == "a variable that nothing sets"
+    assert why["--lr"] == "depends on LR, which nothing sets"
     path = tmp_path / "args.txt"
+    assert convert_config(path, "megatron", overrides=("TP=4",)).resolved.job.parallel.tensor == 4
     found = convert_config(path, "megatron", cluster="8xA100:1", overrides=("parallel.tensor=2", "data.sequence=512"))
     assert found.missing == ()
     assert (found.resolved.job.parallel.tensor, found.resolved.job.data.tokens) == (2, 100 * 512)
 
 
-def test_a_wrong_degree_is_a_mistake_at_its_own_line(tmp_path: Path) -> None:
+def test_a_wrong_degree_is_a_finding_at_its_own_line(tmp_path: Path) -> None:
     path = tmp_path / "args.txt"
     path.write_text(GPT + "\n--bf16\n--tensor-model-parallel-size 3\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"args\.txt:3: parallel\.tensor = 3 does not divide the model's 16 attention"):
-        convert_config(path, "megatron", cluster="8xA100:1")
+    failing = [one for one in phalanx.check(path, cluster="8xA100:1").findings if one.verdict == "fail"]
+    assert [one.line for one in failing if "parallel.tensor" in one.outcome.what] == [3], failing
 
 
 def test_habits_follow_the_settings(tmp_path: Path) -> None:
@@ -365,8 +368,8 @@ def test_settings_of_a_converter_count_where_it_is_named(tmp_path: Path, convert
 def test_nemo_knows_every_word_that_megatron_core_asks_for() -> None:
     asked = set(
         re.findall(
-            r"config\.(?:whole|number|flag|text|has|leaf)\(\"(\w+)\"\)",
-            Path(mcore.__file__).read_text(),
+            r"config\.(?:read_whole|read_number|read_flag|read_word|has_leaf|find_leaf)\(\"(\w+)\"\)",
+            Path(mcore.__file__).read_text() + Path(mcore_model.__file__).read_text(),
         )
     )
     only_arguments = {

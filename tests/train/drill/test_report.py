@@ -74,16 +74,16 @@ RESULT = DrillResult(
 def test_few_faults_are_told_one_by_one() -> None:
     assert render_drill(RESULT) == (
         """\
-2 faults in 60 steps, 12.0 s; the run is done
-  fault               hit                           detected  recovered  lost  redone  from    ranks
-  kill:rank=2,step=5  rank 2, generation 1, step 5   30.0 ms     710 ms     0       1  memory  3
+2 faults in 60 steps, 12.0 s; run state: done
+  fault               where                         detected  recovered  steps lost  redone  restored from  ranks
+  kill:rank=2,step=5  rank 2, generation 1, step 5   30.0 ms     710 ms           0       1  memory         3
   coordinator         generation 2
-  not fired, the run had ended: hang:step=99
+  not injected, because the run had ended: hang:step=99
 verdicts
   ok      steps in order            2 generations
   FAILED  every sample in one step  step 3: 1 sample twice
 recovery: 710 ms; the plan assumed 1.00 s
-productive time without start-up and shutdown: 80.0%; the plan predicts 75.0% at this failure rate"""
+effective training time without start-up and shutdown: 80.0%; the plan predicts 75.0% at this failure rate"""
     )
     assert not RESULT.ok
 
@@ -92,16 +92,16 @@ def test_many_faults_are_told_by_kind() -> None:
     slow = replace(KILL, recovered_s=3.0, steps_redone=0)
     many = replace(RESULT, outcomes=(*(KILL,) * MOST_ROWS, slow, COORDINATOR), not_fired=())
     assert render_drill(many).splitlines()[1:4] == [
-        "  fault        fired  detected  recovered  at worst  lost  redone",
-        "  kill         41×     30.0 ms     710 ms    3.00 s     0  40",
-        "  coordinator  1×                                       0  0",
+        "  fault        injected  detected  recovered  at worst  steps lost  redone",
+        "  kill         41×        30.0 ms     710 ms    3.00 s           0  40",
+        "  coordinator  1×                                                0  0",
     ]
 
 
 def test_without_a_fault_there_is_little_to_tell() -> None:
     numbers = replace(RESULT.numbers, recovery_s=None, recovery_worst_s=None, effective=None)
     quiet = replace(RESULT, outcomes=(), not_fired=(), numbers=numbers)
-    assert render_drill(quiet).splitlines()[:2] == ["0 faults in 60 steps, 12.0 s; the run is done", "verdicts"]
+    assert render_drill(quiet).splitlines()[:2] == ["0 faults in 60 steps, 12.0 s; run state: done", "verdicts"]
     assert "recovery" not in render_drill(quiet)
 
 

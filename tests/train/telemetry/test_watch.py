@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.job.schema import Telemetry
+from phalanx.job.run_sections import Telemetry
 from phalanx.plan.layout import Layout
 from phalanx.record.events import Event, EventWriter, read_events
 from phalanx.train.join_group import count_slot_sharers

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phalanx.job.schema import Telemetry
+from phalanx.job.run_sections import Telemetry
 from phalanx.plan.layout import Layout
 from phalanx.record.events import EventWriter, read_events
 from phalanx.train.telemetry.monitor import PeerRendezvous, meet_peers, monitored_rank

@@ -130,7 +130,7 @@ def test_what_is_not_compiled_in_training_is_not_compiled_here():
 
 
 def test_a_users_own_network_is_refused():
-    with pytest.raises(UserError, match="cannot be made smaller by anyone but its author"):
+    with pytest.raises(UserError, match="can only be scaled down by its author"):
         make_small_trial(job(replace(LARGE, module="net.py:build")), BASE, steps=5)
 
 

@@ -6,9 +6,9 @@ import re
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from phalanx.io.tables import folded_table
-from phalanx.network.fabric.decisions import Decisions, PlaneRow
 from phalanx.network.fabric.design import Design, nominal_ratio
 from phalanx.network.fabric.fabric_bill import Loss, fabric_bill, failure_loss
 from phalanx.network.fabric.fabric_types import MOST_LIDS, Fabric, needs_routers, plane_addresses
@@ -22,6 +22,9 @@ from phalanx.network.fabric.failure_budget import (
     ports_move,
 )
 from phalanx.units import format_money, format_seconds, plural
+
+if TYPE_CHECKING:
+    from phalanx.network.fabric.decisions import Decisions, PlaneRow
 
 PAGE = 119  # columns of prose where nobody says how wide the page is
 LEAST = 20  # narrower than any terminal: a slip

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import functools
-import importlib.resources
 import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.errors import Problem, UserError, mistake, nearest
-from phalanx.io.files import csv_columns, read_text
+from phalanx.io.files import csv_columns, read_text, shipped_text
 from phalanx.io.visible import one_line
 from phalanx.network.fabric.fabric_types import KINDS, Switch
 from phalanx.network.fabric.sizing import LEAST_RADIX, MOST_NAME, MOST_NIC_GBPS, MOST_RADIX, MOST_USD, MOST_WATTS
@@ -93,7 +92,7 @@ def _product_names(one: Switch) -> list[str]:
 
 
 def _csv_rows(name: str) -> list[dict[str, str]]:
-    text = (importlib.resources.files("phalanx.network.fabric") / "data" / name).read_text(encoding="utf-8")
+    text = shipped_text(__file__, f"data/{name}")
     return list(csv.DictReader(io.StringIO(text)))
 
 

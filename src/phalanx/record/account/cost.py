@@ -236,7 +236,7 @@ class Used:
 
 def used_energy(history: RunHistory) -> Used | None:
     """None where no rank has a counter."""
-    if history.run.event_bytes() <= MOST_READ_BYTES:
+    if history.run.event_bytes(beyond=MOST_READ_BYTES) <= MOST_READ_BYTES:
         newest = {rank: event for rank in history.ranks if (event := history.latest("monitor", rank)) is not None}
         ranks = [rank for rank, event in newest.items() if _is_sane(number(event, "energy_j"))]
         totals = list(_exact_energy(history, ranks))

@@ -26,7 +26,15 @@ from phalanx.record.account.memberships import (
     merged_marks,
     read_memberships,
 )
-from phalanx.record.account.time_accounts import Accounts, Floats, LedgerBuilder, Point, Recovery, StepStretch
+from phalanx.record.account.time_accounts import (
+    ACCOUNT_LABELS,
+    Accounts,
+    Floats,
+    LedgerBuilder,
+    Point,
+    Recovery,
+    StepStretch,
+)
 from phalanx.record.event_batches import STEP, EventBatch, EventFeed, EventParser, gc_paused
 from phalanx.record.event_schema import EventColumns
 from phalanx.record.events import Event, event_files_of
@@ -104,7 +112,7 @@ class Ledger:
 
     def __str__(self) -> str:
         spent = sorted(asdict(self.accounts).items(), key=lambda one: -one[1])
-        parts = [f"{name.replace('_', ' ')} {format_seconds(took_s)}" for name, took_s in spent if took_s >= 0.0005]
+        parts = [f"{ACCOUNT_LABELS[name]} {format_seconds(took_s)}" for name, took_s in spent if took_s >= 0.0005]
         closes = f"; does not close, {self.gap}" if self.gap else ""
         jumped = f"; {self.jumped}" if self.jumped else ""
         whole = f"{format_seconds(self.wall_s)} (effective training time {self.effective:.1%})"

@@ -327,6 +327,15 @@ def layout_spans(run: Run, history: RunHistory, known: Sequence[Membership] | No
     first, last = history.first_step, history.last_step
     if first is None or last is None:
         return []
+    if known is None:  # a report asks ten times, and each time looks at as many ranks as may be witnesses
+        stamp = history.run.plan_json.stat().st_mtime_ns if history.run.plan_json.exists() else 0
+        return list(history.once(("layout spans", first, last, stamp), lambda: _find_spans(run, history, first, last)))
+    return _find_spans(run, history, first, last, known)
+
+
+def _find_spans(
+    run: Run, history: RunHistory, first: int, last: int, known: Sequence[Membership] | None = None
+) -> list[LayoutSpan]:
     if known is None:
         known = read_memberships(run, starts=lambda rank: history.events("run_start", rank=rank))
     reported = {integer(one, "epoch"): one for one in history.supervisor() if one["event"] == "epoch"}

@@ -66,6 +66,10 @@ def find_stragglers(history: RunHistory) -> list[Straggler]:
 def straggler_scores(history: RunHistory, *, last: int | None = None) -> Scores:
     """The scores over the window that ends with step `last`, or with the newest."""
     end = history.last_step if last is None else last
+    return history.once(("straggler scores", end), lambda: _scores_until(history, end))
+
+
+def _scores_until(history: RunHistory, end: int | None) -> Scores:
     nobody = Scores(score={}, named=(), steps=0)
     if end is None or len(history.ranks) < 2:
         return nobody

@@ -49,6 +49,24 @@ class Accounts:
         return self.productive + self.data + self.stragglers
 
 
+# What reports and `phalanx watch` call the accounts; JSON and metrics have the names of the fields.
+ACCOUNT_LABELS = {
+    "productive": "training steps",
+    "init": "start-up",
+    "compile": "compiling",
+    "data": "waiting for data",
+    "stragglers": "waiting for slow ranks",
+    "evaluate": "evaluation",
+    "checkpoint": "checkpoints",
+    "guard": "integrity checks",
+    "detect": "failure detection",
+    "restore": "recovery",
+    "lost_work": "lost work",
+    "stopping": "shutdown",
+    "other": "unexplained",
+}
+
+
 Point = tuple[float, float, float]  # Unix time, seconds of the run until then, effective ones of them
 
 

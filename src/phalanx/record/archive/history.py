@@ -6,8 +6,9 @@ Nothing is loaded whole. Long stretches are drawn from blocks (blocks.py), short
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,7 @@ SAMPLE_RANKS = 256
 GLANCE_RANKS = 4096  # whose newest blocks are read at once: 10 MB
 LOOK_RANKS, LOOK_BYTES = 16, 8 * 2**20
 FEW, FEW_S = 10, 5.0  # steps and seconds that a killed rank may not have written
+T = TypeVar("T")
 TORN = "torn last line"
 TOO_LONG = "not read for the mesh: without an index, and too long to be read for all ranks"
 
@@ -86,6 +88,7 @@ class RunHistory:
         self._digests: dict[int, Digest] = {}
         self._digested_bytes = 0
         self._newest: dict[tuple[str, ...], dict[str, NDArray[np.float64]]] = {}  # since the last refresh
+        self._answers: dict[Hashable, Any] = {}  # what was worked out since the last refresh
         self._checked: set[int] = set()  # digests known to be current since the last refresh
         self._budget = MOST_SCAN_BYTES
         self._held: dict[int, int] = {}  # bytes of each
@@ -110,10 +113,18 @@ class RunHistory:
         self._fresh.clear()
         self._checked.clear()
         self._newest.clear()
+        self._answers.clear()
         reported = self._supervisor.read()[-MOST_SUPERVISOR:]
         self._reported = (self._reported + reported)[-MOST_SUPERVISOR:]
         self._starts_known = False
         return (bool(self.ranks) and self._rank_file(self._rank_or_witness(None)).changed) or new or bool(reported)
+
+    def once(self, question: Hashable, work_out: Callable[[], T]) -> T:
+        """What follows from this history, worked out once between two refreshes however often it is asked for."""
+        if question not in self._answers:
+            self._answers[question] = work_out()
+        found: T = self._answers[question]
+        return found
 
     def _membership_starts(self) -> tuple[Start, ...]:
         """Where the memberships began, by rank 0, which is in all of them: that undoes steps of ranks that left, too.

@@ -33,7 +33,8 @@ from phalanx.record.archive.blocks import (
     take_blocks,
 )
 from phalanx.record.archive.series import SERIES
-from phalanx.record.host_file import HostStream, index_tails, open_events, opened_size, stat_events
+from phalanx.record.host_extents import HostStream
+from phalanx.record.host_file import index_tails, open_events, opened_size, stat_events
 
 SUFFIX = ".index"
 VERSION = 1

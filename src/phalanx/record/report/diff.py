@@ -16,7 +16,7 @@ from phalanx.record.account.ledger import walk_ledger
 from phalanx.record.account.summary import Summary, summarize_run
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
-from phalanx.units import format_bytes, format_count, format_energy, format_money, format_seconds
+from phalanx.units import format_bytes, format_carbon, format_count, format_energy, format_money, format_seconds
 
 ROUNDING = 1e-9  # relative: the same plan made twice
 NEAR = 20  # steps behind a loss that is compared
@@ -123,6 +123,8 @@ def _differing_keys(
 ) -> Iterator[Difference]:
     one, other = dict(_flat_items(a)), dict(_flat_items(b))
     for key in [*one, *(key for key in other if key not in one)]:
+        if {key in one, key in other} == {True, False} and (one.get(key) or other.get(key)) in ("", [], None):
+            continue  # a setting that the version of one side does not have, and that the other leaves empty
         if not _same_values(one.get(key), other.get(key), within):
             yield Difference(section=section, key=key, a=one.get(key), b=other.get(key))
 
@@ -259,6 +261,12 @@ def _shown_number(key: str, value: float, *, whole: bool) -> str:
         return format_money(value)
     if key == "energy_j":
         return format_energy(value)
+    if key == "kwh":
+        return format_energy(value * 3.6e6)
+    if key == "kgco2e":
+        return format_carbon(value)
     if key in ("mfu", "effective_time"):
         return f"{value:.1%}"
+    if key.endswith("_per_s"):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
     return f"{value:,.0f}" if whole else f"{value:.6g}"

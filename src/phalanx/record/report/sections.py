@@ -14,6 +14,7 @@ from phalanx.record.account.communication import communication_lines
 from phalanx.record.account.cost import Cost
 from phalanx.record.account.ledger import Ledger
 from phalanx.record.account.summary import LayoutResult, Pair, RankTime, Summary
+from phalanx.record.account.time_accounts import ACCOUNT_LABELS
 from phalanx.record.report.run_report import RunReport
 from phalanx.units import format_bytes, format_carbon, format_count, format_energy, format_money, format_seconds, plural
 
@@ -241,7 +242,7 @@ def _learning_section(s: Summary) -> Section:
 
 def spent_on(ledger: Ledger) -> list[tuple[str, float, float]]:
     """Accounts that took 0.05 % of the time or more: name, seconds, share; largest first."""
-    spent = [(name.replace("_", " "), took_s) for name, took_s in asdict(ledger.accounts).items()]
+    spent = [(ACCOUNT_LABELS[name], took_s) for name, took_s in asdict(ledger.accounts).items()]
     shares = [(name, took_s, took_s / ledger.wall_s) for name, took_s in spent if ledger.wall_s]
     return sorted((one for one in shares if one[2] >= 0.0005), key=lambda one: -one[1])
 
@@ -258,13 +259,13 @@ def time_section(s: Summary) -> Section:
     ]
     wall = format_seconds(found.wall_s)
     caption = f"Effective training time: {found.effective:.1%} of {wall}, in steps that stayed, without compiling."
-    caption += f" The accounts do not add up: {found.gap}." if found.gap else " The accounts add up to the wall clock."
+    caption += f" The parts do not add up: {found.gap}." if found.gap else " The parts add up to the wall clock."
     caption += f" But {found.jumped}." if found.jumped else ""
     caption += f" {plural(found.steps_lost, 'step')} done and undone." if found.steps_lost else ""
     brief = [BriefLine(label="time", text="  ".join(f"{name} {share:.1%}" for name, _, share in spent[:8]))]
     if found.gap:
-        brief.append(BriefLine(label="", text=f"the accounts do not add up: {found.gap}", is_alarm=True))
-    table = Table(head=("account", "time", "share", ""), rows=tuple(rows), right=(1, 2))
+        brief.append(BriefLine(label="", text=f"the parts do not add up: {found.gap}", is_alarm=True))
+    table = Table(head=("spent on", "time", "share", ""), rows=tuple(rows), right=(1, 2))
     stack = Stack(parts=tuple((name, took_s) for name, took_s, _ in spent))
     return Section(title=title, blocks=(stack, table, Paragraph(text=caption)), brief=tuple(brief))
 

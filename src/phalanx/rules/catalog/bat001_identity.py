@@ -11,7 +11,7 @@ from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural
 
-LEARNS = Impact(note="not time: the learning rate was chosen for another batch")
+LEARNS = Impact(note="no time lost, but the learning rate was chosen for another batch")
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:

@@ -27,13 +27,13 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return passed(f"{practice.trainer} divides the loss of {over} by all valid tokens", formula=noted)
     unequal = _uneven_sequences(evidence)
     return failed(
-        f"{practice.trainer} averages the means of {over}: tokens of padded or masked sequences count more",
+        f"{practice.trainer} averages the means of {over}, so tokens of padded or masked sequences count more",
         formula=noted,
         value="mean of means",
         threshold="sum over valid tokens",
-        at="batch.micro",
+        at="" if evidence.is_foreign else "batch.micro",  # a habit of that trainer, whatever its batch
         severity="error" if unequal else "warning",
-        impact=Impact(note="not time: the model learns from other weights than those of one large batch"),
+        impact=Impact(note="no time lost, but the model learns from other weights than those of one large batch"),
         fix=_accumulation_fix(practice.trainer),
     )
 

@@ -38,7 +38,7 @@ def _judge_trainer(evidence: Evidence) -> Outcome:
     practice = evidence.practice
     if practice.atomic_commit is None:
         return unknown(
-            f"nothing says how {practice.trainer} makes a checkpoint visible",
+            f"it is not known how {practice.trainer} makes a checkpoint visible",
             fix="look up whether it renames a finished folder, or writes a marker last",
             at="checkpoint.path",
         )

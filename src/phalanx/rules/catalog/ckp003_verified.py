@@ -56,7 +56,7 @@ def _judge_verification(evidence: Evidence) -> Outcome:
     practice = evidence.practice
     if practice.verifies_digests is None:
         return unknown(
-            f"nothing says whether {practice.trainer} verifies what it restores",
+            f"it is not known whether {practice.trainer} verifies what it restores",
             fix="look up whether its checkpoints carry digests and a restore compares them",
         )
     if practice.verifies_digests:

@@ -31,7 +31,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 def _unknown_copies(evidence: Evidence) -> Outcome:
     return unknown(
-        f"nothing says where {evidence.practice.trainer} keeps copies in memory",
+        f"it is not known where {evidence.practice.trainer} keeps copies in memory",
         fix="look up whether a lost host's state is held by another host",
         at="checkpoint.memory_every",
     )

@@ -8,7 +8,7 @@ from phalanx.rules.facts.drill_facts import counted_records
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
-OTHER = Impact(note="not time: after each resume another run goes on, with data seen twice or never")
+OTHER = Impact(note="no time lost, but after each resume another run goes on, with data seen twice or never")
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
@@ -21,7 +21,7 @@ def _judge_parts(evidence: Evidence, limits: Limits) -> Outcome:
     practice = evidence.practice
     if practice.resumes_exactly is None:
         return unknown(
-            f"nothing says what a resume of {practice.trainer} restores",
+            f"it is not known what a resume of {practice.trainer} restores",
             fix="look up which parts of the state its checkpoints hold",
         )
     needed = [*limits.words("parts")]
@@ -35,13 +35,14 @@ def _judge_parts(evidence: Evidence, limits: Limits) -> Outcome:
         f"a resume of {practice.trainer} does not restore: {', '.join(lost)}",
         formula=formula,
         value=", ".join(lost),
+        at="practice:resumes_exactly",
         impact=OTHER,
         fix="save and restore them, or say in a waiver why this job does not need them",
     )
 
 
 def _judge_proof(evidence: Evidence, limits: Limits) -> Outcome:
-    what = "a run with a failure that ended bit for bit like one without"
+    what = "that a run with a failure ends bit-identical to one without"
     ours = evidence.practice.trainer == "phalanx"
     kinds = limits.words("restoring_faults")
     found = [
@@ -53,7 +54,7 @@ def _judge_proof(evidence: Evidence, limits: Limits) -> Outcome:
         return drill_missing(evidence, what)
     drill = found[0]
     if drill.bitwise and drill.clean:
-        return passed(f"drilled: {what}: {drill.statement}", value=True, threshold=True)
+        return passed(f"a drill shows {what}: {drill.statement}", value=True, threshold=True)
     if drill.clean and not limits.flag("bitwise"):
         return passed(f"drilled: a run with a failure went on like one without: {drill.statement}")
     statement = "; ".join(drill.wrong[:3]) or "its digests differ from the replay's, or there was no replay"

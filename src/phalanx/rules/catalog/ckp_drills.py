@@ -36,7 +36,7 @@ def drill_missing(evidence: Evidence, what: str) -> Outcome:
     trainer = evidence.practice.trainer
     if trainer != "phalanx":
         return unknown(
-            f"no drill shows {what} under {trainer}", fix="drill it there, and waive the rule with the record"
+            f"no drill under {trainer} shows {what}", fix="drill it there, and waive the rule with the record"
         )
     why = why_none(evidence.drills, profile=evidence.profile.name)
     return unknown(f"no drill shows {what}" + (f": {why}" if why else ""), fix=f"{SUITE} on the hardware of the job")

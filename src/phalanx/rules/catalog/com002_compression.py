@@ -47,7 +47,7 @@ def _judge_correction(evidence: Evidence, limits: Limits, kind: str) -> Outcome:
         threshold="error feedback",
         at="parallel.compression",
         severity="error",
-        impact=Impact(note="not time: the model learns from wrong gradients, and may not converge"),
+        impact=Impact(note="no time lost, but the model learns from wrong gradients, and may not converge"),
         fix="turn error feedback on",
         edits=(PLAIN,),
     )

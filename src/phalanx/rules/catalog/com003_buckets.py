@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
-from phalanx.rules.catalog.com_messages import MIB, Message, damaged_traffic, gradient_messages, message_time, sane
+from phalanx.rules.catalog.com_messages import (
+    BUCKET_MIB,
+    MIB,
+    Message,
+    damaged_traffic,
+    gradient_messages,
+    message_time,
+    sane,
+)
 from phalanx.rules.catalog.shared import without_measurement
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Outcome, exempt, failed, passed
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 BACKWARD = 2 / 3  # of a layer's compute: two products for one
+BUCKETED = ("deepspeed",)  # fill buckets at every ZeRO stage: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py
 SIZES_MIB = tuple(2.0**power for power in range(13))  # 1 MiB to 4 GiB
 
 
@@ -40,11 +50,21 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return exempt("one data rank: no gradients travel")
     if (missing := without_measurement(evidence, "what a bucket costs")) is not None:
         return missing
+    buckets = evidence.practice.trainer in BUCKETED or evidence.setting_flag("deepspeed")
+    sent = [_in_buckets(evidence, one) for one in sent] if buckets else sent
     costs = [(_message_cost(evidence, one), one) for one in sent]
     cost, message = max(costs, key=lambda pair: pair[0].lost)
-    if evidence.the_plan.layout.zero > 0:
+    if evidence.the_plan.layout.zero > 0 and not buckets:
         return _judge_blocks(evidence, limits, cost, message)
     return _judge_buckets(evidence, limits, cost, message)
+
+
+def _in_buckets(evidence: Evidence, one: Message) -> Message:
+    """Of a trainer that fills buckets at every ZeRO stage, where the plan counts a message per block."""
+    total = one.count * one.nbytes
+    said = evidence.the_job.comm.bucket_mib
+    size = min(total, (said if not isinstance(said, str) else BUCKET_MIB) * MIB)
+    return replace(one, nbytes=size, count=max(1, math.ceil(total / max(size, 1.0)))) if total > 0 else one
 
 
 def _message_cost(evidence: Evidence, one: Message) -> _Cost:
@@ -123,7 +143,10 @@ def _judge_blocks(evidence: Evidence, limits: Limits, cost: _Cost, one: Message)
 
 def _judge_buckets(evidence: Evidence, limits: Limits, cost: _Cost, one: Message) -> Outcome:
     most, least = limits.number("latency_share"), limits.number("least_buckets")
-    chosen = not isinstance(evidence.the_job.comm.bucket_mib, str)
+    # A default of another trainer is nobody's choice either: it has no line in the file.
+    chosen = not isinstance(evidence.the_job.comm.bucket_mib, str) and (
+        not evidence.is_foreign or evidence.place("comm.bucket_mib")[1] > 0
+    )
     few, small = cost.buckets < least, cost.share > most
     statement = (
         f"{cost.buckets:,.0f} bucket{'s' * (cost.buckets != 1)} of {one.size}, {cost.share:.0%} of their time start-up"

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import TypedDict
 
 from phalanx.plan.auto_settings import LEAST_S, MOST_S, bounded_timeout_s, steady_timeout_s
 from phalanx.rules.catalog.shared import MARGIN, severity_above, unstated_key, without_measurement
-from phalanx.rules.catalog.silences import ROOM, Silence, longest_silence
+from phalanx.rules.catalog.silences import ROOM, Silence, is_save_known, longest_silence
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
+from phalanx.rules.outcome import Edit, Impact, Outcome, Severity, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import DAY_S
+
+
+class Cure(TypedDict, total=False):
+    """What a finding proposes."""
+
+    edits: tuple[Edit, ...]
+    fix: str
+
 
 # Of failures that say nothing: ByteRobust (arXiv:2509.16293) counts 5,948 implicit ones beside 43,264 explicit.
 HANGS = 5_948 / (5_948 + 43_264)
@@ -31,9 +40,16 @@ def _judge_first(evidence: Evidence, limits: Limits) -> Outcome:
     set_s, longest = evidence.the_job.comm.init_timeout_s, _longest_at_first(evidence)
     wanted_s = max(limits.number("init_most_s"), _with_room(longest))
     most_s = wanted_s  # a pause that takes longer moves the bound
+    if evidence.is_foreign and not is_save_known(evidence) and set_s > most_s:
+        return unknown(
+            f"until steps are steady a rank waits {set_s:g} s for another; whether a save takes longer than that is "
+            "not known",
+            fix="name a cluster the planner knows (--cluster 8xH100:16) and the model (--set model.preset=…)",
+            at="comm.init_timeout_s",
+        )
     statement = f"until steps are steady a rank waits {set_s:g} s for another"
     if set_s < limits.number("init_least_s"):
-        return _hasty(statement, set_s, limits.number("init_least_s"), wanted_s)
+        return _hasty(evidence, statement, set_s, limits.number("init_least_s"), wanted_s)
     if _is_own(evidence) and longest is not None and _across_s(evidence) < longest.seconds:
         return _cut_off(_across_s(evidence), longest, wanted_s)
     if set_s <= most_s:
@@ -46,12 +62,34 @@ def _judge_first(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=most_s,
         unit="s",
         at="comm.init_timeout_s",
-        severity=severity_above(set_s, most_s, limits),
+        severity=_late_severity(evidence, set_s, most_s, limits),
         impact=Impact(
             note=f"{set_s - most_s:,.0f} s for a rank that hangs before steps are steady; how often is not published"
         ),
-        edits=(_first_edit(wanted_s),),
+        **_first_cure(evidence, wanted_s),
     )
+
+
+def _first_cure(evidence: Evidence, wanted_s: float) -> Cure:
+    return _cure(evidence, _first_edit(wanted_s))
+
+
+def _cure(evidence: Evidence, edit: Edit) -> Cure:
+    """An edit of our own job; of another trainer words: its one timeout also holds across saves that we only predict.
+
+    An edit would be called safe, and a timeout that is too short ends a run that works.
+    """
+    if not evidence.is_foreign:
+        return {"edits": (edit,)}
+    name = evidence.their_keys.get(edit.key) or edit.key
+    if not is_save_known(evidence):
+        return {"fix": f"a timeout longer than its longest save and evaluation together, which nobody knows ({name})"}
+    return {"fix": f"{edit.value} s or more ({name}): {edit.note}; measure a save before you go lower"}
+
+
+def _late_severity(evidence: Evidence, set_s: float, most_s: float, limits: Limits) -> Severity | None:
+    """To wait long costs time, to wait too short costs the run: of trainers with one timeout for both, a warning."""
+    return "warning" if evidence.is_foreign else severity_above(set_s, most_s, limits)
 
 
 def _first_edit(wanted_s: float) -> Edit:
@@ -99,7 +137,7 @@ def _cut_off(waits_s: float, longest: Silence, wanted_s: float) -> Outcome:
     )
 
 
-def _hasty(statement: str, set_s: float, least_s: float, wanted_s: float) -> Outcome:
+def _hasty(evidence: Evidence, statement: str, set_s: float, least_s: float, wanted_s: float) -> Outcome:
     """Processes that only just start are given up."""
     return failed(
         f"{statement}, less than {least_s:g}",
@@ -108,7 +146,7 @@ def _hasty(statement: str, set_s: float, least_s: float, wanted_s: float) -> Out
         unit="s",
         at="comm.init_timeout_s",
         impact=Impact(note="ranks that are still starting are given up: the job does not start, or not every time"),
-        edits=(_first_edit(wanted_s),),
+        **_first_cure(evidence, wanted_s),
     )
 
 
@@ -128,7 +166,8 @@ def _judge_steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     longest, own = longest_silence(evidence), _is_own(evidence)
     # A number that is proposed outlasts every silence, whoever trains with it.
     wanted_s = bounded_timeout_s(step_s, steps=limits.number("steps"), most_s=limits.number("train_most_s"))
-    wanted_s = max(wanted_s, _with_room(longest))
+    # Of another trainer a save is only predicted: nothing below the bound is proposed.
+    wanted_s = max(wanted_s, _with_room(longest), 0.0 if own else limits.number("train_most_s"))
     most_s = max(limits.number("train_most_s"), step_s, wanted_s)
     formula = (
         f"from min({limits.number('steps'):g} × {step_s:.3g} s {source}, {limits.number('train_most_s'):g} s) and at "
@@ -137,7 +176,7 @@ def _judge_steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     )
     statement = f"a rank waits {set_s:.4g} s for another in a steady step"
     if not own and longest is not None and least_s <= set_s < longest.seconds:
-        return (_too_short(f"{statement}, and {longest.statement}", set_s, longest, wanted_s, formula),)
+        return (_too_short(evidence, f"{statement}, and {longest.statement}", set_s, longest, wanted_s, formula),)
     if least_s <= set_s <= most_s:
         statement += f", and {_across_s(evidence):g} s across saves and evaluations" if own else ""
         return (passed(statement, formula=formula, value=set_s, threshold=most_s, unit="s", at="train.timeout_s"),)
@@ -145,7 +184,8 @@ def _judge_steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         edit = _shorter_patience(evidence, set_s) or _timeout_edit(wanted_s)
         return (_too_long(evidence, limits, statement, set_s, most_s, set_s - wanted_s, edit, formula),)
     floor = Silence(seconds=max(limits.number("train_least_s"), step_s), what="a step", measured=True)
-    return (_too_short(f"{statement}, less than {least_s:.4g}", set_s, floor, wanted_s, formula, least_s=least_s),)
+    what = f"{statement}, less than {least_s:.4g}"
+    return (_too_short(evidence, what, set_s, floor, wanted_s, formula, least_s=least_s),)
 
 
 def _auto_timeout(evidence: Evidence, step_s: float) -> float:
@@ -175,6 +215,12 @@ def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> 
         )
     statement = f"a rank waits {written:.4g} s for another in a steady step"
     wanted_s = max(most_s, _with_room(longest_silence(evidence)))
+    if evidence.is_foreign and not is_save_known(evidence):
+        return unknown(
+            f"{statement}; whether a save takes longer than that is not known",
+            fix="name a cluster the planner knows (--cluster 8xH100:16) and the model (--set model.preset=…)",
+            at="train.timeout_s",
+        )
     if written <= wanted_s:
         return passed(statement, value=written, threshold=wanted_s, unit="s", at="train.timeout_s")
     return _too_long(evidence, limits, statement, written, wanted_s, written - wanted_s, _timeout_edit(wanted_s), ())
@@ -207,13 +253,14 @@ def _too_long(
         threshold=most_s,
         unit="s",
         at=edit.key,
-        severity=severity_above(set_s, most_s, limits),
+        severity=_late_severity(evidence, set_s, most_s, limits),
         impact=_per_failure(evidence, late_s),
-        edits=(edit,),
+        **_cure(evidence, edit),
     )
 
 
 def _too_short(
+    evidence: Evidence,
     statement: str,
     set_s: float,
     floor: Silence,
@@ -232,7 +279,7 @@ def _too_short(
         at="train.timeout_s",
         severity="error" if floor.measured and set_s < floor.seconds else "warning",
         impact=Impact(note="a healthy run is ended whenever a step or a network card is slow; how often is not known"),
-        edits=(_timeout_edit(wanted_s),),
+        **_cure(evidence, _timeout_edit(wanted_s)),
     )
 
 
@@ -280,8 +327,10 @@ No timeout may be shorter than a silence in which nothing is wrong: a synchronou
 until it is written; else the copy it begins with), an evaluation, restoring a checkpoint, the first steps; as
 measured (the longest), or as the plan has it. Our trainer waits `max(comm.init_timeout_s, train.timeout_s)` across
 these, so that is held against the longest of them; of other trainers `train.timeout_s` is. Below a measured one is an
-error, below a predicted one a warning. What is proposed is at least twice the longest (house), and where that is
-beyond 120 or 300 s it is the bound.
+error, below a predicted one a warning. What is proposed is at least twice the longest, a save and an evaluation after
+it counted together (house), and where that is beyond 120 or 300 s it is the bound. Of other trainers a timeout that is
+too long is a warning, its cure is a sentence and never a safe edit, and nothing is said while no plan tells how long
+a save takes.
 """,
     limits={
         "init_most_s": Limit(value=300.0, unit="s", note="torchtitan's start timeout"),

@@ -8,6 +8,7 @@ from phalanx.rules.catalog.shared import (
     MARGIN,
     capped_s,
     job_s,
+    refusal_text,
     severity_below,
     site_interval,
     unmeasured_rate,
@@ -36,7 +37,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 def _no_plan(evidence: Evidence) -> Outcome:
     if evidence.refusals:
         return unknown(
-            f"there is no plan: {evidence.refusals[0].what}", fix="fix that first: TOP001 and MEM001 say how"
+            f"there is no plan: {refusal_text(evidence.refusals[0])}", fix="fix that first: TOP001 and MEM001 say how"
         )
     return unknown(
         "neither a plan nor a run says how much of the time is spent training", fix="name a cluster, or a run"

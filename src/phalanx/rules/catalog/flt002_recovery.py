@@ -32,7 +32,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if slow_s is None:
         nothing = _without_failures(log)
         return unknown(
-            f"{nothing}, and {no_drill(evidence)}: how long recovery takes was never seen", fix=how_to_see(evidence)
+            f"{nothing}, and {no_drill(evidence)}: the recovery time was never measured", fix=how_to_see(evidence)
         )
     where = f"in {plural(len(drills), 'drill')}{with_ranks(evidence, drills)}"
     return _judge_recovery(evidence, slow_s, where, limits, which_drills([one for one in drills if one.recovery_s]))

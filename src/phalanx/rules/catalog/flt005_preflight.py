@@ -28,7 +28,7 @@ def _judge_trainer(evidence: Evidence) -> Outcome:
     if practice.preflight:
         return passed(f"{practice.trainer} checks every host before it takes part, and again before each membership")
     return failed(
-        f"{practice.trainer} starts on whatever it is given",
+        f"{practice.trainer} does not check its hosts before it starts",
         severity="warning",  # the scheduler may look, which no configuration of a trainer says
         impact=_a_start(evidence),
         fix="run a health check in the prolog of the scheduler: dcgmi diag -r 1 takes seconds",

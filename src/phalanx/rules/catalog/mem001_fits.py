@@ -8,6 +8,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.request import trains_with_phalanx
 from phalanx.plan.search import DECIDES, FULL_MEMORY
 from phalanx.plan.trainer_memory import MEMORY_ERROR
+from phalanx.rules.catalog.shared import refusal_text
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -18,7 +19,7 @@ NO_START = Impact(note="the job ends when it runs out of memory, mostly in its f
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
     """The fullest device against its share; or the planner's refusal."""
-    if evidence.plan is None:
+    if evidence.plan is None or any("does not fit" in one.what for one in evidence.refusals):
         return _judge_refusal(evidence)
     memory = evidence.plan.memory
     if not (memory.device_bytes > 0 and math.isfinite(memory.total_bytes)):
@@ -64,7 +65,7 @@ def _judge_refusal(evidence: Evidence) -> Outcome:
                 impact=NO_START,
                 fix=problem.fix or "use more devices, or devices with more memory",
             )
-    why = evidence.refusals[0].what if evidence.refusals else "no cluster is named"
+    why = refusal_text(evidence.refusals[0]) if evidence.refusals else "no cluster is named"
     return unknown(f"there is no plan: {why}", fix="fix that first, or name a cluster (--cluster 8xH100:16)")
 
 

@@ -84,7 +84,7 @@ def _judge_fragments(monitor: MonitorFacts, limits: Limits) -> Outcome:
         value=ratio,
         threshold=most,
         unit="x",
-        impact=Impact(note=f"not time: {format_bytes(held - peak)} of a device are in pieces that nothing fits into"),
+        impact=Impact(note=f"no time lost, but {format_bytes(held - peak)} of device memory are too fragmented to use"),
         fix="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or fewer sizes of tensors",
     )
 
@@ -126,7 +126,9 @@ def _judge_prediction(evidence: Evidence, monitor: MonitorFacts, limits: Limits)
         value=off,
         threshold=most,
         at="plan:memory",
-        impact=Impact(note="not time: the next plan of such a job may choose what does not fit, or waste what does"),
+        impact=Impact(
+            note="no time lost, but the next plan of such a job may choose what does not fit, or waste what does"
+        ),
         fix="phalanx trace JOB measures every term on one machine: compare, and plan with the peak that was measured",
     )
 

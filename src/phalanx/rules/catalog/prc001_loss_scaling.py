@@ -15,7 +15,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     formula = (f"compute = {compute}; loss scale = {_scaling_text(evidence, kind)}",)
     if kind is None:
         return unknown(
-            f"nothing says how {evidence.practice.trainer} scales the loss in {compute}",
+            f"it is not known how {evidence.practice.trainer} scales the loss in {compute}",
             fix="set precision.loss_scale as that trainer does",
             at="precision.loss_scale",
         )
@@ -65,7 +65,7 @@ def _judge_unscaled(compute: str, kind: str, formula: tuple[str, ...]) -> Outcom
         value=kind,
         threshold="none",
         at="precision.loss_scale",
-        impact=Impact(note="not time: a setting without effect, or gradients that are skipped for nothing"),
+        impact=Impact(note="no time lost, but a setting without effect, or gradients that are skipped for nothing"),
         edits=(AUTO,),
     )
 

@@ -12,7 +12,7 @@ RECIPES = {
     "int8": 'block-wise 8-bit Adam (arXiv:2110.02861) is optim.name = "adamw8bit"',
 }
 BITS = {"bf16": 8, "fp16": 11}  # of a number, the leading one included
-LEARNS = Impact(note="not time: what the model learns is at stake, and no share of the run can be told")
+LEARNS = Impact(note="no time lost, but what the model learns is at stake, and no share of the run can be told")
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:

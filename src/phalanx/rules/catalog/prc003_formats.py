@@ -42,7 +42,7 @@ def _judge_parity(evidence: Evidence, limits: Limits) -> Outcome:
         value=found.gap,
         threshold=most,
         at="precision.compute",
-        impact=Impact(note="not time: the model learns less from the same tokens"),
+        impact=Impact(note="no time lost, but the model learns less from the same tokens"),
         edits=(Edit(key="precision.compute", value="bf16", safe=False, note="until parity is shown"),),
     )
 
@@ -97,7 +97,7 @@ def _judge_exclusions(evidence: Evidence) -> Outcome:
     practice, at = evidence.practice, "precision.compute"
     if practice.fp8_spares_sensitive is None:
         return unknown(
-            f"nothing says what {practice.trainer} leaves in 16 bit",
+            f"it is not known what {practice.trainer} leaves in 16 bit",
             fix=f"look up which modules it converts: {SPARED} must not be among them",
             at=at,
         )
@@ -108,7 +108,7 @@ def _judge_exclusions(evidence: Evidence) -> Outcome:
         value=False,
         threshold=True,
         at=at,
-        impact=Impact(note="not time: the loss is at stake, by an amount only a parity run tells"),
+        impact=Impact(note="no time lost, but the loss is at stake, by an amount only a parity run tells"),
         fix=f"exclude {SPARED} from the conversion",
     )
 

@@ -24,7 +24,7 @@ def _judge_clipping(evidence: Evidence, limits: Limits) -> Outcome:
     key, most = "train.skipped_steps", limits.number("most_in_a_row")
     if not evidence.stated(key):
         return unknown(
-            f"nothing says after how many skipped steps {evidence.practice.trainer} stops",
+            f"it is not known after how many skipped steps {evidence.practice.trainer} stops",
             fix=f"set {key} to the number, or waive the rule",
             at=key,
         )
@@ -59,7 +59,7 @@ def _judge_skips(evidence: Evidence, steps: StepFacts | None) -> Outcome:
         return passed("a step that is not finite is skipped by all ranks or by none")
     if together is None:
         return unknown(
-            f"nothing says whether the ranks of {evidence.practice.trainer} skip a step together",
+            f"it is not known whether the ranks of {evidence.practice.trainer} skip a step together",
             fix="a run with a skipped step shows it (phalanx drill JOB --fault nan:rank=0,step=5)",
         )
     return failed(
@@ -72,7 +72,7 @@ def _judge_skips(evidence: Evidence, steps: StepFacts | None) -> Outcome:
 def _judge_guard(evidence: Evidence, limits: Limits) -> Outcome:
     clip, factor = evidence.the_job.optim.clip, evidence.the_job.train.spike_factor
     if not evidence.stated("optim.clip") and not evidence.written("train.spike_factor"):
-        statement = f"nothing says whether {evidence.practice.trainer} clips gradients here"
+        statement = f"it is not known whether {evidence.practice.trainer} clips gradients here"
         return unknown(statement, fix="set optim.clip to the norm it clips to, 0 for none", at="optim.clip")
     formula = (f"optim.clip = {clip:g}; train.spike_factor = {factor:g}",)
     if 0 < factor < limits.number("least_factor"):

@@ -35,6 +35,7 @@ def _judge_checkpoints(evidence: Evidence, limits: Limits) -> Outcome:
         formula=(f"{form} is not one of {', '.join(safe)}; else torch >= {least}, weights_only and digests",),
         value=form,
         threshold=", ".join(safe),
+        at="practice:checkpoint_format" if form == "torch-pickle" else "",  # chosen: there are better ones
         impact=TAKEN_OVER,
         fix=f"write safetensors; else load with weights_only=True alone, torch {least} or newer, and verify a digest "
         "that came another way",

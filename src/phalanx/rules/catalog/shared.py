@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from phalanx.errors import Problem
 from phalanx.plan import reliability
 from phalanx.plan.plan import Plan
 from phalanx.rules.evidence import Evidence
@@ -15,7 +16,12 @@ def unstated_key(evidence: Evidence, key: str, what: str) -> Outcome | None:
     """The answer of a rule where the job's value of a key is no more than our default; None where it counts."""
     if evidence.stated(key):
         return None
-    return unknown(f"nothing says {what}", fix=how_to_say(evidence, key), at=key)
+    return unknown(f"it is not known {what}", fix=how_to_say(evidence, key), at=key)
+
+
+def refusal_text(problem: Problem) -> str:
+    """Why there is no plan, as a sentence: what a configuration does not say lacks its subject."""
+    return f"the configuration {problem.what}" if problem.what.startswith("does not say") else problem.what
 
 
 def how_to_say(evidence: Evidence, key: str) -> str:

@@ -37,7 +37,24 @@ def longest_silence(evidence: Evidence) -> Silence | None:
     seen = evidence.log.checkpoints if evidence.log is not None else None
     found = [_save_silence(evidence, seen), _evaluation_silence(evidence), _restore_silence(evidence)]
     known = [one for one in found if one is not None and math.isfinite(one.seconds) and one.seconds > 0]
-    return max(known, key=lambda one: one.seconds, default=None)
+    longest = max(known, key=lambda one: one.seconds, default=None)
+    save, evaluation = found[0], found[1]
+    own = evidence.practice.trainer == "phalanx"
+    if own or save not in known or evaluation not in known or save is None or evaluation is None or longest is None:
+        return longest
+    # Our trainer waits for each on its own. Of others both may fall between two collectives: a save and an evaluation
+    # are due on the same step wherever one interval divides the other.
+    both = Silence(
+        seconds=save.seconds + evaluation.seconds,
+        what=f"{save.what} and {evaluation.what} after it",
+        measured=save.measured and evaluation.measured,
+    )
+    return max(longest, both, key=lambda one: one.seconds)
+
+
+def is_save_known(evidence: Evidence) -> bool:
+    """Whether anything says how long this job stands still to save; without it no timeout can be called long enough."""
+    return evidence.practice.saves is False or evidence.plan is not None or evidence.log is not None
 
 
 def _save_silence(evidence: Evidence, seen: CheckpointFacts | None) -> Silence | None:
@@ -59,8 +76,12 @@ def _save_silence(evidence: Evidence, seen: CheckpointFacts | None) -> Silence |
 def _evaluation_silence(evidence: Evidence) -> Silence | None:
     """A forward pass is a third of a step's arithmetic (forward 1, backward 2)."""
     job, plan = evidence.the_job, evidence.plan
-    sequences = job.train.evaluate_sequences
-    if plan is None or not sequences or not evidence.stated("train.evaluate_sequences"):
+    sequences: float = job.train.evaluate_sequences
+    if plan is None:
+        return None
+    if passes := evidence.setting_number("eval_iters", "validation.steps", "train.eval_iters"):
+        sequences = max(0.0, passes) * plan.job.batch.global_sequences  # Megatron: so many global batches
+    elif not sequences or not evidence.stated("train.evaluate_sequences"):
         return None
     return Silence(
         seconds=plan.prediction.step_s_high / 3 * sequences / max(1, plan.job.batch.global_sequences),

@@ -48,7 +48,7 @@ def _judge_trainer(evidence: Evidence) -> Outcome:
     if not missing:
         return passed(f"{trainer} writes {', '.join(SERIES)}")
     return failed(
-        f"{trainer} does not write {', '.join(missing)}",
+        f"{trainer} does not record {', '.join(missing)}",
         value=len(SERIES) - len(missing),
         threshold=len(SERIES),
         unit="series",

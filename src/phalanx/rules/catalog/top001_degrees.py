@@ -9,7 +9,7 @@ from phalanx.errors import Problem
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
+from phalanx.rules.outcome import Impact, Outcome, Spot, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 SIZES = re.compile(r"\b(tensor|context|pipeline|data|expert) (\d{1,9})\b")  # as the planner writes them
@@ -49,10 +49,18 @@ def _judge_refusal(evidence: Evidence, problem: Problem) -> Outcome:
     statement = f"{problem.what}: {problem.why}" if problem.why else problem.what
     return failed(
         statement,
-        at=_named_key(problem),
+        at=_refused_place(evidence, problem) or _named_key(problem),
         impact=_whole_job(evidence),
         fix=problem.fix or "leave the sizes under [parallel] to the planner",
     )
+
+
+def _refused_place(evidence: Evidence, problem: Problem) -> Spot | None:
+    """The line of another trainer's file that the reader of jobs refused: its key is not in the job."""
+    file, _, line = problem.where.rpartition(":")
+    if not evidence.is_foreign or file != evidence.job_file or not line.isdigit():
+        return None
+    return Spot(file=file, line=int(line))
 
 
 def _named_key(problem: Problem) -> str:

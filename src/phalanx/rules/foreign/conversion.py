@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from phalanx.errors import Problem, mistake
@@ -47,6 +47,8 @@ class Conversion:
     values: dict[str, JobSetting] = field(default_factory=dict)
     settled: dict[str, SettledKey] = field(default_factory=dict)
     unreadable: dict[str, Leaf] = field(default_factory=dict)  # asked for as numbers, and none
+    unknown: dict[str, str] = field(default_factory=dict)  # job key -> why its value is not known
+    open_why: str = ""  # why what the file leaves out may still be given
     missing: list[Problem] = field(default_factory=list)  # what no plan can be made without
     machines: tuple[int, int] = (0, 0)  # hosts and devices of each; 0 is not said
     theirs: dict[str, str] = field(default_factory=dict)  # job key -> the key that says it there
@@ -75,7 +77,7 @@ class Conversion:
     def read_number(self, name: str) -> float | None:
         """A finite number, also where it stands as text, as 2e-4 does in YAML and everything in an argument list."""
         leaf = self.find_leaf(name)
-        if leaf is None:
+        if leaf is None or self._is_unknown(name, leaf):
             return None
         value = _finite_number(leaf.value)
         if value is None:
@@ -87,7 +89,7 @@ class Conversion:
     def read_flag(self, name: str) -> bool | None:
         """True or false, also as text."""
         leaf = self.find_leaf(name)
-        if leaf is None:
+        if leaf is None or self._is_unknown(name, leaf):
             return None
         word = str(leaf.value).strip().lower()
         if word in ("true", "yes", "1", "on", "false", "no", "0", "off", "none"):
@@ -98,7 +100,15 @@ class Conversion:
     def read_word(self, name: str) -> str:
         """A word in lower case; empty where the file says none."""
         leaf = self.find_leaf(name)
-        return str(leaf.value).strip().lower()[:200] if leaf is not None else ""
+        if leaf is None or self._is_unknown(name, leaf):
+            return ""
+        return str(leaf.value).strip().lower()[:200]
+
+    def _is_unknown(self, name: str, leaf: Leaf) -> bool:
+        if leaf.unknown:
+            self.unreadable[name] = leaf
+            self.leave_unmapped(name, leaf.unknown)
+        return bool(leaf.unknown)
 
     # ---- deciding ---------------------------------------------------------------------------------------------------
 
@@ -109,6 +119,10 @@ class Conversion:
         if names:
             self.theirs[job_key] = first.key if first else self.names.get(names[0], names[0])
         lost = next((self.unreadable[name] for name in names if name in self.unreadable), None)
+        if lost is not None and lost.unknown:
+            self.unknown[job_key] = f"{lost.key} {lost.unknown}"
+        elif names and first is None and lost is None and self.open_why:
+            self.unknown[job_key] = self.open_why
         if first is None and lost is not None:
             note = self._lost_note(lost)
         elif first is None and not note.startswith("default of") and (names or not note):
@@ -158,7 +172,7 @@ class Conversion:
         """Read the leaf of `key` under a name of ours, with another value where it is said in other words."""
         leaf = self.leaves.get(key)
         if leaf is not None and leaf.value is not None and not self.has_leaf(name):
-            self.read_as[name] = Leaf(key=key, value=leaf.value if value is None else value, line=leaf.line)
+            self.read_as[name] = replace(leaf, value=leaf.value if value is None else value)
 
     def add_missing(self, what: str, fix: str) -> None:
         """Something that a plan cannot be made without, and the file does not say."""
@@ -283,6 +297,15 @@ class Leaf:
     key: str
     value: object
     line: int  # from 1; 0 is the file as a whole
+    unknown: str = ""  # why its value is not known; `value` then only shows how it is written
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadConfig:
+    """The leaves of a file; `open_why` says why what it leaves out may still be given."""
+
+    leaves: dict[str, Leaf]
+    open_why: str = ""
 
 
 def leaves_of(table: object, *, file: str, line: Callable[[tuple[str | int, ...]], int]) -> dict[str, Leaf]:

@@ -16,12 +16,13 @@ from phalanx.hardware.types import Cluster
 from phalanx.job.draft import Origin
 from phalanx.job.load import ResolvedJob, load_table
 from phalanx.job.schema import EDITIONS, SECTIONS
-from phalanx.rules.evidence import Unmapped
+from phalanx.rules.evidence import ForeignSetting, Unmapped
 from phalanx.rules.facts.trainers import Practice, habits_of
-from phalanx.rules.foreign import accelerate, deepspeed, megatron, nemo, torchtitan
-from phalanx.rules.foreign.config_files import read_arguments, read_tree
-from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, Leaf, their_keys, value_text
+from phalanx.rules.foreign import accelerate, deepspeed, finetuning, gpt_neox, megatron, nanotron, nemo, torchtitan
+from phalanx.rules.foreign.config_files import read_tree
+from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, ReadConfig, their_keys, value_text
 from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, add_stand_ins, complete_job
+from phalanx.rules.foreign.with_deepspeed import heed_deepspeed
 from phalanx.units import format_seconds, plural
 
 
@@ -42,7 +43,10 @@ class ConvertedConfig:
     missing: tuple[Problem, ...]
     devices: int  # as the file or the caller says; 0 is not said
     cluster: str  # spec of the job; empty where it is not known
+    unknown: Mapping[str, str]  # job key -> why the file leaves its value open: nobody may judge by it
     their_keys: Mapping[str, str]  # job key -> the key that says it in this trainer's files
+    settings: Mapping[str, ForeignSetting]  # every setting, by its own name and by the reader's word for it
+    practice_keys: Mapping[str, str]  # field of `practice` -> the setting that changed it
 
 
 def convert_config(
@@ -50,10 +54,14 @@ def convert_config(
 ) -> ConvertedConfig:
     """Read a configuration of `kind`; raises UserError when it is none."""
     trainer = find_trainer(kind)
-    config = Conversion(file=str(path), title=trainer.title, leaves=trainer.read(path))
+    variables, overrides = split_variables(overrides)
+    read = trainer.read(path, variables)
+    config = Conversion(file=str(path), title=trainer.title, leaves=read.leaves, open_why=read.open_why)
     if not config.leaves:
         raise mistake(str(path), f"holds no settings of {trainer.title}", fix=trainer.example)
     trainer.translate(config)
+    if trainer.name == "megatron":
+        heed_deepspeed(config)
     config.values["parallel.framework"] = JobSetting(value=trainer.framework, note="whose efficiency the plan assumes")
     spec = cluster or _cluster_set(overrides)
     # What stands on the command line is relative to where the caller is, what stands in a job to the job's folder.
@@ -66,6 +74,26 @@ def convert_config(
     changed: dict[str, Any] = config.practice
     practice = replace(habits_of(trainer.name), **changed)
     return _converted_config(config, trainer, practice, devices=devices, spec=spec, found=found, folder=folder)
+
+
+_VARIABLE = re.compile(r"([A-Za-z_]\w*|\d{1,2})=(.*)", re.DOTALL)
+
+
+def split_variables(overrides: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Variables of a script apart from keys of a job, which have a dot.
+
+    >>> split_variables(["TP=8", "1=data", "model.vocab=50304"])
+    ({'TP': '8', '1': 'data'}, ('model.vocab=50304',))
+    """
+    variables: dict[str, str] = {}
+    keys: list[str] = []
+    for one in overrides:
+        found = _VARIABLE.fullmatch(one)
+        if found is not None and found.group(1) not in ("name", "profile", "spec"):
+            variables[found.group(1)] = found.group(2)
+        else:
+            keys.append(one)
+    return variables, tuple(keys)
 
 
 def find_trainer(kind: str) -> Trainer:
@@ -126,14 +154,14 @@ def _converted_config(
     folder: Path | None,
 ) -> ConvertedConfig:
     steps = config.values.pop("checkpoint.steps", None)
+    written = dict(config.values)  # as the file says them, also where no job may have them
+    if not config.missing:
+        resolved = _with_interval(config, steps, found)
     if config.missing:
         _leave_steps(config, steps)
-        written = dict(config.values)
         add_stand_ins(config)
         resolved = _load_converted(config)
         config.values = written
-    else:
-        resolved = _with_interval(config, steps, found)
     unmapped = tuple(
         Unmapped(key=key, value=value_text(config.leaves[key].value), why=settled.text)
         for key, settled in config.settled.items()
@@ -150,8 +178,24 @@ def _converted_config(
         missing=tuple(config.missing),
         devices=devices,
         cluster=spec,
+        unknown=dict(config.unknown),
         their_keys=their_keys(config.theirs, title=config.title, arguments=trainer.name == "megatron"),
+        settings=_raw_settings(config),
+        practice_keys={
+            one.text.removeprefix("practice: "): key
+            for key, one in config.settled.items()
+            if one.text.startswith("practice: ")
+        },
     )
+
+
+def _raw_settings(config: Conversion) -> dict[str, ForeignSetting]:
+    """Every leaf under its own name, and under the reader's word for it where it has one."""
+    found = dict(config.leaves)
+    for name in (*config.names, *config.read_as):
+        if (leaf := config.find_leaf(name)) is not None:
+            found.setdefault(name, leaf)
+    return {name: ForeignSetting(key=leaf.key, value=leaf.value, line=leaf.line) for name, leaf in found.items()}
 
 
 def _with_interval(config: Conversion, steps: JobSetting | None, found: Cluster | None) -> ResolvedJob:
@@ -188,10 +232,36 @@ def _leave_steps(config: Conversion, steps: JobSetting | None) -> None:
     if steps.value == NEVER:
         config.mark_used(steps.key, by="practice: saves")
     else:
-        config.leave_unmapped(steps.key, "in steps: seconds follow once model, batch and cluster make a plan")
+        config.leave_unmapped(
+            steps.key, "given in steps; converting it to seconds needs a plan (model, batch and cluster)"
+        )
+
+
+MOST_TRIES = 6
+JOB_KEY = re.compile(rf"\b((?:{'|'.join(('model', *SECTIONS))})\.[a-z_]+)")
 
 
 def _load_converted(config: Conversion) -> ResolvedJob:
+    """The job. Values that no job may have are told as what is missing is, and left out: the rest is judged on."""
+    refused: list[Problem] = []
+    for _ in range(MOST_TRIES):
+        try:
+            found = _load_strictly(config)
+        except UserError as error:
+            named = [key for one in error.problems for key in JOB_KEY.findall(one.what)]
+            wrong = [key for key in dict.fromkeys(named) if key in config.values and not key.startswith("model.")]
+            if not wrong or any(config.values[key].note.startswith("--") for key in wrong):
+                raise  # the caller's own --set, or nothing that could be left out
+            refused += error.problems
+            for key in wrong:
+                del config.values[key]
+            continue
+        config.missing += [one for one in refused if one not in config.missing]
+        return found
+    raise UserError(refused)
+
+
+def _load_strictly(config: Conversion) -> ResolvedJob:
     table: dict[str, object] = {}
     origins: dict[str, Origin] = {}
     for key, said in config.values.items():
@@ -308,19 +378,13 @@ class Trainer:
     name: str
     title: str
     framework: str
-    read: Callable[[Path], dict[str, Leaf]]
+    read: Callable[[Path, Mapping[str, str]], ReadConfig]  # with the variables that the caller gives a script
     translate: Callable[[Conversion], None]
     example: str  # of its files
 
 
-def _read_arguments(path: Path) -> dict[str, Leaf]:
-    """A script or a text; or Megatron's own test recipes, YAML with MODEL_ARGS and ENV_VARS."""
-    if path.suffix not in (".yaml", ".yml"):
-        return read_arguments(path)
-    short = {
-        key.removeprefix("MODEL_ARGS.").replace("ENV_VARS.", "env."): leaf for key, leaf in read_tree(path).items()
-    }
-    return {key: replace(leaf, key=key) for key, leaf in short.items()}
+def _read_file(path: Path, variables: Mapping[str, str]) -> ReadConfig:
+    return ReadConfig(leaves=read_tree(path))
 
 
 TRAINERS = {
@@ -330,7 +394,7 @@ TRAINERS = {
             name="torchtitan",
             title="torchtitan",
             framework="torchtitan",
-            read=read_tree,
+            read=_read_file,
             translate=torchtitan.translate_config,
             example="a TOML with [training] and [parallelism], as llama3_8b.toml",
         ),
@@ -338,7 +402,7 @@ TRAINERS = {
             name="megatron",
             title="Megatron-LM",
             framework="megatron-core",
-            read=_read_arguments,
+            read=megatron.read_config,
             translate=megatron.translate_config,
             example="arguments such as --tensor-model-parallel-size 8, alone or in a shell script",
         ),
@@ -346,7 +410,7 @@ TRAINERS = {
             name="deepspeed",
             title="DeepSpeed",
             framework="deepspeed",
-            read=read_tree,
+            read=_read_file,
             translate=deepspeed.translate_config,
             example='a JSON with "zero_optimization" and "train_batch_size", as ds_config.json',
         ),
@@ -354,7 +418,7 @@ TRAINERS = {
             name="accelerate",
             title="Accelerate",
             framework="accelerate",
-            read=read_tree,
+            read=_read_file,
             translate=accelerate.translate_config,
             example="a YAML with distributed_type, as accelerate config writes it",
         ),
@@ -362,9 +426,41 @@ TRAINERS = {
             name="nemo",
             title="NeMo",
             framework="nemo",
-            read=read_tree,
+            read=_read_file,
             translate=nemo.translate_config,
             example="a YAML with trainer: and model:, or Megatron-Bridge's model: and train:",
+        ),
+        Trainer(
+            name="gpt-neox",
+            title="GPT-NeoX",
+            framework="megatron-deepspeed",
+            read=_read_file,
+            translate=gpt_neox.translate_config,
+            example="a YAML with pipe_parallel_size and model_parallel_size",
+        ),
+        Trainer(
+            name="nanotron",
+            title="nanotron",
+            framework="nanotron",
+            read=_read_file,
+            translate=nanotron.translate_config,
+            example="a YAML with parallelism: and tokens:",
+        ),
+        Trainer(
+            name="axolotl",
+            title="Axolotl",
+            framework="accelerate",
+            read=_read_file,
+            translate=finetuning.translate_axolotl,
+            example="a YAML with base_model and micro_batch_size",
+        ),
+        Trainer(
+            name="llama-factory",
+            title="LLaMA-Factory",
+            framework="accelerate",
+            read=_read_file,
+            translate=finetuning.translate_llama_factory,
+            example="a YAML with model_name_or_path and finetuning_type",
         ),
     )
 }

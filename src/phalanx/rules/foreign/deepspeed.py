@@ -162,6 +162,10 @@ def _read_precision(config: Conversion) -> None:
     for key in ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"):
         if (short := config.read_flag(key)) is not None:
             config.set_value("precision.master_weights", not short, key)
+    if config.read_flag("bf16.bf16_optimizer_states"):
+        config.set_value("precision.optimizer_state", "bf16", "bf16.bf16_optimizer_states")
+    elif config.has_leaf("bf16.bf16_optimizer_states"):
+        config.mark_used("bf16.bf16_optimizer_states", by="precision.optimizer_state")
     config.assume_default("precision.master_weights", True, "fp16 and bf16 weights have an fp32 copy")
     if config.job_value("precision.master_weights") is True:
         config.assume_default(

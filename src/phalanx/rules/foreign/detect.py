@@ -1,70 +1,130 @@
-"""Which trainer a configuration file is of: by what stands in it, not only by its name."""
+"""Which trainer a configuration file is of: by keys that only its files have, not by its name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from phalanx.errors import mistake
 from phalanx.io.files import read_head
 
 TREES = (".json", ".yaml", ".yml")
-# Words of which a file of each trainer has at least two.
-SIGNS: dict[str, frozenset[str]] = {
-    "torchtitan": frozenset(
-        {"training", "parallelism", "activation_checkpoint", "lr_scheduler", "profiling", "metrics", "job", "float8"}
+# A file is of a trainer if it has all keys of one of its groups; a key that ends in a dot is a section.
+SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "torchtitan": (
+        ("model.flavor",),
+        ("training.seq_len", "training.local_batch_size"),
+        ("training.seq_len", "training.batch_size"),
+        ("training.seq_len", "training.steps"),
+        ("job.dump_folder", "training."),
+        ("job.config_file", "training."),
+        ("parallelism.tensor_parallel_degree",),
+        ("parallelism.data_parallel_shard_degree",),
+        ("training.tensor_parallel_degree",),
+        ("training.data_parallel_shard_degree",),
+        ("experimental.pipeline_parallel_degree",),
+        ("activation_checkpoint.mode", "training."),
     ),
-    "deepspeed": frozenset(
-        {
-            "zero_optimization",
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-            "gradient_clipping",
-            "bf16",
-            "fp16",
-            "steps_per_print",
-            "zero_allow_untested_optimizer",
-            "communication_data_type",
-        }
+    "deepspeed": (
+        ("zero_optimization.",),
+        ("zero_optimization",),
+        ("train_micro_batch_size_per_gpu",),
+        ("train_batch_size", "gradient_accumulation_steps"),
+        ("train_batch_size", "optimizer.type"),
+        ("train_batch_size", "fp16.enabled"),
+        ("train_batch_size", "bf16.enabled"),
+        ("train_batch_size", "steps_per_print"),
+        ("bf16.enabled", "gradient_clipping"),
+        ("fp16.enabled", "gradient_clipping"),
+        ("fp16.enabled", "fp16.loss_scale"),
+        ("bf16.enabled", "steps_per_print"),
     ),
-    "accelerate": frozenset(
-        {
-            "distributed_type",
-            "compute_environment",
-            "num_processes",
-            "num_machines",
-            "fsdp_config",
-            "deepspeed_config",
-            "parallelism_config",
-            "mixed_precision",
-            "main_training_function",
-        }
+    "gpt-neox": (
+        ("pipe_parallel_size", "model_parallel_size"),
+        ("train_micro_batch_size_per_gpu", "num_layers"),
+        ("pipe_parallel_size", "num_layers"),
+        ("checkpoint_factor", "train_iters"),
     ),
-    "nemo": frozenset(
-        {
-            "trainer",
-            "model",
-            "exp_manager",
-            "train",
-            "ddp",
-            "dist",
-            "checkpoint",
-            "optimizer",
-            "scheduler",
-            "optim",
-            "data",
-        }
+    "nanotron": (
+        ("tokens.micro_batch_size", "parallelism.tp"),
+        ("tokens.micro_batch_size", "tokens.sequence_length"),
+        ("parallelism.dp", "parallelism.tp", "model.model_config."),
+        ("parallelism.dp", "parallelism.tp", "parallelism.pp"),
     ),
+    "axolotl": (
+        ("base_model", "micro_batch_size"),
+        ("base_model", "sequence_len"),
+        ("base_model", "datasets.", "output_dir"),
+    ),
+    "llama-factory": (
+        ("model_name_or_path", "finetuning_type"),
+        ("model_name_or_path", "template", "cutoff_len"),
+        ("model_name_or_path", "stage", "cutoff_len"),
+    ),
+    "accelerate": (
+        ("distributed_type", "compute_environment"),
+        ("distributed_type", "num_processes"),
+        ("distributed_type", "num_machines"),
+        ("distributed_type", "mixed_precision"),
+        ("fsdp_config.", "mixed_precision"),
+        ("parallelism_config.", "mixed_precision"),
+        ("compute_environment", "num_machines"),
+        ("distributed_type", "fsdp_config."),
+        ("distributed_type", "deepspeed_config."),
+        ("distributed_type", "megatron_lm_config."),
+        ("distributed_type", "parallelism_config."),
+    ),
+    "nemo": (
+        ("trainer.", "model.micro_batch_size"),
+        ("trainer.", "model.tensor_model_parallel_size"),
+        ("trainer.", "model.encoder_seq_length"),
+        ("trainer.", "exp_manager.", "model."),
+        ("trainer.strategy.", "model."),
+        ("trainer.plugins.", "model."),
+        ("exp_manager.", "model."),
+        ("model.tensor_model_parallel_size",),
+        ("model.pipeline_model_parallel_size",),
+        ("model.recompute_granularity",),
+        ("train.micro_batch_size",),
+        ("train.global_batch_size",),
+        ("train.train_iters",),
+        ("ddp.use_distributed_optimizer",),
+        ("ddp.overlap_grad_reduce",),
+        ("ddp.use_megatron_fsdp",),
+        ("dist.distributed_timeout_minutes",),
+    ),
+}
+# What is near to one of them, and is another tool's.
+OTHERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "a compose file": (("services.",),),
+    "a Kubernetes manifest": (("apiVersion", "kind"),),
+    "a GitHub workflow": (("jobs.", "on."), ("jobs.", "on")),
+    "llm-foundry": (
+        ("device_train_microbatch_size",),
+        ("max_duration", "train_loader."),
+        ("fsdp_config.", "train_loader."),
+    ),
+    "OLMo": (("device_train_microbatch_size", "fsdp."),),
+    "torchtune": (("tokenizer._component_",), ("model._component_",)),
+    "LLM evaluation harness": (("task", "dataset_path", "doc_to_text"),),
 }
 FITS = {
     ".toml": ("torchtitan",),
     ".json": ("deepspeed",),
-    ".yaml": ("accelerate", "nemo"),
-    ".yml": ("accelerate", "nemo"),
+    ".yaml": ("nanotron", "gpt-neox", "axolotl", "llama-factory", "accelerate", "nemo"),
+    ".yml": ("nanotron", "gpt-neox", "axolotl", "llama-factory", "accelerate", "nemo"),
 }
 OURS = frozenset({"spec", "batch", "parallel", "precision", "cluster"})  # sections only our job file has
-FLAGS = ("--tensor-model-parallel-size", "--num-layers", "--micro-batch-size", "--hidden-size", "--global-batch-size")
+FLAGS = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--num-layers",
+    "--micro-batch-size",
+    "--hidden-size",
+    "--global-batch-size",
+    "--seq-length",
+    "--train-iters",
+)
 MOST_LOOKED = 1 << 20
 
 
@@ -74,35 +134,82 @@ def trainer_of_file(path: Path) -> str:
     Raises UserError for a file that is neither: what ends in .json, .yaml or .yml is never a job file.
     """
     if path.suffix == ".toml":
-        return _best_match(_toml_words(path), ".toml")
+        return _match_keys(_toml_keys(path), ".toml")
     if path.suffix in TREES:
         from phalanx.rules.foreign.config_files import read_tree
 
-        words = {key.partition(".")[0] for key in read_tree(path)}
-        return "megatron" if "MODEL_ARGS" in words else _best_match(words, path.suffix) or _refuse_unknown(path)
+        keys = {key.replace("-", "_") if path.suffix != ".json" else key for key in read_tree(path)}
+        if any(key.startswith("MODEL_ARGS.") for key in keys):
+            return "megatron"
+        return _match_keys(keys, path.suffix) or _refuse_unknown(path, keys)
+    if path.suffix == ".py":
+        return _refuse_python(path)
+    head = read_head(path, MOST_LOOKED)
     # Two of Megatron's flags; a job file with such a line would not be TOML.
-    text = read_head(path, MOST_LOOKED).decode("utf-8", errors="replace")
+    text = head.decode("utf-8", errors="replace").replace("_", "-")
     has_flags = sum(flag in text for flag in FLAGS) >= 2
+    if not has_flags and path.suffix in (".sh", ".slurm", ".sbatch", ".bash"):
+        return _refuse_script(path)
     return "megatron" if has_flags else ""
 
 
-def _toml_words(path: Path) -> set[str]:
+def _toml_keys(path: Path) -> set[str]:
     from phalanx.io.toml import read_toml
+    from phalanx.rules.foreign.conversion import leaves_of
 
-    words = set(read_toml(path, noun="job file").table)
-    return set() if words & OURS else words
-
-
-def _best_match(words: Iterable[str], ending: str) -> str:
-    counts = {name: len(SIGNS[name] & set(words)) for name in FITS[ending]}
-    name = max(counts, key=lambda one: counts[one])
-    return name if counts[name] >= 2 else ""
+    table = read_toml(path, noun="job file").table
+    return set() if set(table) & OURS else set(leaves_of(table, file=str(path), line=lambda steps: 0))
 
 
-def _refuse_unknown(path: Path) -> str:
+def _has_key(keys: Collection[str], sign: str) -> bool:
+    return any(key.startswith(sign) for key in keys) if sign.endswith(".") else sign in keys
+
+
+def _fits_signs(keys: Collection[str], groups: Iterable[tuple[str, ...]]) -> bool:
+    return any(all(_has_key(keys, sign) for sign in group) for group in groups)
+
+
+def _match_keys(keys: Collection[str], ending: str) -> str:
+    if any(_fits_signs(keys, groups) for groups in OTHERS.values()):
+        return ""
+    return next((name for name in FITS[ending] if _fits_signs(keys, SIGNS[name])), "")
+
+
+def _refuse_unknown(path: Path, keys: Collection[str]) -> str:
+    other = next((name for name, groups in OTHERS.items() if _fits_signs(keys, groups)), "")
+    what = "is not a configuration that Phalanx recognises" + (f": it looks like {other}" if other else "")
+    near = _nearest_trainer(keys) if not other else ""
     raise mistake(
         str(path),
-        "is not a configuration that Phalanx recognises",
-        why="a job file ends in .toml; DeepSpeed's JSON, Accelerate's and NeMo's YAML are told by their keys",
-        fix="say whose it is: phalanx import FILE --from torchtitan, megatron, deepspeed, accelerate or nemo",
+        what,
+        why="none of " + ", ".join(("megatron", *SIGNS)) + (f" (nearest: {near})" if near else ""),
+        fix="say whose it is: phalanx import FILE --from torchtitan, megatron, deepspeed, accelerate, nemo or another",
     )
+
+
+def _refuse_script(path: Path) -> str:
+    raise mistake(
+        str(path),
+        "is not a configuration that Phalanx recognises: no command in it has two Megatron arguments",
+        why="of shell scripts, only those that start Megatron-LM or Megatron-DeepSpeed can be read",
+        fix="check the configuration file that the script names",
+    )
+
+
+def _refuse_python(path: Path) -> str:
+    raise mistake(
+        str(path),
+        "is a program, and Phalanx runs none that it is given",
+        why="configurations in Python (torchtitan since 2026, OLMo-core, recipes of NeMo and Megatron-Bridge) are code",
+        fix="check the YAML, TOML or arguments that it prints when it starts",
+    )
+
+
+def _nearest_trainer(keys: Collection[str]) -> str:
+    """The trainer of which most signs are there, if any is."""
+    counts = {
+        name: len({sign for group in groups for sign in group if _has_key(keys, sign)})
+        for name, groups in SIGNS.items()
+    }
+    best = max(counts, key=lambda name: counts[name])
+    return best if counts[best] else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -66,6 +67,11 @@ def _set_sequence(config: Conversion) -> None:
     name = config.job_value("model.preset")
     known = known_presets()[name].train.get("sequence") if isinstance(name, str) and name in known_presets() else None
     note = f"not said: that of {name}" if known else "not said: the default of Phalanx"
+    reach = config.int_of("model.max_positions", -1)
+    if not known and reach == 0:
+        config.values.pop("model.max_positions")
+    if not known and reach > 0:
+        known, note = reach, "not said: as many as there are learned positions"
     config.values["data.sequence"] = JobSetting(value=known or Data().sequence, note=note)
 
 
@@ -264,7 +270,9 @@ def _set_habits(config: Conversion, habits: Practice) -> None:
     """What Phalanx does by itself and these trainers do not, said in the job's own keys."""
     limit = config.job_value("train.timeout_s")
     config.assume_default("fault.detect_s", limit, "a rank that hangs is noticed by the timeout of a collective")
-    config.assume_default("fault.dead_after_s", limit, "no heartbeat: a rank that hangs is noticed by the same timeout")
+    if not config.practice.get("heartbeat_s"):  # else the patience with a silent rank is the heartbeat's own matter
+        note = "no heartbeat: a rank that hangs is noticed by the same timeout"
+        config.assume_default("fault.dead_after_s", limit, note)
     # No defaults of the trainer's: whether something starts it again, and on what, no file of theirs says.
     again = "not said: a lost rank ends the job, and the scheduler may start it again"
     config.values.setdefault("fault.recovery", JobSetting(value="stop", note=again))
@@ -308,16 +316,57 @@ DECISIVE = {
     "parallelism.expert_parallel_degree": "parallel.expert",
     "training.seq_len": "data.sequence",
     "zero_optimization.stage": "parallel.zero",
+    "ds.zero_optimization.stage": "parallel.zero",
+    "zero_stage": "parallel.zero",
+    "deepspeed_config": "parallel.zero",
+    "use_distributed_optimizer": "parallel.zero",
+    "use_megatron_fsdp": "parallel.zero",
+    "use_torch_fsdp2": "parallel.zero",
+    "no_pipeline_parallel": "parallel.pipeline",
+    "num_layers_per_virtual_pipeline_stage": "parallel.virtual_pipeline",
+    "recompute_granularity": "parallel.recompute",
+    "recompute_activations": "parallel.recompute",
+    "checkpoint_activations": "parallel.recompute",
+    "sequence_parallel": "parallel.sequence_parallel",
+    "bf16": "precision.compute",
+    "fp16": "precision.compute",
+    "fp8_format": "precision.compute",
+    "fp8": "precision.compute",
+    "ffn_hidden_size": "model.ffn",
+    "num_query_groups": "model.kv_heads",
+    "num_experts": "model.experts",
+    "swiglu": "model.gated",
 }
 
 
 def _check_sizes(config: Conversion) -> None:
     """A size that cannot be read must not become the trainer's default: the layout would be another one."""
+
+    def is_set(key: str) -> bool:
+        said = config.values.get(key)
+        return said is not None and said.note.startswith("--set")
+
     for name, leaf in config.unreadable.items():
         key = DECISIVE.get(name, "")
-        said = config.values.get(key)
-        if key and not (said is not None and said.note.startswith("--set")):
+        if not key or is_set(key):
+            continue
+        if leaf.unknown:
+            config.unknown[key] = f"{leaf.key} {leaf.unknown}"
+            where = f" (line {leaf.line})" if leaf.line else ""
+            what = f"{leaf.key} is not known: {leaf.unknown}{where}"
+            variable = re.search(r"\$(\w+)", str(leaf.value))
+            give = f"--set {variable.group(1)}=…, or --set {key}=…" if variable else f"--set {key}=…"
+            config.add_missing(what, f"give {give}")
+        else:
+            config.unknown[key] = f"{leaf.key} = {value_text(leaf.value)} is not a number"
             config.add_missing(f"{leaf.key} = {value_text(leaf.value)} is not a number", f"give --set {key}=…")
+    if config.open_why:
+        for key in sorted({*DECISIVE.values()}):
+            said = config.values.get(key)
+            if said is None or not (said.key or is_set(key)):
+                config.unknown[key] = config.open_why
+        config.add_missing(f"may be given more arguments: {config.open_why}", "give it with --set")
+    config.unknown = {key: why for key, why in config.unknown.items() if not is_set(key)}
 
 
 def _missing_sizes(config: Conversion) -> list[str]:
@@ -336,6 +385,9 @@ def add_stand_ins(config: Conversion) -> None:
     if _missing_sizes(config):
         for name, value in ({"ffn": 64 * heads, "kv_heads": heads, "head_dim": 64} | model).items():
             config.values.setdefault(f"model.{name}", JobSetting(value=value, note=STAND_IN))
+        if (experts := config.int_of("parallel.expert")) > 1 and "model.experts" not in config.values:
+            for name, value in {"experts": experts, "experts_per_token": 1, "expert_ffn": 64}.items():
+                config.values.setdefault(f"model.{name}", JobSetting(value=value, note=STAND_IN))
     if not config.values.keys() & {"batch.global_sequences", "batch.global_tokens"}:
         size = config.int_of("batch.micro") * config.int_of("parallel.data")
         config.values["batch.global_sequences"] = JobSetting(value=size, note=STAND_IN)

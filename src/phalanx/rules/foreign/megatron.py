@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx.errors import mistake
 from phalanx.rules.foreign import mcore
-from phalanx.rules.foreign.conversion import Conversion
+from phalanx.rules.foreign.config_files import read_tree
+from phalanx.rules.foreign.conversion import Conversion, ReadConfig
+from phalanx.rules.foreign.shell.launch import leaves_of_script, read_script
+from phalanx.rules.foreign.shell.written_json import named_json
 
 SAME = {  # other spellings of one argument
     "ddp_bucket_size": "bucket_size",
@@ -111,6 +119,20 @@ IRRELEVANT = {
     "SBATCH.output": LAUNCH,
     "SBATCH.error": LAUNCH,
 }
+IRRELEVANT |= {
+    "deepspeed_activation_checkpointing": "whose code recomputes; --checkpoint-activations says whether",
+    "partition_activations": "how recomputed activations are stored",
+    "deepspeed_mpi": LAUNCH,
+    "hostfile": LAUNCH,
+    "include": LAUNCH,
+    "exclude": LAUNCH,
+    "launcher": LAUNCH,
+    "force_multi": LAUNCH,
+    "SBATCH.": LAUNCH,
+    "pad_vocab_size_to": "the size of the vocabulary is stated",
+    "embed_layernorm": "one more norm behind the embedding costs nothing",
+    "data_set": "which text is read does not change the work of a step",
+}
 UNMAPPED = {
     "overlap_param_gather": "overlap is part of the efficiency profile, not of the job",
     "tp_comm_overlap": "overlap is part of the efficiency profile, not of the job",
@@ -129,15 +151,35 @@ UNMAPPED = {
 }
 
 
+def read_config(path: Path, variables: Mapping[str, str]) -> ReadConfig:
+    """A script or a text; or Megatron's own test recipes, YAML with MODEL_ARGS and ENV_VARS."""
+    if path.suffix in (".yaml", ".yml"):
+        short = {
+            key.removeprefix("MODEL_ARGS.").replace("ENV_VARS.", "env."): leaf for key, leaf in read_tree(path).items()
+        }
+        return ReadConfig(leaves={key: replace(leaf, key=key) for key, leaf in short.items()})
+    reading = read_script(path, variables)
+    if not reading.commands:
+        raise mistake(
+            str(path),
+            "starts no training program of Megatron",
+            why="none of its commands is given arguments such as --num-layers and --micro-batch-size",
+            fix="check the script that starts the training",
+        )
+    leaves = leaves_of_script(reading)
+    leaves |= named_json(reading, leaves)
+    return ReadConfig(leaves=leaves, open_why=next((one.open_why for one in reading.commands if one.open_why), ""))
+
+
 def translate_config(config: Conversion) -> None:
     """Fill the conversion."""
     config.names |= {_canonical_key(key): key for key in config.leaves if key.startswith("--") and " " not in key}
-    _set_aside(config)
     _read_machines(config)
     words = {"ring": "ring", "tree": "tree", "nvls": "nvls", "nvlstree": "nvls"}
     if (word := config.read_word("env.NCCL_ALGO")) in words:
         config.set_value("comm.algorithm", words[word], "env.NCCL_ALGO")
     mcore.translate_config(config)
+    _read_deepspeed(config)
     config.settle_rest(
         irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: _canonical_key(key) if key.startswith("--") else key
     )
@@ -152,21 +194,61 @@ def _canonical_key(key: str) -> str:
     return SAME.get(name, name)
 
 
-def _set_aside(config: Conversion) -> None:
-    """Flags in an if, and those given again further down."""
+JSON = "ds."  # leaves of the DeepSpeed JSON that the command names
+STAGE = "ds.zero_optimization.stage"
+
+
+def _read_deepspeed(config: Conversion) -> None:
+    """Megatron-DeepSpeed: the JSON decides how states are sharded; --zero-stage must say the same."""
+    if config.read_flag("no_pipeline_parallel"):
+        config.set_value("parallel.pipeline", 1, "no_pipeline_parallel")
+    if not config.has_leaf("deepspeed") and "deepspeed" not in config.unreadable:
+        why = "no effect without --deepspeed"
+        for key in config.leaves:
+            if key.startswith(JSON):
+                config.skip_leaf(key, why)
+        config.skip_leaf("zero_stage", why)
+        config.skip_leaf("deepspeed_config", why)
+        return
+    config.mark_used("deepspeed", "deepspeed_config", by="parallel.zero")
+    config.unknown.pop("parallel.zero", None)
+    leaf = config.find_leaf(STAGE)
+    if leaf is not None and not leaf.unknown:
+        stage, name = config.read_whole(STAGE), STAGE
+    elif config.has_leaf("zero_stage"):
+        stage, name = config.read_whole("zero_stage"), "zero_stage"
+    else:
+        stage, name = config.read_whole(STAGE) or 0, STAGE
+    config.set_value("parallel.zero", stage or 0, name, note="DeepSpeed")
+    config.mark_used("zero_stage", by="parallel.zero")
+    _read_offload(config)
+    if str(config.job_value("precision.compute")) == "fp16" and "precision.loss_scale" in config.values:
+        scale = config.read_number(f"{JSON}fp16.loss_scale")
+        if scale is not None:
+            value: object = scale if scale > 0 else "auto"
+            note = "static" if scale > 0 else "0 is dynamic"
+            config.set_value("precision.loss_scale", value, f"{JSON}fp16.loss_scale", note=note)
     for key in config.leaves:
-        if "(in an if" in key:
-            config.leave_unmapped(key, "stands between if and fi, which are not run; give its effect with --set")
-        elif "given again)" in key:
-            config.skip_leaf(key, "given again further down, which holds")
+        if key.startswith(JSON) and key not in config.settled:
+            config.skip_leaf(key, "as the arguments say, or a detail of DeepSpeed")
+
+
+def _read_offload(config: Conversion) -> None:
+    names = (f"{JSON}zero_optimization.offload_optimizer.device", f"{JSON}zero_optimization.cpu_offload")
+    if config.read_word(names[0]) in ("cpu", "nvme") or config.read_flag(names[1]):
+        config.set_value("parallel.offload", "optimizer", *names)
 
 
 def _read_machines(config: Conversion) -> None:
-    hosts = next((n for n in ("nnodes", "SBATCH.nodes") if (config.read_whole(n) or 0) > 0), "")
+    for name in ("nnodes", "num_nodes"):  # a range such as 1:4 is elastic
+        if (leaf := config.find_leaf(name)) is not None and not str(leaf.value).isdigit() and not leaf.unknown:
+            config.leave_unmapped(name, "not one number of hosts")
+            config.read_as[name] = replace(leaf, value=None)
+    hosts = next((n for n in ("nnodes", "num_nodes", "SBATCH.nodes") if (config.read_whole(n) or 0) > 0), "")
     each = next(
         (
             n
-            for n in ("nproc_per_node", "SBATCH.gpus-per-node", "SBATCH.ntasks-per-node")
+            for n in ("nproc_per_node", "num_gpus", "SBATCH.gpus-per-node", "SBATCH.ntasks-per-node")
             if (config.read_whole(n) or 0) > 0
         ),
         "",

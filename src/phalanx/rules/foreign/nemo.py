@@ -61,7 +61,8 @@ _WORDS = """
     load_optim load_rng save_optim save_rng main_params_dtype
     ckpt_format replication non_persistent_ckpt_type non_persistent_save_interval distributed_timeout_minutes
     distributed_timeout_seconds_after_init bucket_size overlap_grad_reduce
-    check_weight_hash_across_dp_replicas_interval
+    check_weight_hash_across_dp_replicas_interval log_throughput log_memory_to_tensorboard log_energy
+    activations_checkpoint_method extra_vocab_size pad_vocab_size_to
 """
 WORDS = frozenset(_WORDS.split())
 # Classes of NeMo 2.0 (nemo/collections/llm/gpt/model) whose shape we know under another name.

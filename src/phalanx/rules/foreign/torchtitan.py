@@ -8,6 +8,7 @@ on the command line, are what is read here.
 from __future__ import annotations
 
 from phalanx.rules.foreign.conversion import NEVER, Conversion
+from phalanx.rules.foreign.torchtitan_old import rename_old_keys
 
 # Flavours with a preset of ours: torchtitan/models/*/__init__.py
 PRESETS = {
@@ -70,6 +71,7 @@ UNMAPPED = {
 
 def translate_config(config: Conversion) -> None:
     """Fill the conversion."""
+    rename_old_keys(config)
     _read_model(config)
     _read_degrees(config)
     _read_batch(config)

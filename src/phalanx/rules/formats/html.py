@@ -65,6 +65,7 @@ def _report_html(report: CheckReport) -> str:
             *(f"<p>{_escaped_text(one)}</p>" for one in report.notes),
             f"<h2>Findings</h2>\n{problems or '<p>None.</p>'}",
             f"<h2>Every rule</h2>\n{table}",
+            _habits_html(report),
             _unmapped_html(report),
         )
     )
@@ -118,6 +119,13 @@ def _row_cells(finding: Finding) -> tuple[HtmlCell, ...]:
         HtmlCell(_escaped_text(finding.outcome.what + reason), "long"),
         HtmlCell(_escaped_text(shown_place(finding))),
     )
+
+
+def _habits_html(report: CheckReport) -> str:
+    if not report.habits:
+        return ""
+    rows = [(HtmlCell(one.rule.id), HtmlCell(_escaped_text(one.outcome.what), "long")) for one in report.habits]
+    return f'<h2>About the trainer</h2>\n<div class="scroll">{html_table(rows)}</div>'
 
 
 def _unmapped_html(report: CheckReport) -> str:

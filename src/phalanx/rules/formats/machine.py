@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree as Tree
 
+from phalanx.errors import PhalanxError, Problem
 from phalanx.io.codec import json_text, json_values
 from phalanx.io.values import printable
 from phalanx.io.visible import visible_json
@@ -46,10 +47,12 @@ def as_uri(file: str, root: str) -> str:
 # A report as one JSON document; several reports as a list under `reports`.
 
 
-def render_json(reports: Sequence[CheckReport]) -> str:
-    """The document, with a last line break."""
+def render_json(reports: Sequence[CheckReport], failures: Sequence[PhalanxError] = ()) -> str:
+    """The document, with a last line break; targets that could not be read are named under `failures`."""
     documents = [report_dict(one) for one in reports]
-    whole = documents[0] if len(documents) == 1 else {"reports": documents}
+    whole = documents[0] if len(documents) == 1 and not failures else {"reports": documents}
+    if failures:
+        whole["failures"] = [json_values(one) for error in failures for one in error.problems]
     return visible_json(json_text(whole, indent=2)) + "\n"
 
 
@@ -63,10 +66,41 @@ SARIF_LEVEL = {"error": "error", "warning": "warning", "info": "note"}
 MOST_TEXT = 1000
 
 
-def render_sarif(reports: Sequence[CheckReport], *, root: str, version: str) -> str:
+def render_sarif(
+    reports: Sequence[CheckReport], *, root: str, version: str, failures: Sequence[PhalanxError] = ()
+) -> str:
     """The document. `root` is the checkout that file names are told from; `version` is that of Phalanx."""
-    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [_sarif_run(reports, root, version)]}
+    run = _sarif_run(reports, root, version)
+    if failures:
+        told = [_sarif_notification(one, root) for error in failures for one in error.problems]
+        run["invocations"] = [{"executionSuccessful": False, "toolExecutionNotifications": told}]
+    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
     return visible_json(json_text(log, indent=2)) + "\n"
+
+
+def problem_place(problem: Problem) -> tuple[str, int]:
+    """File and line (0: none) of what could not be read.
+
+    >>> problem_place(Problem(where="a/b.json:12", what="")), problem_place(Problem(where="b.json", what=""))
+    (('a/b.json', 12), ('b.json', 0))
+    """
+    file, _, line = problem.where.rpartition(":")
+    return (file, int(line)) if file and line.isdigit() and len(line) < 9 else (problem.where, 0)
+
+
+def _problem_text(problem: Problem) -> str:
+    return "\n".join(printable(one, most=MOST_TEXT) for one in (problem.what, problem.why, problem.fix) if one)
+
+
+def _sarif_notification(problem: Problem, root: str) -> dict[str, Any]:
+    file, line = problem_place(problem)
+    found: dict[str, Any] = {"level": "error", "message": {"text": _problem_text(problem)}}
+    if file and os.path.exists(os.path.join(root, file)):
+        uri = as_uri(file, root)
+        artifact = {"uri": uri} if uri.startswith("file:") else {"uri": uri, "uriBaseId": "%SRCROOT%"}
+        place = {"artifactLocation": artifact, "region": {"startLine": max(1, line)}}
+        found["locations"] = [{"physicalLocation": place}]
+    return found
 
 
 def _sarif_run(reports: Sequence[CheckReport], root: str, version: str) -> dict[str, Any]:
@@ -77,7 +111,7 @@ def _sarif_run(reports: Sequence[CheckReport], root: str, version: str) -> dict[
         _sarif_result(one, report, root, index[one.rule.id], seen)
         for report in reports
         for one in report.findings
-        if one.verdict != "pass"
+        if one.verdict not in ("pass", "habit")
     ]
     edition = reports[0].edition if reports else ""
     driver = {
@@ -124,11 +158,12 @@ def _sarif_result(finding: Finding, report: CheckReport, root: str, index: int, 
         "level": level,
         "message": {"text": sarif_message},
         "locations": [_sarif_location(finding, root)],
-        "partialFingerprints": {"phalanxFinding/v1": _finding_fingerprint(finding, root, seen)},
+        "partialFingerprints": {"phalanxFinding/v1": finding_fingerprint(finding, root, seen)},
         "properties": _sarif_properties(finding),
     }
     if finding.verdict == "waived":
-        waiver = {"kind": "inSource", "status": "accepted", "justification": printable(finding.reason)}
+        kind = "external" if finding.reason.startswith("known: ") else "inSource"  # a baseline stands beside the file
+        waiver = {"kind": kind, "status": "accepted", "justification": printable(finding.reason)}
         result["suppressions"] = [waiver]
     return result
 
@@ -140,7 +175,7 @@ def _sarif_location(finding: Finding, root: str) -> dict[str, Any]:
     return {"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line}}}
 
 
-def _finding_fingerprint(finding: Finding, root: str, seen: Counter[str]) -> str:
+def finding_fingerprint(finding: Finding, root: str, seen: Counter[str]) -> str:
     """Of rule, file and setting: neither a moved line nor another value makes another finding of it."""
     at = finding.outcome.at
     what = "log" if isinstance(at, Spot) else at
@@ -168,9 +203,19 @@ GITHUB_LEVEL = {"error": "error", "warning": "warning", "info": "notice"}
 MOST_GITHUB_TEXT = 400
 
 
-def render_github(reports: Sequence[CheckReport], *, root: str) -> str:
+def render_github(reports: Sequence[CheckReport], *, root: str, failures: Sequence[PhalanxError] = ()) -> str:
     """One command per finding, one notice per target; `root` is the folder that file names are told from."""
-    return "".join(line + "\n" for report in reports for line in _github_commands(report, root))
+    lines = [line for report in reports for line in _github_commands(report, root)]
+    lines += [_github_failure(one, root) for error in failures for one in error.problems]
+    return "".join(line + "\n" for line in lines)
+
+
+def _github_failure(problem: Problem, root: str) -> str:
+    file, line = problem_place(problem)
+    place = {"file": relative_path(file, root) if file else "", "line": str(line) if line else ""}
+    said = {**place, "title": "phalanx check cannot read this"}
+    statement = ",".join(f"{name}={_github_property(value)}" for name, value in said.items() if value)
+    return f"::error {statement}::{_github_data(_problem_text(problem))}"
 
 
 def _github_commands(report: CheckReport, root: str) -> list[str]:
@@ -189,6 +234,7 @@ def _github_command(finding: Finding, report: CheckReport, root: str) -> str:
     title = {"title": f"{finding.rule.id} {finding.rule.slug}"}
     statement = ",".join(f"{name}={_github_property(value)}" for name, value in {**place, **title}.items() if value)
     lines = [outcome.what, *outcome.formula, shown_cost(outcome.impact, report.usd), *fix_lines(outcome)]
+    lines += [f"explain: phalanx explain {finding.rule.id}"] if not finding.rule.origin else []
     message = "\n".join(printable(line, most=MOST_GITHUB_TEXT) for line in lines if line)
     return f"::{GITHUB_LEVEL[finding.severity]} {statement}::{_github_data(message)}"
 
@@ -204,11 +250,15 @@ def _github_property(text: str) -> str:
 # A report as JUnit XML: a suite per target, a case per rule; missing evidence is a skipped case.
 
 
-def render_junit(reports: Sequence[CheckReport]) -> str:
+def render_junit(reports: Sequence[CheckReport], failures: Sequence[PhalanxError] = ()) -> str:
     """The document, with a last line break."""
     root = Tree.Element("testsuites", name="phalanx check")
     for report in reports:
         root.append(_junit_suite(report))
+    for problem in (one for error in failures for one in error.problems):
+        suite = Tree.SubElement(root, "testsuite", name=printable(problem.where), tests="1", failures="0", errors="1")
+        case = Tree.SubElement(suite, "testcase", classname="phalanx", name="can be read", time="0")
+        Tree.SubElement(case, "error", message=printable(problem.what, most=MOST_TEXT)).text = _problem_text(problem)
     Tree.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + Tree.tostring(root, encoding="unicode") + "\n"
 
@@ -216,6 +266,8 @@ def render_junit(reports: Sequence[CheckReport]) -> str:
 def _junit_suite(report: CheckReport) -> Tree.Element:
     by_rule: dict[str, list[Finding]] = {}
     for one in report.findings:
+        if one.verdict == "habit":
+            continue
         by_rule.setdefault(one.rule.id, []).append(one)
     cases = [_junit_case(found, report) for found in by_rule.values()]
     suite = Tree.Element(

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from phalanx.errors import PhalanxError
 from phalanx.rules.judge import CheckReport
 
 FORMATS = ("text", "json", "sarif", "github", "junit", "html")
 
 
-def render_reports(name: str, reports: Sequence[CheckReport], *, root: str, version: str, verbose: bool = False) -> str:
-    """Reports in a format; `root` is the folder that file names are told from, `version` that of Phalanx."""
+def render_reports(
+    name: str,
+    reports: Sequence[CheckReport],
+    *,
+    root: str,
+    version: str,
+    verbose: bool = False,
+    failures: Sequence[PhalanxError] = (),
+) -> str:
+    """Reports in a format; `root` is the folder that file names are told from, `version` that of Phalanx.
+
+    `failures` are targets that could not be read; formats for programs tell them too.
+    """
     if name == "html":
         from phalanx.rules.formats.html import render_html
 
@@ -23,10 +35,11 @@ def render_reports(name: str, reports: Sequence[CheckReport], *, root: str, vers
         from phalanx.rules.formats import machine
 
         if name == "sarif":
-            text = machine.render_sarif(reports, root=root, version=version)
+            text = machine.render_sarif(reports, root=root, version=version, failures=failures)
         elif name == "github":
-            text = machine.render_github(reports, root=root)
+            text = machine.render_github(reports, root=root, failures=failures)
         else:
-            text = machine.render_junit(reports) if name == "junit" else machine.render_json(reports)
+            render = machine.render_junit if name == "junit" else machine.render_json
+            text = render(reports, failures)
     # a file name that is no UTF-8 must not cost the whole report
     return text.encode("utf-8", "replace").decode("utf-8")

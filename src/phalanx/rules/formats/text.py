@@ -36,6 +36,8 @@ def report_lines(reports: Sequence[CheckReport], *, verbose: bool = False) -> It
             yield "", ""
         for style, text in _page_lines(report, verbose=verbose):
             yield style, printable(text, most=MOST_TEXT)
+    for style, text in _habit_lines(reports):
+        yield style, printable(text, most=MOST_TEXT)
 
 
 def _page_lines(report: CheckReport, *, verbose: bool) -> Iterator[Line]:
@@ -58,7 +60,8 @@ def _page_lines(report: CheckReport, *, verbose: bool) -> Iterator[Line]:
 
 def finding_head(finding: Finding) -> str:
     """Place, severity, rule and what was found, in a line."""
-    marks = {"fail": LETTER[finding.severity], "pass": "ok" if finding.outcome.applies else "--", "waived": "waived"}
+    passes = "ok" if finding.outcome.applies else "--"
+    marks = {"fail": LETTER[finding.severity], "pass": passes, "waived": "waived", "habit": "note"}
     mark, rule = marks.get(finding.verdict, "?"), finding.rule
     return f"{shown_place(finding)}: {mark} {rule.id} {rule.slug}  {finding.outcome.what}"
 
@@ -123,6 +126,18 @@ def _unmapped_lines(report: CheckReport) -> Iterator[Line]:
     yield "", ""
 
 
+def _habit_lines(reports: Sequence[CheckReport]) -> Iterator[Line]:
+    """What trainers do or lack, once for each of them and short; --json and phalanx explain have the rest."""
+    for trainer in dict.fromkeys(one.trainer for one in reports if one.habits):
+        told: dict[str, str] = {}
+        for report in reports:
+            for one in report.habits if report.trainer == trainer else ():
+                told.setdefault(f"{one.rule.id} {one.outcome.at}", f"    {one.rule.id}  {one.outcome.what}")
+        yield "", ""
+        yield "info", f"notes about {trainer} itself, the same for every file; no effect on the exit code"
+        yield from (("quiet", line) for line in told.values())
+
+
 def _passed_lines(report: CheckReport) -> Iterator[Line]:
     for one in report.findings:
         if one.verdict != "pass":
@@ -181,7 +196,8 @@ def report_dict(report: CheckReport) -> dict[str, Any]:
         "counts": counts_of(report),
         "errors": report.errors,
         "exit_code": report.exit_code,
-        "findings": [finding_dict(one) for one in report.findings],
+        "findings": [finding_dict(one) for one in report.findings if one.verdict != "habit"],
+        "trainer_notes": [finding_dict(one) for one in report.habits],
         "notes": list(report.notes),
         "unmapped": json_values(report.unmapped),
     }
@@ -190,6 +206,8 @@ def report_dict(report: CheckReport) -> dict[str, Any]:
 def counts_of(report: CheckReport) -> dict[str, int]:
     """Rules by verdict; those that have nothing to say about this job are no passes."""
     counts = {verdict: report.counts[verdict] for verdict in ("pass", "fail", "unknown", "waived")}
+    if report.habits:
+        counts["habit"] = report.counts["habit"]
     return {**counts, "pass": counts["pass"] - len(report.exempt), "exempt": len(report.exempt)}
 
 
@@ -328,4 +346,5 @@ def summary_of(report: CheckReport) -> str:
     line = f"{counts['pass']} pass, {counts['fail']} fail{bad}, {counts['unknown']} unknown, {counts['waived']} waived"
     remarks = sum(is_remark(one) for one in report.findings)
     line += f"; {plural(remarks, 'remark')}" if remarks else ""
+    line += f"; {plural(counts['habit'], 'rule')} about the trainer" if report.habits else ""
     return f"{line}; {counts['exempt']} do{'es' * (counts['exempt'] == 1)} not apply"

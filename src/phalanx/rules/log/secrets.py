@@ -51,7 +51,7 @@ BLOCK_BYTES = 64 * 2**10
 MOST_TEXT = 10_000  # bytes that are matched at once
 OVERLAP = 512  # of two parts of a line: longer than any form of a key
 MOST_LINES = 1_000  # that are no events, of a piece
-MOST_CLEAN = 1_000
+MOST_CLEAN, SHORT_TEXT = 1_000, 200
 _NUMBERS = frozenset((int, float, bool))
 _DIGEST = re.compile(r"(?:sha256:)?[0-9a-f]{0,128}")
 
@@ -90,6 +90,7 @@ class Secrets:
         self.is_partial = False  # some of it was not searched
         self._looked = 0
         self._clean: set[str] = set()  # short texts that are told again and again
+        self._searched: set[str] = set()  # the same with the names of their fields
         self._files: dict[Path, _Place] = {}
         self._bytes = 0
 
@@ -100,8 +101,18 @@ class Secrets:
             self.is_partial = True
             return
         for event, line in zip(events, lines, strict=True):
-            if any(_is_found(text.encode(errors="replace")) for text in _nested_texts(event)):
+            if any(self._gives_away(text) for text in _nested_texts(event)):
                 self._note_spot(Spot(file=file, line=line))
+
+    def _gives_away(self, text: str) -> bool:
+        """Whether a text does; those that are told in every event (`event=step`) are searched once."""
+        if text in self._searched:
+            return False
+        if _is_found(text.encode(errors="replace")):
+            return True
+        if len(self._searched) < MOST_CLEAN and len(text) < SHORT_TEXT:
+            self._searched.add(text)
+        return False
 
     def look_through(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         """Events of numbers: the texts that a writer added, and those of the schema that are no digests."""
@@ -222,6 +233,8 @@ def _nested_texts(value: Any, depth: int = 0) -> Iterator[str]:
         yield value
     elif isinstance(value, dict) and depth < 8:
         for key, one in value.items():
+            if one is None or type(one) in _NUMBERS:  # most of what a step tells: not worth a generator each
+                continue
             if isinstance(one, str):
                 yield f"{key}={one}"  # the name says what it is
             else:

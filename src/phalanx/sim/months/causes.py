@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import importlib.resources
 import io
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from phalanx.io.files import shipped_text
 from phalanx.network.fabric.fabric_bill import failure_loss
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.network.fabric.failure_budget import (
@@ -71,7 +71,7 @@ def usual_mix() -> tuple[Cause, ...]:
     >>> {one.name: round(419 * one.share, 1) for one in usual_mix()}["device"]  # 148 + 17 + 6
     171.0
     """
-    text = (importlib.resources.files("phalanx.sim.months") / "data" / "failures.csv").read_text(encoding="utf-8")
+    text = shipped_text(__file__, "data/failures.csv")
     counts = dict.fromkeys(_TRAITS, 0.0)
     for row in csv.DictReader(io.StringIO(text)):
         counts[row["cause"]] += float(row["count"])

@@ -22,7 +22,6 @@ from phalanx.job.dataset import (
     MANIFEST,
     SPLITS,
     TOKENIZER,
-    VOCAB,
     Manifest,
     Shard,
     Source,
@@ -31,6 +30,7 @@ from phalanx.job.dataset import (
     read_manifest,
     source_from,
 )
+from phalanx.job.model import VOCAB
 from phalanx.train.data.documents import SPLIT_ON, Reading, Record, list_files, read_records
 from phalanx.train.data.fetch import only_builder
 from phalanx.train.data.progress import BuildProgress
@@ -198,7 +198,9 @@ class _Work:
         texts = sample.texts()
         if not texts:
             raise _nothing_found(self.recipe)
-        self.progress.note(f"training a tokenizer of {self.recipe.vocab:,} on {plural(len(texts), 'document')}")
+        self.progress.note(
+            f"training a tokenizer with {self.recipe.vocab:,} tokens on {plural(len(texts), 'document')}"
+        )
         return train_tokenizer(texts, self.recipe.vocab)
 
     def _build_source(self, number: int, origin: TextOrigin, files: list[Path], tokenizer: TextTokenizer) -> None:

@@ -20,13 +20,13 @@ from phalanx.io.checksums import file_sha256
 from phalanx.io.files import write_text
 from phalanx.job.dataset import (
     CLEANING,
-    VOCAB,
     cache_folder,
     check_dataset_files,
     corpus_folder,
     corpus_vocab,
     read_manifest,
 )
+from phalanx.job.model import VOCAB
 from phalanx.job.schema import Data
 from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
 from phalanx.train.data.documents import Reading

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Callable, Sequence
@@ -182,6 +183,38 @@ def _stop_on_full_disk(stage: OutsideStage) -> OutsideFinding:
     return OutsideFinding(ok=not wrong, reason=wrong or f"exit code 3: {done.last}", steps_lost=0)
 
 
+def _left_out_replica(stage: OutsideStage) -> OutsideFinding:
+    """A rank of the second of two model replicas is killed; not a drill of `stage.drill`: tokens are left out."""
+    runs, killed = stage.folder / "runs-replicas", list[int]()
+    words = ["train", str(stage.job), "--steps", "100000", "--runs", str(runs), "--no-probe", "--no-check"]
+    words += ["--set", "parallel.shard=2", "--set", 'fault.on_loss="leave-out"', "--set", "comm.init_timeout_s=300"]
+
+    def told(kind: str) -> list[dict[str, object]]:
+        found = next(iter(runs.glob("*/supervisor.jsonl")), None)
+        return [event for event in read_events(found)[0] if event["event"] == kind] if found is not None else []
+
+    def num_steps() -> int:
+        run = next((Run(path=path) for path in runs.glob("outside-*")), None)
+        return len(stage.losses(run)) if run is not None and run.events(0).exists() else 0
+
+    def is_back() -> bool:
+        if not killed and num_steps() >= 4:
+            members = [one for event in told("epoch") for one in event["members"] if one["rank"] == 3]  # type: ignore[attr-defined]
+            os.kill(int(members[-1]["pid"]), signal.SIGKILL)
+            killed.append(num_steps())
+        if len(killed) == 1 and len(told("replica")) >= 2:
+            killed.append(num_steps() + 4)  # and some more steps with all of them
+        return len(killed) == 2 and num_steps() >= killed[1]
+
+    done = stage.command(*words, until=is_back, signals=[signal.SIGINT])
+    states, epochs = [(one["replica"], one["state"]) for one in told("replica")], len(told("epoch"))
+    wrong = [] if states == [(1, "left out"), (1, "rejoined")] else [f"of replicas was told: {states}"]
+    wrong += [f"{epochs - 1} times everything was rebuilt"] if epochs != 1 else []
+    wrong += [f"exit code {done.code}: {done.last}"] if done.code != 130 else []
+    good = f"replica 1 was left out and is back, the other kept its groups for {num_steps()} steps"
+    return OutsideFinding(ok=not wrong, reason="; ".join(wrong) or good, steps_lost=0)
+
+
 # ---- damage to live state --------------------------------------------------------------------------------------------
 
 
@@ -259,6 +292,13 @@ RUN_DRILLS = (
         tries="SIGKILL of the first host with its ranks and the coordinator",
         must="the run goes on, and no step that was held is lost",
         play=_lost_first_host,
+    ),
+    OutsideDrill(
+        name="left-out-replica",
+        subject="control plane",
+        tries='SIGKILL of a rank of one of two model replicas, with fault.on_loss = "leave-out"',
+        must="the other replica keeps its processes and groups and trains on; the lost one comes back",
+        play=_left_out_replica,
     ),
     OutsideDrill(
         name="full-disk-and-kill",

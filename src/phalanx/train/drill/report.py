@@ -33,7 +33,7 @@ def render_drill(result: DrillResult) -> str:
     numbers = result.numbers
     length = f"{plural(numbers.steps, 'step')}, {format_seconds(numbers.wall_s)}"
     count = len(result.outcomes)
-    head = f"{plural(count, 'fault')} in {length}; the run is {result.state}"
+    head = f"{plural(count, 'fault')} in {length}; run state: {result.state}"
     rows = [(verdict.word, verdict.name, verdict.evidence) for verdict in result.verdicts]
     verdicts = "\n".join(["verdicts", *text_table(rows, indent=2)])
     parts = [head, _outcome_table(result.outcomes), _not_fired(result.not_fired), verdicts, _prediction_lines(numbers)]
@@ -58,7 +58,9 @@ def _outcome_table(found: Sequence[FaultOutcome]) -> str:
         )
         for one in found
     ]
-    return _indented_table(("fault", "hit", "detected", "recovered", "lost", "redone", "from", "ranks"), rows)
+    return _indented_table(
+        ("fault", "where", "detected", "recovered", "steps lost", "redone", "restored from", "ranks"), rows
+    )
 
 
 def _outcome_place(one: FaultOutcome) -> str:
@@ -84,7 +86,7 @@ def _by_kind(found: Sequence[FaultOutcome]) -> str:
                 str(sum(one.steps_redone or 0 for one in mine)),
             )
         )
-    return _indented_table(("fault", "fired", "detected", "recovered", "at worst", "lost", "redone"), rows)
+    return _indented_table(("fault", "injected", "detected", "recovered", "at worst", "steps lost", "redone"), rows)
 
 
 def _known_median(values: Sequence[float | None]) -> float | None:
@@ -99,7 +101,7 @@ def _indented_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _not_fired(texts: Sequence[str]) -> str:
     if not texts:
         return ""
-    return f"  not fired, the run had ended: {first_few(texts, 4)}"
+    return f"  not injected, because the run had ended: {first_few(texts, 4)}"
 
 
 def _prediction_lines(numbers: DrillNumbers) -> str:
@@ -115,7 +117,7 @@ def _prediction_lines(numbers: DrillNumbers) -> str:
         lines.append(f"recovery: {measured}; the plan assumed {format_seconds(numbers.planned_recovery_s)}")
     if numbers.effective is not None:
         lines.append(
-            f"productive time without start-up and shutdown: {numbers.effective:.1%}; "
+            f"effective training time without start-up and shutdown: {numbers.effective:.1%}; "
             f"the plan predicts {numbers.planned_effective:.1%} at this failure rate"
         )
     return "\n".join(lines)

@@ -22,11 +22,12 @@ def draw_values(
     layers: int,
     dtype: torch.dtype = torch.float32,
     rows: range | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
     """The first value of the whole tensor `name` of a model of `layers` layers, on the CPU.
 
     `rows` gives only those of dimension 0 (experts, for [E, F, D]), bit for bit those of the whole. Numbers are drawn
-    in float32 and cast, so that every dtype starts from the same model.
+    in float32 and cast, so that every dtype starts from the same model. `factor` is the parametrization's.
     """
     rows = range(size[0]) if rows is None else rows
     part = (len(rows), *size[1:])
@@ -35,8 +36,8 @@ def draw_values(
         return torch.zeros(part, dtype=dtype)
     if len(size) == 1:
         assert kind == "weight", f"{name}: only biases and scales of norms are vectors of our decoder"
-        return torch.ones(part, dtype=dtype)
-    std = STD / math.sqrt(2 * layers) if name.endswith(RESIDUAL) else STD
+        return torch.full(part, factor, dtype=dtype)
+    std = (STD / math.sqrt(2 * layers) if name.endswith(RESIDUAL) else STD) * factor
     block = 1 if len(size) > 2 else ROWS
     drawn = torch.empty(part, dtype=torch.float32)
     for index in range(rows.start // block, -(-rows.stop // block)):

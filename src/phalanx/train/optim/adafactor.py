@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed import ProcessGroup
 
+from phalanx.plan.parametrization import ParameterScales, standard_scales
 from phalanx.train.optim.base import shard_gradient, total_bytes
 from phalanx.train.optim.compact import apply_update
 from phalanx.train.optim.moments import working_dtype
@@ -39,12 +40,22 @@ class Adafactor:
     """Matrices are the last two dimensions; those before them are a batch of matrices (experts)."""
 
     def __init__(
-        self, shards: Sequence[TensorShard], *, beta2: float, weight_decay: float, decays: Callable[[str], bool]
+        self,
+        shards: Sequence[TensorShard],
+        *,
+        beta2: float,
+        weight_decay: float,
+        decays: Callable[[str], bool],
+        scales: ParameterScales = standard_scales,
     ) -> None:
         self.steps = 0
         self._shards = list(shards)
         self._beta2 = beta2
-        self._decay = [weight_decay if decays(shard.name) else 0.0 for shard in shards]
+        self._scales = [scales(shard.name, len(shard.shape)) for shard in shards]
+        self._decay = [
+            weight_decay * scale.weight_decay if decays(shard.name) else 0.0
+            for shard, scale in zip(shards, self._scales, strict=True)
+        ]
         self._factors = [_empty_factors(shard) for shard in shards]
 
     @torch.no_grad()
@@ -62,7 +73,8 @@ class Adafactor:
         for i, (shard, factors, scale) in enumerate(self._shards_with_scales(scales)):
             rms = (totals[i] / max(1, shard.numel)).sqrt()
             update = self._shard_update(shard, factors, scale) / torch.clamp(rms / LARGEST_RMS, min=1.0)
-            apply_update(shard, update, lr=lr, weight_decay=self._decay[i], step=self.steps)
+            rate = lr * self._scales[i].lr
+            apply_update(shard, update, lr=rate, weight_decay=self._decay[i], step=self.steps)
 
     def _take_means(self, keep: float) -> None:
         """Move the means towards this step's squared gradients."""

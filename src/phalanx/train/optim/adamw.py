@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.optim.adamw import adamw
 
+from phalanx.plan.parametrization import ParameterScale, ParameterScales, standard_scales
 from phalanx.train.optim.base import shard_gradient, state_shard, total_bytes
 from phalanx.train.parallel.tensor_shard import TensorShard
 
@@ -24,13 +25,14 @@ class AdamW:
         eps: float,
         weight_decay: float,
         decays: Callable[[str], bool],
+        scales: ParameterScales = standard_scales,
     ) -> None:
         self.steps = 0
         self._shards = list(shards)
         self._betas, self._eps = betas, eps
         self._first = [torch.zeros_like(shard.tensor, requires_grad=False) for shard in shards]
         self._second = [torch.zeros_like(shard.tensor, requires_grad=False) for shard in shards]
-        self._groups = _kernel_groups(self._shards, weight_decay, decays)
+        self._groups = _kernel_groups(self._shards, weight_decay, decays, scales)
         self._state = [  # made once: the guard asks for it in every step
             state_shard(shard, name, tensor)
             for shard, *moments in zip(self._shards, self._first, self._second, strict=True)
@@ -40,7 +42,7 @@ class AdamW:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """One update of every shard."""
-        for (device, _, weight_decay), members in self._groups.items():
+        for (device, _, weight_decay, scale), members in self._groups.items():
             # The kernel counts each tensor's steps in a tensor of its own and adds one to it.
             counts = torch.full((len(members),), float(self.steps), dtype=torch.float32, device=device)
             fused = device.type in FUSED
@@ -57,9 +59,9 @@ class AdamW:
                 maximize=False,
                 beta1=self._betas[0],
                 beta2=self._betas[1],
-                lr=lr,
-                weight_decay=weight_decay,
-                eps=self._eps,
+                lr=lr * scale.lr,
+                weight_decay=weight_decay * scale.weight_decay,
+                eps=self._eps * scale.eps,
             )
         self.steps += 1
 
@@ -83,13 +85,17 @@ class AdamW:
         return total_bytes([*self._first, *self._second])
 
 
+KernelGroup = tuple[torch.device, torch.dtype, float, ParameterScale]
+
+
 def _kernel_groups(
-    shards: Sequence[TensorShard], weight_decay: float, decays: Callable[[str], bool]
-) -> dict[tuple[torch.device, torch.dtype, float], list[int]]:
+    shards: Sequence[TensorShard], weight_decay: float, decays: Callable[[str], bool], scales: ParameterScales
+) -> dict[KernelGroup, list[int]]:
     """Positions of the shards one kernel call can take; a shard without elements needs none."""
-    groups: dict[tuple[torch.device, torch.dtype, float], list[int]] = {}
+    groups: dict[KernelGroup, list[int]] = {}
     for i, shard in enumerate(shards):
         if shard.tensor.numel():
             decay = weight_decay if decays(shard.name) else 0.0
-            groups.setdefault((shard.tensor.device, shard.tensor.dtype, decay), []).append(i)
+            scale = scales(shard.name, len(shard.shape))
+            groups.setdefault((shard.tensor.device, shard.tensor.dtype, decay, scale), []).append(i)
     return groups

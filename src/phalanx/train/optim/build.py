@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from phalanx.job.schema import Optim
+from phalanx.plan.parametrization import ParameterScales, standard_scales
 from phalanx.train.optim.adafactor import Adafactor
 from phalanx.train.optim.adamw import AdamW
 from phalanx.train.optim.base import Optimizer
@@ -27,17 +28,19 @@ def build_optimizer(
     tables: Collection[str] = (),
     own: str = "",
     allow_code: bool = False,
+    scales: ParameterScales = standard_scales,
 ) -> Optimizer:
     """An optimizer over this rank's shards; `decays` says which parameters weight decay applies to.
 
     `tables` are weights of a user's own network that are embeddings or a head. `state_dtype` is the job's
     precision.optimizer_state; Adafactor keeps so little that it stays in fp32.
-    `own` is the reference of an optimizer of the user's own, which comes instead.
+    `own` is the reference of an optimizer of the user's own, which comes instead. `scales` is the parametrization.
     """
     if own:
         return OwnOptimizer(shards, own, optim=optim, decays=decays, allow_code=allow_code)
     if optim.name == "adafactor":
-        return Adafactor(shards, beta2=optim.betas[1], weight_decay=optim.weight_decay, decays=decays)
+        beta2, weight_decay = optim.betas[1], optim.weight_decay
+        return Adafactor(shards, beta2=beta2, weight_decay=weight_decay, decays=decays, scales=scales)
     if optim.name == "muon":
         return Muon(
             [shard for shard in shards if takes_muon(shard, tables)],
@@ -45,14 +48,21 @@ def build_optimizer(
             weight_decay=optim.weight_decay,
             decays=decays,
             kind=state_dtype,
-            rest=_build_adamw([shard for shard in shards if not takes_muon(shard, tables)], optim, state_dtype, decays),
+            rest=_build_adamw(
+                [shard for shard in shards if not takes_muon(shard, tables)], optim, state_dtype, decays, scales
+            ),
+            scales=scales,
         )
-    return _build_adamw(shards, optim, "int8" if optim.name == "adamw8bit" else state_dtype, decays)
+    return _build_adamw(shards, optim, "int8" if optim.name == "adamw8bit" else state_dtype, decays, scales)
 
 
-def _build_adamw(shards: Sequence[TensorShard], optim: Optim, kind: str, decays: Callable[[str], bool]) -> Optimizer:
+def _build_adamw(
+    shards: Sequence[TensorShard], optim: Optim, kind: str, decays: Callable[[str], bool], scales: ParameterScales
+) -> Optimizer:
     """torch's own kernel where weights and moments have one wide format, ours where something is compact."""
     betas, eps, weight_decay = optim.betas, optim.eps, optim.weight_decay
     if kind == "fp32" and all(shard.tensor.dtype in (torch.float32, torch.float64) for shard in shards):
-        return AdamW(shards, betas=betas, eps=eps, weight_decay=weight_decay, decays=decays)
-    return CompactAdamW(shards, betas=betas, eps=eps, weight_decay=weight_decay, decays=decays, kind=kind)
+        return AdamW(shards, betas=betas, eps=eps, weight_decay=weight_decay, decays=decays, scales=scales)
+    return CompactAdamW(
+        shards, betas=betas, eps=eps, weight_decay=weight_decay, decays=decays, kind=kind, scales=scales
+    )

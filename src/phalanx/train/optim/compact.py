@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from phalanx.plan.parametrization import ParameterScales, standard_scales
 from phalanx.train.optim.base import shard_gradient, state_shard, total_bytes
 from phalanx.train.optim.moments import (
     Kept,
@@ -42,11 +43,16 @@ class CompactAdamW:
         weight_decay: float,
         decays: Callable[[str], bool],
         kind: str,
+        scales: ParameterScales = standard_scales,
     ) -> None:
         self.steps = 0
         self._shards = list(shards)
         self._betas, self._eps, self._kind = betas, eps, kind
-        self._decay = [weight_decay if decays(shard.name) else 0.0 for shard in shards]
+        self._scales = [scales(shard.name, len(shard.shape)) for shard in shards]
+        self._decay = [
+            weight_decay * scale.weight_decay if decays(shard.name) else 0.0
+            for shard, scale in zip(shards, self._scales, strict=True)
+        ]
         self._forms = moment_format(kind, signed=True), moment_format(kind, signed=False)
         self._first = [self._forms[0].zeros(shard.tensor.numel(), shard.tensor) for shard in shards]
         self._second = [self._forms[1].zeros(shard.tensor.numel(), shard.tensor) for shard in shards]
@@ -72,8 +78,11 @@ class CompactAdamW:
     def _step_numbers(self, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
         """What changes from step to step, a row per shard: as tensors, or each number would have a kernel compiled."""
         (beta1, beta2), t = self._betas, self.steps
-        fixed = (1.0 - beta1, beta2, 1.0 - beta1**t, 1.0 - beta2**t, self._eps, lr)
-        numbers = [[*fixed, 1.0 - lr * decay] for decay in self._decay]
+        fixed = (1.0 - beta1, beta2, 1.0 - beta1**t, 1.0 - beta2**t)
+        numbers = [
+            [*fixed, self._eps * scale.eps, lr * scale.lr, 1.0 - lr * scale.lr * decay]
+            for scale, decay in zip(self._scales, self._decay, strict=True)
+        ]
         keys = [dice_key(shard.name, t) for shard in self._shards]
         like = self._shards[0].tensor if self._shards else torch.zeros(0)
         kind = working_dtype(like.dtype)

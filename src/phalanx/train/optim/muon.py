@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from phalanx.plan.parametrization import ParameterScales, standard_scales
 from phalanx.train.optim.base import Optimizer, shard_gradient, state_shard, total_bytes
 from phalanx.train.optim.compact import apply_update, copy_kept, kept_shards, load_kept
 from phalanx.train.optim.moments import high_bits, moment_format, readable_moment, rounding_bits, working_dtype
@@ -48,12 +49,17 @@ class Muon:
         decays: Callable[[str], bool],
         kind: str,
         rest: Optimizer,
+        scales: ParameterScales = standard_scales,
     ) -> None:
         self.steps = 0
         self._shards = list(shards)
         self._rest = rest
         self._keep = momentum
-        self._decay = [weight_decay if decays(shard.name) else 0.0 for shard in shards]
+        self._scales = [scales(shard.name, len(shard.shape)) for shard in shards]
+        self._decay = [
+            weight_decay * scale.weight_decay if decays(shard.name) else 0.0
+            for shard, scale in zip(shards, self._scales, strict=True)
+        ]
         self._form = moment_format(kind, signed=True)
         self._momentum = [self._form.zeros(shard.tensor.numel(), shard.tensor) for shard in shards]
         self._alike = _similar_shards(self._shards)
@@ -69,7 +75,8 @@ class Muon:
             for i, update in zip(members, updates, strict=True):
                 scale = ADAM_RMS * max(self._shards[i].shape[-2:]) ** 0.5
                 wide = update.to(working_dtype(self._shards[i].tensor.dtype)) * scale
-                apply_update(self._shards[i], wide, lr=lr, weight_decay=self._decay[i], step=self.steps)
+                rate = lr * self._scales[i].lr
+                apply_update(self._shards[i], wide, lr=rate, weight_decay=self._decay[i], step=self.steps)
         self._rest.step(lr)
 
     def _momentum_ahead(self, i: int) -> torch.Tensor:

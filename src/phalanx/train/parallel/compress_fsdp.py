@@ -1,4 +1,4 @@
-"""Compression inside FSDP2: its reduce-scatter of gradients, replaced module by module.
+"""Compression inside FSDP2: its reduce-scatter of gradients, replaced module by module; and one handle for either kind.
 
 Error feedback costs every rank a copy of the whole, unsharded gradient (4 bytes a parameter of its stage and tensor
 rank): ZeRO's saving on gradients is given up for the smaller messages. `ShardedCompression.held_bytes` says how much.
@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from phalanx.errors import mistake
 from phalanx.train.parallel.compress import FORMATS, KINDS, Quantised
+from phalanx.train.parallel.gradients import GradientExchange
+from phalanx.train.settings import Settings
 
 
 class CompressedReduceScatter:
@@ -119,3 +121,46 @@ def compress_sharded(model: nn.Module, kind: str, *, where: str = "parallel.comp
             codecs[name] = Quantised(FORMATS[kind])
             module.set_custom_reduce_scatter(CompressedReduceScatter(codecs[name], module))  # type: ignore[arg-type]
     return ShardedCompression(codecs)
+
+
+class GradientCompression:
+    """What compresses the gradients of this rank: the exchange of whole gradients, or each stage's reduce-scatter."""
+
+    def __init__(self, exchange: GradientExchange | None, models: Sequence[nn.Module], settings: Settings) -> None:
+        self._exchange = exchange
+        kind = settings.layout.compression
+        sharded = exchange is None and kind != "none"
+        self._stages = [compress_sharded(model, kind) for model in models] if sharded else []
+        self._every = [one for one in (exchange, *self._stages) if one is not None]
+
+    @property
+    def bytes_sent(self) -> int | None:
+        """Bytes put on the wire so far; None without compression."""
+        if self._exchange is not None:
+            return self._exchange.bytes_sent
+        return sum(one.bytes_sent for one in self._stages) if self._stages else None
+
+    def compress(self, on: bool) -> None:
+        """Whether the next gradients are compressed."""
+        for one in self._every:
+            one.compress(on)
+
+    def rescale(self, factor: float) -> None:
+        """What is carried over to the next step, times `factor`."""
+        for one in self._every:
+            one.rescale(factor)
+
+    def state(self) -> dict[str, Tensor]:
+        """What is carried over to the next step: this rank's own, in this layout."""
+        if self._exchange is not None:
+            return self._exchange.state()
+        stages = enumerate(self._stages)
+        return {f"{number}/{name}": one for number, stage in stages for name, one in stage.state().items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with what `state` gave."""
+        if self._exchange is not None:
+            self._exchange.load(state)
+        for number, stage in enumerate(self._stages):
+            start = f"{number}/"
+            stage.load({name.removeprefix(start): one for name, one in state.items() if name.startswith(start)})

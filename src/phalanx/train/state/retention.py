@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 
-from phalanx.job.schema import Checkpoint
+from phalanx.job.run_sections import Checkpoint
 from phalanx.plan.reliability import Reliability, daly_interval
 from phalanx.train.state.index import DamagedCheckpoint, read_manifest
 from phalanx.train.state.paths import Location, commit_step

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from phalanx.job.schema import Telemetry
+from phalanx.job.run_sections import Telemetry
 from phalanx.plan.layout import Layout
 from phalanx.record.events import EventWriter
 from phalanx.record.provenance import redact

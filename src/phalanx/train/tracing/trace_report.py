@@ -7,7 +7,7 @@ traced stages, traffic between stages, of gradients, and memory against the full
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from phalanx.io.tables import text_table
@@ -30,7 +30,7 @@ def render_rank(trace: RankTrace) -> str:
         *_message_lines(trace),
         *_phase_flop_lines(trace),
         *_peak_lines(trace),
-        f"  traced in {format_seconds(trace.seconds)} with {format_bytes(trace.rss_bytes)} of this machine's memory",
+        f"  traced in {format_seconds(trace.seconds)} using {format_bytes(trace.rss_bytes)} of memory",
     ]
     return "\n".join(lines)
 
@@ -72,7 +72,7 @@ def render_against(lines: Sequence[PlanLine]) -> str:
 def render_fit(fit: TracedFit, *, recompute: str) -> str:
     """Whether the traced step fits; where it does not, what would make it."""
     need = (
-        f"{format_bytes(fit.traced_bytes)} traced and {format_bytes(fit.buffers_bytes)} of buffers, of "
+        f"{format_bytes(fit.traced_bytes)} traced + {format_bytes(fit.buffers_bytes)} for buffers, of "
         f"{format_bytes(fit.usable_bytes)} usable"
     )
     if fit.fits:
@@ -81,7 +81,7 @@ def render_fit(fit: TracedFit, *, recompute: str) -> str:
         recompute, ""
     )
     return (
-        f"DOES NOT FIT: {need}\n  the step would end out of memory\n"
+        f"DOES NOT FIT: {need}\n  the step would run out of memory\n"
         f'  try {more}a smaller batch.micro, parallel.offload = "optimizer" or more devices, and trace again'
     )
 
@@ -89,7 +89,7 @@ def render_fit(fit: TracedFit, *, recompute: str) -> str:
 def _message_lines(trace: RankTrace) -> list[str]:
     table = message_rows(trace)
     if not table:
-        return ["", "  MESSAGES  none: one rank"]
+        return ["", "COMMUNICATION PER STEP", "  none: one rank"]
     rows = [
         (
             row.axis,
@@ -105,8 +105,8 @@ def _message_lines(trace: RankTrace) -> list[str]:
     ]
     head = ("axis", "ranks", "stride", "operation", "phase", "calls", "payload", "sent")
     total = format_bytes(sum(row.sent_bytes for row in table))
-    last = ("all", "", "", "", "", f"{len(trace.operations):,}", "", total)
-    return ["", "MESSAGES PER STEP", *text_table([head, *rows, last], right=(1, 2, 5, 6, 7), indent=2)]
+    last = ("total", "", "", "", "", f"{len(trace.operations):,}", "", total)
+    return ["", "COMMUNICATION PER STEP", *text_table([head, *rows, last], right=(1, 2, 5, 6, 7), indent=2)]
 
 
 def _phase_flop_lines(trace: RankTrace) -> list[str]:
@@ -115,18 +115,17 @@ def _phase_flop_lines(trace: RankTrace) -> list[str]:
         for phase, kinds in trace.flops.items()
         if any(kinds.values())
     ]
-    return ["", "FLOPS PER STEP", *text_table([*rows, ("all", _flop_text(trace.total_flops))], indent=2)]
+    return ["", "FLOPS PER STEP", *text_table([*rows, ("total", _flop_text(trace.total_flops))], indent=2)]
 
 
 def _peak_lines(trace: RankTrace) -> list[str]:
     peak = trace.peak
     parts = [(part, size) for part in MEMORY_PARTS if (size := peak.parts_bytes.get(part))]
     rows = [(part, format_bytes(size), f"{size / peak.nbytes:.1%}") for part, size in parts]
-    table = text_table([*rows, ("peak", format_bytes(peak.nbytes), "")], right=(1, 2), indent=2)
-    notes = f"  between steps {format_bytes(peak.rest_bytes)}"
+    rows += [("peak", format_bytes(peak.nbytes), ""), ("between steps", format_bytes(peak.rest_bytes), "")]
     if peak.host_bytes:
-        notes += f"; on the host {format_bytes(peak.host_bytes)}"
-    return ["", f"PEAK MEMORY, in {peak.phase}", *table, notes]
+        rows.append(("on the host", format_bytes(peak.host_bytes), ""))
+    return ["", f"PEAK MEMORY, in {peak.phase}", *text_table(rows, right=(1, 2), indent=2)]
 
 
 def _flop_text(value: float) -> str:
@@ -192,10 +191,11 @@ class TracedFit:
         return self.traced_bytes + self.buffers_bytes <= self.usable_bytes
 
 
-def traced_fit(memory: MemoryReport, traces: Sequence[RankTrace]) -> TracedFit:
-    """The fullest of the traced ranks against the memory of its device."""
+def traced_fit(request: PlanRequest, layout: Layout, memory: MemoryReport, traces: Sequence[RankTrace]) -> TracedFit:
+    """The fullest of the traced ranks against the memory of its device, less what fp8 keeps in one byte."""
+    narrower = _traced_memory(request, layout).total_bytes - predict_layout(request, layout)[1].total_bytes
     return TracedFit(
-        traced_bytes=float(max(trace.peak.nbytes for trace in traces)),
+        traced_bytes=max(trace.peak.nbytes for trace in traces) - narrower,
         buffers_bytes=memory.parts_bytes.get("buffers", 0.0),
         usable_bytes=memory.usable_bytes,
     )
@@ -204,12 +204,18 @@ def traced_fit(memory: MemoryReport, traces: Sequence[RankTrace]) -> TracedFit:
 def against_plan(request: PlanRequest, layout: Layout, traces: Sequence[RankTrace]) -> list[PlanLine]:
     """Every line of the comparison; `traces` holds one rank of every pipeline place."""
     stages = list({trace.stages: trace for trace in reversed(traces)}.values())
-    _, memory = predict_layout(request, layout)
+    memory = _traced_memory(request, layout)
     return [
         *_traffic_lines(request, layout, stages),
         *_flop_lines(request, layout, stages),
         *_memory_lines(memory, stages),
     ]
+
+
+def _traced_memory(request: PlanRequest, layout: Layout) -> MemoryReport:
+    """What the plan counts for the step that is traced: fp8 is traced as bf16 (`traceable_settings`)."""
+    traced = replace(layout, precision="bf16") if layout.precision == "fp8" else layout
+    return predict_layout(request, traced)[1]
 
 
 def _traffic_lines(request: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:

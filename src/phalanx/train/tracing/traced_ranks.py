@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
@@ -20,8 +20,10 @@ from phalanx.job.schema import Job, Optim
 from phalanx.plan.layout import Layout
 from phalanx.train.settings import Settings
 from phalanx.train.tracing.log import RankTrace
+from phalanx.train.verify.ranks import warm_up
 
 STILL_S = 10.0  # after which a person is told that it goes on
+PRELOAD = ("phalanx.train.tracing.traced_step",)  # torch is imported once, not by every worker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +79,8 @@ def trace_ranks(
     `still` is told now and then which ranks are being traced, and for how long this has been going on.
     """
     if len(ranks) == 1:
-        found = [_trace_rank(step, ranks[0])]
+        with _told_now_and_then(lambda seconds: still(ranks, seconds)):
+            found = [_trace_rank(step, ranks[0])]
         done(found[0])
         return found
     workers = min(workers or os.cpu_count() or 1, len(ranks))
@@ -104,15 +107,11 @@ class _Worker:
     """A process that traces one rank; gone when its context ends, however it ends, and when its parent dies."""
 
     def __init__(self, step: TracedStep, rank: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["phalanx.train.tracing.traced_step"]
-        )  # torch is imported once, not by every worker
+        context = warm_up(PRELOAD)
         self.rank = rank
         self.answers, theirs = context.Pipe(duplex=False)
         self._process = context.Process(target=_serve_parent, args=(theirs, step, rank), daemon=True)
-        with _without_interrupts():  # the fork server, started here, would answer Ctrl-C with a traceback
-            self._process.start()
+        self._process.start()  # waits until the server has imported torch; Ctrl-C ends that too
         theirs.close()
 
     def answer(self) -> RankTrace:
@@ -168,17 +167,21 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """What is started here inherits that Ctrl-C is blocked; ours arrives afterwards, for none may be lost.
+def _told_now_and_then(tell: Callable[[float], None]) -> Iterator[None]:
+    """While this thread works, another one says for how long."""
+    began_s, over = time.monotonic(), threading.Event()
 
-    The fork server imports torch before it answers: seconds, on a busy machine half a minute.
-    """
-    resource_tracker.ensure_running()  # started within, it would unblock what is blocked here
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    def speak() -> None:
+        while not over.wait(STILL_S):
+            tell(time.monotonic() - began_s)
+
+    thread = threading.Thread(target=speak, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
+        thread.join()
 
 
 @contextmanager

@@ -149,21 +149,22 @@ def render_proof(proof: LayoutProof) -> str:
 
 
 def _verdict_line(proof: LayoutProof) -> str:
-    what = f"{plural(proof.ranks, 'rank')} against one process"
+    ranks = plural(proof.ranks, "rank")
     if proof.gpus:
-        what += f" on {plural(proof.gpus, 'GPU')} over NCCL"
+        ranks += f" on {plural(proof.gpus, 'GPU')} over NCCL"
+    both = f"{ranks} and one process"
     how = f"{plural(proof.steps, 'step')} of {proof.optimizer} in {format_name(proof.terms.precision)}"
     how += ", compiled" if proof.compiled else ""
     if proof.comparison.first is not None:
-        return f"DIFFERS: {proof.comparison.first.render()}\n({what}, {how})"
+        return f"DIFFERS: {proof.comparison.first.render()}\n({both}, {how})"
     if proof.again is not None and proof.again.first is not None:
-        return f"DIFFERS from the compile cache: {proof.again.first.render()}\n({what}, {how}, second start)"
+        return f"DIFFERS from the compile cache: {proof.again.first.render()}\n({both}, {how}, second start)"
     twice = (
         f", twice: {plural(proof.cached, 'graph')} of the second start came from the compile cache"
         if proof.again
         else ""
     )
-    return f"PROVEN: {what}, {how}, give the same{twice}"
+    return f"VERIFIED: {both} compute the same, {how}{twice}"
 
 
 def _axis_lines(proof: LayoutProof) -> list[str]:
@@ -171,7 +172,7 @@ def _axis_lines(proof: LayoutProof) -> list[str]:
     rows = [(name, getattr(proof.layout, name), getattr(proof.small, name)) for name in shown]
     rows.append(("ranks", proof.layout.devices, proof.small.devices))
     cells = [(name, f"{real:,}", f"{small:,}") for name, real, small in rows]
-    return text_table([("axis", "real", "proven"), *cells], right=(1, 2), indent=2)
+    return text_table([("axis", "job", "verified"), *cells], right=(1, 2), indent=2)
 
 
 def _difference_lines(proof: LayoutProof) -> list[str]:
@@ -206,7 +207,7 @@ def _note_lines(proof: LayoutProof) -> list[str]:
     lines = []
     if proof.changes:
         small = ", ".join(f"{one.name} {one.real:,} → {one.small:,}" for one in proof.changes)
-        lines.append(f"  made smaller: {small}")
+        lines.append(f"  scaled down: {small}")
     if proof.bounds.rounding:
         lines.append(
             f"  allowed: the loss 1, the gradient norm 4, each gradient 16 roundings of {proof.bounds.rounding:.1e} "

@@ -39,7 +39,7 @@ SERVER = {  # what torch reads when it is imported
     # Each rank compiles by itself: pools of compiler processes for every rank would only wait for each other.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
-PRELOAD = ["phalanx.train.verify.server", "phalanx.train.verify.trial"]
+PRELOAD = ("phalanx.train.verify.trial",)
 
 T = TypeVar("T")
 
@@ -79,15 +79,17 @@ class RankFailure:
     problems: tuple[Problem, ...]
 
 
-def warm_up() -> None:
+def warm_up(preload: Sequence[str] = PRELOAD) -> ForkServerContext:
     """Start the server now, in the background: it imports while the caller does something else.
 
-    Server and ranks never see Ctrl-C, which a terminal sends to all of them: a rank that died of it would be a rank
-    that failed, and a server that imports torch would print a trace. The caller ends them.
+    A server that runs already stays as it is. Server and ranks never see Ctrl-C, which a terminal sends to all of
+    them: a rank that died of it would be a rank that failed, and a server that imports torch would print a trace. The
+    caller ends them.
     """
     from multiprocessing import forkserver, resource_tracker
 
-    _forkserver_context()
+    context = get_context("forkserver")
+    context.set_forkserver_preload([server.__name__, *preload])
     resource_tracker.ensure_running()  # first: it unblocks SIGINT itself
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited; ours arrives afterwards
     ours = {name: value for name, value in SERVER.items() if name not in os.environ} | {server.CALLER: str(os.getpid())}
@@ -98,6 +100,7 @@ def warm_up() -> None:
         for name in ours:
             os.environ.pop(name, None)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return context
 
 
 def run_ranks(
@@ -113,7 +116,7 @@ def run_ranks(
     `task` is a function of a module. Raises UserError or SystemFailure; no process is left behind either way. `debug`
     shows what the ranks print, and the trace of the one that failed.
     """
-    warm_up()
+    context = warm_up()
     with tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder, ExitStack() as stack:
         store = str(Path(folder) / "store")
         orders = [
@@ -129,19 +132,12 @@ def run_ranks(
             )
             for rank in range(world)
         ]
-        return _collect_answers([stack.enter_context(_rank_process(order)) for order in orders], limit_s)
-
-
-def _forkserver_context() -> ForkServerContext:
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    return context
+        return _collect_answers([stack.enter_context(_rank_process(context, order)) for order in orders], limit_s)
 
 
 @contextmanager
-def _rank_process(order: RankTask) -> Any:
+def _rank_process(context: ForkServerContext, order: RankTask) -> Any:
     """One rank; gone when this ends, however it ends."""
-    context = _forkserver_context()
     ours, theirs = context.Pipe(duplex=False)
     worker = context.Process(target=_serve_rank, args=(theirs, order), daemon=True)
     worker.start()

@@ -41,7 +41,7 @@ def refuse_own_model(job: Job) -> None:
     if job.model.module:
         raise mistake(
             "model.module",
-            f"{job.model.module!r} cannot be made smaller by anyone but its author",
+            f"{job.model.module!r} can only be scaled down by its author",
             why="phalanx verify proves a layout on a small copy of the model",
             fix="verify the layout with a preset of the same family, or train a few steps with precision.compute = "
             '"fp32" under both layouts',
@@ -84,6 +84,7 @@ def make_small_trial(
         allow_code=allow_code,
         loss=job.plugins.loss,
         optimizer=job.plugins.optimizer,
+        scale=job.scale,
     )
     sequences = small.data * small.micro_batch * small.accumulation
     return Trial(

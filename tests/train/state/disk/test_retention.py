@@ -9,7 +9,7 @@ import torch
 
 from phalanx.elastic.fence import begin_generation
 from phalanx.hardware.cluster import resolve_cluster
-from phalanx.job.schema import Checkpoint, Fault
+from phalanx.job.run_sections import Checkpoint, Fault
 from phalanx.plan.reliability import daly_interval
 from phalanx.plan.reliability import predict_reliability as plan
 from phalanx.record.run import Run

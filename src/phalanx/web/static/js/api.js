@@ -12,13 +12,15 @@ const underway = new Map();
 
 export function get(path, query = {}) {
   const url = address(path, query);
-  if (!underway.has(url))
-    underway.set(
-      url,
-      ask(url).finally(() => underway.delete(url)),
-    );
+  if (!underway.has(url)) {
+    const answer = ask(url).finally(() => underway.get(url) === answer && underway.delete(url));
+    underway.set(url, answer);
+  }
   return underway.get(url);
 }
+
+// A run has grown: an answer on its way may be older than that, and whoever asks now gets one of its own.
+export const outdate = () => underway.clear();
 
 // The same, once the server has worked it out: a walk over a long run takes it seconds.
 export async function settled(path, hasLeft) {

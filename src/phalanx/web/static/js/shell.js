@@ -1,6 +1,6 @@
 // Around the pages of one run: its header, its tabs, what is missing from its record, and its stream.
 
-import { get, runPath, stream } from "./api.js";
+import { get, outdate, runPath, stream } from "./api.js";
 import { fill, h, say } from "./dom.js";
 import { calmly, setLive } from "./live.js";
 import { here, link } from "./route.js";
@@ -116,8 +116,11 @@ export class RunShell {
   }
 
   async #load() {
+    const asked = (this.asked = Symbol("newest question"));
     try {
-      this.info = { ...(await get(runPath(this.name))), cost: this.cost, check: this.check };
+      const answer = await get(runPath(this.name));
+      if (asked !== this.asked) return;
+      this.info = { ...answer, cost: this.cost, check: this.check };
     } catch (error) {
       this.problem = error;
       if (!this.gone && !this.info) fill(this.notice, h("p", { class: "wrong", role: "alert" }, error.message));
@@ -153,21 +156,29 @@ export class RunShell {
     this.close = stream(this.name, {
       onstate: (state) => setLive(state === "ended" || !this.info.live ? (state === "lost" ? "lost" : "off") : state),
       onprogress: (progress) => this.#progress(progress),
-      onmarks: () => this.page?.marked?.(),
+      onmarks: () => {
+        outdate();
+        this.page?.marked?.();
+      },
       onend: () => this.#ended(),
     });
   }
 
   #progress(progress) {
-    const grew = progress.step !== this.info.progress?.step || progress.state !== this.info.progress?.state;
+    // Against what the page was told last: the header may have learned of these steps from an answer of its own.
+    const { step, state } = progress;
+    const grew = !this.told || step !== this.told.step || state !== this.told.state;
+    this.told = { step, state };
     this.info.progress = { ...this.info.progress, ...progress };
     this.#state();
     if (!grew) return;
+    outdate();
     this.refresh();
     this.page?.grown?.(progress);
   }
 
   #ended() {
+    outdate();
     this.#load();
     this.page?.grown?.({});
     this.page?.marked?.();

@@ -61,10 +61,15 @@ export class LedgerPage {
   }
 
   #draw() {
-    const { wall_s: wall, accounts = {}, effective } = this.answer;
+    const { wall_s: wall, accounts = {}, labels = {}, effective } = this.answer;
     const rows = Object.entries(accounts)
       .filter(([, value]) => isNumber(value) && value !== 0)
-      .map(([name, value]) => ({ name, value, share: wall ? value / wall : null }))
+      .map(([name, value]) => ({
+        name,
+        label: title(own(labels, name) ?? name),
+        value,
+        share: wall ? value / wall : null,
+      }))
       .sort((a, b) => place(a.name) - place(b.name));
     this.chart?.destroy();
     this.chart = null;
@@ -118,11 +123,11 @@ function bar(rows, wall) {
     .filter((row) => row.value > 0)
     .map((row) =>
       h("i", {
-        title: `${title(row.name)} ${percent(row.share)}`,
+        title: `${row.label} ${percent(row.share)}`,
         style: { width: `${(100 * row.value) / wall}%`, background: hue(row.name) },
       }),
     );
-  const spoken = rows.map((row) => `${title(row.name)} ${percent(row.share)}`).join(", ");
+  const spoken = rows.map((row) => `${row.label} ${percent(row.share)}`).join(", ");
   return h("div", { class: "meter", role: "img", "aria-label": spoken }, parts);
 }
 
@@ -143,7 +148,7 @@ function accountTable(rows) {
     [
       {
         head: "Account",
-        cell: (row) => [h("span", { class: "swatch", style: { background: hue(row.name) } }), title(row.name)],
+        cell: (row) => [h("span", { class: "swatch", style: { background: hue(row.name) } }), row.label],
       },
       { head: "Time", kind: "number", cell: (row) => seconds(row.value) },
       { head: "Share", kind: "number", cell: (row) => percent(row.share) },

@@ -203,12 +203,14 @@ export class RunPage {
   }
 
   async #loadMarks() {
+    const asked = (this.askedMarks = Symbol("newest question"));
     try {
-      this.marks = await get(runPath(this.name, "/marks"));
+      const marks = await get(runPath(this.name, "/marks"));
+      if (this.gone || asked !== this.askedMarks) return;
+      this.marks = marks;
     } catch {
       return; // the curves say what is wrong with the server
     }
-    if (this.gone) return;
     this.shell.damaged(this.marks);
     this.#draw();
     this.list.show(this.marks);

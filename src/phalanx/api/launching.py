@@ -1,0 +1,480 @@
+"""Launching: hand planned jobs to this machine or a cluster, and ask what became of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from phalanx.api.jobs import AnyJob, override_texts
+from phalanx.api.progress_line import teller
+from phalanx.api.results import Overrides, PublicResult, Tell, silent
+from phalanx.api.train_inputs import TrainCall, check_call, plan_call, ready_to_start
+from phalanx.errors import mistake
+from phalanx.job.load import ResolvedJob
+from phalanx.plan.plan import Plan
+from phalanx.record.run import Run
+from phalanx.units import format_seconds, plural
+
+if TYPE_CHECKING:
+    from phalanx.launch.request import LaunchRequest
+    from phalanx.launch.system import JobExplanation, LaunchSystem, QueuedJob
+
+WHERE = "phalanx launch"
+POLL_S = 2.0  # between two looks at the system by --wait: a scheduler answers thousands of people
+MOST_LOG_BYTES = 1 << 20
+QUEUE_HEAD = ("id", "job", "group", "system", "queue", "hosts", "state", "restarts", "step", "run")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class LaunchResult(PublicResult):
+    """What was launched, or would be: ids, requests, and the texts that were submitted."""
+
+    system: str
+    ids: tuple[str, ...]  # empty in a dry run
+    requests: tuple[LaunchRequest, ...]
+    texts: Mapping[str, str]  # by file name
+    final: tuple[QueuedJob, ...] = ()  # with `wait`: how they ended
+
+    @property
+    def exit_code(self) -> int:
+        """3 when a job that was waited for failed."""
+        return 3 if any(one.state != "done" for one in self.final) else 0
+
+    def __str__(self) -> str:
+        if not self.ids:
+            return "\n".join(text.rstrip("\n") for text in self.texts.values())
+        lines = [f"launched {plural(len(self.ids), 'job')} on {self.system}"]
+        for job, request in zip(self.ids, self.requests, strict=True):
+            lines.append(f"  {job}  {request.name}  {request.run}")
+        lines += [f"  {one.id}: {_state_text(one)}" for one in self.final]
+        first = self.ids[0]
+        return "\n".join([*lines, f"phalanx why {first} · phalanx logs {first} · phalanx watch {self.requests[0].run}"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class QueueTable(PublicResult):
+    """Launched jobs, and how far they are."""
+
+    jobs: tuple[QueuedJob, ...]
+    steps: Mapping[str, int]  # newest saved step by id
+    notes: tuple[str, ...] = ()  # systems that could not be asked
+
+    def __str__(self) -> str:
+        from phalanx.io.tables import text_table
+
+        if not self.jobs:
+            return "\n".join(["no jobs launched from here yet; phalanx launch JOB launches one", *self.notes])
+        rows = [self._cells(one) for one in self.jobs]
+        counts = Counter(one.state for one in self.jobs)
+        summary = ", ".join(f"{count} {state}" for state, count in counts.items())
+        return "\n".join([*text_table([QUEUE_HEAD, *rows], right=(5, 7, 8)), summary, *self.notes])
+
+    def _cells(self, one: QueuedJob) -> tuple[str, ...]:
+        step = self.steps.get(one.id)
+        return (
+            *(one.id, one.name, one.group or "–", one.system, one.queue or "–", str(one.hosts)),
+            *(_state_text(one), str(one.restarts), "–" if step is None else f"{step:,}", Path(one.run).name),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class WhyResult(PublicResult):
+    """Why a job waits or ended."""
+
+    explanation: JobExplanation
+
+    def __str__(self) -> str:
+        one = self.explanation
+        return f"{one.id} is {one.state}: {one.reason}; {one.cure}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class LogText(PublicResult):
+    """The ends of log files."""
+
+    files: Mapping[str, str]
+
+    def __str__(self) -> str:
+        if len(self.files) == 1:
+            return next(iter(self.files.values())).rstrip("\n")
+        return "\n".join(f"==> {name} <==\n{text.strip() or '(empty)'}" for name, text in self.files.items())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class JobAction(PublicResult):
+    """A job that was cancelled or requeued."""
+
+    id: str
+    done: str
+    run: str
+
+    def __str__(self) -> str:
+        return f"{self.id}: {self.done}; run folder: {self.run}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prepared:
+    plan: Plan
+    resolved: ResolvedJob
+    call: TrainCall
+    name: str
+
+
+def launch(
+    jobs: AnyJob | Sequence[AnyJob],
+    *,
+    on: str | None = None,
+    queue: str | None = None,
+    flavour: str | None = None,
+    hosts: int | None = None,
+    spares: int = 0,
+    group: str = "",
+    time_s: float | None = None,
+    overrides: Overrides = (),
+    cluster: str | None = None,
+    steps: int | None = None,
+    runs: str | Path = "runs",
+    name: str | None = None,
+    again: bool = False,
+    dry_run: bool = False,
+    out: str | Path | None = None,
+    wait: bool = False,
+    check: bool = True,
+    allow_code: bool = False,
+    progress: bool | Tell = True,
+) -> LaunchResult:
+    """Launch jobs in the background: on this machine, or on the cluster's own scheduler (`on="slurm"`).
+
+    Each job gets a run folder in `runs`, which all hosts must see. Job, plan and the live system are checked first;
+    either all jobs are submitted or none. `hosts` deals the ranks to so many hosts instead of the plan's, `spares` are
+    hosts beside them. `dry_run` submits nothing and returns what would be; `out` writes it into a folder. `wait`
+    returns when the jobs have ended. A job that is queued or running already is refused, unless `again` is given.
+
+    Defaults come from [launch] of the job, then from launch.toml in ~/.config/phalanx and /etc/xdg/phalanx.
+    """
+    from phalanx.launch.book import job_digest
+
+    listed: list[AnyJob] = list(jobs) if isinstance(jobs, list | tuple) else [cast(AnyJob, jobs)]
+    tell = teller(progress)
+    _check_launch(listed, name=name, group=group, spares=spares)
+    prepared = [
+        _plan_job(job, overrides, cluster, steps, Path(runs), name, check=check, allow_code=allow_code, tell=tell)
+        for job in listed
+    ]
+    chosen = {"on": on, "queue": queue, "flavour": flavour, "hosts": hosts, "time_s": time_s}
+    settings = [_launch_settings(one.plan, chosen) for one in prepared]
+    if len({one.on for one in settings}) > 1:
+        raise mistake(
+            WHERE, "the jobs name several launch systems", fix="launch them separately, or choose one with --on"
+        )
+    system = _open_system(settings[0].on)
+    digests = [job_digest(one.plan.to_dict()["job"]) for one in prepared]
+    if not again and not dry_run:
+        _refuse_double(system, [one.plan.job.name for one in prepared], digests)
+
+    def requests_for(folders: Sequence[Path]) -> list[LaunchRequest]:
+        from phalanx.launch.request import launch_request
+
+        return [
+            launch_request(
+                one.plan,
+                setting,
+                run=folder,
+                python=sys.executable,
+                name=one.name,
+                group=group,
+                spares=spares,
+                allow_code=allow_code,
+            )
+            for one, setting, folder in zip(prepared, settings, folders, strict=True)
+        ]
+
+    planned = [(Path(runs) / f"{one.name}-DATE").absolute() for one in prepared]
+    requests = requests_for(planned)
+    _tell_requests(prepared, requests, tell)
+    if system.is_here or not dry_run:
+        for remark in system.check(requests):
+            tell(remark)
+    else:
+        tell(f"{system.name} cannot be reached from this machine: partition, nodes and storage were not checked")
+    if dry_run:
+        return _launch_result(system, (), requests, out)
+    made = _make_runs(prepared)
+    requests = requests_for([run.path for run in made])
+    try:
+        submitted = system.submit(requests)
+    except BaseException:
+        for run in made:  # nothing trained in them
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    _record_launches(system, submitted, digests)
+    result = _launch_result(system, [one.id for one in submitted], requests, out)
+    return result if not wait else _wait_for(system, result, tell)
+
+
+def queue(*, group: str = "", on: str | None = None, progress: bool | Tell = False) -> QueueTable:
+    """Jobs that were launched, with their states: of one `group`, or of one system `on`."""
+    from phalanx.errors import PhalanxError
+    from phalanx.launch.book import read_records
+
+    known = read_records(os.environ, group=group)
+    names = [on] if on else sorted({one.system for one in known})
+    found: list[QueuedJob] = []
+    notes = []
+    for name in names:
+        try:
+            found += _open_system(name).list_jobs()
+        except PhalanxError as error:
+            if on:
+                raise
+            notes.append(f"{name}: {error.problems[0].what}")
+    kept = [one for one in found if not group or one.group == group]
+    steps = {one.id: saved for one in kept if (saved := _saved_step(one.run)) is not None}
+    return QueueTable(jobs=tuple(kept), steps=steps, notes=tuple(notes))
+
+
+def why(job: str) -> WhyResult:
+    """Why a launched job waits, or why it ended, with the cure; `job` is its id or its run folder."""
+    system, id_ = _find_job(job)
+    return WhyResult(explanation=system.explain(id_))
+
+
+def logs(job: str, *, rank: int | None = None, lines: int = 50) -> LogText:
+    """The last lines that a launched job wrote: its script and agents, or one rank."""
+    from phalanx.launch.book import find_record
+    from phalanx.record.run import open_run
+
+    if rank is not None:
+        path = open_run(find_record(job, os.environ).run).log(rank)
+        if rank < 0 or not path.is_file():
+            raise mistake(job, f"rank {rank} has no log", fix=f"phalanx logs {job} shows the output of the launch")
+        return LogText(files={str(path): _last_lines(path, lines)})
+    system, id_ = _find_job(job)
+    files = {name: _last_lines(Path(name), lines) for name in system.logs(id_) if Path(name).is_file()}
+    if not files:
+        raise mistake(job, "has no output yet", fix=f"phalanx why {job} says what it waits for")
+    return LogText(files=files)
+
+
+def cancel(job: str) -> JobAction:
+    """End a launched job: no process of it stays behind, its run folder does."""
+    system, id_ = _find_job(job)
+    system.cancel(id_)
+    return _job_action(id_, "cancelled")
+
+
+def requeue(job: str) -> JobAction:
+    """Start a launched job again: it goes on from its newest checkpoint."""
+    from dataclasses import replace
+
+    from phalanx.launch.book import find_record, record_launch
+
+    system, id_ = _find_job(job)
+    record = find_record(id_, os.environ)
+    now = system.requeue(id_)
+    if now != id_:
+        record_launch(replace(record, id=now, submitted_s=0.0), os.environ)
+    return _job_action(now, "requeued")
+
+
+# ---- how ------------------------------------------------------------------------------------------------------------
+
+
+def _check_launch(jobs: Sequence[AnyJob], *, name: str | None, group: str, spares: int) -> None:
+    from phalanx.record.run import require_name
+
+    if not jobs:
+        raise mistake(WHERE, "no job file is named", fix="phalanx launch job.toml; phalanx init writes one")
+    if name is not None and len(jobs) > 1:
+        raise mistake(WHERE, "--name names one run, and there are several jobs", fix="use --group for all of them")
+    if group:
+        require_name(group)
+    if not 0 <= spares <= 10**5:
+        raise mistake(WHERE, f"--spares {spares} is not a number from 0 on", fix="use 0 or more")
+
+
+def _plan_job(
+    job: AnyJob,
+    overrides: Overrides,
+    cluster: str | None,
+    steps: int | None,
+    runs: Path,
+    name: str | None,
+    *,
+    check: bool,
+    allow_code: bool,
+    tell: Tell,
+) -> _Prepared:
+    """The job planned and held against the training specification; nothing is made yet."""
+    from phalanx.api.checking import check_before_training
+    from phalanx.train.prepare import need_torch
+
+    call = TrainCall(
+        job=job,
+        overrides=tuple(override_texts(overrides)),
+        cluster=cluster,
+        steps=steps,
+        runs=runs.absolute(),
+        name=name,
+        check=check,
+        allow_code=allow_code,
+        tell=tell,
+    )
+    check_call(call)
+    need_torch()
+    plan, resolved, _ = plan_call(call, here=False)
+    check_before_training(resolved, plan, refuse=check, tell=silent if not check else tell)
+    return _Prepared(plan=plan, resolved=resolved, call=call, name=name or plan.job.name)
+
+
+def _launch_settings(plan: Plan, chosen: Mapping[str, Any]) -> Any:
+    from phalanx.launch.settings import launch_settings
+
+    return launch_settings(plan.job.launch, os.environ, **chosen)
+
+
+def _open_system(name: str) -> LaunchSystem:
+    """The launch system of a name; raises UserError where it is not on this machine."""
+    from phalanx.launch.systems import open_system
+
+    return open_system(name, os.environ)
+
+
+def _find_job(job: str) -> tuple[LaunchSystem, str]:
+    from phalanx.launch.book import find_record
+
+    record = find_record(job, os.environ)
+    return _open_system(record.system), record.id
+
+
+def _refuse_double(system: LaunchSystem, names: Sequence[str], digests: Sequence[str]) -> None:
+    """The same job twice at once is a slip of the hand far more often than a wish; raises UserError."""
+    from phalanx.launch.book import read_records
+    from phalanx.launch.system import OVER
+
+    doubled = [name for name, count in Counter(digests).items() if count > 1]
+    if doubled:
+        raise mistake(WHERE, f"job {names[digests.index(doubled[0])]} is named twice", fix="name each job once")
+    same = {one.id: one for one in read_records(os.environ, system=system.name) if one.digest in digests}
+    alive = [one for one in system.list_jobs(sorted(same)) if one.state not in OVER] if same else []
+    if alive:
+        first = alive[0]
+        raise mistake(
+            WHERE,
+            f"job {first.name} is already {first.state}, as {first.id}",
+            why="a second run of it would cost as much again",
+            fix=f"phalanx cancel {first.id} ends it; --again launches a second run",
+        )
+
+
+def _tell_requests(prepared: Sequence[_Prepared], requests: Sequence[LaunchRequest], tell: Tell) -> None:
+    from phalanx.launch.request import placement_cost
+
+    for one, request in zip(prepared, requests, strict=True):
+        spare = f" and {plural(request.spares, 'spare')}" if request.spares else ""
+        tell(
+            f"{request.name}: {plural(request.hosts, 'host')}{spare} × {request.devices_per_host} "
+            f"{request.accelerator}, {one.plan.layout.short}, time limit {format_seconds(request.time_limit_s)}"
+        )
+        if said := placement_cost(one.plan):
+            tell(f"  placement: {said}")
+
+
+def _make_runs(prepared: Sequence[_Prepared]) -> list[Run]:
+    """A run folder per job, with its data found or built."""
+    from phalanx.api.training import make_run_folder
+
+    made: list[Run] = []
+    try:
+        for one in prepared:
+            started = time.time()
+            plan, data_s = ready_to_start(one.plan, one.resolved, one.call, checked=True)
+            made.append(make_run_folder(plan, one.call, None, started=started, data_s=data_s))
+    except BaseException:
+        for run in made:
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    return made
+
+
+def _record_launches(system: LaunchSystem, submitted: Sequence[Any], digests: Sequence[str]) -> None:
+    from phalanx.launch.book import LaunchRecord, record_launch
+
+    for one, digest in zip(submitted, digests, strict=True):
+        request = one.request
+        record_launch(
+            LaunchRecord(
+                id=one.id,
+                system=system.name,
+                name=request.name,
+                run=request.run,
+                group=request.group,
+                queue=request.settings.queue,
+                digest=digest,
+            ),
+            os.environ,
+        )
+
+
+def _launch_result(
+    system: LaunchSystem, ids: Sequence[str], requests: Sequence[LaunchRequest], out: str | Path | None
+) -> LaunchResult:
+    from phalanx.io.files import write_text
+
+    texts = system.render(requests)
+    if out is not None:
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            write_text(folder / name, text)
+    return LaunchResult(system=system.name, ids=tuple(ids), requests=tuple(requests), texts=texts)
+
+
+def _wait_for(system: LaunchSystem, result: LaunchResult, tell: Tell) -> LaunchResult:
+    """Look until all have ended; says when a state changes. Ctrl-C leaves the jobs alone."""
+    from dataclasses import replace
+
+    from phalanx.launch.system import OVER
+
+    seen: dict[str, str] = {}
+    while True:
+        now = {one.id: one for one in system.list_jobs(result.ids)}
+        for job, one in now.items():
+            if seen.get(job) != one.state:
+                seen[job] = one.state
+                tell(f"{job}: {_state_text(one)}")
+        if len(now) == len(result.ids) and all(one.state in OVER for one in now.values()):
+            return replace(result, final=tuple(now[job] for job in result.ids))
+        time.sleep(POLL_S)
+
+
+def _state_text(one: QueuedJob) -> str:
+    """The state, and the system's own word for it where that says more."""
+    return one.state if one.said in ("", one.state) else f"{one.state} ({one.said})"
+
+
+def _saved_step(run: str) -> int | None:
+    try:
+        return max(Run(path=Path(run)).saved_steps(), default=None)
+    except OSError:
+        return None
+
+
+def _last_lines(path: Path, lines: int) -> str:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - MOST_LOG_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-max(1, lines) :]) + "\n"
+
+
+def _job_action(job: str, done: str) -> JobAction:
+    from phalanx.launch.book import find_record
+
+    return JobAction(id=job, done=done, run=find_record(job, os.environ).run)

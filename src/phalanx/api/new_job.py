@@ -1,0 +1,134 @@
+"""The first job file: written with comments, valid as it stands, and the commands that come next."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.api.results import PublicResult
+from phalanx.errors import Problem, SystemFailure, mistake, nearest
+from phalanx.io.tables import text_table
+from phalanx.job.template import DATA, TINY, render_template, vocab_of
+
+if TYPE_CHECKING:
+    from phalanx.job.model import Preset
+
+LOCAL = "local"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class NewJob(PublicResult):
+    """A job file that was written, and the commands that come next."""
+
+    path: str
+    model: str
+    cluster: str
+    next_steps: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.path
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was written."""
+        return {"path": self.path, "model": self.model, "cluster": self.cluster}
+
+
+def init(path: str | Path = "job.toml", *, model: str = TINY, cluster: str = LOCAL, force: bool = False) -> NewJob:
+    """Write a commented job file that works as it stands; an existing file is kept unless `force`."""
+    from phalanx.plan.parameter_counts import count_parameters
+
+    file, preset = Path(path), _known_preset(model)
+    devices = 0
+    if cluster != LOCAL:  # an unknown cluster is refused before a file names it
+        from phalanx.hardware.cluster import resolve_cluster  # reads the accelerator tables
+
+        found = resolve_cluster(cluster, base=file.parent)
+        devices = found.devices if found.hosts > 1 else 0
+    text = render_template(
+        file=str(path),
+        name=job_name(file),
+        preset=preset,
+        cluster=cluster,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        parameters=count_parameters(replace(preset.model(), vocab=vocab_of(preset))).total,
+    )
+    _write_new(file, text, force=force)
+    _write_schema(file.parent)
+    steps = tuple(_next_steps(file, model=model, devices=devices))
+    return NewJob(path=str(file), model=model, cluster=cluster, next_steps=steps)
+
+
+def job_name(path: Path) -> str:
+    """A legal job name from a file name.
+
+    >>> job_name(Path("/tmp/My first run.toml"))
+    'my-first-run'
+    """
+    return re.sub(r"[^a-z0-9._-]+", "-", path.stem.lower()).lstrip("._-")[:63] or "job"
+
+
+def _known_preset(name: str) -> Preset:
+    from phalanx.job.model import known_presets
+
+    known = known_presets()
+    if name in known:
+        return known[name]
+    close = nearest(name, known)
+    fix = f"did you mean {close}?" if close else f"known are {', '.join(known)}"
+    raise mistake("--model", f'"{name[:60]}" is not a known model', fix=fix)
+
+
+def _next_steps(path: Path, *, model: str, devices: int) -> list[str]:
+    """Commands that work as they stand, from the current folder, each with what it is for behind a #."""
+    job, data = shlex.quote(str(path)), shlex.quote(str(path.parent / DATA))
+    build = f"phalanx data build {data}"
+    steps = [
+        (f"phalanx plan {job}", "the layout, its time, memory and cost; needs no data"),
+        (f"{build} --corpus offline-english", "sample text, downloaded once; or name your own files and folders"),
+        (f"phalanx train {job}", "Ctrl-C saves; phalanx train --resume RUN continues")
+        if not devices
+        else (f"srun --ntasks={devices} phalanx train {job}", "on the cluster; or torchrun, mpirun: docs/training.md"),
+    ]
+    if model != TINY:
+        steps[1] = (f"{build} --corpus offline-english", "sample text, downloaded once")
+        steps.insert(2, (f"# {build} YOUR_TEXT --tokenizer tokenizer.json", f"your own, with the tokenizer of {model}"))
+    return text_table([(command, f"# {why}") for command, why in steps])
+
+
+def _write_schema(folder: Path) -> None:
+    """The schema that the job file names, for editors; one that is there and ours is brought up to date."""
+    from phalanx.io.files import read_head, replace_text
+    from phalanx.job.json_schema import SCHEMA_NAME, schema_text
+
+    path = folder / SCHEMA_NAME
+    if path.exists() and b'"title": "Phalanx job file"' not in read_head(path, 4096):
+        return
+    with contextlib.suppress(OSError):  # a help for editors alone: the job file is written
+        replace_text(path, schema_text())
+
+
+def _write_new(path: Path, text: str, *, force: bool) -> None:
+    from phalanx.io.files import replace_text
+
+    try:
+        if force:
+            replace_text(path, text)
+            return
+        # "x" makes the check and the creation one act: two calls at once cannot both win.
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise mistake(
+            str(path), "exists already", why="init never overwrites on its own", fix="name another file, or add --force"
+        ) from error
+    except (IsADirectoryError, FileNotFoundError, NotADirectoryError) as error:
+        raise mistake(
+            str(path), f"cannot be written: {error.strerror}", fix="name a file in a folder that exists"
+        ) from error
+    except OSError as error:
+        raise SystemFailure(Problem(where=str(path), what=f"cannot be written: {error.strerror or error}")) from error

@@ -1,0 +1,10 @@
+"""Scaling laws: `phalanx.scale.fit("runs.csv")`, and what `phalanx scale` prints."""
+
+from __future__ import annotations
+
+from phalanx.api.scale_allocate import SizedRun, allocate
+from phalanx.api.scale_fit import FittedLaw, fit
+from phalanx.api.scale_predict import RunBesideLaw, predict
+from phalanx.api.scale_sweep import Sweep, sweep
+
+__all__ = ["FittedLaw", "RunBesideLaw", "SizedRun", "Sweep", "allocate", "fit", "predict", "sweep"]

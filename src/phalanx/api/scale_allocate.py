@@ -1,0 +1,82 @@
+"""Size a large run by a fitted law."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.api.results import PublicResult
+from phalanx.api.scale_fit import FittedLaw
+from phalanx.errors import mistake
+from phalanx.io.codec import json_values
+from phalanx.io.files import write_text
+from phalanx.record.run import require_name
+
+if TYPE_CHECKING:
+    from phalanx.scale.allocate_budget import Allocation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class SizedRun(PublicResult):
+    """What to train for a budget; `write_job` writes the job file."""
+
+    allocation: Allocation
+
+    def __str__(self) -> str:
+        from phalanx.scale.allocate_text import allocation_text
+
+        return allocation_text(self.allocation)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the whole plan, of which layout, time and bill are given."""
+        found = dict(json_values(self.allocation))
+        plan = self.allocation.plan
+        if plan is not None:
+            keys = ("layout", "duration", "bill", "prediction")
+            found["plan"] = {key: json_values(getattr(plan, key)) for key in keys}
+        return found
+
+    def write_job(self, path: str | Path) -> None:
+        """Write the job file that starts it."""
+        write_text(Path(path), self.allocation.job_toml, fix="name another --out")
+
+
+def allocate(
+    fit: str | Path | FittedLaw,
+    *,
+    budget: float | str | None = None,
+    gpu_hours: float | str | None = None,
+    cluster: str | None = None,
+    inference_tokens: float | str | None = None,
+    extrapolate: bool = False,
+    vocab: int = 128_256,
+    sequence: int = 4096,
+    data: str = "data/tokens",
+    name: str = "scaled",
+) -> SizedRun:
+    """Size a run by a law: model, tokens, loss with its interval, layout, time, money and energy.
+
+    `fit` is what `fit` returned or wrote. `budget` are FLOPs, or `gpu_hours` on a `cluster` at the speed that the
+    planner predicts. With `inference_tokens`, a smaller model that is trained longer to the same loss, where that saves
+    compute over training and serving. Beyond 100 times the largest run of the fit, `extrapolate` must be said.
+    """
+    from phalanx.scale.allocate_budget import allocate_budget, read_fit
+
+    require_name(name)
+    for option, value, least in (("--vocab", vocab, 2), ("--sequence", sequence, 1)):
+        if not least <= value <= 10**8:
+            raise mistake(option, f"{value} is not in {least} to 100,000,000")
+    found = allocate_budget(
+        fit.fit if isinstance(fit, FittedLaw) else read_fit(Path(fit)),
+        budget=None if budget is None else str(budget),
+        gpu_hours=None if gpu_hours is None else str(gpu_hours),
+        cluster=cluster,
+        inference_tokens=None if inference_tokens is None else str(inference_tokens),
+        extrapolate=extrapolate,
+        vocab=vocab,
+        sequence=sequence,
+        data=data,
+        name=name,
+    )
+    return SizedRun(allocation=found)

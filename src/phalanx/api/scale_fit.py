@@ -1,0 +1,106 @@
+"""Fit a scaling law to a table of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.api.results import PublicResult, Tell, silent
+from phalanx.errors import Problem, SystemFailure, mistake, nearest
+from phalanx.io.codec import json_text, json_values
+from phalanx.io.files import write_text
+from phalanx.scale.fit_result import ScalingFit
+from phalanx.scale.points import COUNTED, FLOPS_COUNTED, ScalingPoints, TableOptions
+
+MOST_DRAWS = 20_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class FittedLaw(PublicResult):
+    """A law with its intervals; `write` keeps it for allocate and predict."""
+
+    fit: ScalingFit
+    points: ScalingPoints
+
+    def __str__(self) -> str:
+        from phalanx.scale.fit_text import fit_text
+
+        return fit_text(self.fit)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fit, as `write` writes it."""
+        return dict(json_values(self.fit))
+
+    def write_plots(self, folder: str | Path) -> tuple[str, ...]:
+        """Write IsoFLOP curves, residuals and the frontier as SVG files; their names."""
+        from phalanx.scale.plots import fit_plots
+
+        made = fit_plots(self.fit, self.points)
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            what = f"cannot hold pictures: {error.strerror or error}"
+            raise SystemFailure(Problem(where=str(folder), what=what, fix="name a writable folder")) from error
+        for name, svg in made.items():
+            write_text(Path(folder) / name, svg + "\n", fix="name another folder with --plots")
+        return tuple(made)
+
+    def write(self, path: str | Path) -> None:
+        """Write the file that `allocate` and `predict` read."""
+        write_text(Path(path), json_text(self.fit, indent=1) + "\n", fix="name another --out")
+
+
+def fit(
+    source: str | Path,
+    *,
+    method: str = "vpnls",
+    columns: Mapping[str, str] | None = None,
+    where: Mapping[str, str] | None = None,
+    params_counted: str = "unstated",
+    flops_counted: str = "",
+    drop_highest: int = 0,
+    mixed: bool = False,
+    repeated: bool = False,
+    draws: int = 400,
+    seed: int = 0,
+    tell: Tell = silent,
+) -> FittedLaw:
+    """Fit a scaling law to a CSV table, a run folder or a folder of runs.
+
+    `method` is vpnls, huber3, isoflop, kaplan or overtrain. `columns` maps our column names to the
+    table's, `where` picks rows by their values. `draws` are the resamples behind intervals, made from `seed`.
+    Raises UserError for points that no law can be fitted to.
+    """
+    from phalanx.scale.fit_points import METHODS, fit_law
+    from phalanx.scale.points import read_points
+
+    for option, value, known in (
+        ("--method", method, METHODS),
+        ("--params-counted", params_counted, COUNTED),
+        ("--flops-counted", flops_counted, {"": "", **FLOPS_COUNTED}),
+    ):
+        if value not in known:
+            close = nearest(value, known)
+            fix = f"did you mean {close}?" if close else f"use {', '.join(one for one in known if one)}"
+            raise mistake(option, f'"{value[:40]}" is not known', fix=fix)
+    if not 0 <= draws <= MOST_DRAWS:
+        raise mistake("--draws", f"{draws} is not in 0 to {MOST_DRAWS:,}")
+    options = TableOptions(
+        columns=columns or {},
+        where=where or {},
+        params_counted=params_counted,
+        flops_counted=flops_counted,
+        drop_highest=drop_highest,
+        mixed=mixed,
+        repeated=repeated,
+    )
+    path = Path(source)
+    if path.is_dir():
+        from phalanx.scale.run_points import read_run_points
+
+        points = read_run_points(path, options)
+    else:
+        points = read_points(path, options)
+    return FittedLaw(fit=fit_law(points, method=method, draws=draws, seed=seed), points=points)

@@ -1,0 +1,20 @@
+"""`phalanx requeue ID`: start a launched job again."""
+
+from __future__ import annotations
+
+import argparse
+
+import phalanx
+from phalanx.cli.output import show
+from phalanx.cli.parser import add_json
+
+
+def configure_parser(parser: argparse.ArgumentParser) -> None:
+    """Options of `phalanx requeue`."""
+    parser.add_argument("id", metavar="ID", help="the id that phalanx launch printed, or a run folder")
+    add_json(parser)
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Start it again, say so."""
+    return show(phalanx.requeue(args.id), as_json=args.json)

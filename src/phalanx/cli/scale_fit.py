@@ -1,0 +1,94 @@
+"""`phalanx scale fit`: a scaling law from a table of runs."""
+
+from __future__ import annotations
+
+import argparse
+
+import phalanx
+from phalanx.cli.output import note, show
+from phalanx.cli.parser import add_json
+from phalanx.errors import mistake
+
+
+def configure_parser(parser: argparse.ArgumentParser) -> None:
+    """Options of `phalanx scale fit`."""
+    parser.add_argument("source", metavar="RUNS", help="a CSV table, a run folder, or a folder of runs")
+    parser.add_argument(
+        "--method",
+        metavar="M",
+        default="vpnls",
+        help="vpnls (default), huber3, isoflop, kaplan or overtrain",
+    )
+    table = parser.add_argument_group("the table")
+    table.add_argument(
+        "--column",
+        metavar="OURS=THEIRS",
+        action="append",
+        default=[],
+        help="read a column under another name, e.g. loss=loss_c4_val; may be repeated",
+    )
+    table.add_argument(
+        "--where",
+        metavar="COLUMN=VALUE",
+        action="append",
+        default=[],
+        help="only rows with this value; may be repeated",
+    )
+    table.add_argument(
+        "--params-counted",
+        metavar="HOW",
+        default="unstated",
+        help="which parameters the column params counts: total, no-embedding, no-embedding-no-head or active "
+        "(default: unstated)",
+    )
+    table.add_argument(
+        "--flops-counted",
+        metavar="HOW",
+        default="",
+        help="how the column flops is counted: 6nd, head or head+attention (default: unstated)",
+    )
+    table.add_argument("--drop-highest", metavar="K", type=int, default=0, help="leave out the K highest losses")
+    table.add_argument("--mixed", action="store_true", help="allow rows with different tokenizers or datasets")
+    table.add_argument(
+        "--repeated", action="store_true", help="treat rows that differ only in loss as repeated measurements"
+    )
+    parser.add_argument("--draws", metavar="K", type=int, default=400, help="resamples for intervals (default: 400)")
+    parser.add_argument("--seed", metavar="S", type=int, default=0, help="seed of the resamples (default: 0)")
+    parser.add_argument("--out", metavar="FIT.json", help="write the fit, for allocate and predict")
+    parser.add_argument("--plots", metavar="DIR", help="write IsoFLOP curves, residuals and the frontier as SVG files")
+    add_json(parser)
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Fit, and print the law."""
+    found = phalanx.scale.fit(
+        args.source,
+        method=args.method,
+        columns=pairs("--column", args.column),
+        where=pairs("--where", args.where),
+        params_counted=args.params_counted,
+        flops_counted=args.flops_counted,
+        drop_highest=args.drop_highest,
+        mixed=args.mixed,
+        repeated=args.repeated,
+        draws=args.draws,
+        seed=args.seed,
+        tell=note,
+    )
+    if args.out:
+        found.write(args.out)
+        note(f"wrote {args.out}")
+    if args.plots:
+        note(f"wrote {', '.join(found.write_plots(args.plots))} to {args.plots}")
+    return show(found, as_json=args.json)
+
+
+def pairs(option: str, texts: list[str]) -> dict[str, str]:
+    """KEY=VALUE words as a mapping."""
+    found = {}
+    for text in texts:
+        key, sign, value = text.partition("=")
+        if not sign or not key.strip() or not value.strip():
+            raise mistake(option, f'"{text[:60]}" is not of the form NAME=VALUE')
+        found[key.strip()] = value.strip()
+    return found

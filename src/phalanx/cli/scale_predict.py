@@ -1,0 +1,28 @@
+"""`phalanx scale predict`: a run's loss beside the band of a fitted law."""
+
+from __future__ import annotations
+
+import argparse
+
+import phalanx
+from phalanx.cli.output import show
+from phalanx.cli.parser import add_json
+
+
+def configure_parser(parser: argparse.ArgumentParser) -> None:
+    """Options of `phalanx scale predict`."""
+    parser.add_argument("fit", metavar="FIT", help="a fit, written by phalanx scale fit --out")
+    parser.add_argument("--run", metavar="RUN", required=True, help="a run folder, or a CSV table of one run")
+    parser.add_argument(
+        "--allowance",
+        metavar="X",
+        type=float,
+        default=0.05,
+        help="how far above the interval a run that is still training may be (default: 0.05)",
+    )
+    add_json(parser)
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Hold the run against the law; 1 when it is outside its band."""
+    return show(phalanx.scale.predict(args.fit, args.run, allowance=args.allowance), as_json=args.json)

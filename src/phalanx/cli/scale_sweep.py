@@ -1,0 +1,57 @@
+"""`phalanx scale sweep`: a grid of small runs for a scaling law."""
+
+from __future__ import annotations
+
+import argparse
+
+import phalanx
+from phalanx.cli.output import note, show
+from phalanx.cli.parser import add_job, add_json
+
+
+def configure_parser(parser: argparse.ArgumentParser) -> None:
+    """Options of `phalanx scale sweep`."""
+    add_job(parser)
+    parser.add_argument(
+        "--budgets", metavar="C", required=True, help="FLOPs: 1e15..1e17 (five), 1e15..1e17:7, or 1e15,3e15,1e16"
+    )
+    parser.add_argument("--sizes", metavar="K", type=int, default=7, help="model sizes per budget (default: 7)")
+    parser.add_argument(
+        "--method",
+        metavar="M",
+        default="isoflop",
+        help="isoflop: train every run from scratch (default); wsd: runs of one size share their steps at constant "
+        "learning rate, and each has its own decay",
+    )
+    parser.add_argument(
+        "--tokens-per-parameter",
+        metavar="R",
+        type=float,
+        default=20.0,
+        help="assumed optimum, around which model sizes are chosen (default: 20)",
+    )
+    parser.add_argument("--out", metavar="DIR", help="folder for runs, results and table (default: runs/sweep-NAME)")
+    parser.add_argument(
+        "--parallel", metavar="P", type=int, help="runs at a time (default: one per core, four per GPU)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the grid with predicted time and cost; train nothing"
+    )
+    add_json(parser)
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Sweep, and print what it gave."""
+    found = phalanx.scale.sweep(
+        args.job,
+        budgets=args.budgets,
+        sizes=args.sizes,
+        method=args.method,
+        out=args.out,
+        tokens_per_parameter=args.tokens_per_parameter,
+        parallel=args.parallel,
+        overrides=args.overrides,
+        dry_run=args.dry_run,
+        progress=note,
+    )
+    return show(found, as_json=args.json)

@@ -1,0 +1,20 @@
+"""`phalanx why ID`: why a launched job waits, or why it ended."""
+
+from __future__ import annotations
+
+import argparse
+
+import phalanx
+from phalanx.cli.output import show
+from phalanx.cli.parser import add_json
+
+
+def configure_parser(parser: argparse.ArgumentParser) -> None:
+    """Options of `phalanx why`."""
+    parser.add_argument("id", metavar="ID", help="the id that phalanx launch printed, or a run folder")
+    add_json(parser)
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Print the sentence."""
+    return show(phalanx.why(args.id), as_json=args.json)

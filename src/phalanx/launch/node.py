@@ -1,0 +1,278 @@
+"""`python -m phalanx.launch.node WHAT RUN …`: what runs on the hosts that a launch system placed.
+
+describe   print this host's topology, name and address; on every host
+prepare    make the run ready for these hosts, in this order; once, on the first host, with their lines on stdin
+serve      start the host's agent, start it again when it dies, and stay until the run is over; on every host
+conclude   exit 0 when the run is done, 75 when it saved and wants to go on, else with the run's exit code; once
+local      prepare, serve and conclude on this machine alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ipaddress
+import os
+import platform
+import re
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.elastic.local_launch import (
+    HostSpec,
+    agent_command,
+    collected_signals,
+    prepare_launch,
+    tend_agents,
+)
+from phalanx.elastic.rank_process import SYSTEM_STOPS
+from phalanx.elastic.transports import interface_addresses
+from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError, mistake
+from phalanx.hardware.discover import discover
+from phalanx.io.values import text as text_value
+from phalanx.launch.system import REQUEUE
+from phalanx.record.run import Run, open_run
+from phalanx.units import plural
+
+WANTS_TO_GO_ON = "requeue"  # in the stop file: the system interrupts the run, nobody wants it to end
+HELD_S = 30.0  # for the coordinator of an interrupted launch to lose its lease
+HOST = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,252}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostLine:
+    """One host, as it describes itself: where it is in the topology, its name, where others reach it."""
+
+    topology: str
+    name: str
+    address: str
+
+    @classmethod
+    def parse(cls, line: str) -> HostLine:
+        """The host of a line that `describe` printed; raises ValueError for any other line."""
+        topology, name, address = line.split()
+        if not HOST.fullmatch(name) or not ipaddress.ip_address(address):
+            raise ValueError(line)
+        return cls(topology=topology, name=name, address=address)
+
+    @property
+    def order(self) -> tuple[tuple[int, str, int], ...]:
+        """Hosts of one switch are neighbours, and leaf10 comes after leaf9."""
+        parts = re.findall(r"\d+|\D+", f"{self.topology} {self.name}")
+        return tuple((1, "", int(part)) if part.isdigit() else (0, part, 0) for part in parts)
+
+
+def own_host(environ: Mapping[str, str]) -> str:
+    """The name of this host as its launch system knows it."""
+    return environ.get("PHALANX_HOST") or environ.get("SLURMD_NODENAME") or platform.node() or "localhost"
+
+
+def describe_host(environ: Mapping[str, str], interface: str) -> HostLine:
+    """This host's line; raises UserError when it has no address on `interface`."""
+    name = own_host(environ)
+    topology = environ.get("PHALANX_TOPOLOGY") or environ.get("SLURM_TOPOLOGY_ADDR") or name
+    return HostLine(topology=topology.replace(" ", "_"), name=name, address=own_address(interface))
+
+
+def own_address(interface: str) -> str:
+    """This host's address on an interface ("ib0"), in a network ("10.0.0.0/8"), or the one its name stands for.
+
+    >>> own_address("127.0.0.0/8")
+    '127.0.0.1'
+    """
+    found = interface_addresses()
+    if "/" in interface:
+        network = ipaddress.ip_network(interface, strict=False)
+        matching = [address for _, address in found if ipaddress.ip_address(address) in network]
+    elif interface:
+        matching = [address for device, address in found if interface in (device, address)]
+    else:
+        matching = _addresses_of_name() or [address for _, address in found if not address.startswith("127.")]
+    if not matching:
+        known = ", ".join(f"{device} {address}" for device, address in found)
+        raise mistake(
+            f"host {platform.node()}",
+            f"has no address on {interface or 'any network'}",
+            why="other hosts could not reach it",
+            fix=f"set launch.interface to one of: {known}",
+        )
+    return matching[0]
+
+
+def _addresses_of_name() -> list[str]:
+    """What other hosts find under this one's name; Debian writes 127.0.1.1 into /etc/hosts, which nobody reaches."""
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(platform.node(), None, socket.AF_INET, socket.SOCK_STREAM)
+        return [str(one[4][0]) for one in found if not str(one[4][0]).startswith("127.")]
+    return []
+
+
+def prepare_run(run: Run, lines: Sequence[str], *, hosts: int, slots: int) -> None:
+    """Make a run ready for agents on the hosts of `lines`, in topology order. Of more than `hosts`, the rest is spare.
+
+    Raises SystemFailure when fewer than `hosts` are there.
+    """
+    found: dict[str, HostLine] = {}
+    for line in lines:
+        with contextlib.suppress(ValueError):  # what a module or a login message printed between them
+            one = HostLine.parse(line)
+            found[one.name] = one
+    if len(found) < hosts:
+        here = ", ".join(found) or "none"
+        raise SystemFailure(
+            Problem(
+                where=str(run.path),
+                what=f"{len(found)} of {plural(hosts, 'host')} answered: {here}",
+                why="the others do not see this folder, or have no Phalanx at the same path",
+                fix="put the run folder and Python on storage that all hosts share (--runs, launch.python)",
+            )
+        )
+    if run.status().get("state") == "done":
+        return
+    ordered = sorted(found.values(), key=lambda one: one.order)
+    _prepare_when_free(run, [HostSpec(name=one.name, slots=slots, address=one.address) for one in ordered])
+
+
+def _prepare_when_free(run: Run, hosts: Sequence[HostSpec]) -> None:
+    """A launch that was interrupted hard may hold its lease for some seconds more."""
+    saved = max(run.saved_steps(), default=0)
+    deadline = time.monotonic() + HELD_S
+    while True:
+        try:
+            prepare_launch(run, hosts, began_at_step=saved)
+            return
+        except UserError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
+def serve_host(run: Run, environ: Mapping[str, str], *, allow_code: bool) -> int:
+    """Tend this host's agent until the run is over; the run's exit code."""
+    launch, name = run.launch(), own_host(environ)
+    if run.status().get("state") == "done":
+        return 0
+    names = [str(host) for host in launch.get("hosts", ())]
+    if name not in names:
+        print(f"host {name} is not part of this launch: it did not describe itself in time", file=sys.stderr)
+        return 0
+    place = names.index(name)
+    spec = HostSpec(name=name, slots=int(launch["slots"][place]), address=str(launch["addresses"][place]))
+    return tend_hosts(run, [spec], environ, is_first=place == 0, allow_code=allow_code)
+
+
+class _OneWish(Sequence[int]):
+    """However often we are told to end, the run saves once: Slurm signals the step, and srun passes on its own."""
+
+    def __init__(self, wishes: Sequence[int]) -> None:
+        self._wishes = wishes
+
+    def __len__(self) -> int:
+        return min(1, len(self._wishes))
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._wishes[:1][place]
+
+
+def tend_hosts(
+    run: Run, hosts: Sequence[HostSpec], environ: Mapping[str, str], *, is_first: bool, allow_code: bool
+) -> int:
+    slots = sum(host.slots for host in hosts)
+    threads = str(max(1, discover().usable_cores // slots))  # the ranks of a host share its cores
+    wanted = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+    with collected_signals() as wishes:
+        outcome = tend_agents(
+            run,
+            hosts=hosts,
+            environ={**wanted, **environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", SYSTEM_STOPS: "1"},
+            tick=lambda: None,
+            asked=lambda count: None,
+            wishes=_OneWish(wishes),
+            agent=agent_command(allow_code=allow_code),
+            is_first=is_first,
+        )
+    return outcome.exit_code
+
+
+def conclude_run(run: Run) -> tuple[int, str]:
+    """The exit code of a launch, and the sentence for its log.
+
+    A run that was stopped wants to go on (75), unless a person asked for it with a stop file, or a time limit passed
+    without a new checkpoint: it would come to nothing the next time, too.
+    """
+    status = run.status()
+    state, message = status.get("state"), text_value(status, "message")
+    if state == "done":
+        return 0, "done"
+    if state == "stopped":
+        asked = _stop_wish(run)
+        saved, began = max(run.saved_steps(), default=0), int(run.launch().get("began_at_step") or 0)
+        if asked is not None and asked != WANTS_TO_GO_ON:
+            return 0, f"stopped as asked: {message}"
+        if asked == WANTS_TO_GO_ON and saved <= began:
+            return (
+                3,
+                f"reached the time limit before a checkpoint after step {began:,}: launch it with a longer --time-s",
+            )
+        return REQUEUE, f"interrupted at step {saved:,}: {message}"
+    code = int(status.get("exit_code") or 3)
+    return (code if code != REQUEUE else 3), f"{state or 'never started'}: {message}"
+
+
+def _stop_wish(run: Run) -> str | None:
+    """What the stop file says; None without one."""
+    try:
+        return run.stop_file.read_text(encoding="utf-8", errors="replace")[:100].strip()
+    except OSError:
+        return None
+
+
+def _run_here(run: Run, environ: Mapping[str, str], args: argparse.Namespace) -> int:
+    """A launch on this machine alone, pretending `hosts` hosts."""
+    hosts = [HostSpec(name=f"host-{number}", slots=args.slots) for number in range(args.hosts + args.spares)]
+    with run.held():
+        _prepare_when_free(run, hosts)
+        tend_hosts(run, hosts, environ, is_first=True, allow_code=args.allow_code)
+    return conclude_run(run)[0]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Called by the batch script, by srun, by a pod, or by the local system."""
+    parser = argparse.ArgumentParser(prog="phalanx.launch.node", allow_abbrev=False)
+    parser.add_argument("what", choices=("describe", "prepare", "serve", "conclude", "local"))
+    parser.add_argument("run")
+    parser.add_argument("--interface", default="")
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--spares", type=int, default=0)
+    parser.add_argument("--slots", type=int, default=1)
+    parser.add_argument("--allow-code", action="store_true")
+    args = parser.parse_args(arguments)
+    try:
+        run = open_run(Path(args.run))
+        if args.what == "describe":
+            run.check_settings()  # this host reads what the others do
+            line = describe_host(os.environ, args.interface)
+            print(line.topology, line.name, line.address, flush=True)
+        elif args.what == "prepare":
+            prepare_run(run, sys.stdin.read().splitlines(), hosts=args.hosts, slots=args.slots)
+        elif args.what == "serve":
+            return serve_host(run, os.environ, allow_code=args.allow_code)
+        elif args.what == "conclude":
+            code, said = conclude_run(run)
+            print(f"phalanx: {said}", file=sys.stderr)
+            return code
+        else:
+            return _run_here(run, os.environ, args)
+    except PhalanxError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,147 @@
+"""What a launch asks for, computed from the plan and the settings alone: the same for every launch system."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from phalanx.elastic.local_launch import ALLOW_CODE
+from phalanx.errors import mistake
+from phalanx.launch.settings import LaunchSettings
+from phalanx.plan.plan import Plan
+from phalanx.plan.prediction import predict_layout
+from phalanx.plan.request import request_from_job
+from phalanx.units import format_seconds, plural
+
+# Beside training: imports, the first step, the last checkpoint. Our own choice; a run of CPUs takes 20 s of it.
+START_AND_END_S = 600.0
+LEAST_SAVE_S = 60.0  # between the signal and the time limit, on top of what the plan says a checkpoint takes
+MOST_SAVE_S = 900.0
+NODE_MODULE = "phalanx.launch.node"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementGroup:
+    """Consecutive hosts that exchange much: the nearer they are, the better. Inner groups come first."""
+
+    axes: tuple[str, ...]  # that run inside a group, such as ("tensor", "pipeline")
+    hosts: int  # of one group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchRequest:
+    """What a launch system is asked for: hosts, devices, time, and what to start on each host."""
+
+    name: str
+    group: str  # jobs that were launched together; may be empty
+    run: str  # the run folder, seen by all hosts
+    hosts: int  # that the plan needs
+    spares: int  # hosts beside them, which replace lost ones
+    devices_per_host: int
+    accelerator: str  # "cpu" where ranks run on cores
+    time_limit_s: float
+    save_s: float  # before the limit at which the run is asked to save and end
+    environ: Mapping[str, str]
+    checkpoint: str  # folder or URL of the checkpoints
+    placement: tuple[PlacementGroup, ...]
+    agent: tuple[str, ...]  # command of one host's agent; the run folder is its last argument
+    settings: LaunchSettings
+
+    @property
+    def all_hosts(self) -> int:
+        """Hosts of the plan and spares."""
+        return self.hosts + self.spares
+
+
+def launch_request(
+    plan: Plan,
+    settings: LaunchSettings,
+    *,
+    run: Path,
+    python: str,
+    name: str,
+    group: str = "",
+    spares: int = 0,
+    allow_code: bool = False,
+) -> LaunchRequest:
+    """What to ask a launch system for. `python` is the interpreter that the hosts have, unless the settings name one.
+
+    Raises UserError where the ranks cannot be dealt to the hosts that were asked for.
+    """
+    hosts, devices = deal_ranks(plan, settings)
+    checkpoint = plan.job.checkpoint.path
+    return LaunchRequest(
+        name=name,
+        group=group,
+        run=str(run),
+        hosts=hosts,
+        spares=spares,
+        devices_per_host=devices,
+        accelerator=plan.cluster.accelerator.name if plan.cluster.accelerator.family != "cpu" else "cpu",
+        time_limit_s=time_limit_s(plan, settings),
+        save_s=save_allowance_s(plan),
+        environ=dict(settings.environ),
+        checkpoint=checkpoint if "://" in checkpoint else str(run / checkpoint),
+        placement=placement_groups(plan, devices),
+        agent=(settings.python or python, "-P", "-m", NODE_MODULE, "serve", *([ALLOW_CODE] if allow_code else [])),
+        settings=settings,
+    )
+
+
+def deal_ranks(plan: Plan, settings: LaunchSettings) -> tuple[int, int]:
+    """Hosts, and devices on each of them."""
+    ranks = plan.layout.devices
+    if settings.hosts is None:
+        devices = min(max(1, plan.cluster.host_devices), ranks)
+        return math.ceil(ranks / devices), devices
+    if settings.hosts > ranks:
+        raise mistake(
+            "launch.hosts",
+            f"{plural(settings.hosts, 'host')} for {plural(ranks, 'rank')}",
+            why="a host without a rank does nothing",
+            fix=f"use at most {ranks}; --spares adds hosts that replace lost ones",
+        )
+    return settings.hosts, math.ceil(ranks / settings.hosts)
+
+
+def time_limit_s(plan: Plan, settings: LaunchSettings) -> float:
+    """Seconds to ask for, a whole number of minutes: the upper end of the plan's 80 % interval, unless one is set."""
+    wanted = settings.time_s if settings.time_s is not None else plan.duration.wall_s_high + START_AND_END_S
+    return 60.0 * max(1, math.ceil(wanted / 60.0))
+
+
+def save_allowance_s(plan: Plan) -> float:
+    """How long before the limit a run is asked to save: a step, the checkpoint, and a minute."""
+    trouble = plan.reliability
+    wanted = LEAST_SAVE_S + plan.prediction.step_s_high + trouble.blocking_s + trouble.persist_s
+    return float(math.ceil(min(wanted, MOST_SAVE_S)))
+
+
+def placement_groups(plan: Plan, devices_per_host: int) -> tuple[PlacementGroup, ...]:
+    """Groups of the mesh that span several hosts, innermost first; ranks are numbered in this order too.
+
+    An axis of `size` ranks, `stride` apart, lies within size × stride consecutive ranks.
+    """
+    spans: dict[int, list[str]] = {}
+    for use in plan.mapping:
+        hosts = math.ceil(use.size * use.stride / devices_per_host)
+        if hosts > 1:
+            spans.setdefault(hosts, []).append(use.axis)
+    return tuple(PlacementGroup(axes=tuple(axes), hosts=hosts) for hosts, axes in sorted(spans.items()))
+
+
+def placement_cost(plan: Plan, *, slower: float = 2.0) -> str:
+    """A sentence on what a worse placement costs: links between hosts `slower` times as slow; empty for one host."""
+    if plan.cluster.domains < 2 or not any("NIC" in use.tier for use in plan.mapping):
+        return ""
+    cluster = replace(plan.cluster, nic_bytes_per_s=plan.cluster.nic_bytes_per_s / slower)
+    request, _ = request_from_job(plan.job, cluster)
+    usual, _ = request_from_job(plan.job, plan.cluster)
+    worse_s = predict_layout(request, plan.layout)[0].step_s
+    share = worse_s / predict_layout(usual, plan.layout)[0].step_s - 1.0
+    return (
+        f"with 1/{slower:g} of the bandwidth between hosts a step takes {format_seconds(plan.prediction.step_s)} "
+        f"+ {share:.1%}"
+    )

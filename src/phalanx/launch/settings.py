@@ -1,0 +1,166 @@
+"""What person, job and site chose for launching: the command line before the job, the job before launch.toml.
+
+launch.toml is looked for in ~/.config/phalanx (XDG_CONFIG_HOME), then in /etc/xdg/phalanx (XDG_CONFIG_DIRS). It has the
+keys of the job's [launch] and, because whoever runs the command owns the file, `preamble`: lines of shell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import Problem, UserError, mistake, nearest
+from phalanx.io.toml import TomlFile, read_toml
+from phalanx.job.key_rules import AUTO, WrongValue, rule_of, texts
+from phalanx.job.run_sections import LaunchChoice
+
+FILE = "launch.toml"
+SYSTEMS = ("local", "slurm", "k8s")
+FLAVOURS = ("jobset", "trainjob", "podgroup", "job", "skypilot", "dstack")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+MODULE = re.compile(r"[0-9A-Za-z][0-9A-Za-z._+/-]{0,199}")
+OPTION = re.compile(r"--[a-z][a-z-]{1,40}(=[0-9A-Za-z._,:@=+%&|*!\[\]()/-]{1,200})?")
+# What we set ourselves, and depend on.
+OWN_OPTIONS = (
+    *("job-name", "nodes", "ntasks", "ntasks-per-node", "output", "error", "array", "signal", "requeue", "no-requeue"),
+    *("open-mode", "chdir", "time", "comment", "wrap", "parsable", "test-only", "no-kill", "wait"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchSettings:
+    """What was chosen, from wherever; None and empty where nobody chose."""
+
+    on: str = "local"
+    queue: str = ""
+    account: str = ""
+    qos: str = ""
+    hosts: int | None = None
+    time_s: float | None = None
+    interface: str = ""
+    python: str = ""
+    modules: tuple[str, ...] = ()
+    image: str = ""
+    mounts: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    preamble: tuple[str, ...] = ()  # lines of shell, of launch.toml alone
+    # Kubernetes; launch/k8s.py
+    flavour: str = ""
+    namespace: str = ""
+    claim: str = ""
+    topology: tuple[str, ...] = ()
+    placement: str = ""
+    rdma: str = ""
+    host_network: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteFile:
+    """launch.toml: the keys of [launch], and lines of shell."""
+
+    launch: LaunchChoice
+    preamble: tuple[str, ...] = field(
+        default=(), metadata=texts("lines of shell that come first on every host", key="preamble")
+    )
+
+
+def launch_settings(job: LaunchChoice, environ: Mapping[str, str], **chosen: Any) -> LaunchSettings:
+    """`chosen` on the command line, then the job's [launch], then launch.toml of the user, then of the site.
+
+    Raises UserError for a value that no launch system could take.
+    """
+    sites = [read_site_file(path) for path in site_files(environ)]
+    sources = [job, *(site.launch for site in sites)]
+    values = {name: value for name, value in chosen.items() if value not in (None, "", ())}
+    for name in (item.name for item in fields(LaunchChoice)):
+        given = [value for source in sources if (value := getattr(source, name)) not in ("", (), AUTO, False)]
+        if given and name not in (*values, "environ"):
+            values[name] = given[0]
+    preambles = [site.preamble for site in sites if site.preamble]
+    # Variables add up: a site says how its network is used, a job how it is.
+    variables = _environment_variables([text for source in reversed(sources) for text in source.environ])
+    found = LaunchSettings(**values, environ=variables, preamble=preambles[0] if preambles else ())
+    _check_settings(found)
+    return found
+
+
+def site_files(environ: Mapping[str, str]) -> list[Path]:
+    """launch.toml of the user and of the site, where they are."""
+    home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or "/nonexistent", ".config")
+    folders = [home, *(environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep)]
+    return [path for folder in folders if folder and (path := Path(folder) / "phalanx" / FILE).is_file()]
+
+
+def read_site_file(path: Path) -> SiteFile:
+    """A launch.toml; raises UserError with all its mistakes."""
+    file = read_toml(path, noun="launch file")
+    own = [item for item in fields(SiteFile) if item.metadata]
+    known = {rule_of(item.metadata).key or item.name: item for item in (*fields(LaunchChoice), *own)}
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for key, value in file.table.items():
+        if key not in known:
+            close = nearest(key, known)
+            fix = f'did you mean "{close}"?' if close else f"the keys are {', '.join(sorted(known))}"
+            problems.append(Problem(where=file.where(key), what=f'a launch file has no key "{key}"', fix=fix))
+            continue
+        problem, values[known[key].name] = _read_value(file, key, known[key], value)
+        problems += [problem] if problem is not None else []
+    if problems:
+        raise UserError(problems)
+    preamble = values.pop("preamble", ())
+    return SiteFile(launch=LaunchChoice(**values), preamble=preamble)
+
+
+def _read_value(file: TomlFile, key: str, item: dataclasses.Field[Any], value: object) -> tuple[Problem | None, Any]:
+    rule = rule_of(item.metadata)
+    try:
+        return None, rule.read(value)
+    except WrongValue as error:
+        fix = error.fix or f"use {rule.expects}"
+        return Problem(where=file.where(key), what=f"{key} {error}", why=rule.note, fix=fix), None
+
+
+def _environment_variables(texts: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE texts as a mapping; the last of a name counts."""
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not VARIABLE.fullmatch(name):
+            raise mistake("launch.environ", f"{text[:60]!r} is not NAME=VALUE", fix='such as "NCCL_IB_HCA=mlx5"')
+        found[name] = value
+    return found
+
+
+def _check_settings(settings: LaunchSettings) -> None:
+    """Names that end up in a script are names, and options do not undo what we set; raises UserError."""
+    if settings.on not in SYSTEMS:
+        close = nearest(settings.on, SYSTEMS)
+        fix = f"did you mean {close}?" if close else f"use one of {', '.join(SYSTEMS)}"
+        raise mistake("--on", f"{settings.on[:40]!r} is not a launch system", fix=fix)
+    if settings.flavour and settings.flavour not in FLAVOURS:
+        close = nearest(settings.flavour, FLAVOURS)
+        fix = f"did you mean {close}?" if close else f"use one of {', '.join(FLAVOURS)}"
+        raise mistake("--flavour", f"{settings.flavour[:40]!r} is not a flavour of --on k8s", fix=fix)
+    for module in settings.modules:
+        if not MODULE.fullmatch(module):
+            raise mistake("launch.modules", f"{module[:60]!r} is not a module name", fix='such as "cuda/12.8"')
+    for option in settings.options:
+        if not OPTION.fullmatch(option):
+            raise mistake(
+                "launch.options", f"{option[:60]!r} is not an sbatch option", fix='such as "--constraint=h100"'
+            )
+        name = option[2:].partition("=")[0]
+        if name in OWN_OPTIONS:
+            raise mistake(
+                "launch.options",
+                f"--{name} is set by Phalanx",
+                why="the script depends on it",
+                fix="leave it out; hosts, time, queue, account and qos have keys of their own",
+            )

@@ -1,0 +1,439 @@
+"""Slurm as a launch system, through its own commands: sbatch, squeue, scontrol, sinfo, scancel."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError, mistake, nearest
+from phalanx.io.files import replace_text
+from phalanx.io.values import text
+from phalanx.io.visible import one_line
+from phalanx.launch.book import LaunchRecord, find_record, read_records
+from phalanx.launch.node import WANTS_TO_GO_ON
+from phalanx.launch.request import LaunchRequest
+from phalanx.launch.slurm_reasons import ENDS, explain_reason
+from phalanx.launch.slurm_script import SlurmFacts, batch_script
+from phalanx.launch.system import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    OVER,
+    RUNNING,
+    WAITING,
+    JobExplanation,
+    QueuedJob,
+    Submitted,
+)
+from phalanx.record.run import Run, open_run
+from phalanx.units import first_few, format_seconds, plural
+
+SCRIPT = "launch.sh"  # in the run folder
+COMMAND_S = 60.0  # for one of Slurm's commands
+GONE_S = 180.0  # for a cancelled job to leave its nodes
+PRIVATE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # no cluster shares these between nodes
+NOT_USABLE = ("down", "drain", "fail", "maint", "unknown", "inval", "power", "reboot")
+STATES = {
+    **dict.fromkeys(("PENDING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "STOPPED"), WAITING),
+    **dict.fromkeys(("RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "RESIZING"), RUNNING),
+    "COMPLETED": DONE,
+    "CANCELLED": CANCELLED,
+}
+RUN_STATES = {"done": DONE, "stopped": CANCELLED, "failed": FAILED}
+FORMAT = "%i|%T|%r|%P|%D|%j"
+_JOB = re.compile(r"[0-9]{1,12}(_[0-9]{1,7})?")
+_GPUS = re.compile(r"gpu(?::[^:(,]+)?:(\d+)")
+
+
+class SlurmSystem:
+    """Jobs of Slurm; an id is Slurm's own, as 4711, or 4711_3 of an array."""
+
+    name = "slurm"
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = dict(environ)
+        self._facts = SlurmFacts()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether Slurm's commands are on this machine."""
+        return shutil.which("sbatch", path=self._environ.get("PATH")) is not None
+
+    # ---- before a job is submitted ----------------------------------------------------------------------------------
+
+    def check(self, requests: Sequence[LaunchRequest]) -> list[str]:
+        """Hold the requests against partition, nodes, GPUs, time limit, storage and Python of the live cluster."""
+        partitions = self._partitions()
+        problems: list[Problem] = []
+        remarks: list[str] = []
+        for request in requests:
+            wanted = request.settings.queue or next(
+                (name for name, one in partitions.items() if one.get("Default") == "YES"), ""
+            )
+            if wanted not in partitions:
+                problems.append(_unknown_partition(wanted, partitions))
+                break
+            found, said = self._check_partition(request, wanted, partitions[wanted])
+            problems += found
+            remarks += said
+        if problems:
+            raise UserError(list(dict.fromkeys(problems)))
+        return list(dict.fromkeys(remarks))
+
+    def _check_partition(
+        self, request: LaunchRequest, name: str, partition: Mapping[str, str]
+    ) -> tuple[list[Problem], list[str]]:
+        nodes = self._nodes(name)
+        where, problems, remarks = f"partition {name}", [], []
+        if partition.get("State", "UP") != "UP":
+            remarks.append(f"{where} is {partition['State'].lower()}: the job waits until it is up")
+        most = min(len(nodes), _whole_number(partition.get("MaxNodes", ""), len(nodes)))
+        if request.all_hosts > most:
+            spare = f" ({request.spares} of them spare)" if request.spares else ""
+            problems.append(
+                Problem(
+                    where=where,
+                    what=f"{request.name} asks for {plural(request.all_hosts, 'node')}{spare}, "
+                    f"but a job gets at most {most}",
+                    fix="use fewer --hosts or --spares, or another --queue",
+                )
+            )
+        usable = [one for one in nodes if not any(word in one["state"] for word in NOT_USABLE)]
+        if len(usable) < request.all_hosts <= most:
+            remarks.append(
+                f"{where}: {len(usable)} of {plural(len(nodes), 'node')} can be used now: the job waits for more"
+            )
+        gpus = max((int(one["gpus"]) for one in nodes), default=0)
+        if request.accelerator != "cpu" and gpus < request.devices_per_host:
+            problems.append(
+                Problem(
+                    where=where,
+                    what=f"its nodes have {plural(gpus, 'GPU')} each, but the plan needs {request.devices_per_host}",
+                    fix="plan for what is there (--set cluster.spec=…), or spread the ranks over more hosts (--hosts)",
+                )
+            )
+        problems += _check_storage(request, {one["hostname"] for one in nodes})
+        limit = _slurm_seconds(partition.get("MaxTime", ""))
+        self._facts = SlurmFacts(leaf_nodes=self._leaf_nodes(), most_time_s=limit)
+        if request.time_limit_s > limit:
+            remarks.append(
+                f"{where} ends jobs after {format_seconds(limit)}: "
+                f"{request.name} saves a checkpoint, is requeued and resumes"
+            )
+        return problems, remarks
+
+    def _partitions(self) -> dict[str, dict[str, str]]:
+        lines = self._ask("scontrol", "show", "partition", "--oneliner").splitlines()
+        tables = [_key_values(line) for line in lines]
+        return {one["PartitionName"]: one for one in tables if "PartitionName" in one}
+
+    def _nodes(self, partition: str) -> list[dict[str, str]]:
+        lines = self._ask("sinfo", "-h", "-N", "-p", partition, "-o", "%N|%T|%G|%n").splitlines()
+        found = {}
+        for name, state, gres, host in (line.split("|") for line in lines if line.count("|") == 3):
+            gpus = sum(int(count) for count in _GPUS.findall(gres))
+            found[name] = {"state": state.lower(), "gpus": str(gpus), "hostname": host or name}
+        return list(found.values())
+
+    def _leaf_nodes(self) -> int:
+        """Nodes of the smallest leaf switch; 0 without a topology."""
+        try:
+            lines = self._ask("scontrol", "show", "topology").splitlines()
+        except SystemFailure:
+            return 0
+        leaves = [one.get("Nodes", "") for one in map(_key_values, lines) if one.get("Level") == "0"]
+        counts = [len(self._ask("scontrol", "show", "hostnames", nodes).split()) for nodes in leaves[:64] if nodes]
+        return min(counts, default=0)
+
+    def render(self, requests: Sequence[LaunchRequest]) -> dict[str, str]:
+        """The scripts: one per request, or one per set of requests that can share an array."""
+        return {
+            f"{one[0].group or one[0].name}{f'-{number}' if number else ''}.sh": batch_script(one, self._facts)
+            for number, one in enumerate(_job_arrays(requests))
+        }
+
+    def submit(self, requests: Sequence[LaunchRequest]) -> list[Submitted]:
+        """sbatch, once per array; what was submitted is cancelled again when a later one is refused."""
+        for request in requests:
+            logs = Path(request.run) / "logs"
+            logs.mkdir(exist_ok=True)
+            replace_text(Path(request.run) / SCRIPT, batch_script([request], self._facts))
+        ids: dict[str, str] = {}
+        taken: list[str] = []
+        try:
+            for array in _job_arrays(requests):
+                job = self._sbatch(batch_script(array, self._facts))
+                taken.append(job)
+                for number, request in enumerate(array):
+                    ids[request.run] = f"{job}_{number}" if len(array) > 1 else job
+        except BaseException:
+            for job in taken:
+                with suppress(PhalanxError):
+                    self._ask("scancel", job)
+            raise
+        return [Submitted(id=ids[request.run], request=request) for request in requests]
+
+    def _sbatch(self, script: str) -> str:
+        answer = self._ask("sbatch", "--parsable", given=script).strip().splitlines()
+        job = answer[-1].partition(";")[0] if answer else ""
+        if not _JOB.fullmatch(job):
+            raise SystemFailure(Problem(where="sbatch", what=f"answered {one_line(job)[:200]!r} instead of an id"))
+        return job
+
+    # ---- jobs that were submitted -----------------------------------------------------------------------------------
+
+    def list_jobs(self, ids: Sequence[str] = ()) -> list[QueuedJob]:
+        """What we launched, as Slurm sees it; of what it has forgotten, as the run folder tells."""
+        known = [one for one in read_records(self._environ, system=self.name) if not ids or one.id in ids]
+        told = self._squeue()
+        return [_queued_job(one, told.get(one.id)) for one in known]
+
+    def _squeue(self) -> dict[str, dict[str, str]]:
+        names = ("id", "state", "reason", "queue", "hosts", "name")
+        lines = self._ask("squeue", "-h", "-r", "-t", "all", "-u", str(os.getuid()), "-o", FORMAT).splitlines()
+        rows = [dict(zip(names, line.split("|"), strict=True)) for line in lines if line.count("|") == 5]
+        return {row["id"]: row for row in rows}
+
+    def explain(self, job: str) -> JobExplanation:
+        """The sentence for a job that waits, runs or has ended."""
+        record = self._record(job)
+        row = self._squeue().get(record.id)
+        one = _queued_job(record, row)
+        queue = one.queue or record.queue or "its queue"
+        if row is not None and one.state == WAITING:
+            reason, cure = explain_reason(row["reason"], job=record.id, queue=queue)
+        elif one.state == RUNNING:
+            reason, cure = f"on {plural(one.hosts, 'node')}", f"phalanx watch {record.run}"
+        elif one.state == DONE:
+            reason, cure = "the training is complete", f"phalanx report {record.run}"
+        else:
+            reason, cure = self._explain_end(record, row)
+        return JobExplanation(id=record.id, state=one.state, reason=reason, cure=cure)
+
+    def _explain_end(self, record: LaunchRecord, row: Mapping[str, str] | None) -> tuple[str, str]:
+        word = row["state"] if row is not None else self._accounted_state(record.id)
+        log = _last_said(Path(record.run))
+        if word in ENDS:
+            reason, cure = (part.format(id=record.id) for part in ENDS[word])
+            return reason, cure
+        again = f"phalanx logs {record.id} shows its last lines; phalanx requeue {record.id} resumes it"
+        with suppress(PhalanxError):
+            said = text(open_run(record.run).status(), "message").splitlines()[:1]
+            if said and said[0]:
+                return said[0], again
+        return (log or f"Slurm says {word or 'nothing about it any more'}"), again
+
+    def _accounted_state(self, job: str) -> str:
+        """From Slurm's accounting, where a site keeps it."""
+        with suppress(PhalanxError):
+            lines = self._ask("sacct", "-n", "-X", "-P", "-j", job, "-o", "State").split()
+            return lines[0] if lines else ""
+        return ""
+
+    def logs(self, job: str) -> list[str]:
+        """What the script and the agents printed."""
+        run = Path(self._record(job).run)
+        return [*(str(path) for path in sorted((run / "logs").glob("slurm-*.log"))), str(run / "logs" / "agent.log")]
+
+    def cancel(self, job: str) -> None:
+        """scancel, and wait until its nodes are free."""
+        record = self._record(job)
+        if _queued_job(record, self._squeue().get(record.id)).state in OVER:
+            raise mistake(job, "has already ended", fix=f"phalanx why {job} says how")
+        self._ask("scancel", record.id)
+        deadline = time.monotonic() + GONE_S
+        while (row := self._squeue().get(record.id)) is not None and STATES.get(row["state"], FAILED) not in OVER:
+            if time.monotonic() > deadline:
+                raise SystemFailure(
+                    Problem(
+                        where=job, what=f"is still {row['state'].lower()} after {GONE_S:g} s", fix="ask again later"
+                    )
+                )
+            time.sleep(0.5)
+        with suppress(PhalanxError):
+            run = open_run(record.run)
+            if run.status().get("state") not in RUN_STATES:
+                run.set_status("stopped", message="cancelled", exit_code=130)
+
+    def requeue(self, job: str) -> str:
+        """A running job saves and starts again by itself, a held one is released, one that ended is submitted anew."""
+        record = self._record(job)
+        row = self._squeue().get(record.id)
+        state, run = _queued_job(record, row).state, open_run(record.run)
+        if state == DONE:
+            raise mistake(job, "is done", fix="to train longer, raise data.tokens and launch the job again")
+        if state == RUNNING:
+            replace_text(run.stop_file, WANTS_TO_GO_ON + "\n")
+            return record.id
+        if state == WAITING and row is not None:
+            if "eld" not in row["reason"]:
+                raise mistake(job, "is already waiting", fix=f"phalanx why {job} says for what")
+            self._ask("scontrol", "release", record.id)
+            return record.id
+        run.stop_file.unlink(missing_ok=True)
+        return self._sbatch((run.path / SCRIPT).read_text(encoding="utf-8"))
+
+    def _record(self, job: str) -> LaunchRecord:
+        record = find_record(job, self._environ, system=self.name)
+        if not _JOB.fullmatch(record.id):
+            raise mistake(job, f"{record.id!r} is not a Slurm job id", fix="phalanx queue lists them")
+        return record
+
+    def _ask(self, *command: str, given: str = "") -> str:
+        """What one of Slurm's commands answers; raises UserError without Slurm, SystemFailure when it fails."""
+        if shutil.which(command[0], path=self._environ.get("PATH")) is None:
+            raise no_slurm(command[0])
+        try:
+            done = subprocess.run(
+                command,
+                input=given,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=COMMAND_S,
+                env={**self._environ, "LC_ALL": "C"},
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            what = f"did not answer within {COMMAND_S:g} s"
+            raise SystemFailure(
+                Problem(where=command[0], what=what, fix="ask whether slurmctld is up: scontrol ping")
+            ) from error
+        if done.returncode:
+            said = one_line((done.stderr or done.stdout).strip())[:300]
+            raise SystemFailure(
+                Problem(
+                    where=" ".join(command[:3]),
+                    what=said or f"exit code {done.returncode}",
+                    fix="scontrol ping says whether Slurm is up",
+                )
+            )
+        return done.stdout
+
+
+def no_slurm(command: str) -> UserError:
+    """Slurm is not installed here."""
+    return mistake(
+        "--on slurm",
+        f"Slurm's command {command} is not on this machine",
+        why="jobs are submitted from a login node of the cluster",
+        fix="run it there, add Slurm's folder to PATH, or use --on local",
+    )
+
+
+def _job_arrays(requests: Sequence[LaunchRequest]) -> list[list[LaunchRequest]]:
+    """Requests that ask for the same nodes and time, and differ in their run alone, share an array."""
+    found: dict[object, list[LaunchRequest]] = {}
+    for one in requests:
+        key = repr(
+            (one.all_hosts, one.hosts, one.devices_per_host, one.time_limit_s, one.settings, one.agent, one.environ)
+        )
+        found.setdefault(key if one.group else one.run, []).append(one)
+    return list(found.values())
+
+
+def _queued_job(record: LaunchRecord, row: Mapping[str, str] | None) -> QueuedJob:
+    run = Run(path=Path(record.run))
+    told = str(run.status().get("state") or "")
+    if row is None:
+        state, said = RUN_STATES.get(told, FAILED), told or "forgotten by Slurm"
+    else:
+        state = STATES.get(row["state"], FAILED)
+        state = CANCELLED if state == DONE and told != "done" else state
+        said = row["state"] + (f", {row['reason']}" if state == WAITING else "")
+    try:
+        restarts = max(0, len(run.launches()) - 1)
+    except OSError:
+        restarts = 0
+    return QueuedJob(
+        id=record.id,
+        system="slurm",
+        name=record.name,
+        state=state,
+        said=said,
+        queue=row["queue"] if row is not None else record.queue,
+        hosts=_whole_number(row["hosts"], 0) if row is not None else 0,
+        run=record.run,
+        group=record.group,
+        restarts=restarts,
+    )
+
+
+def _check_storage(request: LaunchRequest, hostnames: Iterable[str]) -> list[Problem]:
+    """The run folder, the checkpoints and Python lie where other nodes can see them, as far as this one can tell."""
+    problems = []
+    elsewhere = [name for name in hostnames if name.partition(".")[0] != platform.node().partition(".")[0]]
+    python = request.agent[0]
+    if not request.settings.image and not os.access(python, os.X_OK):
+        problems.append(
+            Problem(
+                where=python,
+                what="is not a Python interpreter on this machine",
+                fix="set launch.python to one that all nodes see",
+            )
+        )
+    places = {"--runs": request.run, "checkpoint.path": request.checkpoint}
+    places |= {} if request.settings.image else {"launch.python": python}
+    for name, place in places.items():
+        if (
+            elsewhere
+            and "://" not in place
+            and str(Path(place).absolute()).startswith(tuple(f"{one}/" for one in PRIVATE))
+        ):
+            problems.append(
+                Problem(
+                    where=f"{name} {place}",
+                    what=f"is local to each node: {first_few(elsewhere, 3)} would not see it",
+                    fix="use storage that all nodes share, such as a home or project folder",
+                )
+            )
+    return problems
+
+
+def _unknown_partition(wanted: str, partitions: Mapping[str, object]) -> Problem:
+    known = ", ".join(sorted(partitions))
+    if not wanted:
+        return Problem(where="--queue", what="this cluster has no default partition", fix=f"name one of {known}")
+    close = nearest(wanted, partitions)
+    fix = f"did you mean {close}? the partitions are {known}" if close else f"the partitions are {known}"
+    return Problem(where=f"--queue {wanted}", what="this cluster has no such partition", fix=fix)
+
+
+def _key_values(line: str) -> dict[str, str]:
+    """`Key=Value Key=Value`, as scontrol prints."""
+    return dict(word.partition("=")[::2] for word in line.split() if "=" in word)
+
+
+def _whole_number(word: str, default: int) -> int:
+    return int(word) if word.isdecimal() else default
+
+
+def _slurm_seconds(word: str) -> float:
+    """A duration as scontrol prints it.
+
+    >>> [_slurm_seconds(word) for word in ("1-02:00:00", "00:10:00", "UNLIMITED")]
+    [93600.0, 600.0, inf]
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", word)
+    if match is None:
+        return math.inf
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def _last_said(run: Path) -> str:
+    """The last line that the batch script printed."""
+    for path in sorted((run / "logs").glob("slurm-*.log"), reverse=True):
+        with suppress(OSError):
+            lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            if lines:
+                return one_line(lines[-1])[:300]
+    return ""

@@ -1,0 +1,149 @@
+"""The batch script of a launch: readable, complete, and submitted by hand just as well (`sbatch launch.sh`)."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.errors import mistake
+from phalanx.launch.node import WANTS_TO_GO_ON
+from phalanx.launch.request import NODE_MODULE, LaunchRequest
+from phalanx.launch.system import REQUEUE
+
+SWITCH_WAIT = "5:00"  # minutes and seconds to wait for few switches before any nodes will do
+_PLAIN = re.compile(r"[0-9A-Za-z._,:@=+%\[\]()&|*!/-]+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmFacts:
+    """What the live cluster adds to a request; the defaults where nobody could be asked."""
+
+    leaf_nodes: int = 0  # nodes below the smallest switch; 0 where there is no topology
+    most_time_s: float = math.inf  # of the partition
+
+
+def batch_script(requests: Sequence[LaunchRequest], facts: SlurmFacts) -> str:
+    """One script for one request, or an array for several that ask for the same."""
+    first = requests[0]
+    is_array = len(requests) > 1
+    options = [f"--job-name={first.group or first.name}", f"--nodes={first.all_hosts}", "--ntasks-per-node=1"]
+    options += ["--exclusive", "--requeue", "--open-mode=append", "--no-kill"]
+    options += [f"--gpus-per-node={first.devices_per_host}"] if first.accelerator != "cpu" else []
+    options += [f"--time={max(1, int(limit_s(first, facts) // 60))}", f"--signal=B:USR1@{int(save_s(first, facts))}"]
+    settings = first.settings
+    named = (("partition", settings.queue), ("account", settings.account), ("qos", settings.qos))
+    options += [f"--{name}={value}" for name, value in named if value]
+    options += [f"--switches={count}@{SWITCH_WAIT}" for count in (switches(first, facts),) if count]
+    if is_array:  # the script opens the log of its own run
+        options += [f"--array=0-{len(requests) - 1}", "--output=/dev/null"]
+    else:
+        options += [f"--chdir={first.run}", "--output=logs/slurm-%j.log"]
+    options += settings.options
+    spares = f", {first.spares} of them spare" if first.spares else ""
+    lines = [
+        "#!/bin/bash",
+        f"# phalanx launch: {first.group or first.name}, one agent on each of {first.all_hosts} nodes{spares}.",
+        "# The agents start the ranks, and replace lost ranks, agents and nodes inside this allocation.",
+        *(f"#SBATCH {_sbatch_option(option)}" for option in options),
+        "set -u",
+        *_which_run(requests),
+        *(f"export {name}={shlex.quote(value)}" for name, value in first.environ.items()),
+        *(f"module load {shlex.quote(module)}" for module in settings.modules),
+        *settings.preamble,
+        _BODY.format(
+            python=shlex.quote(first.agent[0]),
+            module=NODE_MODULE,
+            container=_container_options(first),
+            first_node=_first_node(first),
+            interface=shlex.quote(settings.interface),
+            hosts=first.hosts,
+            slots=first.devices_per_host,
+            serve=" ".join(shlex.quote(word) for word in first.agent[5:]),
+            requeue=REQUEUE,
+            stop=WANTS_TO_GO_ON,
+        ).rstrip("\n"),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_BODY = """\
+node=({python} -P -m {module})
+on_every_node() {{ srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0{container} "$@"; }}
+on_first_node() {{ {first_node}"$@"; }}
+
+# Every node says where it is in the network, and proves that it sees the run; ranks are numbered in this order.
+on_every_node "${{node[@]}}" describe "$RUN" --interface {interface} >"$RUN/logs/hosts.txt"
+on_first_node "${{node[@]}}" prepare "$RUN" --hosts {hosts} --slots {slots} <"$RUN/logs/hosts.txt" || exit
+
+# USR1 comes before the time limit: the run saves and ends. TERM comes with a preemption, to the agents, too.
+trap 'echo {stop} >"$RUN/stop"' USR1
+trap : TERM
+on_every_node "${{node[@]}}" serve {serve} "$RUN" &
+agents=$!
+while kill -0 "$agents" 2>/dev/null; do wait "$agents"; done  # a signal ends wait, not the agents
+
+on_first_node "${{node[@]}}" conclude "$RUN"
+code=$?
+if [ "$code" = {requeue} ] && [ "$(squeue --noheader --job "$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+    scontrol requeue "$SLURM_JOB_ID" && sleep 120  # Slurm ends this script when the job is back in the queue
+fi
+exit "$code"
+"""
+
+
+def limit_s(request: LaunchRequest, facts: SlurmFacts) -> float:
+    """The time limit that is asked for: a longer run is requeued and goes on."""
+    return min(request.time_limit_s, facts.most_time_s)
+
+
+def save_s(request: LaunchRequest, facts: SlurmFacts) -> float:
+    """How long before the limit the signal comes: at most half of it."""
+    return min(request.save_s, limit_s(request, facts) / 2, 65535)
+
+
+def switches(request: LaunchRequest, facts: SlurmFacts) -> int:
+    """The fewest leaf switches that hold the nodes; 0 where the plan has no group of several hosts, or nobody knows.
+
+    Nodes are numbered switch by switch, so groups of neighbours lie below one switch where they fit.
+    """
+    if not facts.leaf_nodes or not request.placement:
+        return 0
+    return math.ceil(request.all_hosts / facts.leaf_nodes)
+
+
+def _which_run(requests: Sequence[LaunchRequest]) -> list[str]:
+    if len(requests) == 1:
+        return [f"RUN={shlex.quote(requests[0].run)}"]
+    names = [f"  {shlex.quote(one.run)}" for one in requests]
+    return [
+        *("RUNS=(", *names, ")", "RUN=${RUNS[$SLURM_ARRAY_TASK_ID]}", 'cd "$RUN" || exit'),
+        'exec >>"logs/slurm-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.log" 2>&1',
+    ]
+
+
+def _sbatch_option(option: str) -> str:
+    """An option as sbatch reads it from a comment: quoted where it holds blanks."""
+    if _PLAIN.fullmatch(option):
+        return option
+    name, _, value = option.partition("=")
+    if '"' in value or "\\" in value or not value.isprintable():
+        raise mistake(f"sbatch {name}", f"{value[:80]!r} cannot be written into a batch script", fix="use plain names")
+    return f'{name}="{value}"'
+
+
+def _container_options(request: LaunchRequest) -> str:
+    """Options of pyxis; the run folder is always there."""
+    settings = request.settings
+    if not settings.image:
+        return ""
+    mounts = ",".join(dict.fromkeys((f"{request.run}:{request.run}", *settings.mounts)))
+    return f" --container-image={shlex.quote(settings.image)} --container-mounts={shlex.quote(mounts)}"
+
+
+def _first_node(request: LaunchRequest) -> str:
+    """With a container, what runs once needs it too."""
+    container = _container_options(request)
+    return f'srun --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"{container} ' if container else ""

@@ -1,0 +1,122 @@
+"""EFF005: the layout is predicted to use the hardware about as well as the best one found."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.plan.layout import Layout
+from phalanx.plan.plan import Plan
+from phalanx.rules.catalog.shared import without_measurement
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.outcome import Outcome, exempt, failed, passed
+from phalanx.rules.profiles import PROFILES
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+from phalanx.units import format_money
+
+NOT_JUDGED = 0.0
+
+
+def check(evidence: Evidence, limits: Limits) -> Outcome:
+    """The predicted step against the best that was found, and its MFU against what the hardware reaches."""
+    plan = evidence.the_plan
+    if (missing := without_measurement(evidence, "how well a layout uses the hardware")) is not None:
+        return missing
+    step_s, mfu = plan.prediction.step_s, plan.prediction.mfu
+    if not (math.isfinite(step_s) and step_s > 0 and math.isfinite(mfu)):
+        return exempt("the plan predicts no step")
+    if plan.duration.training_s < limits.number("least_s"):
+        return exempt("a job of minutes: no layout is worth a change")
+    best, best_s = fastest_layout(plan)
+    ratio, most = step_s / best_s, limits.number("most_ratio")
+    floor, share = limits.number("floor"), limits.number("least_share")
+    at = "plan:layout" if evidence.is_foreign else "parallel.mode"
+    formula = (f"step {step_s:.3g} s, best found {best_s:.3g} s ({best.short}): {ratio:.2f}x; MFU {mfu:.1%}",)
+    if ratio > most:
+        lost = 1 - best_s / step_s
+        usd = evidence.usd
+        price = f": {format_money(lost * usd)}" if usd else ""
+        return failed(
+            f"your layout costs {ratio:.1f}x the best one found{price} (MFU {mfu:.1%} instead of {mfu * ratio:.1%})",
+            formula=formula,
+            value=ratio,
+            threshold=most,
+            unit="x",
+            at=at,
+            impact=evidence.loses(lost, "beside the best layout found for the same job and cluster"),
+            fix=f"{best.name}; phalanx plan shows it beside its rivals. The threshold of {most:g}x is ours",
+        )
+    if floor > NOT_JUDGED and mfu < share * floor:
+        return failed(
+            f"MFU {mfu:.1%} is predicted, and published jobs on {evidence.profile.name} reach {floor:.0%} and more",
+            formula=(*formula, f"{mfu:.3f} < {share:g} × {floor:g}; {_largest_part(plan)}"),
+            value=mfu,
+            threshold=share * floor,
+            at=at,
+            impact=evidence.loses(1 - mfu / (share * floor), "beside the least that is judged well enough"),
+            fix=f"no layout found is much better: faster links between hosts, fewer devices, a larger batch or model; "
+            f"the threshold, {share:g} of the floor of EFF002, is ours",
+        )
+    statement = f"MFU {mfu:.1%} predicted, {ratio:.2f}x the step of the best layout found"
+    return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
+
+
+def fastest_layout(plan: Plan) -> tuple[Layout, float]:
+    """The fastest layout that fits, of all the plan knows, and its step."""
+    known = [(plan.layout, plan.prediction.step_s)]
+    if plan.search.fastest_memory_bytes <= plan.memory.usable_bytes:
+        known.append((plan.search.fastest, plan.search.fastest_step_s))
+    known += [(one.layout, one.step_s) for one in plan.alternatives if one.fits]
+    return min((one for one in known if math.isfinite(one[1]) and one[1] > 0), key=lambda one: one[1])
+
+
+def _largest_part(plan: Plan) -> str:
+    name, seconds = max(plan.prediction.breakdown_s.items(), key=lambda item: item[1], default=("", 0.0))
+    return f"the largest part of a step is {name.removesuffix('_s').replace('_', ' ')}, {seconds:.3g} s"
+
+
+RULE = Rule(
+    id="EFF005",
+    slug="predicted-efficiency",
+    severity="warning",
+    requires="JP",
+    requirement="The layout is predicted to cost at most half as much again as the best one found, at a sound MFU.",
+    why="""
+A layout is chosen once and paid for in every step. Between the best and a common choice lie factors of two: a tensor
+group across hosts, a pipeline with too few micro-batches, full recomputation that memory does not ask for. ZeRO-3 over
+a 1 Gb/s network trains at 2 % MFU, and every other rule is content with it.
+""",
+    how="""
+`step / best step <= 1.5`, the best of all layouts that the planner's free search finds to fit the same job on the same
+cluster; and `MFU >= 0.4 × the floor of EFF002` for the hardware; both in jobs that train for an hour or more. All
+thresholds are ours (house): the planner misses published steps by 4.8 % (`phalanx backtest`), so a factor of 1.5 is no
+error of prediction.
+""",
+    limits={
+        "most_ratio": Limit(value=1.5, unit="x", note="predicted step over that of the best layout found: house"),
+        "least_s": Limit(value=3600.0, unit="s", note="of training, below which no layout is judged: house"),
+        "least_share": Limit(value=0.4, note="of the MFU floor of the hardware, EFF002: house"),
+        "floor": Limit(
+            value=NOT_JUDGED,
+            profiles={name: profile.mfu_floor or NOT_JUDGED for name, profile in PROFILES.items()},
+            note="MFU that published jobs reach on the hardware, as in EFF002; 0 is not judged",
+        ),
+    },
+    bad="""
+[parallel]
+tensor = 1
+pipeline = 16
+recompute = "full"
+""",
+    good="""
+[parallel]
+mode = "auto"
+""",
+    fix='The layout that the finding names, or `phalanx plan` with `mode = "auto"`.',
+    waive="A layout that another part of the job dictates (weights to reshard, a kernel that needs the tensor size).",
+    history="2026.1: added in 0.7.",
+    references=(
+        Reference(text="phalanx backtest: predicted against published steps, docs/validation.md", mark="computed"),
+        Reference(text="1.5x and 0.4 of the floor", mark="house"),
+    ),
+    check=check,
+)

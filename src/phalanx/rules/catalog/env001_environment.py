@@ -1,0 +1,137 @@
+"""ENV001: no environment variable slows the job down, or turns off what it relies on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+
+ON = ("1", "true", "yes", "on")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trap:
+    """A value of a variable that costs time or a guard."""
+
+    values: tuple[str, ...]
+    harm: str
+    several_hosts: bool = False  # harmless on one host
+
+
+TRAPS = {
+    "NCCL_IB_DISABLE": Trap(
+        values=ON, harm="InfiniBand and RoCE are off: traffic between hosts goes over TCP sockets", several_hosts=True
+    ),
+    "NCCL_NET": Trap(values=("socket",), harm="traffic between hosts goes over TCP sockets", several_hosts=True),
+    "NCCL_NET_GDR_LEVEL": Trap(
+        values=("0", "loc"),
+        harm="network cards do not read device memory: traffic is copied via the host",
+        several_hosts=True,
+    ),
+    "NCCL_P2P_DISABLE": Trap(values=ON, harm="NVLink and PCIe between devices are unused: traffic goes via the host"),
+    "NCCL_SHM_DISABLE": Trap(values=ON, harm="processes of a host talk over the network card"),
+    "CUDA_LAUNCH_BLOCKING": Trap(values=ON, harm="the host waits for every kernel: nothing overlaps"),
+    "NCCL_DEBUG": Trap(values=("trace",), harm="every call of NCCL is logged, by every rank"),
+    "TORCH_DISTRIBUTED_DEBUG": Trap(values=("detail",), harm="every collective is preceded by one that compares it"),
+    "NCCL_BLOCKING_WAIT": Trap(values=ON, harm="the host waits for every collective"),
+    "TORCH_NCCL_BLOCKING_WAIT": Trap(values=ON, harm="the host waits for every collective"),
+    "NCCL_ASYNC_ERROR_HANDLING": Trap(values=("0",), harm="a collective that fails or times out hangs for ever"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": Trap(values=("0",), harm="a collective that fails or times out hangs for ever"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": Trap(values=ON, harm="every tensor asks the driver for its memory"),
+    "NVTE_FLASH_ATTN": Trap(values=("0",), harm="Transformer Engine computes attention without FlashAttention"),
+}
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """Every variable of the file that is a trap with the value it has."""
+    variables = {
+        name.removeprefix("env."): str(one.value).strip()
+        for name, one in evidence.settings.items()
+        if name.startswith("env.") and one.value is not None
+    }
+    if not variables:
+        return (exempt("the file sets no environment variable"),)
+    found = [*_traps(evidence, variables, limits.words("traps")), *_connections(evidence, variables, limits)]
+    return tuple(found) or (passed(f"{len(variables)} environment variables, none of them a trap", value=0),)
+
+
+def _traps(evidence: Evidence, variables: dict[str, str], names: tuple[str, ...]) -> Iterator[Outcome]:
+    plan = evidence.plan
+    alone = plan is not None and plan.reliability.hosts == 1
+    for name in names:
+        trap, value = TRAPS[name], variables.get(name, "")
+        if value.lower() not in trap.values or (trap.several_hosts and alone):
+            continue
+        if name == "NVTE_FLASH_ATTN" and variables.get("NVTE_FUSED_ATTN") != "0":
+            continue  # cuDNN's fused attention takes its place
+        yield failed(
+            f"{name}={value}: {trap.harm}",
+            value=value,
+            at=f"setting:env.{name}",
+            impact=Impact(note="how much depends on the machine; a setting for finding faults, left in"),
+            fix=f"leave {name} out, or say why it stays in a waiver",
+        )
+
+
+def _connections(evidence: Evidence, variables: dict[str, str], limits: Limits) -> Iterator[Outcome]:
+    value = variables.get(CONNECTIONS, "")
+    if not value.isdigit() or evidence.practice.trainer not in ("megatron", "nemo"):
+        return
+    tensor = evidence.the_job.parallel.tensor
+    sharded = evidence.setting_flag("use_torch_fsdp2") or evidence.setting_flag("use_megatron_fsdp")
+    wanted = limits.number("connections")
+    if sharded and int(value) == wanted:
+        what = f"{CONNECTIONS}={value} with FSDP: gathers wait behind the products, and Megatron refuses it"
+    elif not sharded and isinstance(tensor, int) and tensor > 1 and int(value) != wanted:
+        what = f"{CONNECTIONS}={value} with {tensor} tensor ranks: the overlap of their traffic needs one queue"
+    else:
+        return
+    yield failed(
+        what,
+        value=int(value),
+        threshold=wanted,
+        at=f"setting:env.{CONNECTIONS}",
+        impact=Impact(note="kernels are not launched in the order that hides communication (Hopper and older)"),
+        fix=f"{CONNECTIONS}={wanted:g}" if not sharded else f"leave {CONNECTIONS} out",
+    )
+
+
+RULE = Rule(
+    id="ENV001",
+    slug="environment-traps",
+    severity="warning",
+    requires="J",
+    uses="P",
+    requirement="No environment variable turns off links, overlap or error handling that the job relies on.",
+    why="""
+Variables for finding a fault stay in scripts. `NCCL_P2P_DISABLE=1` sends traffic of 450 GB/s over a host's PCIe;
+`NCCL_IB_DISABLE=1` replaces 400 Gb/s InfiniBand by TCP; `CUDA_LAUNCH_BLOCKING=1` makes every kernel wait for the one
+before. Nothing fails, and the job is several times slower.
+""",
+    how="""
+`export NAME=value` and `NAME=value command` of launch scripts, and environment tables of recipes. A variable is a
+finding with the values that the page of the library names as such; those about links between hosts only where there
+are several. `CUDA_DEVICE_MAX_CONNECTIONS` is 1 with Megatron's tensor parallelism, and not 1 with its FSDP.
+""",
+    limits={
+        "traps": Limit(value=tuple(TRAPS), note="variables with a value that slows down or hides errors: house"),
+        "connections": Limit(value=1, note="queues to a device with Megatron's tensor parallelism: arguments.py"),
+    },
+    bad="export NCCL_P2P_DISABLE=1\nexport CUDA_LAUNCH_BLOCKING=1",
+    good="export NCCL_DEBUG=WARN",
+    fix="Leave the variable out.",
+    waive="A cloud without InfiniBand, where `NCCL_IB_DISABLE=1` only saves a search; hardware with a known fault.",
+    history="2026.1: added in 0.7.",
+    references=(
+        Reference(text="NVIDIA NCCL user guide, environment variables", mark="recalled"),
+        Reference(
+            text="NVIDIA/Megatron-LM megatron/training/arguments.py: CUDA_DEVICE_MAX_CONNECTIONS", mark="recalled"
+        ),
+        Reference(text="PyTorch: CUDA semantics, CUDA_LAUNCH_BLOCKING; torch.distributed debugging", mark="recalled"),
+    ),
+    check=check,
+)

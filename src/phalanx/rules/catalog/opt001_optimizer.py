@@ -1,0 +1,215 @@
+"""OPT001: learning rate, warm-up, weight decay, epsilon and betas are within what anybody has trained with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from phalanx.plan.parameter_counts import count_parameters
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.outcome import Impact, Outcome, Severity, exempt, failed, passed
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+
+DIVERGES = Impact(note="the loss may diverge or never fall, and then the whole run is lost")
+LEARNS = Impact(note="no time lost, but what the model learns is at stake")
+# GPT-3's table 2.1: 125M at 6e-4 ... 175B at 0.6e-4, a power of -0.32; batches of half a million tokens at the start.
+RATE, RATE_PARAMETERS, RATE_POWER, RATE_BATCH = 6e-4, 125e6, 0.32, 500_000
+STARTED = ("load", "finetune", "pretrained_checkpoint", "checkpoint.pretrained_checkpoint", "restore_from_path")
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """Every setting of the optimizer that somebody stated."""
+    if not any(evidence.stated(f"optim.{name}") for name in ("lr", "weight_decay", "eps", "betas", "warmup_tokens")):
+        return (exempt(f"the file leaves the optimizer to a script of {evidence.practice.trainer}"),)
+    found = (
+        *_judge_rate(evidence, limits),
+        *_judge_warmup(evidence, limits),
+        *_judge_decay(evidence, limits),
+        *_judge_epsilon(evidence, limits),
+        *_judge_betas(evidence, limits),
+    )
+    rate = evidence.the_job.optim.lr
+    return found or (passed(f"learning rate {rate:g} and the rest are within what others train with", value=rate),)
+
+
+def usual_rate(parameters: float | None, batch_tokens: float | None) -> float:
+    """The learning rate of published runs of this size; a larger batch takes more, by its square root and up to twice.
+
+    >>> round(usual_rate(125e6, 500_000), 6), round(usual_rate(175e9, 3_200_000), 5)
+    (0.0006, 0.00012)
+    """
+    rate = RATE * (RATE_PARAMETERS / max(parameters, 1e6)) ** RATE_POWER if parameters else 3 * RATE
+    if batch_tokens:
+        rate *= min(2.0, max(0.25, math.sqrt(batch_tokens / RATE_BATCH)))
+    return rate
+
+
+def _parameters(evidence: Evidence) -> float | None:
+    """Of the model; None where a stand-in holds its place."""
+    if evidence.plan is not None:
+        return float(evidence.plan.prediction.parameters)
+    origin = evidence.origins.get("model.hidden")
+    if evidence.is_foreign and (origin is None or "stand-in" in origin.where):
+        return None
+    return float(count_parameters(evidence.the_job.model).total)
+
+
+def _batch_tokens(evidence: Evidence) -> float | None:
+    batch = evidence.the_job.batch.global_tokens
+    return float(batch) if batch and evidence.plan is not None else None
+
+
+def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
+    optim = evidence.the_job.optim
+    if not evidence.stated("optim.lr"):
+        return
+    usual = usual_rate(_parameters(evidence), _batch_tokens(evidence))
+    most = limits.number("most_rate") * (limits.number("muon") if optim.name == "muon" else 1.0)
+    ratio = optim.lr / usual
+    if ratio <= most:
+        return
+    yield failed(
+        f"a learning rate of {optim.lr:g} is {ratio:,.0f} times that of published runs of this size, {usual:.2g}",
+        formula=(f"{optim.lr:g} / {usual:.2g} = {ratio:.3g} > {most:g} (a threshold of ours)",),
+        value=optim.lr,
+        threshold=most * usual,
+        at="optim.lr",
+        severity="error" if ratio > limits.number("hopeless") * most else "warning",
+        impact=DIVERGES,
+        fix=f"about {usual:.1g}, unless a run of this model and parameterisation shows otherwise",
+    )
+
+
+def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
+    job, key = evidence.the_job, "optim.warmup_tokens"
+    tokens = evidence.plan.duration.tokens if evidence.plan is not None else job.data.tokens
+    warmup = job.optim.warmup_tokens
+    share = warmup / tokens if isinstance(tokens, int) and tokens > 0 else 0.0
+    if evidence.stated(key) and share > limits.number("most_warmup"):
+        yield failed(
+            f"the warm-up takes {share:.0%} of the training",
+            value=share,
+            threshold=limits.number("most_warmup"),
+            at=key,
+            severity="warning",
+            impact=LEARNS,
+            fix="a few per cent of the tokens, or 2,000 steps; the threshold is ours",
+        )
+    if warmup > 0 or job.train.weights or not evidence.stated("optim.lr") or evidence.find_setting(*STARTED):
+        return
+    absent = evidence.practice.trainer == "megatron" and not any("warmup" in name for name in evidence.settings)
+    if not (evidence.stated(key) and (evidence.is_foreign or evidence.written(key))) and not absent:
+        return
+    yield failed(
+        "training starts at the full learning rate, without a warm-up",
+        value=0,
+        at=key,
+        severity="warning",
+        impact=DIVERGES,
+        fix="a warm-up of about 2,000 steps, or 1 % of the tokens: Adam's second moment is not known at the start",
+    )
+
+
+def _judge_decay(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
+    decay, most = evidence.the_job.optim.weight_decay, limits.number("most_decay")
+    if not evidence.stated("optim.weight_decay") or decay <= most:
+        return
+    yield failed(
+        f"a weight decay of {decay:g}; published runs have 0.01 to 0.1",
+        value=decay,
+        threshold=most,
+        at="optim.weight_decay",
+        severity="error" if decay > 2 * most else "warning",
+        impact=LEARNS,
+        fix="0.1, as GPT-3 and Llama; the threshold is ours",
+    )
+
+
+def _judge_epsilon(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
+    eps, most = evidence.the_job.optim.eps, limits.number("most_eps")
+    if not evidence.stated("optim.eps") or eps <= most:
+        return
+    yield failed(
+        f"Adam's epsilon is {eps:g}, larger than the gradients it is added to: steps shrink with them",
+        value=eps,
+        threshold=most,
+        at="optim.eps",
+        severity="error" if eps > 100 * most else "warning",
+        impact=LEARNS,
+        fix="1e-8, or 1e-5 as Llama 2; the threshold is ours",
+    )
+
+
+def _judge_betas(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
+    first, second = evidence.the_job.optim.betas
+    least, most = limits.number("least_beta2"), limits.number("most_beta")
+    if not evidence.stated("optim.betas"):
+        return
+    severity: Severity = "warning"
+    if first >= 1 or second >= 1:
+        what, severity = f"betas of {first:g} and {second:g}: a moment that never forgets never learns", "error"
+    elif first > most or second < least:
+        what = f"betas of {first:g} and {second:g}; published runs have 0.9 and 0.95 to 0.999"
+    else:
+        return
+    yield failed(
+        what,
+        value=second if second < least else first,
+        threshold=least if second < least else most,
+        at="optim.betas",
+        severity=severity,
+        impact=LEARNS,
+        fix="0.9 and 0.95, as GPT-3 and Llama; the thresholds are ours",
+    )
+
+
+RULE = Rule(
+    id="OPT001",
+    slug="optimizer-sane",
+    severity="error",
+    requires="J",
+    uses="P",
+    requirement="Learning rate, warm-up, weight decay, epsilon and betas are within what anybody has trained with.",
+    why="""
+A slip of a digit is as easy in the optimizer as anywhere and costs the whole run: a learning rate of 10, a weight decay
+of 10 or an epsilon of 0.5 start without a word and learn nothing. Published rates fall with the model, from 6e-4 at
+125M parameters to 6e-5 at 175B (GPT-3, table 2.1), and differ by a factor of three, not of thirty.
+""",
+    how="""
+`lr <= 10 × 6e-4 · (125M / parameters)^0.32 · sqrt(batch / 0.5M tokens)`, the last factor within 0.25 and 2 (Muon: ten
+times that; 20 times beyond is an error); a warm-up, at most half of the tokens, where training starts from new weights
+(of our own jobs only where `warmup_tokens` is written); weight decay `<= 0.5`; epsilon `<= 1e-4`;
+`beta1 <= 0.99`, `beta2 >= 0.9`, both below 1. Only what a file or its trainer's documented default states is judged.
+All thresholds are ours (house), far outside of what is published.
+""",
+    limits={
+        "most_rate": Limit(value=10.0, unit="x", note="of the usual learning rate of the size: house"),
+        "hopeless": Limit(value=20.0, unit="x", note="beyond that bound it is an error: house"),
+        "muon": Limit(value=10.0, unit="x", note="larger rates of Muon's normalised updates: house"),
+        "most_warmup": Limit(value=0.5, note="of the tokens: house"),
+        "most_decay": Limit(value=0.5, note="weight decay; twice as much is an error: house"),
+        "most_eps": Limit(value=1e-4, note="Adam's epsilon; Llama 2 has 1e-5: house"),
+        "least_beta2": Limit(value=0.9, note="of the second moment; GPT-3 and Llama have 0.95: house"),
+        "most_beta": Limit(value=0.99, note="of the first moment; all have 0.9: house"),
+    },
+    bad="""
+[optim]
+lr = 3.0
+weight_decay = 10.0
+""",
+    good="""
+[optim]
+lr = 3e-4
+weight_decay = 0.1
+warmup_tokens = 2_000_000_000
+""",
+    fix="The value of a published run of about the same size.",
+    waive="Parameterisations with rates of their own, as muP: name the sweep that found them.",
+    history="2026.1: added in 0.7.",
+    references=(
+        Reference(text="Brown et al., GPT-3, arXiv:2005.14165 table 2.1", mark="recalled"),
+        Reference(text="Touvron et al., Llama 2, arXiv:2307.09288 section 2.2", mark="recalled"),
+        Reference(text="all thresholds", mark="house"),
+    ),
+    check=check,
+)

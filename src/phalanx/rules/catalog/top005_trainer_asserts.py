@@ -1,0 +1,176 @@
+"""TOP005: another trainer's file keeps the identities that this trainer itself asserts when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.rules.evidence import Evidence
+from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed
+from phalanx.rules.rule import Limit, Limits, Reference, Rule
+from phalanx.units import plural
+
+NO_START = Impact(points=100.0, note="the trainer fails with an assertion after its devices were allocated")
+Broken = tuple[str, str, str]  # the setting it points at, what is wrong, what to do
+
+
+def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
+    """Every identity that the settings of the file break."""
+    if not evidence.is_foreign:
+        return (exempt("the reader of job files asks the same of a job"),)
+    broken = [*_formats(evidence), *_deepspeed(evidence), *_megatron(evidence)]
+    silent = all(one.what.startswith("does not say") for one in evidence.refusals)
+    if evidence.plan is None and silent:  # else the planner has judged the layout: TOP001, BAT001
+        broken += _divisors(evidence)
+    if len(broken) <= limits.number("most_broken"):
+        return (passed("nothing that the trainer itself refuses", value=len(broken), threshold=0),)
+    return tuple(failed(what, at=f"setting:{name}", impact=NO_START, fix=fix) for name, what, fix in broken)
+
+
+def _whole(evidence: Evidence, *names: str) -> int:
+    """A setting as a whole number; 0 where the file does not say."""
+    value = evidence.setting_number(*names)
+    return int(value) if value is not None and abs(value) < 1e15 and value == int(value) else 0
+
+
+def _formats(evidence: Evidence) -> Iterator[Broken]:
+    for half, brain in (("fp16", "bf16"), ("fp16.enabled", "bf16.enabled"), ("fp16.enabled", "bfloat16.enabled")):
+        if evidence.setting_flag(half) and evidence.setting_flag(brain):
+            yield half, "fp16 and bf16 are both on: a trainer computes in one of them", "turn one of the two off"
+            return
+
+
+def _deepspeed(evidence: Evidence) -> Iterator[Broken]:
+    if evidence.practice.trainer != "deepspeed":
+        return
+    total, micro = _whole(evidence, "train_batch_size"), _whole(evidence, "train_micro_batch_size_per_gpu")
+    passes = _whole(evidence, "gradient_accumulation_steps")
+    split = evidence.the_job.parallel
+    apart = 1
+    for degree in (split.tensor, split.pipeline, split.context):
+        apart *= degree if isinstance(degree, int) else 1
+    ranks = evidence.known_devices // max(1, apart)
+    if total and micro and passes and ranks and micro * passes * ranks != total:
+        what = (
+            f"train_batch_size {total:,} is not micro-batch {micro} × {passes} accumulation steps × {ranks:,} data "
+            f"ranks = {micro * passes * ranks:,}"
+        )
+        yield "train_batch_size", what, f"train_batch_size = {micro * passes * ranks:,}, or leave one of the three out"
+    elif total and (micro or passes) and total % max(1, micro * max(1, passes)):
+        what = f"train_batch_size {total:,} is no multiple of micro-batch {max(1, micro)} × {max(1, passes)} passes"
+        yield "train_batch_size", what, "make the three fit: batch = micro × accumulation × data ranks"
+    stage, offload = (
+        _whole(evidence, "zero_optimization.stage"),
+        evidence.find_setting("zero_optimization.offload_param.device"),
+    )
+    if offload is not None and str(offload.value) not in ("none", "auto") and stage < 3:
+        what = f"offload_param needs ZeRO stage 3, and the stage is {stage}"
+        yield "zero_optimization.offload_param.device", what, "zero_optimization.stage = 3, or leave offload_param out"
+    if evidence.find_setting("zero_optimization.stage") is not None and not 0 <= stage <= 3:
+        yield "zero_optimization.stage", f"there is no ZeRO stage {stage}", "0, 1, 2 or 3"
+
+
+def _megatron(evidence: Evidence) -> Iterator[Broken]:
+    if evidence.practice.trainer not in ("megatron", "nemo"):
+        return
+    tensor = _whole(evidence, "tensor_model_parallel_size") or 1
+    stages, experts = _whole(evidence, "pipeline_model_parallel_size") or 1, _whole(evidence, "num_experts")
+    chunked = "num_layers_per_virtual_pipeline_stage"
+    chunks = _whole(evidence, "virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
+    if stages == 1 and (chunks > 1 or _whole(evidence, chunked)):
+        name = chunked if _whole(evidence, chunked) else "virtual_pipeline_model_parallel_size"
+        yield name, "an interleaved schedule needs a pipeline, and there is one stage", "leave it out, or add stages"
+    if experts and tensor > 1 and not evidence.setting_flag("sequence_parallel"):
+        what = f"experts with {tensor} tensor ranks and without sequence parallelism"
+        yield "num_experts", what, "add sequence parallelism (--sequence-parallel)"
+    if _whole(evidence, "expert_model_parallel_size") > 1 and not experts:
+        yield "expert_model_parallel_size", "expert ranks for a model without experts", "leave it out, or name experts"
+    if experts and (top := _whole(evidence, "moe_router_topk")) > experts:
+        yield "moe_router_topk", f"{top} experts per token of {experts}", "fewer experts per token"
+    if evidence.practice.trainer == "megatron":
+        yield from _arguments(evidence)
+
+
+def _arguments(evidence: Evidence) -> Iterator[Broken]:
+    """Of Megatron-LM's own argument list: training/arguments.py, validate_args."""
+    has = evidence.find_setting
+    if has("train_iters") and has("train_samples"):
+        yield "train_samples", "--train-iters and --train-samples exclude each other", "give one of the two"
+    if has("save") and not has("save_interval"):
+        yield "save", "--save without --save-interval", "give --save-interval"
+    lowest, peak = evidence.setting_number("min_lr"), evidence.setting_number("lr")
+    if lowest is not None and peak is not None and lowest > peak:
+        yield "min_lr", f"--min-lr {lowest:g} is above --lr {peak:g}", "a lower --min-lr"
+    reach, length = _whole(evidence, "max_position_embeddings"), _whole(evidence, "seq_length")
+    if reach and length > reach:
+        what = f"sequences of {length:,} tokens and {reach:,} positions"
+        yield "seq_length", what, "--max-position-embeddings of at least the sequence length"
+    shards = evidence.setting_flag("use_distributed_optimizer") or evidence.setting_flag("use_megatron_fsdp")
+    if evidence.setting_flag("overlap_param_gather") and not shards:
+        what = "--overlap-param-gather without a distributed optimizer"
+        yield "overlap_param_gather", what, "add --use-distributed-optimizer"
+    full = has("recompute_granularity")
+    if full is not None and str(full.value) == "full" and not has("recompute_method"):
+        what = "--recompute-granularity full without --recompute-method"
+        yield "recompute_granularity", what, "--recompute-method uniform --recompute-num-layers 1"
+
+
+def _divisors(evidence: Evidence) -> Iterator[Broken]:
+    """What must divide what, where no plan says so already."""
+    tensor = _whole(evidence, "tensor_model_parallel_size", "parallelism.tensor_parallel_degree") or 1
+    stages = _whole(evidence, "pipeline_model_parallel_size", "parallelism.pipeline_parallel_degree") or 1
+    context = _whole(evidence, "context_parallel_size", "parallelism.context_parallel_degree") or 1
+    pairs = (
+        ("num_attention_heads", tensor, "tensor ranks"),
+        ("num_query_groups", tensor, "tensor ranks"),
+        ("num_experts", _whole(evidence, "expert_model_parallel_size") or 1, "expert ranks"),
+        ("seq_length", 2 * context if context > 1 else 1, "halves of the context ranks"),
+        ("global_batch_size", _whole(evidence, "micro_batch_size") or 1, "sequences of a micro-batch"),
+        ("hidden_size", _whole(evidence, "num_attention_heads") or 1, "attention heads"),
+    )
+    for name, divisor, noun in pairs:
+        size = _whole(evidence, name)
+        if size and divisor > 0 and size % divisor and not (name == "num_query_groups" and size < divisor):
+            yield name, f"{name} {size:,} does not divide by {divisor} {noun}", f"a multiple of {divisor}"
+    world, group = evidence.known_devices, tensor * stages * context
+    if world and group > 0 and world % group:
+        what = f"{world:,} devices do not divide by tensor {tensor} × pipeline {stages} × context {context}"
+        yield "tensor_model_parallel_size", what, f"a multiple of {plural(group, 'device')}"
+        return
+    total, micro = _whole(evidence, "global_batch_size"), _whole(evidence, "micro_batch_size") or 1
+    ranks = world // group if world else 0
+    if total and ranks and total % (micro * ranks) and not evidence.find_setting("rampup_batch_size"):
+        what = f"a global batch of {total:,} does not divide by micro-batch {micro} × {ranks:,} data ranks"
+        yield "global_batch_size", what, f"a multiple of {micro * ranks:,}"
+
+
+RULE = Rule(
+    id="TOP005",
+    slug="trainer-asserts",
+    severity="error",
+    requires="J",
+    uses="P",
+    requirement="Another trainer's file breaks none of the identities that this trainer asserts when it starts.",
+    why="""
+Trainers check their arguments after the devices are taken: Megatron's `validate_args` and DeepSpeed's
+`_batch_assertion` end a job that waited hours in a queue. The same arithmetic takes a millisecond in a pull request.
+""",
+    how="""
+Of every trainer: fp16 and bf16 are not both on. DeepSpeed: `train_batch_size = micro × accumulation × data ranks`,
+`offload_param` with stage 3 alone. Megatron and NeMo: an interleaved schedule has two stages or more; experts with
+tensor ranks need sequence parallelism; no expert ranks without experts. Megatron-LM also: `--train-iters` or
+`--train-samples`, `--save` with `--save-interval`, `--min-lr` not above `--lr`, as many positions as tokens of a
+sequence, `--overlap-param-gather` with a distributed optimizer, a method for full recomputation. Where there is no
+plan, also what must divide what: heads, experts, sequence, batch and devices.
+""",
+    limits={"most_broken": Limit(value=0, unit="identities", note="that may be broken: none, the trainer refuses")},
+    bad='{"train_batch_size": 512, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}  # 128 GPUs',
+    good='{"train_batch_size": 4096, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}',
+    fix="As the finding says; the trainer would say the same, later.",
+    waive="A fork of the trainer that lifts the assertion: name the commit.",
+    history="2026.1: added in 0.7.",
+    references=(
+        Reference(text="NVIDIA/Megatron-LM megatron/training/arguments.py: validate_args", mark="recalled"),
+        Reference(text="deepspeedai/DeepSpeed runtime/config.py: _batch_assertion, _do_error_check", mark="recalled"),
+    ),
+    check=check,
+)

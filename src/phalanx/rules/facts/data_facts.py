@@ -1,0 +1,90 @@
+"""What a configuration trains on, as far as this machine can tell: sources named, those missing, and tokens."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.errors import PhalanxError
+from phalanx.job.dataset import read_manifest
+
+# Megatron's index of a dataset: magic, version, code of the token type (core/datasets/indexed_dataset.py).
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
+# Tokens of corpora that are named and not given as a path: T5 paper (arXiv:1910.10683) for C4; the test file that
+# torchtitan ships has 2,000 documents of C4, about 0.9 million tokens.
+NAMED_TOKENS: Mapping[str, float] = {"c4": 156e9, "c4_test": 0.9e6, "c4_validation": 0.17e9}
+MOST_SOURCES = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataFacts:
+    """Sources of a configuration; `tokens` is None where nobody counted them all."""
+
+    named: int
+    missing: tuple[str, ...] = ()
+    tokens: float | None = None
+    setting: str = ""  # the name that says it, of another trainer's file
+
+
+def folder_facts(paths: Sequence[str], base: Path) -> DataFacts:
+    """Of a job of ours: folders that `phalanx data build` made. One that is not there yet `plan` and `train` tell."""
+    tokens, known = 0.0, bool(paths)
+    for name in paths[:MOST_SOURCES]:
+        try:
+            tokens += sum(shard.tokens for shard in read_manifest(base / name).shards if shard.split == "train")
+        except (PhalanxError, OSError, ValueError):
+            known = False
+    return DataFacts(named=len(paths), tokens=tokens if known else None)
+
+
+def megatron_facts(words: Sequence[str], base: Path, *, setting: str) -> DataFacts:
+    """Of `--data-path`: prefixes of .bin and .idx files, weights between them left out.
+
+    Only a prefix whose folder is on this machine can be missing: configurations are checked far from their data.
+    """
+    prefixes = [word for word in words if word and not _is_number(word)][:MOST_SOURCES]
+    missing, tokens, known = [], 0.0, bool(prefixes)
+    for prefix in prefixes:
+        count = _megatron_tokens(base / prefix) if "$" not in prefix else None
+        known = known and count is not None
+        tokens += count or 0.0
+        if "$" not in prefix and _is_absent(base / prefix):
+            missing.append(prefix)
+    return DataFacts(named=len(prefixes), missing=tuple(missing), tokens=tokens if known else None, setting=setting)
+
+
+def named_facts(name: str, *, setting: str) -> DataFacts:
+    """Of a corpus that is called by its name."""
+    return DataFacts(named=1, tokens=NAMED_TOKENS.get(name.lower()), setting=setting)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_absent(prefix: Path) -> bool:
+    try:
+        files = [Path(f"{prefix}.bin"), prefix]
+        return prefix.parent.is_dir() and not any(one.exists() for one in files)
+    except (OSError, ValueError):
+        return False
+
+
+def _megatron_tokens(prefix: Path) -> float | None:
+    """Bytes of the .bin over those of a token, whose type the .idx says; None where they are not here."""
+    try:
+        with Path(f"{prefix}.idx").open("rb") as file:
+            head = file.read(len(INDEX_MAGIC) + 9)
+        if not head.startswith(INDEX_MAGIC) or len(head) < len(INDEX_MAGIC) + 9:
+            return None
+        _, code = struct.unpack_from("<QB", head, len(INDEX_MAGIC))
+        return Path(f"{prefix}.bin").stat().st_size / TOKEN_BYTES[code] if code in TOKEN_BYTES else None
+    except (OSError, ValueError):
+        return None

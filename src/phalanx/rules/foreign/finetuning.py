@@ -1,0 +1,226 @@
+"""Axolotl's and LLaMA-Factory's YAML: a model by name, batch per device, and who shards it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from phalanx.errors import UserError
+from phalanx.rules.foreign.config_files import read_tree
+from phalanx.rules.foreign.conversion import Conversion, Leaf
+from phalanx.rules.foreign.presets import read_named_model
+
+ADAPTER = "only an adapter is trained; the plan prices all weights: an upper bound"
+DATA = "which text is read does not change the work of a step"
+IRRELEVANT = {
+    "datasets": DATA,
+    "datasets.": DATA,
+    "dataset": DATA,
+    "dataset_": DATA,
+    "test_datasets.": DATA,
+    "eval_dataset": DATA,
+    "val_set_size": DATA,
+    "val_size": DATA,
+    "template": DATA,
+    "max_samples": DATA,
+    "chat_template": DATA,
+    "preprocessing_": DATA,
+    "overwrite_": "names and folders",
+    "output_dir": "names and folders",
+    "hub_": "names and folders",
+    "wandb_": "logging",
+    "mlflow_": "logging",
+    "comet_": "logging",
+    "report_to": "logging",
+    "logging_": "logging",
+    "plot_loss": "logging",
+    "use_tensorboard": "logging",
+    "eval": "evaluation",
+    "eval_": "evaluation",
+    "evals_per_epoch": "evaluation",
+    "per_device_eval_batch_size": "evaluation",
+    "do_": "evaluation",
+    "dataloader_": "data loading",
+    "sample_packing": "how samples are laid out; a full sequence is assumed",
+    "packing": "how samples are laid out",
+    "pad_to_sequence_len": "how samples are laid out",
+    "flash_attention": "which kernels",
+    "flash_attn": "which kernels",
+    "attn_implementation": "which kernels",
+    "flash_": "which kernels",
+    "sdp_attention": "which kernels",
+    "xformers_attention": "which kernels",
+    "tf32": "which kernels",
+    "liger_": "which kernels",
+    "plugins": "which kernels",
+    "special_tokens": "the tokenizer",
+    "special_tokens.": "the tokenizer",
+    "tokenizer_": "the tokenizer",
+    "tokens": "the tokenizer",
+    "model_type": "which class is loaded",
+    "trust_remote_code": "which class is loaded",
+    "is_llama_derived_model": "which class is loaded",
+    "gradient_checkpointing_kwargs": "how it recomputes",
+    "gradient_checkpointing_kwargs.": "how it recomputes",
+    "resume_from_checkpoint": "where a run goes on",
+    "auto_resume_from_checkpoints": "where a run goes on",
+    "seed": "",
+    "strict": "a permission",
+    "save_": "checkpoints",
+    "saves_per_epoch": "checkpoints",
+    "fsdp_config.": "a detail of FSDP",
+    "fsdp.": "a detail of FSDP",
+    "train_on_inputs": "masks within a sequence",
+    "group_by_length": "data loading",
+    "ds.": "as the file says, or a detail of DeepSpeed",
+}
+UNMAPPED = {
+    "adapter": ADAPTER,
+    "lora_": ADAPTER,
+    "peft_": ADAPTER,
+    "finetuning_type": ADAPTER,
+    "load_in_": "weights in few bits; the plan keeps them in 16",
+    "quantization_": "weights in few bits; the plan keeps them in 16",
+    "num_epochs": "in epochs: --set data.tokens says how many tokens there are",
+    "num_train_epochs": "in epochs: --set data.tokens says how many tokens there are",
+    "warmup_ratio": "a share of a run whose length is not said",
+}
+
+
+def translate_axolotl(config: Conversion) -> None:
+    """Fill the conversion from Axolotl's words (docs/config-reference)."""
+    read_named_model(config, "base_model")
+    config.set_value("parallel.mode", "fixed", note="Axolotl searches nothing")
+    for theirs, ours in (
+        ("tensor_parallel_size", "tensor"),
+        ("context_parallel_size", "context"),
+        ("sequence_parallel_degree", "context"),
+        ("expert_parallel_size", "expert"),
+    ):
+        if (degree := config.read_whole(theirs)) is not None and degree > 0:
+            config.set_value(f"parallel.{ours}", degree, theirs)
+    _read_sharding(config)
+    copies, shard = config.read_whole("dp_replicate_size"), config.read_whole("dp_shard_size")
+    if shard and shard > 0:
+        config.set_value("parallel.data", (copies or 1) * shard, "dp_shard_size", "dp_replicate_size")
+        config.set_value("parallel.shard", shard, "dp_shard_size")
+        config.set_value("parallel.zero", 3, "dp_shard_size", note="FSDP")
+    _read_batch(config, "micro_batch_size", "sequence_len")
+    recompute = config.read_word("gradient_checkpointing")
+    on = recompute not in ("", "false", "none")
+    config.set_value("parallel.recompute", "full" if on else "none", "gradient_checkpointing")
+    _read_precision(config)
+    _read_optimizer(config)
+    config.settle_rest(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
+
+
+def translate_llama_factory(config: Conversion) -> None:
+    """Fill the conversion from LLaMA-Factory's words (src/llamafactory/hparams)."""
+    read_named_model(config, "model_name_or_path")
+    config.set_value("parallel.mode", "fixed", note="LLaMA-Factory searches nothing")
+    _read_sharding(config)
+    _read_batch(config, "per_device_train_batch_size", "cutoff_len")
+    off = config.read_flag("disable_gradient_checkpointing")
+    config.set_value(
+        "parallel.recompute", "none" if off else "full", "disable_gradient_checkpointing", "gradient_checkpointing"
+    )
+    if config.read_word("finetuning_type") == "full":
+        config.skip_leaf("finetuning_type", "all weights are trained, as the plan assumes")
+    _read_precision(config)
+    _read_optimizer(config)
+    config.settle_rest(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
+
+
+def _read_sharding(config: Conversion) -> None:
+    """DeepSpeed's JSON where it lies beside the file, FSDP's words, or plain data parallelism."""
+    named = config.find_leaf("deepspeed")
+    if named is not None and str(named.value) not in ("", "False"):
+        stage = _stage_of(Path(config.file).parent, str(named.value))
+        if stage is None:
+            why = f"{str(named.value)[:80]} is not in this folder"
+            config.read_as["deepspeed"] = Leaf(key=named.key, value=named.value, line=named.line, unknown=why)
+            config.read_whole("deepspeed")
+            config.unknown["parallel.zero"] = f"deepspeed: {why}"
+            config.add_missing(
+                f"names {str(named.value)[:80]}, which is not in this folder", "give --set parallel.zero=3"
+            )
+            config.set_value("parallel.zero", 0, "deepspeed")
+        else:
+            config.set_value("parallel.zero", stage, "deepspeed", note=f"stage {stage} of that file")
+        return
+    words = " ".join(config.read_word(key) for key in config.leaves if key == "fsdp" or key.startswith("fsdp."))
+    sections = any(key == "fsdp" or key.startswith(("fsdp_config.", "fsdp_version")) for key in config.leaves)
+    if words or sections:
+        kind = config.read_word("fsdp_config.fsdp_sharding_strategy") or config.read_word(
+            "fsdp_config.sharding_strategy"
+        )
+        keeps = "shard_grad_op" in words + kind or config.read_flag("fsdp_config.reshard_after_forward") is False
+        names = tuple(key for key in config.leaves if key == "fsdp" or key.startswith("fsdp"))
+        config.set_value("parallel.zero", 2 if keeps else 3, *names, note="FSDP")
+        return
+    config.set_value("parallel.zero", 0, "deepspeed", note="neither DeepSpeed nor FSDP: plain data parallelism")
+
+
+def _stage_of(folder: Path, name: str) -> int | None:
+    try:
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()) or not path.is_file() or path.suffix != ".json":
+            return None
+        leaf = read_tree(path).get("zero_optimization.stage")
+    except (UserError, OSError, ValueError):
+        return None
+    return leaf.value if leaf is not None and isinstance(leaf.value, int) else 0 if leaf is None else None
+
+
+def _read_batch(config: Conversion, micro_key: str, length_key: str) -> None:
+    micro = config.read_whole(micro_key) or 1
+    passes = config.read_whole("gradient_accumulation_steps") or 1
+    config.set_value("batch.micro", micro, micro_key)
+    note = f"{micro} × {passes} passes"
+    config.set_value("batch.per_replica", micro * passes, micro_key, "gradient_accumulation_steps", note=note)
+    if length := config.read_whole(length_key):
+        config.set_value("data.sequence", length, length_key)
+    if (steps := config.read_whole("max_steps")) and steps > 0:
+        config.set_value("data.steps", steps, "max_steps")
+    if (every := config.read_whole("save_steps")) and every > 0:
+        config.set_value("checkpoint.steps", every, "save_steps")
+    if (seed := config.read_whole("seed")) is not None:
+        config.set_value("data.seed", abs(seed), "seed")
+
+
+def _read_precision(config: Conversion) -> None:
+    half, brain = config.read_word("fp16"), config.read_word("bf16") or config.read_word("bfloat16")
+    if config.read_flag("pure_bf16"):
+        config.set_value("precision.compute", "bf16", "pure_bf16")
+    elif brain in ("true", "full", "auto", "1"):
+        note = "auto: where the device has it" if brain == "auto" else ""
+        config.set_value("precision.compute", "bf16", "bf16", "bfloat16", note=note)
+        config.skip_leaf("fp16", "bf16 goes first")
+    elif half in ("true", "1"):
+        config.set_value("precision.compute", "fp16", "fp16")
+    else:
+        config.set_value("precision.compute", "fp32", "bf16", "fp16", note="neither bf16 nor fp16")
+    config.assume_default("comm.init_timeout_s", 1_800, "ddp_timeout of the Trainer")
+    timeout = config.read_number("ddp_timeout")
+    if timeout is not None and timeout > 0:
+        config.set_value("train.timeout_s", min(timeout, 1e7), "ddp_timeout")
+    config.assume_default("train.timeout_s", 1_800, "ddp_timeout of the Trainer")
+
+
+def _read_optimizer(config: Conversion) -> None:
+    name = config.read_word("optimizer") or config.read_word("optim") or "adamw_torch"
+    if "adamw" in name or name == "adam":
+        config.set_value("optim.name", "adamw", "optimizer", "optim")
+    config.copy_keys(
+        {
+            "learning_rate": ("optim.lr", Conversion.read_number),
+            "weight_decay": ("optim.weight_decay", Conversion.read_number),
+            "max_grad_norm": ("optim.clip", Conversion.read_number),
+        }
+    )
+    if (steps := config.read_whole("warmup_steps")) is not None:
+        config.set_value("optim.warmup_steps", steps, "warmup_steps")
+    for key in ("lr_scheduler", "lr_scheduler_type"):
+        if config.read_word(key) == "cosine":
+            config.set_value("optim.schedule", "cosine", key)
+        elif config.has_leaf(key):
+            config.leave_unmapped(key, "the job schema decays by cosine, or at the end")

@@ -1,0 +1,364 @@
+"""What each command does to the state of a script: the shell's own commands, and those that start others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.io.files import read_head
+from phalanx.rules.foreign.shell.conditions import UNDECIDED, ConditionVerdict
+from phalanx.rules.foreign.shell.expansion import expand_fields, expand_text
+from phalanx.rules.foreign.shell.outputs import printed_output
+from phalanx.rules.foreign.shell.own_commands import DONE, OWN, Outcome, declare_variables
+from phalanx.rules.foreign.shell.scanner import ShellSyntaxError
+from phalanx.rules.foreign.shell.state import StartedCommand, merge_states
+from phalanx.rules.foreign.shell.syntax import (
+    AndOr,
+    ArithmeticCommand,
+    Assignment,
+    CommandGroup,
+    Node,
+    SimpleCommand,
+    TestClause,
+    Word,
+)
+from phalanx.rules.foreign.shell.values import OPEN
+
+if TYPE_CHECKING:
+    from phalanx.rules.foreign.shell.interpreter import Interpreter
+
+Condition = Callable[[], ConditionVerdict]
+MOST_SOURCED = 1 << 18
+SHELLS = ("bash", "sh", "zsh", "dash")
+PREFIXES = ("exec", "nohup", "command", "builtin", "time", "sudo", "stdbuf", "setsid")
+# What is neither a launch nor of any effect on one.
+QUIET = frozenset(
+    [
+        "mkdir",
+        "rm",
+        "cp",
+        "mv",
+        "ls",
+        "cd",
+        "pushd",
+        "popd",
+        "chmod",
+        "touch",
+        "sleep",
+        "wait",
+        "kill",
+        "trap",
+        "ulimit",
+        "umask",
+        "module",
+        "conda",
+        "pip",
+        "git",
+        "date",
+        "hostname",
+        "nvidia-smi",
+        "ln",
+        "which",
+        "type",
+        "hash",
+        "true",
+        "ps",
+        "grep",
+        "awk",
+        "df",
+        "free",
+        "wget",
+        "curl",
+        "tar",
+        "unzip",
+        "apt",
+        "apt-get",
+        "enable_lizard",
+        "scontrol",
+        "shopt",
+        "alias",
+        "complete",
+        "source",
+        "pwd",
+        "jobs",
+        "disown",
+        "logger",
+        "clear",
+        "tput",
+        "find",
+        "xargs",
+        "sort",
+        "uniq",
+        "head",
+        "tail",
+        "wc",
+    ]
+)
+
+
+def run_simple(shell: Interpreter, node: SimpleCommand) -> Outcome:
+    """One command: assignments, expansion, and what it does."""
+    argv: list[str] = []
+    declared: list[Assignment | str] = []
+    for word in node.words:
+        if isinstance(word, Assignment):
+            declared.append(word)
+        else:
+            fields = expand_fields(word.text, shell)
+            argv += fields
+            declared += fields
+    while argv and shell.unknowns.is_unset(argv[0]):  # a prefix such as $LAUNCHER that nothing sets is no command
+        argv = argv[1:]
+    if not argv:
+        for one in node.assignments:
+            shell.assign(one)
+        if node.redirects and (text := shell.input_text(node.redirects)) is not None:
+            _redirect(shell, node, text)
+        substituted = any(one.value is not None and "$(" in one.value.text for one in node.assignments)
+        return (UNDECIDED if substituted else ConditionVerdict(True)), None
+    name = argv[0]
+    if name in ("export", "declare", "typeset", "local", "readonly"):
+        return declare_variables(shell, name, declared[1:])
+    environment = {one.name: expand_text(one.value.text, shell) for one in node.assignments if one.value is not None}
+    if name in shell.state.functions:
+        return call_function(shell, argv)
+    if name in OWN:
+        return OWN[name](shell, argv, node)
+    return start_command(shell, argv, node, environment)
+
+
+def start_command(shell: Interpreter, argv: list[str], node: SimpleCommand, environment: dict[str, str]) -> Outcome:
+    """A program: worked out where it only prints, else noted as started."""
+    name = argv[0].rpartition("/")[2]
+    while name in PREFIXES and len(argv) > 1:
+        argv = argv[1:]
+        name = argv[0].rpartition("/")[2]
+        if name in shell.state.functions:
+            return call_function(shell, argv)
+    if name == "env":
+        argv = argv[1:]
+        while argv and re.match(r"[A-Za-z_]\w*=", argv[0]):
+            key, _, value = argv[0].partition("=")
+            environment[key] = value
+            argv = argv[1:]
+        if not argv:
+            return UNDECIDED, None
+        name = argv[0].rpartition("/")[2]
+    if name in SHELLS and (found := _inner_script(shell, argv[1:])) is not None:
+        return found
+    text = printed_output(argv, shell.input_text(node.redirects), shell.read_file)
+    if name == "sed" and "-i" in argv:
+        target = argv[-1]
+        shell.write_file(target, shell.open_mark(f"{target} as sed changes it") if text is None else text, append=False)
+        return DONE
+    if text is not None:
+        if name == "tee":
+            for target in argv[1:]:
+                shell.write_file(target, text, append="-a" in argv)
+        _redirect(shell, node, text)
+        return DONE
+    if any(one.operator in (">", ">|", "&>", ">>") for one in node.redirects) and name in (
+        "python",
+        "python3",
+        "jq",
+        "envsubst",
+        "awk",
+    ):
+        _redirect(shell, node, shell.open_mark(f"what {name} prints"))
+    if name in QUIET or not name:
+        return UNDECIDED, None
+    _note_start(shell, argv, environment)
+    return UNDECIDED, None
+
+
+def _note_start(shell: Interpreter, argv: list[str], environment: dict[str, str]) -> None:
+    exported = {key: value for key in sorted(shell.state.exported) if isinstance(value := shell.get_variable(key), str)}
+    inner = next((index for index, word in enumerate(argv) if word in ("-c", "-lc", "-ic", "-xc") and index), 0)
+    before = argv[inner - 1].rpartition("/")[2] if inner else ""
+    if inner and inner + 1 < len(argv) and before in SHELLS:
+        # srun … bash -c "…": the inner command line counts, and the outer one says on how many hosts.
+        _run_inner(shell, argv[inner + 1], prefix=tuple(argv[: inner - 1]))
+        return
+    if " " in argv[-1].strip() and argv[0].rpartition("/")[2] in (
+        "ssh",
+        "pdsh",
+        "clush",
+        "docker",
+        "kubectl",
+        "tmux",
+        "su",
+    ):
+        _run_inner(shell, argv[-1], prefix=tuple(argv[:-1]))
+        return
+    shell.started.append(
+        StartedCommand(
+            argv=tuple(argv),
+            line=shell.line,
+            environment=exported | environment,
+            files=dict(shell.state.files),
+            doubtful=shell.doubt > 0,
+        )
+    )
+
+
+def _run_inner(shell: Interpreter, text: str, *, prefix: tuple[str, ...] = ()) -> None:
+    """A string of commands, in a process of its own: it sees what is exported."""
+    if shell.calls > 24:
+        return
+    before = shell.state
+    shell.state = before.copy()
+    shell.state.variables = {
+        key: value for key, value in before.variables.items() if key in before.exported or key in shell.given
+    }
+    shell.calls += 1
+    count, line = len(shell.started), shell.line
+    try:
+        shell.run_text(text, first_line=shell.line)
+    except ShellSyntaxError:
+        shell.started.append(
+            StartedCommand(
+                argv=(*prefix, shell.open_mark("commands that are not understood")),
+                line=line,
+                environment={},
+                files={},
+                doubtful=True,
+            )
+        )
+    finally:
+        shell.calls -= 1
+        before.files = shell.state.files
+        shell.state = before
+    for place in range(count, len(shell.started)):
+        one = shell.started[place]
+        shell.started[place] = StartedCommand(
+            argv=(*prefix, *one.argv), line=line, environment=one.environment, files=one.files, doubtful=one.doubtful
+        )
+
+
+def _inner_script(shell: Interpreter, rest: list[str]) -> Outcome | None:
+    """`bash -c text` and `bash file arguments`."""
+    while rest and re.fullmatch(r"-[exulv]+|--login|--norc", rest[0]):
+        rest = rest[1:]
+    if len(rest) > 1 and re.fullmatch(r"-[exlui]*c", rest[0]):
+        _run_inner(shell, rest[1])
+        return UNDECIDED, None
+    if not rest or rest[0].startswith("-"):
+        return None
+    path = shell.local_path(rest[0])
+    text = shell.read_file(rest[0]) if path is not None or rest[0] in shell.state.files else None
+    if text is None or shell.calls > 8:
+        return None
+    before, arguments = shell.state, tuple(rest[1:])
+    shell.state = before.copy()
+    shell.state.variables = {k: v for k, v in before.variables.items() if k in before.exported or k in shell.given}
+    shell.state.functions, shell.state.positional, shell.state.shifted = {}, arguments, 0
+    shell.calls += 1
+    try:
+        shell.run_text(text)
+    except ShellSyntaxError:
+        pass
+    finally:
+        shell.calls -= 1
+        shell.state = before
+    return UNDECIDED, None
+
+
+def _redirect(shell: Interpreter, node: SimpleCommand, text: str) -> None:
+    for one in node.redirects:
+        if one.operator in (">", ">>", ">|", "&>", "&>>"):
+            shell.write_file(expand_text(one.target.text, shell), text, append=">>" in one.operator)
+
+
+def read_small(path: Path) -> str | None:
+    """A text file beside the script, if it is small."""
+    data = read_head(path, MOST_SOURCED + 1)
+    if len(data) > MOST_SOURCED:
+        return None
+    return data.decode("utf-8", errors="replace").replace(OPEN, "?").replace("\r\n", "\n")
+
+
+def call_function(shell: Interpreter, argv: list[str]) -> Outcome:
+    """A function of the script, with its own arguments and local variables."""
+    shell.calls += 1
+    if shell.calls > 24:
+        shell.calls -= 1
+        return UNDECIDED, None
+    body = shell.state.functions[argv[0]]
+    outer, outer_shift = shell.state.positional, shell.state.shifted
+    kept = dict(shell.state.variables)
+    shell.state.positional, shell.state.shifted = tuple(argv[1:]), 0
+    shell.state.variables["\x00local"] = ()
+    shell.returned.append([])
+    signal = shell.run_block(body)
+    for state in shell.returned.pop():
+        shell.state = merge_states(
+            shell.state, state, shell.unknowns, why=f"where {argv[0]} returns", line=shell.line, file=shell.file
+        )
+    names = shell.state.variables.pop("\x00local", ())
+    for name in names if isinstance(names, tuple) else ():
+        if name in kept:
+            shell.state.variables[name] = kept[name]
+        else:
+            shell.state.variables.pop(name, None)
+    if "\x00local" in kept:
+        shell.state.variables["\x00local"] = kept["\x00local"]
+    shell.state.positional, shell.state.shifted = outer, outer_shift
+    shell.calls -= 1
+    return UNDECIDED, "exit" if signal == "exit" else None
+
+
+def function_printed(shell: Interpreter, argv: list[str]) -> str | None:
+    """What a function of one echo prints."""
+    body = shell.state.functions[argv[0]]
+    inner = body[0].body if len(body) == 1 and isinstance(body[0], CommandGroup) else body
+    if len(inner) != 1:
+        return None
+    outer = shell.state.positional
+    shell.state.positional = tuple(argv[1:])
+    try:
+        return shell.pipe_text((inner[0],))
+    finally:
+        shell.state.positional = outer
+
+
+def choice_printed(shell: Interpreter, node: AndOr) -> str | None:
+    """What `[ test ] && echo one || echo two` prints, where the test is decided."""
+    if (folder := _folder_printed(shell, node)) is not None:
+        return folder
+    if not (isinstance(node.first, TestClause | ArithmeticCommand) or _is_test(node.first)):
+        return None
+    verdict, _ = shell.run_node(node.first)
+    if verdict.holds is None or verdict.ground == "no arguments":
+        return None
+    holds, text = verdict.holds, ""
+    for operator, other in node.rest:
+        if holds is (operator == "&&"):
+            printed_text = shell.pipe_text((other,))
+            if printed_text is None:
+                return None
+            text += printed_text
+            holds = True
+    return text
+
+
+def _is_test(node: Node) -> bool:
+    first = node.words[0] if isinstance(node, SimpleCommand) and node.words else None
+    return isinstance(first, Word) and first.text in ("[", "test")
+
+
+def _folder_printed(shell: Interpreter, node: AndOr) -> str | None:
+    """`cd folder && pwd` prints the folder."""
+    if len(node.rest) != 1 or not isinstance(node.first, SimpleCommand):
+        return None
+    last = node.rest[0][1]
+    first = [f for word in node.first.words if isinstance(word, Word) for f in expand_fields(word.text, shell)]
+    ends = isinstance(last, SimpleCommand) and [w.text for w in last.words if isinstance(w, Word)] in (
+        ["pwd"],
+        ["pwd", "-P"],
+    )
+    names = [one for one in first[1:] if one not in ("--", "-P")]
+    if not ends or not first or first[0] != "cd" or len(names) != 1:
+        return None
+    return names[0] + "\n"

@@ -1,0 +1,188 @@
+"""What harmless commands would print: echo, cat, sed, dirname, seq and their kin, worked out and never run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import PurePosixPath
+
+from phalanx.rules.foreign.shell.arithmetic import UnknownNumberError, evaluate_arithmetic
+from phalanx.rules.foreign.shell.values import OPEN, is_known
+
+_SED = re.compile(r"s([/|#,@:])((?:(?!\1).)*)\1((?:(?!\1).)*)\1([g]?)")
+MOST_LINES = 1_000
+
+ReadFile = Callable[[str], str | None]
+
+
+def printed_output(argv: list[str], given: str | None, read: ReadFile) -> str | None:
+    """The output of a command with `given` on its input; None where it is not known."""
+    if not argv:
+        return None
+    name, rest = argv[0].rpartition("/")[2], argv[1:]
+    found = PRINTERS.get(name)
+    return found(rest, given, read) if found else None
+
+
+def _echo(rest: list[str], given: str | None, read: ReadFile) -> str | None:
+    newline, escapes = "\n", False
+    while rest and re.fullmatch(r"-[neE]+", rest[0]):
+        newline = "" if "n" in rest[0] else newline
+        escapes |= "e" in rest[0]
+        rest = rest[1:]
+    text = " ".join(rest)
+    if escapes:
+        text = text.replace("\\n", "\n").replace("\\t", "\t")
+    return text + newline
+
+
+def _printf(rest: list[str], given: str | None, read: ReadFile) -> str | None:
+    if not rest or not is_known(rest[0]):
+        return None
+    form = rest[0].replace("\\n", "\n").replace("\\t", "\t").replace('\\"', '"')
+    places = re.findall(r"%[sd%]", form)
+    wanted = [place for place in places if place != "%%"]
+    if re.sub(r"%[sd%]", "", form).count("%") or (wanted and len(rest) - 1 != len(wanted)):
+        return None
+    values = iter(rest[1:])
+    return re.sub(r"%[sd%]", lambda hit: "%" if hit.group() == "%%" else next(values), form)
+
+
+def _cat(rest: list[str], given: str | None, read: ReadFile) -> str | None:
+    names = [one for one in rest if one == "-" or not one.startswith("-")]
+    if not names:
+        return given
+    texts = [given if one == "-" else read(one) for one in names]
+    return None if any(text is None for text in texts) else "".join(text or "" for text in texts)
+
+
+def _sed(rest: list[str], given: str | None, read: ReadFile) -> str | None:
+    scripts, files, named = [], [], False
+    words = iter(rest)
+    for word in words:
+        if word == "-e":
+            scripts.append(next(words, ""))
+            named = True
+        elif word in ("-E", "-r", "-i"):
+            continue
+        elif word.startswith("-"):
+            return None
+        elif not scripts and not named:
+            scripts.append(word)
+        else:
+            files.append(word)
+    text = read(files[0]) if len(files) == 1 else given if not files else None
+    if text is None:
+        return None
+    for script in scripts:
+        for one in filter(None, (part.strip() for part in re.split(r";(?=\s*s[/|#,@:])", script))):
+            found = _SED.fullmatch(one)
+            if found is None or re.search(r"[][*.^$\\+?(){}|]", found.group(2)) or re.search(r"[&\\]", found.group(3)):
+                return None
+            if OPEN in found.group(2):
+                return None
+            old, new, every = found.group(2), found.group(3), found.group(4)
+            text = (
+                text.replace(old, new) if every else "\n".join(line.replace(old, new, 1) for line in text.split("\n"))
+            )
+    return text
+
+
+def _dirname(rest: list[str], given: str | None, read: ReadFile) -> str | None:
+    names = [one for one in rest if one != "--"]
+    if len(names) != 1 or not is_known(names[0]):
+        return None
+    return str(PurePosixPath(names[0]).parent) + "\n"
+
+
+def _basename(rest: list[str], given: str | None, read: ReadFile) -> str | None:
+    if not rest or rest[0].startswith("-") or not is_known(" ".join(rest)):
+        return None
+    name = PurePosixPath(rest[0]).name
+    return (name.removesuffix(rest[1]) if len(rest) > 1 else name) + "\n"
+
+
+def _seq(rest: list[str], given: str | None, read: ReadFile) -> str | None:
+    if not all(re.fullmatch(r"-?\d{1,9}", one) for one in rest) or not 1 <= len(rest) <= 3:
+        return None
+    numbers = [int(one) for one in rest]
+    first, step, last = (1, 1, numbers[0]) if len(numbers) == 1 else (numbers[0], 1, numbers[-1])
+    step = numbers[1] if len(numbers) == 3 else step
+    if step == 0 or abs(last - first) // abs(step) > MOST_LINES:
+        return None
+    return "".join(f"{number}\n" for number in range(first, last + (1 if step > 0 else -1), step))
+
+
+def _expr(rest: list[str], given: str | None, read: ReadFile) -> str | None:
+    return _calculated(" ".join(one.replace("\\*", "*") for one in rest))
+
+
+def _bc(rest: list[str], given: str | None, read: ReadFile) -> str | None:
+    text = (given or "").strip()
+    return None if rest or not text or "scale" in text else _calculated(text)
+
+
+def _calculated(text: str) -> str | None:
+    def unknown(name: str) -> int:
+        raise UnknownNumberError(name)
+
+    if not re.fullmatch(r"[\d\s()+*/%-]+", text):
+        return None
+    try:
+        return f"{evaluate_arithmetic(text, unknown)}\n"
+    except UnknownNumberError:
+        return None
+
+
+def _tr(rest: list[str], given: str | None, read: ReadFile) -> str | None:
+    if given is None or not is_known(given):
+        return None
+    if rest in (["[:upper:]", "[:lower:]"], ["A-Z", "a-z"]):
+        return given.lower()
+    if rest in (["[:lower:]", "[:upper:]"], ["a-z", "A-Z"]):
+        return given.upper()
+    if len(rest) == 2 and len(rest[0]) == len(rest[1]) == 1 and rest[0] != "\\":
+        return given.replace(rest[0], rest[1])
+    if len(rest) == 2 and rest[0] == "-d" and len(rest[1]) == 1:
+        return given.replace(rest[1], "")
+    return None
+
+
+def _cut(rest: list[str], given: str | None, read: ReadFile) -> str | None:
+    words = " ".join(rest)
+    found = re.fullmatch(r"-d ?(.) -f ?(\d)|-f ?(\d) -d ?(.)", words)
+    if given is None or not is_known(given) or found is None:
+        return None
+    mark, place = found.group(1) or found.group(4), int(found.group(2) or found.group(3))
+    lines = []
+    for line in given.splitlines():
+        parts = line.split(mark)
+        lines.append(line if len(parts) == 1 else parts[place - 1] if place <= len(parts) else "")
+    return "".join(line + "\n" for line in lines)
+
+
+def _same_path(rest: list[str], given: str | None, read: ReadFile) -> str | None:
+    names = [one for one in rest if not one.startswith("-")]
+    return names[0] + "\n" if len(names) == 1 else None
+
+
+def _tee(rest: list[str], given: str | None, read: ReadFile) -> str | None:
+    return given
+
+
+PRINTERS: dict[str, Callable[[list[str], str | None, ReadFile], str | None]] = {
+    "echo": _echo,
+    "printf": _printf,
+    "cat": _cat,
+    "sed": _sed,
+    "dirname": _dirname,
+    "basename": _basename,
+    "seq": _seq,
+    "expr": _expr,
+    "bc": _bc,
+    "tr": _tr,
+    "cut": _cut,
+    "realpath": _same_path,
+    "readlink": _same_path,
+    "tee": _tee,
+}

@@ -1,0 +1,75 @@
+"""What a script knows at one point: variables, functions, files it wrote; and the commands that it would start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phalanx.rules.foreign.shell.syntax import Block
+from phalanx.rules.foreign.shell.values import Text, UnknownTable, merged_values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartedCommand:
+    """A command line that the script would start; `doubtful` where only one of two ways does."""
+
+    argv: tuple[str, ...]
+    line: int
+    environment: dict[str, str]
+    files: dict[str, str]
+    doubtful: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class ShellState:
+    """One way through the script."""
+
+    variables: dict[str, Text] = field(default_factory=dict)
+    exported: frozenset[str] = frozenset()
+    functions: dict[str, Block] = field(default_factory=dict)
+    positional: tuple[str, ...] | None = None  # None: those of the script, which nobody gave
+    shifted: int = 0
+    files: dict[str, str] = field(default_factory=dict)
+    tables: frozenset[str] = frozenset()  # names declared with -A
+
+    def copy(self) -> ShellState:
+        """Another way that begins here."""
+        return ShellState(
+            variables=dict(self.variables),
+            exported=self.exported,
+            functions=dict(self.functions),
+            positional=self.positional,
+            shifted=self.shifted,
+            files=dict(self.files),
+            tables=self.tables,
+        )
+
+
+def merge_states(
+    one: ShellState, two: ShellState, unknowns: UnknownTable, *, why: str, line: int, file: str
+) -> ShellState:
+    """The state after either way: what agrees, and marks for what does not."""
+    if one is two:
+        return one
+    variables: dict[str, Text] = {}
+    for name in {**one.variables, **two.variables}:
+        left, right = one.variables.get(name), two.variables.get(name)
+        same = left == right and left is not None
+        variables[name] = (
+            left if same and left is not None else merged_values(left, right, unknowns, why=why, line=line, file=file)
+        )
+    files: dict[str, str] = {}
+    for name in {**one.files, **two.files}:
+        if one.files.get(name) == two.files.get(name):
+            files[name] = one.files[name]
+        else:
+            text = merged_values(one.files.get(name), two.files.get(name), unknowns, why=why, line=line, file=file)
+            files[name] = text if isinstance(text, str) else ""
+    return ShellState(
+        variables=variables,
+        exported=one.exported | two.exported,
+        functions={**one.functions, **two.functions},
+        positional=one.positional if one.positional == two.positional else None,
+        shifted=max(one.shifted, two.shifted),
+        files=files,
+        tables=one.tables | two.tables,
+    )

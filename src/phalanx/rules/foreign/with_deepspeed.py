@@ -1,0 +1,57 @@
+"""Megatron's arguments where DeepSpeed runs the step: its JSON scales the loss and sizes the buckets, not they."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from phalanx.errors import UserError
+from phalanx.rules.foreign.config_files import read_tree
+from phalanx.rules.foreign.conversion import Conversion, JobSetting, Leaf
+from phalanx.rules.foreign.deepspeed import BYTES, ELEMENTS
+
+JSON_SAYS = "DeepSpeed's JSON says it, and not the arguments"
+
+
+def heed_deepspeed(config: Conversion) -> None:
+    """Replace what Megatron's own arguments say of loss scale and buckets; a JSON that is not there leaves it open."""
+    if not config.read_flag("deepspeed"):
+        return
+    found = _read_json(config)
+    _set_loss_scale(config, found)
+    _set_buckets(config, found)
+
+
+def _read_json(config: Conversion) -> dict[str, Leaf] | None:
+    leaf = config.find_leaf("deepspeed_config")
+    name = str(leaf.value) if leaf is not None else ""
+    if not name or "$" in name or len(name) > 1000 or not name.isprintable():
+        return None
+    path = Path(config.file).parent / name
+    try:
+        return read_tree(path) if path.is_file() else None
+    except (UserError, OSError, ValueError):
+        return None
+
+
+def _set_loss_scale(config: Conversion, found: dict[str, Leaf] | None) -> None:
+    if config.job_value("precision.compute") != "fp16":
+        return
+    config.skip_leaf("loss_scale", JSON_SAYS)
+    config.values.pop("precision.loss_scale", None)
+    leaf = found.get("fp16.loss_scale") if found is not None else None
+    scale = leaf.value if leaf is not None else None
+    if isinstance(scale, int | float) and not isinstance(scale, bool) and scale > 0:
+        config.values["precision.loss_scale"] = JobSetting(value=float(scale), note="static, of DeepSpeed's JSON")
+    elif found is None:
+        config.practice["loss_scale"] = None  # it stands in a JSON that is not here
+
+
+def _set_buckets(config: Conversion, found: dict[str, Leaf] | None) -> None:
+    config.values.pop("comm.bucket_width", None)
+    config.theirs["comm.bucket_mib"] = "zero_optimization.reduce_bucket_size of DeepSpeed's JSON"
+    leaf = found.get("zero_optimization.reduce_bucket_size") if found is not None else None
+    size = leaf.value if leaf is not None else None
+    number = float(size) if isinstance(size, int | float) and not isinstance(size, bool) and size > 0 else ELEMENTS
+    width = BYTES.get(str(config.job_value("precision.grad_reduce")), 4)
+    note = f"default of DeepSpeed: {number:,.0f} elements × {width} bytes"
+    config.values["comm.bucket_mib"] = JobSetting(value=round(min(65_536.0, number * width / 2**20), 1), note=note)

@@ -1,0 +1,245 @@
+"""A repository of configurations: its `.phalanx.toml`, and the files in it that can be judged."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from phalanx.errors import PhalanxError, UserError, mistake, nearest
+from phalanx.io.files import read_head
+from phalanx.io.toml import TomlFile, read_toml
+from phalanx.rules.foreign.detect import trainer_of_file
+
+CONFIG_NAME = ".phalanx.toml"
+ENDINGS = (".toml", ".json", ".yaml", ".yml", ".sh", ".bash", ".slurm", ".sbatch", ".args", ".txt")
+SKIPPED_FOLDERS = frozenset({"node_modules", "__pycache__", "site-packages", "venv", "env", "build", "dist"})
+MOST_FILES, MOST_DEPTH, MOST_BYTES = 50_000, 16, 2 << 20
+# Words that only these files have: one that cannot be parsed and has any of them is a finding of its own.
+MARKS = (b'"zero_optimization"', b'"train_micro_batch_size_per_gpu"', b"--tensor-model-parallel-size", b"[parallelism]")
+OUR_WORDS = frozenset({"model", "batch", "parallel", "cluster", "data", "optim"})  # sections, of which a job has two
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckSettings:
+    """Options of `phalanx check` that hold for some files; empty is not said."""
+
+    cluster: str = ""
+    overrides: tuple[str, ...] = ()
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    source: str = ""
+    skip: bool = False  # these files are not checked at all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProjectConfig:
+    """A `.phalanx.toml`: settings for all files, more for those that match a pattern, the user's rules, a baseline."""
+
+    file: Path | None = None
+    everywhere: CheckSettings = CheckSettings()
+    paths: tuple[tuple[str, CheckSettings], ...] = ()
+    rules: tuple[str, ...] = ()
+    baseline: str = ""
+
+    @property
+    def folder(self) -> Path:
+        """The folder that its patterns and paths are told from."""
+        return self.file.parent if self.file is not None else Path()
+
+    def settings_for(self, path: Path, *, foreign: bool) -> CheckSettings:
+        """What holds for a file: later tables go before earlier ones, `ignore` and `set` add up.
+
+        Cluster and `set` of the whole project are for other trainers' files: a job of ours says its own.
+        """
+        held = self.everywhere if foreign else replace(self.everywhere, cluster="", overrides=())
+        name = os.path.relpath(path.resolve(), self.folder.resolve()).replace(os.sep, "/")
+        for pattern, more in self.paths:
+            if not matches_pattern(name, pattern):
+                continue
+            held = CheckSettings(
+                cluster=more.cluster or held.cluster,
+                overrides=(*held.overrides, *more.overrides),
+                select=more.select or held.select,
+                ignore=(*held.ignore, *more.ignore),
+                source=more.source or held.source,
+                skip=more.skip or held.skip,
+            )
+        return held
+
+
+def matches_pattern(name: str, pattern: str) -> bool:
+    """Whether a relative path is meant: by the whole pattern, by its folder, or by a name without a slash.
+
+    >>> matches_pattern("a/b/c.json", "a/*"), matches_pattern("a/b/c.json", "c.json"), matches_pattern("ab.sh", "a/")
+    (True, True, False)
+    """
+    if "/" not in pattern:
+        return any(fnmatch.fnmatchcase(part, pattern) for part in name.split("/"))
+    return fnmatch.fnmatchcase(name, pattern.rstrip("/")) or name.startswith(pattern.rstrip("*"))
+
+
+def find_config(start: Path) -> ProjectConfig:
+    """The nearest `.phalanx.toml`, from a folder upwards to the root of its repository; an empty one without any."""
+    folder = start.resolve()
+    for place in (folder, *folder.parents):
+        if (place / CONFIG_NAME).is_file():
+            return read_config(place / CONFIG_NAME)
+        if (place / ".git").exists():
+            break
+    return ProjectConfig()
+
+
+def read_config(path: Path) -> ProjectConfig:
+    """Read a `.phalanx.toml`; raises UserError with the line of what is wrong in it."""
+    found = read_toml(path, noun="project file")
+    _refuse_unknown(path, found, (), found.table, {"check"})
+    table = _table_at(path, found, ("check",), found.table.get("check", {}))
+    _refuse_unknown(path, found, ("check",), table, {*KEYS, "rules", "baseline", "path"})
+    tables = table.get("path", [])
+    if not isinstance(tables, list):
+        raise _wrong(path, found, ("check", "path"), "is not a list of tables", 'write [[check.path]] and match = "…"')
+    paths = []
+    for number, one in enumerate(tables):
+        place: tuple[str | int, ...] = ("check", "path", number)
+        inner = _table_at(path, found, place, one)
+        _refuse_unknown(path, found, place, inner, {*KEYS, "match", "skip"})
+        pattern = _text_at(path, found, (*place, "match"), inner.get("match", ""))
+        if not pattern:
+            raise _wrong(path, found, place, "says no match", 'match = "configs/*.json"')
+        paths.append((pattern, _settings_of(path, found, place, inner)))
+    return ProjectConfig(
+        file=path,
+        everywhere=_settings_of(path, found, ("check",), table),
+        paths=tuple(paths),
+        rules=_texts_at(path, found, ("check", "rules"), table.get("rules", [])),
+        baseline=_text_at(path, found, ("check", "baseline"), table.get("baseline", "")),
+    )
+
+
+KEYS = {"cluster": "cluster", "set": "overrides", "select": "select", "ignore": "ignore", "from": "source"}
+
+
+def _settings_of(
+    path: Path, found: TomlFile, place: tuple[str | int, ...], table: Mapping[str, object]
+) -> CheckSettings:
+    skip = table.get("skip", False)
+    if not isinstance(skip, bool):
+        raise _wrong(path, found, (*place, "skip"), "is not true or false", "skip = true")
+    return CheckSettings(
+        cluster=_text_at(path, found, (*place, "cluster"), table.get("cluster", "")),
+        overrides=_texts_at(path, found, (*place, "set"), table.get("set", [])),
+        select=_texts_at(path, found, (*place, "select"), table.get("select", [])),
+        ignore=_texts_at(path, found, (*place, "ignore"), table.get("ignore", [])),
+        source=_text_at(path, found, (*place, "from"), table.get("from", "")),
+        skip=skip,
+    )
+
+
+def _table_at(path: Path, found: TomlFile, place: tuple[str | int, ...], value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise _wrong(path, found, place, "is not a table", "write [check], and [[check.path]] for some files")
+    return value
+
+
+def _text_at(path: Path, found: TomlFile, place: tuple[str | int, ...], value: object) -> str:
+    if not isinstance(value, str) or not value.isprintable() or len(value) > 1000:
+        raise _wrong(path, found, place, "is not a text", 'as cluster = "8xH100:16"')
+    return value
+
+
+def _texts_at(path: Path, found: TomlFile, place: tuple[str | int, ...], value: object) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or len(items) > 1000:
+        raise _wrong(path, found, place, "is not a list of texts", 'as ignore = ["TEL", "CKP001"]')
+    return tuple(_text_at(path, found, place, one) for one in items)
+
+
+def _refuse_unknown(
+    path: Path, found: TomlFile, place: tuple[str | int, ...], table: Mapping[str, object], known: set[str]
+) -> None:
+    for key in table:
+        if key not in known:
+            close = nearest(key, known)
+            fix = f"did you mean {close}?" if close else f"known keys: {', '.join(sorted(known))}"
+            raise _wrong(path, found, (*place, key), "is an unknown key", fix)
+
+
+def _wrong(path: Path, found: TomlFile, place: tuple[str | int, ...], what: str, fix: str) -> UserError:
+    line = found.lines.get(place) or found.lines.get(place[:-1]) or 0
+    where = f"{path}:{line}" if line else str(path)
+    return mistake(where, f"{'.'.join(str(one) for one in place)} {what}", fix=fix)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundFiles:
+    """Files of a folder that can be judged, in order, and how many were looked at."""
+
+    files: tuple[Path, ...]
+    looked_at: int = 0
+    left_off: bool = False  # there were more than are looked at
+    unread: tuple[PhalanxError, ...] = field(default=())
+
+
+def find_files(folder: Path, config: ProjectConfig) -> FoundFiles:
+    """Job files, plans and other trainers' configurations below a folder; bounded, links and run folders left out."""
+    found, looked_at, left_off = [], 0, False
+    for path in _walk_files(folder):
+        looked_at += 1
+        if looked_at > MOST_FILES:
+            left_off = True
+            break
+        settings = config.settings_for(path, foreign=True)
+        if not settings.skip and (settings.source or can_judge(path)):
+            found.append(path)
+    return FoundFiles(files=tuple(found), looked_at=looked_at, left_off=left_off)
+
+
+def _walk_files(folder: Path) -> Iterator[Path]:
+    from phalanx.record.run_files import EVENTS
+
+    for root, folders, files in os.walk(folder):
+        depth = len(Path(root).relative_to(folder).parts)
+        is_run = any(EVENTS.fullmatch(name) for name in files)
+        kept = [
+            name
+            for name in sorted(folders)
+            if not name.startswith(".")
+            and name not in SKIPPED_FOLDERS
+            and not os.path.exists(os.path.join(root, name, "pyvenv.cfg"))
+            and not os.path.islink(os.path.join(root, name))
+        ]
+        folders[:] = [] if is_run or depth >= MOST_DEPTH else kept
+        if is_run:
+            continue
+        for name in sorted(files):
+            path = Path(root, name)
+            if path.suffix.lower() in ENDINGS and not name.startswith(".") and not path.is_symlink() and path.is_file():
+                yield path
+
+
+def can_judge(path: Path) -> bool:
+    """Whether a file is a job, a plan or a configuration of a trainer, or a damaged one."""
+    from phalanx.rules.gather import is_plan
+
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            return False
+        if is_plan(path) or trainer_of_file(path):
+            return True
+        return path.suffix == ".toml" and is_job_file(path)
+    except PhalanxError:  # damaged, or of nobody: what has the words of a trainer is to be told, not passed over
+        return any(mark in read_head(path, MOST_BYTES) for mark in MARKS)
+    except (OSError, ValueError):
+        return False
+
+
+def is_job_file(path: Path) -> bool:
+    """Whether a TOML is a job of ours: it says its edition, or has a name and two of our sections."""
+    if b"=" not in read_head(path, 4096):
+        return False
+    table = read_toml(path, noun="job file").table
+    sections = sum(isinstance(table.get(name), dict) for name in OUR_WORDS)
+    return sections >= 2 and (isinstance(table.get("spec"), str) or isinstance(table.get("name"), str))

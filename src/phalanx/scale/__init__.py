@@ -1,0 +1,5 @@
+"""Scaling laws: small runs decide the large one.
+
+`phalanx.scale.fit(...)` and the other public functions live in api/scale.py; no module here may have their names, or it
+would hide them.
+"""

@@ -1,0 +1,311 @@
+"""Fit a law to points: the method, its intervals, and what speaks against it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.errors import Problem, UserError
+from phalanx.scale.fit_result import (
+    Comparison,
+    DataNote,
+    Diagnostics,
+    FitEstimate,
+    LeftOutBudget,
+    Outlier,
+    ScalingFit,
+)
+from phalanx.scale.huber import score_law
+from phalanx.scale.isoflop import fit_isoflop, group_budgets
+from phalanx.scale.laws import FORMULAS, SURFACES, law_loss, law_optimum, size_exponent
+from phalanx.scale.other_laws import KAPLAN_NAMES, fit_kaplan
+from phalanx.scale.points import COUNTED, ScalingPoints
+from phalanx.scale.published import PUBLISHED
+from phalanx.scale.surface import Surface, SurfaceData
+from phalanx.scale.surface_fit import NAMES, estimate_interval, fit_surface
+from phalanx.units import plural
+
+Array = NDArray[np.float64]
+
+METHODS = {
+    "vpnls": "the loss surface by variable projection (default)",
+    "huber3": "the loss surface by Huber's loss of ln L: approach 3 of Hoffmann et al.",
+    "isoflop": "the best size of each budget, and a power law through them: approach 2",
+    "kaplan": "Kaplan's law of N and D, without an irreducible loss",
+    "overtrain": "the surface with α = β: Gadre's law of compute and tokens per parameter",
+}
+LEAST_ROWS = {"vpnls": 6, "huber3": 6, "overtrain": 5, "kaplan": 6, "isoflop": 9}
+DRAWS = 400
+OUTLIER_SDS = 4.5  # robust standard deviations
+MOST_OUTLIERS = 12
+LEFT_OUT_SHARE = 0.15  # of the rows, where there are no budgets to leave out
+
+
+def fit_law(
+    points: ScalingPoints,
+    *,
+    method: str = "vpnls",
+    draws: int = DRAWS,
+    seed: int = 0,
+    leave_out: bool = True,
+) -> ScalingFit:
+    """Fit; raises UserError for points that no law can be fitted to."""
+    check_points(points, method)
+    rng = np.random.default_rng(seed)
+    if method in SURFACES:
+        made = _fit_surface(points, method, draws, rng)
+    elif method == "isoflop":
+        made = _fit_isoflop(points, draws, rng)
+    else:
+        values, resampled, residuals, objective = fit_kaplan(points, draws=draws, rng=rng)
+        names = dict(zip(KAPLAN_NAMES, values, strict=True))
+        made = _assemble_fit(
+            points, method, names, resampled, residuals, Diagnostics(objective=objective, residual_sd=0.0)
+        )
+    left_out = left_out_error(points, method) if leave_out else None
+    return replace(
+        made,
+        seed=seed,
+        diagnostics=replace(made.diagnostics, left_out_budget=left_out),
+        warnings=(*_fit_warnings(points, made), *made.warnings),
+    )
+
+
+def check_points(points: ScalingPoints, method: str) -> None:
+    """Raise UserError for too few points, one size or token count, or losses that rise with compute."""
+    problems = []
+    least = LEAST_ROWS[method]
+    if len(points) < least:
+        what = f"has {plural(len(points), 'row')}; {method} needs at least {least}"
+        why = "a law with five numbers goes through any five points and predicts nothing"
+        problems.append(Problem(where=points.source, what=what, why=why, fix="train more small runs"))
+    for name, values in (("model size", points.params), ("token count", points.tokens)):
+        kinds = len(np.unique(np.round(np.log(values), 3)))
+        if kinds < 3 and not problems:
+            what = f"has {plural(kinds, name)}; a law in both N and D needs at least 3 of each"
+            problems.append(Problem(where=points.source, what=what, fix=f"add runs with another {name}"))
+    if not problems and _rises(points):
+        what = "its losses rise with compute: the best loss of the larger half is above that of the smaller half"
+        fix = "look at the columns (loss in nats, not accuracy; flops, not seconds), and at runs that diverged"
+        problems.append(Problem(where=points.source, what=what, fix=fix))
+    if problems:
+        raise UserError(problems)
+
+
+def _rises(points: ScalingPoints) -> bool:
+    """Whether more compute makes the frontier worse."""
+    middle = np.median(points.flops)
+    small, large = points.loss[points.flops <= middle], points.loss[points.flops > middle]
+    return bool(len(large) and large.min() >= small.min())
+
+
+def _fit_surface(points: ScalingPoints, method: str, draws: int, rng: np.random.Generator) -> ScalingFit:
+    found = fit_surface(points.params, points.tokens, points.loss, method=method, draws=draws, rng=rng)
+    resampled = np.array([[getattr(one, name) for name in NAMES] for one in found.draws]).reshape(draws, 5)
+    notes = Diagnostics(
+        objective=found.objective,
+        residual_sd=0.0,
+        condition_number=found.condition_number,
+        raw_condition_number=found.raw_condition_number,
+        starts=found.starts,
+        starts_agreeing=found.agreeing,
+        noise=found.noise if method == "vpnls" else "",
+    )
+    values = {name: float(getattr(found.law, name)) for name in NAMES}
+    made = _assemble_fit(points, method, values, resampled, found.residuals, notes, found.profiles)
+    data = SurfaceData.of(points.params, points.tokens, points.loss)
+    return replace(made, comparisons=_compare_published(data, found.law, made))
+
+
+def _fit_isoflop(points: ScalingPoints, draws: int, rng: np.random.Generator) -> ScalingFit:
+    found = fit_isoflop(points, draws=draws, rng=rng)
+    predicted = np.array(
+        [law_loss("isoflop", found.values, n, d) for n, d in zip(points.params, points.tokens, strict=True)]
+    )
+    notes = Diagnostics(objective=found.residual_sd, residual_sd=0.0)
+    made = _assemble_fit(points, "isoflop", found.values, found.draws, np.log(points.loss / predicted), notes)
+    note = "ln L - ln L* is taken as a parabola of ln N: its minima are biased where α ≠ β or sizes are off centre"
+    return replace(
+        made,
+        curves=found.curves,
+        diagnostics=replace(made.diagnostics, outliers=found.outliers),
+        comparisons=_compare_published(None, None, made),
+        warnings=(note,) if any(not one.used for one in found.curves) or found.outliers else (),
+    )
+
+
+def _assemble_fit(
+    points: ScalingPoints,
+    method: str,
+    values: dict[str, float],
+    resampled: Array,
+    residuals: Array,
+    notes: Diagnostics,
+    profiles: dict[str, tuple[float, float]] | None = None,
+) -> ScalingFit:
+    """A fit of any method from its numbers, resamples and residuals of ln loss."""
+    names = tuple(values)
+    exponents = np.array([size_exponent(method, dict(zip(names, row, strict=True))) for row in resampled])
+    outliers = tuple(_find_outliers(points, residuals))
+    return ScalingFit(
+        method=method,
+        formula=FORMULAS[method],
+        parameters={
+            name: estimate_interval(float(values[name]), resampled[:, place], (profiles or {}).get(name))
+            for place, name in enumerate(names)
+        },
+        derived={"a": estimate_interval(size_exponent(method, values), exponents)},
+        data=describe_points(points),
+        diagnostics=replace(
+            notes,
+            residual_sd=float(np.sqrt((residuals**2).sum() / max(1, len(points) - len(names)))),
+            outliers=outliers,
+        ),
+        draws=tuple(tuple(float(one) for one in row) for row in resampled),
+    )
+
+
+def _find_outliers(points: ScalingPoints, residuals: Array) -> list[Outlier]:
+    """Points further from the law than 4.5 robust standard deviations."""
+    spread = 1.4826 * float(np.median(np.abs(residuals - np.median(residuals))))
+    if spread <= 0.0:
+        return []
+    size = np.abs(residuals - np.median(residuals)) / spread
+    rows = [int(one) for one in np.argsort(-size) if size[one] > OUTLIER_SDS]
+    found = []
+    for row in rows[:MOST_OUTLIERS]:
+        what = (
+            f"N {points.params[row]:.3g}, D {points.tokens[row]:.3g}: loss {points.loss[row]:.4g} is "
+            f"{100 * np.expm1(residuals[row]):+.1f} % off the law, {size[row]:.0f} standard deviations"
+        )
+        found.append(Outlier(name=points.name(row), what=what))
+    if len(rows) > MOST_OUTLIERS:
+        found.append(Outlier(name=f"{len(rows) - MOST_OUTLIERS} more", what="as far off"))
+    return found
+
+
+def left_out_error(points: ScalingPoints, method: str) -> LeftOutBudget | None:
+    """The largest budget, predicted from the others; None where too few would be left."""
+    budgets = group_budgets(points)
+    covered = sum(len(rows) for _, rows in budgets)
+    if len(budgets) >= 3 and covered > 0.8 * len(points):
+        held = np.zeros(len(points), dtype=bool)
+        held[budgets[-1][1]] = True
+        held |= points.flops >= points.flops[budgets[-1][1]].min()
+    else:
+        count = max(1, round(LEFT_OUT_SHARE * len(points)))
+        held = points.flops >= np.sort(points.flops)[-count]
+    try:
+        kept = fit_law(points.take(~held), method=method, draws=0, leave_out=False)
+    except UserError:
+        return None
+    test = points.take(held)
+    values = kept.values()
+    predicted = np.array([law_loss(method, values, n, d) for n, d in zip(test.params, test.tokens, strict=True)])
+    errors = predicted / test.loss - 1.0
+    baseline = constant_exponent_losses(points.take(~held), test) / test.loss - 1.0
+    return LeftOutBudget(
+        rows=len(test),
+        least_flops=float(test.flops.min()),
+        mean_abs_error=float(np.abs(errors).mean()),
+        worst_error=float(errors[int(np.argmax(np.abs(errors)))]),
+        baseline_mean_abs_error=float(np.abs(baseline).mean()),
+    )
+
+
+def constant_exponent_losses(known: ScalingPoints, wanted: ScalingPoints) -> Array:
+    """The baseline: L = K·N^-p·D^-q, a plane through ln L, extended."""
+
+    def columns(points: ScalingPoints) -> Array:
+        return np.stack([np.ones(len(points)), np.log(points.params), np.log(points.tokens)], axis=1)
+
+    plane = np.linalg.lstsq(columns(known), np.log(known.loss), rcond=None)[0]
+    return np.asarray(np.exp(columns(wanted) @ plane))
+
+
+def _compare_published(data: SurfaceData | None, law: Surface | None, made: ScalingFit) -> tuple[Comparison, ...]:
+    """Published laws beside this one; their losses are of other data unless the points are theirs."""
+    own = score_law(data, law) if data is not None and law is not None else None
+    inside = made.derived["a"]
+    found = []
+    for one in PUBLISHED:
+        ratio = None
+        if own and data is not None and one.surface is not None:
+            ratio = score_law(data, one.surface) / own
+        low, high = inside.low, inside.high
+        where = "" if low is None or high is None else " inside" if low <= one.exponent <= high else " outside"
+        text = f"a = {one.exponent:.3f},{where} the interval of this fit" if where else f"a = {one.exponent:.3f}"
+        if ratio is not None:
+            text += f"; Huber objective on these points {ratio:.3f}x this fit's"
+            text += " (other data: losses do not compare)" if ratio > 5 else ""
+        found.append(
+            Comparison(name=one.name, source=one.source, exponent=one.exponent, objective_ratio=ratio, sentence=text)
+        )
+    return tuple(found)
+
+
+def _fit_warnings(points: ScalingPoints, made: ScalingFit) -> list[str]:
+    """What a person should know before the law is used."""
+    found = []
+    if points.params_counted == "unstated":
+        found.append(
+            "the table does not say which parameters it counts: add --params-counted; "
+            "leaving out the head alone moved a from 0.70 to 0.83 (arXiv:2406.19146)"
+        )
+    decades = float(np.log10(points.flops.max() / points.flops.min()))
+    if decades < 1.0:
+        found.append(f"the runs span {decades:.1f} decades of compute: exponents are hardly determined below one")
+    agreeing = made.diagnostics.starts_agreeing
+    if agreeing is not None and agreeing < 0.5:
+        found.append(
+            f"{agreeing:.0%} of {made.diagnostics.starts} random starts reach this optimum: one start, or a coarse "
+            "grid of them, is not enough for this method"
+        )
+    irreducible = made.parameters.get("E")
+    if irreducible is not None and made.method != "kaplan" and irreducible.value < 0.05 * points.loss.min():
+        found.append("E is nearly 0: the runs do not reach far enough to see the irreducible loss")
+    return found
+
+
+def describe_points(points: ScalingPoints) -> DataNote:
+    """What a fit says of its data."""
+
+    def span(values: Array) -> tuple[float, float]:
+        return float(values.min()), float(values.max())
+
+    return DataNote(
+        source=points.source,
+        sha256=points.digest,
+        rows=len(points),
+        params_counted=points.params_counted,
+        flops_counted=points.flops_counted,
+        params_range=span(points.params),
+        tokens_range=span(points.tokens),
+        flops_range=span(points.flops),
+        loss_range=span(points.loss),
+        tokenizer=points.tokenizer,
+        data=points.data,
+        left_out=points.left_out,
+    )
+
+
+def optimum_estimates(fit: ScalingFit, flops: float) -> dict[str, FitEstimate]:
+    """N*, D*, D*/N* and the loss at a budget, with intervals of the resamples."""
+    names = tuple(fit.parameters)
+
+    def answer(values: dict[str, float]) -> tuple[float, float, float, float]:
+        params, tokens = law_optimum(fit.method, values, flops)
+        loss = law_loss(fit.method, values, params, tokens)
+        return params, tokens, tokens / params, loss
+
+    best = answer(fit.values())
+    drawn = np.array([answer(dict(zip(names, row, strict=True))) for row in fit.draws]).reshape(len(fit.draws), 4)
+    keys = ("params", "tokens", "tokens_per_param", "loss")
+    return {key: estimate_interval(best[place], drawn[:, place]) for place, key in enumerate(keys)}
+
+
+def counted_text(note: DataNote) -> str:
+    """How the data's parameters are counted, as a sentence."""
+    return f"N: {COUNTED[note.params_counted]}"

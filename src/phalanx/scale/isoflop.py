@@ -1,0 +1,229 @@
+"""Approach 2: the best size of each compute budget, and a power law through them.
+
+A designed sweep (one point per size, equal FLOPs) is interpolated by Akima's spline in ln N and ln L, as Porian et al.
+do (arXiv:2406.19146). Points that only lie near common budgets, such as those read off Chinchilla's figure, get a
+parabola in ln N with a slope in ln C for what they are off the budget. Both are computed; where they disagree the curve
+is named.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+from scipy.interpolate import Akima1DInterpolator
+
+from phalanx.errors import mistake
+from phalanx.scale.fit_result import CurveOptimum, Outlier
+from phalanx.scale.points import ScalingPoints
+
+Array = NDArray[np.float64]
+
+BANDWIDTH_DEX = 0.03  # of the density whose peaks are the budgets
+REACH_DEX = 0.07  # from a budget to the points of its curve
+SAME = 0.01  # relative: FLOPs of a designed curve
+LEAST_SIZES, LEAST_CURVES = 4, 3
+DISAGREE = 1.35  # ratio of two minima of one curve from which it is named
+OFF_LINE = 0.25  # in ln N, and three robust standard deviations: a curve off the line of the others
+NAMES = ("G", "a", "E", "K", "gamma", "curvature")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IsoflopFit:
+    """N* = G·C^a, L* = E + K·C^-γ, and ln L - ln L* = curvature·(ln N/N*)²."""
+
+    values: dict[str, float]
+    draws: Array  # (K, 6), in the order of NAMES
+    curves: tuple[CurveOptimum, ...]
+    outliers: tuple[Outlier, ...]
+    residual_sd: float  # of ln N* around the line
+
+
+def group_budgets(points: ScalingPoints) -> list[tuple[float, NDArray[np.intp]]]:
+    """Budgets and the rows of their curves, smallest first."""
+    if points.budget is not None and np.isfinite(points.budget).all():
+        return [(float(one), np.flatnonzero(points.budget == one)) for one in np.unique(points.budget)]
+    logs = np.log10(points.flops)
+    order = np.argsort(logs)
+    breaks = np.flatnonzero(np.diff(logs[order]) > math.log10(1.0 + 2 * SAME))
+    exact = [rows for rows in np.split(order, breaks + 1) if len(rows) >= LEAST_SIZES and np.ptp(logs[rows]) < 0.02]
+    if sum(map(len, exact)) >= 0.8 * len(points):
+        return [(float(np.median(points.flops[rows])), rows) for rows in exact]
+    grid = np.arange(logs.min() - 0.1, logs.max() + 0.1, 0.005)
+    density = np.exp(-0.5 * ((grid[:, None] - logs) / BANDWIDTH_DEX) ** 2).sum(axis=1)
+    peaks = [one for one in range(1, len(grid) - 1) if density[one - 1] < density[one] >= density[one + 1]]
+    taken: list[int] = []
+    for peak in sorted(peaks, key=lambda one: -density[one]):  # the densest first; no two share their points
+        if density[peak] >= LEAST_SIZES and all(abs(grid[peak] - grid[one]) > 2 * REACH_DEX for one in taken):
+            taken.append(peak)
+    found = []
+    for peak in sorted(taken):
+        rows = np.flatnonzero(np.abs(logs - grid[peak]) < REACH_DEX)
+        if len(np.unique(points.params[rows])) > LEAST_SIZES:
+            found.append((float(10.0 ** np.median(logs[rows])), rows))
+    return found
+
+
+def fit_isoflop(points: ScalingPoints, *, draws: int, rng: np.random.Generator) -> IsoflopFit:
+    """Curves, their minima, and the power law; raises UserError where there are no three curves with a minimum."""
+    curves, curvatures, outliers = [], [], []
+    for flops, rows in group_budgets(points):
+        curve, curvature, odd = _fit_curve(points, flops, rows)
+        curves.append(curve)
+        curvatures.append(curvature)
+        if odd:
+            outliers.append(Outlier(name=f"the {flops:.2g} FLOP curve", what=odd))
+    used = [one for one in curves if one.used]
+    if len(used) < LEAST_CURVES:
+        raise mistake(
+            points.source,
+            f"has {len(used)} IsoFLOP curves with a minimum inside their sizes",
+            why=f"a power law through them needs {LEAST_CURVES}; of {len(curves)} curves "
+            f"{len(curves) - len(used)} have theirs at an edge or none",
+            fix="add sizes around the optimum, name the curves in a column budget, or use --method vpnls",
+        )
+    x = np.log([one.flops for one in used])
+    y = np.log([one.params for one in used])
+    spreads = np.array([math.nan if one.spread is None else one.spread for one in used])
+    # Curves of scattered points differ in how sharply they have a minimum; designed ones count alike, as in the paper.
+    weights = 1.0 / (spreads**2 + np.median(spreads) ** 2) if np.isfinite(spreads).all() else np.ones(len(used))
+    slope, start, spread, covariance = _fit_line(x, y, weights / weights.mean())
+    outliers += _off_line(used, x, y)
+    loss = np.array([one.loss for one in used])
+    level, scale, gamma = fit_offset_power(x, loss)
+    known = [one for one in curvatures if one is not None and one > 0.0]
+    curvature = float(np.median(known)) if known else 0.0
+    free = max(1, len(used) - 2)
+    normal = rng.multivariate_normal([0.0, 0.0], covariance, size=draws, method="svd")
+    student = normal / np.sqrt(rng.chisquare(free, size=(draws, 1)) / free)
+    rows_drawn = [
+        (math.exp(start + shift[0]), slope + shift[1], *fit_offset_power(x, drawn), curvature)
+        for shift, drawn in zip(student, _redraw_rows(x, loss, (level, scale, gamma), draws, rng), strict=True)
+    ]
+    values = (math.exp(start), slope, level, scale, gamma, curvature)
+    return IsoflopFit(
+        values=dict(zip(NAMES, values, strict=True)),
+        draws=np.array(rows_drawn).reshape(draws, len(NAMES)),
+        curves=tuple(curves),
+        outliers=tuple(outliers),
+        residual_sd=spread,
+    )
+
+
+def _fit_curve(points: ScalingPoints, flops: float, rows: NDArray[np.intp]) -> tuple[CurveOptimum, float | None, str]:
+    """The minimum of one curve, its curvature, and what is odd about it."""
+    x, y = np.log(points.params[rows]), np.log(points.loss[rows])
+    off = np.log(points.flops[rows] / flops)
+    sizes = np.unique(x)
+    exact = float(np.abs(off).max()) < SAME
+    middle = x.mean()
+    near = np.abs(x - x[int(np.argmin(y))]) < math.log(8.0)
+    if len(np.unique(x[near])) < LEAST_SIZES:
+        near = np.ones(len(x), dtype=bool)
+    columns = [np.ones(int(near.sum())), x[near] - middle, (x[near] - middle) ** 2]
+    if not exact and int(near.sum()) > 5:
+        columns.append(off[near])
+    bent = np.linalg.lstsq(np.stack(columns, axis=1), y[near], rcond=None)[0]
+    has_minimum = bent[2] > 0.0 and len(sizes) >= LEAST_SIZES
+    parabola = middle - bent[1] / (2.0 * bent[2]) if has_minimum else math.nan
+    spline, spline_loss, at_edge = _spline_minimum(sizes, np.array([y[x == one].mean() for one in sizes]))
+    if exact and len(sizes) == len(x) and len(sizes) >= LEAST_SIZES:
+        best, lowest, inside = spline, spline_loss, not at_edge
+    else:
+        best = parabola
+        lowest = bent[0] - bent[1] ** 2 / (4.0 * bent[2]) if has_minimum else math.nan
+        inside = has_minimum and sizes[0] < parabola < sizes[-1]
+    note = "" if inside else "its minimum is at the edge of its sizes" if has_minimum else "has no minimum"
+    odd = ""
+    if not inside:
+        odd = f"{note}: left out"
+    elif abs(parabola - spline) > math.log(DISAGREE) and not (exact and len(sizes) == len(x)):
+        ratio = flops / (6.0 * math.exp(2.0 * spline))
+        smooth = flops / (6.0 * math.exp(2.0 * parabola))
+        odd = f"its lowest points say D/N {ratio:.0f}, a smooth curve through all of them {smooth:.0f}: noise decides"
+    params = math.exp(best) if math.isfinite(best) else math.nan
+    curve = CurveOptimum(
+        spread=_vertex_spread(np.stack(columns, axis=1), y[near], bent) if has_minimum and not exact else None,
+        flops=flops,
+        rows=len(rows),
+        params=params,
+        tokens=float(np.median(points.tokens[rows] * points.params[rows])) / params,
+        loss=math.exp(lowest) if math.isfinite(lowest) else math.nan,
+        used=bool(inside),
+        note=note,
+    )
+    return curve, float(bent[2]) if has_minimum else None, odd
+
+
+def _vertex_spread(columns: Array, y: Array, bent: Array) -> float | None:
+    """Standard error of the parabola's minimum in ln N, by the delta method."""
+    free = len(y) - columns.shape[1]
+    if free < 1:
+        return None
+    rest = y - columns @ bent
+    covariance = float(rest @ rest) / free * np.linalg.pinv(columns.T @ columns)
+    slope = np.zeros(columns.shape[1])
+    slope[1], slope[2] = -1.0 / (2.0 * bent[2]), bent[1] / (2.0 * bent[2] ** 2)
+    return math.sqrt(max(0.0, float(slope @ covariance @ slope)))
+
+
+def _spline_minimum(x: Array, y: Array) -> tuple[float, float, bool]:
+    if len(x) < 3:
+        best = int(np.argmin(y))
+        return float(x[best]), float(y[best]), True
+    grid = np.linspace(x[0], x[-1], 2001)
+    values = Akima1DInterpolator(x, y)(grid)
+    best = int(np.argmin(values))
+    return float(grid[best]), float(values[best]), best in (0, len(grid) - 1)
+
+
+def _fit_line(x: Array, y: Array, weights: Array) -> tuple[float, float, float, Array]:
+    """Slope and start of the least-squares line, standard deviation around it, covariance of (start, slope)."""
+    columns = np.stack([np.ones_like(x), x], axis=1)
+    root = np.sqrt(weights)[:, None]
+    start, slope = np.linalg.lstsq(columns * root, y * root[:, 0], rcond=None)[0]
+    rest = y - columns @ (start, slope)
+    variance = float(weights @ rest**2) / max(1, len(x) - 2)
+    inverse = np.linalg.inv((columns * root).T @ (columns * root))
+    return float(slope), float(start), math.sqrt(variance), variance * inverse
+
+
+def _off_line(used: list[CurveOptimum], x: Array, y: Array) -> list[Outlier]:
+    """Curves far from the line through the medians of all pairs (Theil and Sen)."""
+    slope, start, _, _ = stats.theilslopes(y, x)
+    rest = y - start - slope * x
+    spread = 1.4826 * float(np.median(np.abs(rest - np.median(rest))))
+    found = []
+    for one, distance in zip(used, rest, strict=True):
+        if abs(distance) > max(OFF_LINE, 3.0 * spread):
+            what = f"D/N {one.tokens / one.params:.0f}, {math.exp(distance):.2f}x the size the other curves imply"
+            found.append(Outlier(name=f"the {one.flops:.2g} FLOP curve", what=what))
+    return found
+
+
+def fit_offset_power(log_x: Array, y: Array) -> tuple[float, float, float]:
+    """E, K and γ of y = E + K·x^-γ by variable projection over γ; E is not negative."""
+    gammas = np.geomspace(0.01, 1.0, 200)
+    middle = float(log_x.mean())
+    powers = np.exp(-gammas[:, None] * (log_x - middle))
+    mean_p, mean_y = powers.mean(axis=1), y.mean()
+    centred = powers - mean_p[:, None]
+    slope = (centred @ (y - mean_y)) / (centred**2).sum(axis=1)
+    level = mean_y - slope * mean_p
+    without = level < 0.0
+    slope[without] = (powers[without] @ y) / (powers[without] ** 2).sum(axis=1)
+    level = np.maximum(level, 0.0)
+    cost = ((y - level[:, None] - slope[:, None] * powers) ** 2).sum(axis=1)
+    best = int(np.argmin(np.where(slope > 0.0, cost, np.inf)))
+    return float(level[best]), float(slope[best] * math.exp(gammas[best] * middle)), float(gammas[best])
+
+
+def _redraw_rows(x: Array, loss: Array, law: tuple[float, float, float], draws: int, rng: np.random.Generator) -> Array:
+    """Losses of the optima with the residuals of the law in random sign, widened for three fitted numbers."""
+    fitted = law[0] + law[1] * np.exp(-law[2] * x)
+    free = max(1, len(x) - 3)
+    wider = math.sqrt(len(x) / free) * float(stats.t.ppf(0.9, free) / stats.norm.ppf(0.9))
+    return np.asarray(fitted + rng.choice((-1.0, 1.0), size=(draws, len(x))) * (loss - fitted) * min(wider, 5.0))

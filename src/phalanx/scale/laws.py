@@ -1,0 +1,64 @@
+"""What a fitted law says: the loss of a model, and the best model for a budget, by the method that fitted it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from phalanx.scale.surface import Surface
+
+SURFACES = ("vpnls", "huber3", "overtrain")
+FORMULAS = {
+    "vpnls": "L = E + A/N^α + B/D^β",
+    "huber3": "L = E + A/N^α + B/D^β",
+    "overtrain": "L = E + (a·M^η + b·M^-η)·C^-η with M = D/N",
+    "isoflop": "N* = G·C^a,  L* = E + K·C^-γ",
+    "kaplan": "L = ((Nc/N)^(αN/αD) + Dc/D)^αD",
+}
+Values = Mapping[str, float]
+
+
+def as_surface(values: Values) -> Surface:
+    """The Chinchilla surface of a law that has one."""
+    return Surface(E=values["E"], A=values["A"], B=values["B"], alpha=values["alpha"], beta=values["beta"])
+
+
+def law_loss(method: str, values: Values, params: float, tokens: float) -> float:
+    """Loss in nats per token of a model of so many parameters after so many tokens.
+
+    >>> chinchilla = {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.34, "beta": 0.28}
+    >>> round(law_loss("vpnls", chinchilla, 70e9, 1.4e12), 3)
+    1.937
+    """
+    if method in SURFACES:
+        return as_surface(values).loss(params, tokens)
+    if method == "kaplan":
+        ratio = values["alpha_N"] / values["alpha_D"]
+        return float(((values["N_c"] / params) ** ratio + values["D_c"] / tokens) ** values["alpha_D"])
+    if method == "isoflop":
+        flops = 6.0 * params * tokens
+        off = math.log(params / law_optimum(method, values, flops)[0])
+        return float((values["E"] + values["K"] * flops ** -values["gamma"]) * math.exp(values["curvature"] * off**2))
+    raise ValueError(f"no law is called {method!r}")
+
+
+def law_optimum(method: str, values: Values, flops: float, *, flops_per_token: float = 6.0) -> tuple[float, float]:
+    """N* and D* of a budget."""
+    if method == "isoflop":
+        params = values["G"] * flops ** values["a"]
+        return params, flops / (flops_per_token * params)
+    if method == "kaplan":
+        ratio = values["alpha_N"] / values["alpha_D"]
+        best = ratio * values["N_c"] ** ratio * flops / (flops_per_token * values["D_c"])
+        params = best ** (1.0 / (1.0 + ratio))
+        return params, flops / (flops_per_token * params)
+    return as_surface(values).optimum(flops, flops_per_token)
+
+
+def size_exponent(method: str, values: Values) -> float:
+    """a of N* ∝ C^a."""
+    if method == "isoflop":
+        return values["a"]
+    if method == "kaplan":
+        return values["alpha_D"] / (values["alpha_N"] + values["alpha_D"])
+    return as_surface(values).exponent

@@ -1,0 +1,96 @@
+"""Pictures of a fit: IsoFLOP curves, residuals, and the frontier with its interval, each an SVG file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from phalanx.io.style import REPORT_CSS
+from phalanx.io.svg import PLANNED_STYLE, PlotLine, line_plot
+from phalanx.scale.fit_points import optimum_estimates
+from phalanx.scale.fit_result import ScalingFit
+from phalanx.scale.isoflop import group_budgets
+from phalanx.scale.laws import law_loss
+from phalanx.scale.points import ScalingPoints
+
+MOST_CURVES = 9
+STYLES = ("1", "2", "3")
+
+
+def fit_plots(fit: ScalingFit, points: ScalingPoints) -> Mapping[str, str]:
+    """File name -> SVG; a picture without data is left out."""
+    made = {
+        "isoflop.svg": _isoflop_plot(fit, points),
+        "residuals.svg": _residual_plot(fit, points),
+        "frontier.svg": _frontier_plot(fit, points),
+    }
+    return {name: _standalone_svg(svg) for name, svg in made.items() if svg}
+
+
+def _standalone_svg(svg: str) -> str:
+    """With the house's style sheet inside, for a file that no page surrounds."""
+    style = f'<style>{REPORT_CSS.replace("<", "")}</style><rect width="100%" height="100%" fill="var(--page, #fff)"/>'
+    return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{style}", 1)
+
+
+def _powers_of_ten(unit: str) -> Callable[[float], str]:
+    """Values of a logarithmic axis."""
+    return lambda value: f"{10.0**value:.0e} {unit}".replace("e+", "e")
+
+
+def _predicted_losses(fit: ScalingFit, points: ScalingPoints) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    rows = zip(points.params, points.tokens, strict=True)
+    return np.array([law_loss(fit.method, fit.values(), n, d) for n, d in rows])
+
+
+def _isoflop_plot(fit: ScalingFit, points: ScalingPoints) -> str:
+    """Loss over size, for budgets spread over those there are: points, and the law dashed."""
+    budgets = group_budgets(points)
+    if len(budgets) > MOST_CURVES:
+        budgets = [budgets[one] for one in np.linspace(0, len(budgets) - 1, MOST_CURVES).round().astype(int)]
+    lines = []
+    for place, (flops, rows) in enumerate(budgets):
+        x = np.log10(points.params[rows])
+        order = np.argsort(x)
+        style = STYLES[place % len(STYLES)]
+        name = f"{flops:.1e} FLOP"
+        lines.append(
+            PlotLine(label=name, x=x[order].tolist(), mean=points.loss[rows][order].tolist(), style=style, dots=True)
+        )
+        grid = np.linspace(x.min(), x.max(), 40)
+        tokens = float(np.median(points.tokens[rows] * points.params[rows]))
+        law = [law_loss(fit.method, fit.values(), 10.0**one, tokens / 10.0**one) for one in grid]
+        lines.append(PlotLine(label=f"{name}, law", x=grid.tolist(), mean=law, style=PLANNED_STYLE))
+    return line_plot("loss over parameters, by budget", lines, show="{:.2f}".format, show_x=_powers_of_ten("N"))
+
+
+def _residual_plot(fit: ScalingFit, points: ScalingPoints) -> str:
+    """Measured over predicted, by compute."""
+    x = np.log10(points.flops)
+    off = 100.0 * (points.loss / _predicted_losses(fit, points) - 1.0)
+    order = np.argsort(x)
+    zero = PlotLine(label="law", x=[float(x.min()), float(x.max())], mean=[0.0, 0.0], style=PLANNED_STYLE)
+    dots = PlotLine(label="measured", x=x[order].tolist(), mean=off[order].tolist(), style="1", dots=True)
+    return line_plot(
+        "residuals in per cent, by compute", [zero, dots], show="{:+.1f} %".format, show_x=_powers_of_ten("FLOP")
+    )
+
+
+def _frontier_plot(fit: ScalingFit, points: ScalingPoints) -> str:
+    """The loss of the best model of each budget, with its interval, two decades beyond the data."""
+    low, high = np.log10(points.flops.min()), np.log10(points.flops.max()) + 2.0
+    grid = np.linspace(low, high, 25)
+    best = [optimum_estimates(fit, 10.0**one)["loss"] for one in grid]
+    band = PlotLine(
+        label="law",
+        x=grid.tolist(),
+        mean=[one.value for one in best],
+        low=[one.low for one in best] if fit.draws else (),
+        high=[one.high for one in best] if fit.draws else (),
+        style="1",
+    )
+    x = np.log10(points.flops)
+    order = np.argsort(x)
+    dots = PlotLine(label="runs", x=x[order].tolist(), mean=points.loss[order].tolist(), style="2", dots=True)
+    return line_plot("frontier: loss over compute", [band, dots], show="{:.2f}".format, show_x=_powers_of_ten("FLOP"))

@@ -1,0 +1,314 @@
+"""The table a law is fitted to: one row per trained model (or per token count of one), checked before any fit.
+
+Columns of the file (docs/scaling.md):
+
+    run            name of the run                                  optional
+    params         parameters N as the law counts them              required
+    tokens         training tokens D                                required; or flops, then D = C / 6N
+    flops          training FLOPs C                                 optional: 6·N·D
+    loss           final held-out loss, nats per token              required
+    tokenizer      identity of the tokenizer                        optional; two of them are refused
+    data           identity of the training data                    optional; two of them are refused
+    seed lr batch_tokens                                            optional, kept
+    unique_tokens  tokens before they repeat                        kept, not used
+    budget         FLOPs of the IsoFLOP curve a row belongs to      optional: rows with nearly equal flops
+    status         anything but "done", "ok" or empty is left out   optional
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.errors import Problem, UserError, mistake, nearest
+from phalanx.io.files import csv_columns, read_text
+from phalanx.units import first_few, plural
+
+Array = NDArray[np.float64]
+
+NUMBERS = ("params", "tokens", "flops", "loss", "lr", "batch_tokens", "unique_tokens", "budget")
+TEXTS = ("run", "tokenizer", "data", "seed", "status")
+COLUMNS = (*NUMBERS, *TEXTS)
+# What other people call them; the first that a file has is read.
+ALIASES = {
+    "params": ("n", "parameters", "num_params", "model_size"),
+    "tokens": ("d", "train_tokens", "training_tokens"),
+    "flops": ("c", "compute", "train_flop", "train_flops", "training_flop"),
+    "loss": ("l", "eval_loss", "val_loss", "final_loss"),
+    "run": ("name",),
+    "lr": ("learning_rate",),
+    "data": ("dataset", "train_set"),
+    "batch_tokens": ("global_batch_tokens",),
+}
+FINISHED = ("", "done", "ok", "finished")
+MOST_ROWS = 1_000_000
+LARGEST_TABLE_BYTES = 256 * 2**20
+COUNTED = {
+    "total": "all parameters, embedding and head included",
+    "no-embedding": "without the embedding; head included",
+    "no-embedding-no-head": "without embedding and head (Kaplan's count)",
+    "active": "parameters one token uses, embedding and head included",
+    "unstated": "not stated by the table: a law holds only for models counted the same way",
+}
+FLOPS_COUNTED = {
+    "6nd": "6·N·D",
+    "head": "6·N·D with the head's matrix product",
+    "head+attention": "every matrix product, attention scores too",
+    "unstated": "not stated by the table",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingPoints:
+    """Rows as columns, in the order of the file. `line` is where a row stands in it."""
+
+    source: str
+    params: Array
+    tokens: Array
+    flops: Array
+    loss: Array
+    run: tuple[str, ...]
+    line: tuple[int, ...]
+    params_counted: str = "unstated"
+    flops_counted: str = "6nd"
+    flops_are_given: bool = False
+    unique_tokens: Array | None = None
+    budget: Array | None = None
+    lr: Array | None = None
+    batch_tokens: Array | None = None
+    seed: tuple[str, ...] = ()
+    tokenizer: str = ""
+    data: str = ""
+    left_out: tuple[str, ...] = ()  # sentences: what was dropped, and why
+    digest: str = field(default="")
+
+    def __len__(self) -> int:
+        return len(self.loss)
+
+    def take(self, rows: Sequence[int] | NDArray[np.intp] | NDArray[np.bool_]) -> ScalingPoints:
+        """Some of the rows."""
+        from dataclasses import replace
+
+        picked = np.arange(len(self))[np.asarray(rows)]
+
+        def some(values: Array | None) -> Array | None:
+            return None if values is None else values[picked]
+
+        return replace(
+            self,
+            params=self.params[picked],
+            tokens=self.tokens[picked],
+            flops=self.flops[picked],
+            loss=self.loss[picked],
+            run=tuple(self.run[one] for one in picked),
+            line=tuple(self.line[one] for one in picked),
+            seed=tuple(self.seed[one] for one in picked) if self.seed else (),
+            unique_tokens=some(self.unique_tokens),
+            budget=some(self.budget),
+            lr=some(self.lr),
+            batch_tokens=some(self.batch_tokens),
+        )
+
+    def name(self, row: int) -> str:
+        """How a message calls a row."""
+        return self.run[row] or f"line {self.line[row]}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableOptions:
+    """What of a table is read, and as what."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)  # ours -> theirs
+    where: Mapping[str, str] = field(default_factory=dict)  # column -> the value that a row must have
+    params_counted: str = "unstated"
+    flops_counted: str = ""
+    drop_highest: int = 0  # rows with the largest losses
+    mixed: bool = False  # several tokenizers or data sets are meant
+    repeated: bool = False  # rows with equal size, tokens and seed are meant: repeated measurements
+
+
+def read_points(path: Path, options: TableOptions | None = None) -> ScalingPoints:
+    """The rows of a CSV file; every mistake in it at once, as UserError."""
+    options = options or TableOptions()
+    text = read_text(path, noun="CSV file", most_bytes=LARGEST_TABLE_BYTES)
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        columns = [name.strip() for name in csv_columns(reader, str(path))]
+        reader.fieldnames = columns
+        rows = []
+        for row in reader:
+            rows.append((reader.line_num, {key: (value or "").strip() for key, value in row.items() if key}))
+            if len(rows) > MOST_ROWS:
+                raise mistake(str(path), f"has more than {MOST_ROWS:,} rows", fix="split it")
+    except csv.Error as error:
+        raise mistake(f"{path}:{reader.line_num}", f"is not CSV: {error}", fix="save it as UTF-8 CSV") from error
+    known = _find_columns(path, columns, options)
+    rows = [(line, row) for line, row in rows if all(row.get(key) == value for key, value in options.where.items())]
+    return make_points(str(path), rows, known, options)
+
+
+def _find_columns(path: Path, columns: Sequence[str], options: TableOptions) -> dict[str, str]:
+    """Our name of each column that is there -> its name in the file."""
+    problems = []
+    for name in (*options.columns.values(), *options.where):
+        if name not in columns:
+            near = nearest(name, columns)
+            fix = f'did you mean "{near}"?' if near else f"it has {first_few(columns, 12)}"
+            problems.append(Problem(where=f"{path}:1", what=f'has no column "{name}"', fix=fix))
+    for name in options.columns:
+        if name not in COLUMNS:
+            fix = f"the columns are {', '.join(COLUMNS)}"
+            problems.append(Problem(where=f"--column {name}", what="is no column of a scaling table", fix=fix))
+    lower = {name.lower(): name for name in reversed(columns)}
+    known = {}
+    for name in COLUMNS:
+        names = (options.columns[name],) if name in options.columns else (name, *ALIASES.get(name, ()))
+        found = next((lower[one.lower()] for one in names if one.lower() in lower), None)
+        if found is not None:
+            known[name] = found
+    for name in ("params", "loss"):
+        if name not in known and not problems:
+            fix = f"name it with --column {name}=THEIRS; the file has {first_few(columns, 12)}"
+            problems.append(Problem(where=f"{path}:1", what=f'has no column "{name}"', fix=fix))
+    if not problems and "tokens" not in known and "flops" not in known:
+        what = 'has neither a column "tokens" nor "flops"'
+        problems.append(Problem(where=f"{path}:1", what=what, fix="name one with --column tokens=THEIRS"))
+    if problems:
+        raise UserError(problems)
+    return known
+
+
+def make_points(
+    source: str,
+    rows: Sequence[tuple[int, Mapping[str, str]]],
+    known: Mapping[str, str],
+    options: TableOptions,
+) -> ScalingPoints:
+    """Rows of texts as checked columns; `known` is our name of each column -> its name in the rows."""
+    if not rows:
+        what = "no row is left" if options.where else "has a header but no rows"
+        raise mistake(source, what, fix="look at --where" if options.where else "add a row per trained model")
+    left_out: list[str] = []
+    if "status" in known:
+        late = [row for _, row in rows if row.get(known["status"], "").lower() not in FINISHED]
+        rows = [one for one in rows if one[1].get(known["status"], "").lower() in FINISHED]
+        if late:
+            names = [row.get(known.get("run", ""), "") or "a run without a name" for row in late]
+            left_out.append(f"{plural(len(late), 'run')} that did not finish: {first_few(names, 4)}")
+        if not rows:
+            raise mistake(source, f"all {plural(len(late), 'run')} are unfinished", fix="wait for them, or resume them")
+    values, problems = _read_numbers(source, rows, known)
+    if problems:
+        raise UserError(problems)
+    if "tokens" not in values:
+        values["tokens"] = values["flops"] / (6.0 * values["params"])
+    texts = {name: [row.get(known[name], "") for _, row in rows] for name in TEXTS if name in known}
+    for name in ("tokenizer", "data"):
+        kinds = sorted({*texts.get(name, ())} - {""})
+        if len(kinds) > 1 and not options.mixed:
+            raise mistake(
+                source,
+                f"mixes {len(kinds)} values of {name}: {first_few(kinds, 4)}",
+                why="losses of different tokenizers or data cannot be put on one curve",
+                fix=f'pick one with --where "{known[name]}={kinds[0]}", or say --mixed if they compare',
+            )
+    given = "flops" in values
+    points = ScalingPoints(
+        source=source,
+        params=values["params"],
+        tokens=values["tokens"],
+        flops=values.get("flops", 6.0 * values["params"] * values["tokens"]),
+        loss=values["loss"],
+        run=tuple(texts.get("run", [""] * len(rows))),
+        line=tuple(line for line, _ in rows),
+        params_counted=options.params_counted,
+        flops_counted=options.flops_counted or ("unstated" if given else "6nd"),
+        flops_are_given=given,
+        unique_tokens=values.get("unique_tokens"),
+        budget=values.get("budget"),
+        lr=values.get("lr"),
+        batch_tokens=values.get("batch_tokens"),
+        seed=tuple(texts.get("seed", ())),
+        tokenizer=next((one for one in texts.get("tokenizer", ()) if one), ""),
+        data=next((one for one in texts.get("data", ()) if one), ""),
+    )
+    points = _without_repeats(points, options, left_out)
+    if options.drop_highest:
+        if options.drop_highest >= len(points):
+            raise mistake("--drop-highest", f"{options.drop_highest} leaves none of {plural(len(points), 'row')}")
+        order = np.argsort(points.loss, kind="stable")
+        dropped = order[len(order) - options.drop_highest :]
+        left_out.append(f"the {plural(options.drop_highest, 'row')} with the highest loss, as asked")
+        points = points.take(np.setdiff1d(np.arange(len(points)), dropped))
+    from dataclasses import replace
+
+    return replace(points, left_out=tuple(left_out), digest=data_digest(points))
+
+
+def _read_numbers(
+    source: str, rows: Sequence[tuple[int, Mapping[str, str]]], known: Mapping[str, str]
+) -> tuple[dict[str, Array], list[Problem]]:
+    """Every column of numbers; a value that is no positive number is a problem where the law needs it."""
+    values: dict[str, Array] = {}
+    problems: list[Problem] = []
+    for name in NUMBERS:
+        if name not in known:
+            continue
+        needed = name in ("params", "tokens", "flops", "loss")
+        column = np.empty(len(rows))
+        for place, (line, row) in enumerate(rows):
+            text = row.get(known[name], "")
+            try:
+                column[place] = float(text)
+            except ValueError:
+                column[place] = math.nan
+            if needed and not (math.isfinite(column[place]) and column[place] > 0.0):
+                what = f'{known[name]} = "{text[:40]}" is not a positive number'
+                fix = "a diverged run is no point of a law: leave the row out, or set its status to diverged"
+                problems.append(Problem(where=f"{source}:{line}", what=what, fix=fix))
+        if needed or np.isfinite(column).any():
+            values[name] = column
+    return values, problems
+
+
+def _without_repeats(points: ScalingPoints, options: TableOptions, left_out: list[str]) -> ScalingPoints:
+    """Rows that say the same twice are dropped; rows that contradict each other are refused unless they are meant."""
+    seen: dict[tuple[object, ...], int] = {}
+    keep, same = [], 0
+    problems = []
+    for row in range(len(points)):
+        seed = points.seed[row] if points.seed else ""
+        lr = points.lr[row] if points.lr is not None and np.isfinite(points.lr[row]) else None
+        key = (points.run[row], points.params[row], points.tokens[row], points.flops[row], seed, lr)
+        first = seen.setdefault(key, row)
+        if first == row or (options.repeated and points.loss[first] != points.loss[row]):
+            keep.append(row)
+        elif points.loss[first] == points.loss[row]:
+            same += 1
+        else:
+            what = (
+                f"repeats line {points.line[first]} (N {points.params[row]:.4g}, D {points.tokens[row]:.4g}) "
+                f"with another loss: {points.loss[first]:.5g} and {points.loss[row]:.5g}"
+            )
+            fix = "keep one of them, give each its seed, or say --repeated if both were measured"
+            problems.append(Problem(where=f"{points.source}:{points.line[row]}", what=what, fix=fix))
+    if problems:
+        raise UserError(problems)
+    if same:
+        left_out.append(f"{plural(same, 'duplicate row')}")
+    return points.take(np.array(keep, dtype=np.intp))
+
+
+def data_digest(points: ScalingPoints) -> str:
+    """SHA-256 of what a law is fitted to: sizes, tokens, FLOPs and losses, in any order of the rows."""
+    rows = zip(points.params, points.tokens, points.flops, points.loss, strict=True)
+    lines = sorted(",".join(repr(float(value)) for value in row) for row in rows)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,124 @@
+"""Points out of run folders: size by exact count, tokens by steps, loss by the last evaluation on held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import Problem, UserError, mistake
+from phalanx.io.codec import from_json_values
+from phalanx.io.values import at, integer, number, text
+from phalanx.job.model import ModelShape
+from phalanx.record.archive.history import RunHistory
+from phalanx.record.run import Run
+from phalanx.scale.points import COLUMNS, ScalingPoints, TableOptions, make_points, read_points
+from phalanx.scale.shapes import counted_params
+
+TABLE = "points.csv"  # what phalanx scale sweep writes beside its runs
+MOST_RUNS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunLosses:
+    """A run so far: its size as a law counts it, and the loss after so many tokens."""
+
+    name: str
+    state: str
+    params: int
+    planned_tokens: float
+    tokens: tuple[float, ...]
+    losses: tuple[float, ...]
+    evaluated: bool  # on held-out text; otherwise these are training losses
+
+
+def read_run_points(folder: Path, options: TableOptions) -> ScalingPoints:
+    """A run folder, a folder of them, or one with a table of points."""
+    if (folder / TABLE).is_file():
+        return read_points(folder / TABLE, options)
+    if _is_run(folder):
+        runs = [folder]
+    else:
+        runs = sorted(one for one in folder.iterdir() if one.is_dir() and _is_run(one))[:MOST_RUNS]
+    if not runs:
+        fix = f"name a CSV table, a run folder, a folder of runs, or one with a file {TABLE}"
+        raise mistake(str(folder), "holds no runs", fix=fix)
+    rows: list[tuple[int, dict[str, str]]] = []
+    problems: list[Problem] = []
+    for place, path in enumerate(runs, start=1):
+        try:
+            rows.append((place, _run_row(path, options)))
+        except UserError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise UserError(problems)
+    return make_points(str(folder), rows, {name: name for name in COLUMNS if name in rows[0][1]}, options)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "plan.json").is_file()
+
+
+def _run_row(folder: Path, options: TableOptions) -> dict[str, str]:
+    found = read_run_losses(folder, counted=options.params_counted)
+    where = str(folder)
+    if found.state != "done":
+        raise UserError(
+            Problem(
+                where=where,
+                what=f"is {found.state or 'not finished'}, after {found.tokens[-1] if found.tokens else 0:,.0f} of "
+                f"{found.planned_tokens:,.0f} tokens",
+                why="a run whose learning rate has not decayed is no point of a law",
+                fix=f"phalanx train --resume {where}, or move it out of the folder",
+            )
+        )
+    if not found.evaluated or not found.losses:
+        fix = "set train.evaluate_sequences above 0, and a dataset with held-out text"
+        raise UserError(Problem(where=where, what="was never evaluated on held-out text", fix=fix))
+    job = at(Run(path=folder).plan(), "job")
+    batch = at(job, "batch")
+    sequence = integer(at(job, "data"), "sequence") or 0
+    return {
+        "run": found.name,
+        "params": str(found.params),
+        "tokens": repr(found.tokens[-1]),
+        "loss": repr(found.losses[-1]),
+        "data": text(at(job, "data"), "path") or text(at(job, "data"), "corpus"),
+        "seed": str(integer(job, "seed") or 0),
+        "lr": repr(number(at(job, "optim"), "lr") or float("nan")),
+        "batch_tokens": str((integer(batch, "global_sequences") or 0) * sequence),
+        "status": "done",
+    }
+
+
+def read_run_losses(folder: Path, *, counted: str) -> RunLosses:
+    """The record of a run, finished or not; raises UserError where the folder is none."""
+    run = Run(path=folder)
+    plan: Mapping[str, Any] = run.plan()
+    job = at(plan, "job")
+    shape = from_json_values(ModelShape, dict(at(job, "model")), f"{folder}/plan.json", noun="plan")
+    sequence = integer(at(job, "data"), "sequence") or 0
+    batch_tokens = float((integer(at(job, "batch"), "global_sequences") or 0) * sequence)
+    history = RunHistory.open(run)
+    ranks = list(run.recorded())
+    rank = ranks[0] if ranks else 0
+    points: dict[int, float] = {}
+    for event in history.events("evaluate", rank=rank) if ranks else ():
+        step, loss = integer(event, "step"), number(event, "loss")
+        if step is not None and loss is not None:
+            points[step] = loss
+    evaluated = bool(points)
+    if not evaluated and ranks:
+        curve = history.curve("loss", rank=rank)
+        points = {int(step): float(mean) for step, mean in zip(curve.step, curve.mean, strict=True) if mean is not None}
+    steps = sorted(points)
+    return RunLosses(
+        name=run.name,
+        state=text(run.status(), "state"),
+        params=counted_params(shape, counted),
+        planned_tokens=float(integer(at(plan, "duration"), "tokens") or 0),
+        tokens=tuple(step * batch_tokens for step in steps),
+        losses=tuple(points[step] for step in steps),
+        evaluated=evaluated,
+    )

@@ -1,0 +1,207 @@
+"""The loss surface L(N, D) = E + A/N^α + B/D^β, and its least-squares fit for many starts or resamples at once.
+
+All five parameters are fitted as logarithms, with N and D measured from the middle of the data: A and α, which are
+nearly one number on raw axes (condition number about 1e11), come apart. `project_grid` is the variable projection: for
+each pair of exponents the other three are a linear least-squares problem without negative values, so that only two
+numbers are searched (Open-Athena/scaling-law-analysis calls it VPNLS). `polish_surface` is Levenberg-Marquardt from
+there, for a batch of problems in one array program.
+
+    # K problems, P points, 5 parameters in the order of Surface
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+LEAST_EXPONENT, MOST_EXPONENT = 0.01, 3.0
+GRID = 28  # exponents of each kind that are tried
+ITERATIONS = 60
+_LOWEST = np.array([-12.0, -30.0, -30.0, math.log(LEAST_EXPONENT), math.log(LEAST_EXPONENT)])
+_HIGHEST = np.array([8.0, 12.0, 12.0, math.log(MOST_EXPONENT), math.log(MOST_EXPONENT)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surface:
+    """L(N, D) = E + A/N^α + B/D^β: loss in nats per token, N parameters, D tokens."""
+
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+
+    @property
+    def exponent(self) -> float:
+        """a of N* ∝ C^a.
+
+        >>> round(Surface(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28).exponent, 3)
+        0.452
+        """
+        return self.beta / (self.alpha + self.beta)
+
+    def loss(self, params: float, tokens: float) -> float:
+        """Of a model with so many parameters after so many tokens."""
+        return float(self.E + self.A * params**-self.alpha + self.B * tokens**-self.beta)
+
+    def optimum(self, flops: float, flops_per_token: float = 6.0) -> tuple[float, float]:
+        """N* and D* for C = `flops_per_token`·N·D."""
+        ratio = self.alpha * self.A / (self.beta * self.B)
+        params = (ratio * (flops / flops_per_token) ** self.beta) ** (1.0 / (self.alpha + self.beta))
+        return params, flops / (flops_per_token * params)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SurfaceData:
+    """Points on logarithmic axes, measured from their middle."""
+
+    x: Array  # ln N - ln N0
+    y: Array  # ln D - ln D0
+    loss: Array
+    middle: tuple[float, float]  # ln N0, ln D0
+    noise: Array  # what residuals are divided by
+
+    @classmethod
+    def of(cls, params: Array, tokens: Array, loss: Array, *, relative: bool = True) -> SurfaceData:
+        """Of raw columns; noise in proportion to the loss, or the same everywhere."""
+        log_n, log_d = np.log(params), np.log(tokens)
+        middle = (float(log_n.mean()), float(log_d.mean()))
+        noise = loss if relative else np.full_like(loss, math.exp(float(np.log(loss).mean())))
+        return cls(x=log_n - middle[0], y=log_d - middle[1], loss=loss, middle=middle, noise=noise)
+
+    def to_surface(self, theta: Array) -> Surface:
+        """Of fitted logarithms."""
+        e, a, b, log_alpha, log_beta = (float(one) for one in theta)
+        alpha, beta = math.exp(log_alpha), math.exp(log_beta)
+        return Surface(
+            E=math.exp(e),
+            A=math.exp(min(a + alpha * self.middle[0], 300.0)),
+            B=math.exp(min(b + beta * self.middle[1], 300.0)),
+            alpha=alpha,
+            beta=beta,
+        )
+
+    def from_surface(self, law: Surface) -> Array:
+        """The logarithms that `to_surface` takes."""
+        return np.array(
+            [
+                math.log(law.E),
+                math.log(law.A) - law.alpha * self.middle[0],
+                math.log(law.B) - law.beta * self.middle[1],
+                math.log(law.alpha),
+                math.log(law.beta),
+            ]
+        )
+
+
+def surface_values(theta_K5: Array, data: SurfaceData) -> tuple[Array, Array, Array]:
+    """The three terms of the law: E of shape (K, 1), and those of N and D of shape (K, P)."""
+    alpha, beta = np.exp(theta_K5[:, 3:4]), np.exp(theta_K5[:, 4:5])
+    term_n = np.exp(np.clip(theta_K5[:, 1:2] - alpha * data.x, -60.0, 60.0))
+    term_d = np.exp(np.clip(theta_K5[:, 2:3] - beta * data.y, -60.0, 60.0))
+    return np.exp(theta_K5[:, 0:1]), term_n, term_d
+
+
+def project_grid(data: SurfaceData, *, tied: bool = False, keep: int = 8) -> Array:
+    """The best `keep` pairs of exponents of a grid, each with its E, A and B: starts for `polish_surface`.
+
+    E, A and B by non-negative least squares over the 3x3 normal equations of all pairs at once.
+    `tied` searches α = β.
+    """
+    exponents = np.geomspace(0.03, 2.0, GRID)
+    alpha, beta = (exponents, exponents) if tied else (one.ravel() for one in np.meshgrid(exponents, exponents))
+    shape = np.broadcast_shapes((len(alpha), 1), data.x.shape)
+    columns = np.stack([np.ones(shape), np.exp(-alpha[:, None] * data.x), np.exp(-beta[:, None] * data.y)], axis=-1)
+    columns /= data.noise[None, :, None]
+    measured = data.loss / data.noise
+    normal = columns.transpose(0, 2, 1) @ columns
+    right = np.einsum("kpi,p->ki", columns, measured)
+    best = np.full(len(alpha), np.inf)
+    linear = np.zeros((len(alpha), 3))
+    # Non-negative least squares of three unknowns: the best of the seven supports whose solution is not negative.
+    for support in ([0, 1, 2], [1, 2], [0, 1], [0, 2], [0], [1], [2]):
+        sub = normal[:, support][:, :, support] + 1e-14 * np.eye(len(support))
+        found = np.linalg.solve(sub, right[:, support, None])[..., 0]
+        cost = measured @ measured - np.einsum("ki,ki->k", found, right[:, support])
+        better = (found >= 0.0).all(axis=1) & (cost < best - 1e-15)
+        best[better] = cost[better]
+        linear[better] = 0.0
+        rows = np.flatnonzero(better)
+        linear[rows[:, None], support] = found[better]
+    order = np.argsort(best)[:keep]
+    linear = np.maximum(linear[order], 1e-4)
+    return np.column_stack([np.log(linear), np.log(alpha[order]), np.log(beta[order])])
+
+
+def polish_surface(
+    data: SurfaceData,
+    theta_K5: Array,
+    *,
+    weights: Array | None = None,
+    losses: Array | None = None,
+    fixed: tuple[int, ...] = (),
+    tied: bool = False,
+    iterations: int = ITERATIONS,
+) -> tuple[Array, Array]:
+    """Levenberg-Marquardt from K starts; parameters (K, 5) and half the sum of squares (K).
+
+    `weights` (K, P) multiply squared residuals, `losses` (K, P) replace the measured ones: resamples. `fixed` numbers
+    stay as they start. `tied` holds α = β.
+    """
+    theta = np.array(theta_K5, dtype=float)
+    measured = np.broadcast_to(data.loss if losses is None else losses, (len(theta), len(data.loss)))
+    scales = np.broadcast_to(1.0 if weights is None else np.sqrt(weights), measured.shape) / data.noise
+    free = [one for one in range(5) if one not in fixed and not (tied and one == 4)]
+    if tied:
+        theta[:, 4] = theta[:, 3]
+
+    def residuals(at: Array, rows: NDArray[np.intp]) -> tuple[Array, Array]:
+        level, term_n, term_d = surface_values(at, data)
+        scale = scales[rows]
+        left = (measured[rows] - level - term_n - term_d) * scale
+        slopes = [
+            np.broadcast_to(level, term_n.shape),
+            term_n,
+            term_d,
+            -np.exp(at[:, 3:4]) * data.x * term_n,
+            -np.exp(at[:, 4:5]) * data.y * term_d,
+        ]
+        if tied:
+            slopes[3] = slopes[3] + slopes[4]
+        return left, np.stack([slopes[one] * scale for one in free], axis=-1)
+
+    every = np.arange(len(theta))
+    left, slope = residuals(theta, every)
+    cost = 0.5 * np.einsum("kp,kp->k", left, left)
+    damping = np.full(len(theta), 1e-2)
+    active = every
+    for _ in range(iterations):
+        normal = slope.transpose(0, 2, 1) @ slope
+        down = np.einsum("kpi,kp->ki", slope, left)
+        size = np.einsum("kii->ki", normal)
+        ridge = damping[active, None] * size + 1e-14
+        step = np.linalg.solve(normal + np.einsum("ki,ij->kij", ridge, np.eye(len(free))), down[..., None])[..., 0]
+        tried = theta[active].copy()
+        tried[:, free] += np.clip(step, -1.5, 1.5)
+        if tied:
+            tried[:, 4] = tried[:, 3]
+        tried = np.clip(tried, _LOWEST, _HIGHEST)
+        new_left, new_slope = residuals(tried, active)
+        new_cost = 0.5 * np.einsum("kp,kp->k", new_left, new_left)
+        better = new_cost < cost[active]
+        gain = cost[active] - new_cost
+        taken = active[better]
+        theta[taken], cost[taken] = tried[better], new_cost[better]
+        left[better], slope[better] = new_left[better], new_slope[better]
+        damping[active] = np.where(better, damping[active] * 0.2, damping[active] * 8.0)
+        done = (better & (gain < 1e-12 * (cost[active] + 1e-18))) | (damping[active] > 1e8)
+        if done.all():
+            break
+        if done.any():
+            active, left, slope = active[~done], left[~done], slope[~done]
+    return theta, cost

@@ -1,0 +1,198 @@
+"""Fits of the loss surface with their intervals: vpnls, huber3 and overtrain (α = β).
+
+Intervals of vpnls and overtrain: wild bootstrap. The design stays as it is, every residual, divided by √(1 - leverage),
+keeps its size and gets a random sign, and deviations are widened by Student's t for the few degrees of freedom. It
+holds for noise that differs from point to point and for designs so small that drawing rows would lose whole curves.
+huber3 draws rows, as its authors and their replication do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from phalanx.scale.fit_result import FitEstimate
+from phalanx.scale.huber import fit_huber, grid_starts
+from phalanx.scale.surface import Array, Surface, SurfaceData, polish_surface, project_grid, surface_values
+
+NAMES = ("E", "A", "B", "alpha", "beta")
+SHARE = 0.8  # of outcomes that an interval holds
+STARTS = 48
+AGREE = 0.01  # exponents that differ by less are the same answer
+PROFILE_POINTS = 33
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SurfaceFit:
+    """A surface, resampled surfaces, and how hard it was to find."""
+
+    law: Surface
+    theta: Array
+    objective: float
+    draws: tuple[Surface, ...]
+    residuals: Array  # of ln loss: measured over fitted
+    starts: int
+    agreeing: float
+    condition_number: float  # of the problem that is searched
+    raw_condition_number: float  # of E, A, B, α and β at once
+    profiles: dict[str, tuple[float, float]]
+    noise: str  # "proportional" to the loss, or "constant": what the residuals speak for
+
+
+def fit_surface(
+    params: Array,
+    tokens: Array,
+    loss: Array,
+    *,
+    method: str,
+    draws: int,
+    rng: np.random.Generator,
+    starts: int = STARTS,
+    profile: bool = True,
+) -> SurfaceFit:
+    """The best surface of the points; `draws` resamples for its intervals."""
+    tied = method == "overtrain"
+    kinds = {"vpnls": (True, False), "huber3": (True,), "overtrain": (False,)}[method]
+    solved = []
+    for relative in kinds:
+        data = SurfaceData.of(params, tokens, loss, relative=relative)
+        found, cost = polish_surface(data, project_grid(data, tied=tied), tied=tied)
+        # The likelihood of normal noise with this variance function: the smaller sum of squares, since both noises
+        # have the same geometric mean.
+        solved.append((float(cost.min()), relative, data, found, cost))
+    _, relative, data, found, cost = min(solved, key=lambda one: one[0])
+    theta = found[int(np.argmin(cost))]
+    objective = float(cost.min())
+    if method == "huber3":
+        tried, costs = fit_huber(data, np.vstack([found, grid_starts(data, starts, rng)]))
+        theta, objective = tried[int(np.argmin(costs))], float(costs.min())
+        agreeing = _share_agreeing(tried[len(found) :], theta)
+        resampled = _draw_rows(data, theta, draws, rng)
+    else:
+        tried, _ = polish_surface(data, grid_starts(data, starts, rng), tied=tied, iterations=200)
+        agreeing = _share_agreeing(tried, theta)
+        resampled = _flip_residuals(data, theta, draws, rng, tied=tied)
+    raw, projected = condition_numbers(data, theta, tied=tied)
+    level, term_n, term_d = surface_values(theta[None, :], data)
+    return SurfaceFit(
+        law=data.to_surface(theta),
+        theta=theta,
+        objective=objective,
+        draws=tuple(data.to_surface(one) for one in resampled),
+        residuals=np.log(loss) - np.log((level + term_n + term_d)[0]),
+        starts=starts,
+        agreeing=agreeing,
+        condition_number=raw if method == "huber3" else projected,
+        raw_condition_number=raw,
+        profiles=_profile_interval(data, theta, objective, tied=tied) if profile and method != "huber3" else {},
+        noise="proportional" if relative else "constant",
+    )
+
+
+def _share_agreeing(tried: Array, theta: Array) -> float:
+    """Of starts, how many ended at these exponents."""
+    return float((np.abs(tried[:, 3:] - theta[3:]).max(axis=1) < AGREE).mean()) if len(tried) else 1.0
+
+
+def _draw_rows(data: SurfaceData, theta: Array, draws: int, rng: np.random.Generator) -> Array:
+    """Fits to as many rows, drawn with replacement."""
+    if not draws:
+        return np.empty((0, 5))
+    count = len(data.loss)
+    weights = rng.multinomial(count, np.full(count, 1.0 / count), size=draws).astype(float)
+    return fit_huber(data, np.repeat(theta[None, :], draws, axis=0), weights=weights)[0]
+
+
+def _residual_slopes(data: SurfaceData, theta: Array, *, tied: bool) -> tuple[Array, Array]:
+    """Fitted losses, and their relative derivatives by the free parameters, shape (P, 4 or 5)."""
+    level, term_n, term_d = (one[0] for one in surface_values(theta[None, :], data))
+    fitted = level + term_n + term_d
+    alpha, beta = math.exp(theta[3]), math.exp(theta[4])
+    columns = [np.broadcast_to(level, fitted.shape), term_n, term_d, -alpha * data.x * term_n, -beta * data.y * term_d]
+    if tied:
+        columns[3:] = [columns[3] + columns[4]]
+    return fitted, np.stack(columns, axis=1) / data.noise[:, None]
+
+
+def _flip_residuals(data: SurfaceData, theta: Array, draws: int, rng: np.random.Generator, *, tied: bool) -> Array:
+    """Wild bootstrap: fits to the fitted losses with residuals of random sign, deviations widened by Student's t."""
+    if not draws:
+        return np.empty((0, 5))
+    fitted, slopes = _residual_slopes(data, theta, tied=tied)
+    free = len(data.loss) - slopes.shape[1]
+    basis, _ = np.linalg.qr(slopes)
+    leverage = np.minimum((basis**2).sum(axis=1), 1.0 - 1.0 / (4.0 * len(data.loss)))
+    residual = (data.loss - fitted) / np.sqrt(1.0 - leverage)
+    signs = rng.choice((-1.0, 1.0), size=(draws, len(residual)))
+    losses = np.maximum(fitted + signs * residual, 1e-3)
+    start = np.repeat(theta[None, :], draws, axis=0)
+    found, _ = polish_surface(data, start, losses=losses, tied=tied, iterations=40)
+    wider = float(stats.t.ppf(0.5 + SHARE / 2, max(free, 1)) / stats.norm.ppf(0.5 + SHARE / 2))
+    return theta + wider * (found - theta)
+
+
+def condition_numbers(data: SurfaceData, theta: Array, *, tied: bool) -> tuple[float, float]:
+    """Of the normal equations in E, A, B, α, β on raw axes, and of those that variable projection leaves for α, β."""
+    law = data.to_surface(theta)
+    log_n, log_d = data.x + data.middle[0], data.y + data.middle[1]
+    term_n, term_d = np.exp(-law.alpha * log_n), np.exp(-law.beta * log_d)
+    linear = np.stack([np.ones_like(term_n), term_n, term_d], axis=1) / data.noise[:, None]
+    bent = np.stack([-law.A * log_n * term_n, -law.B * log_d * term_d], axis=1) / data.noise[:, None]
+    if tied:
+        bent = bent.sum(axis=1, keepdims=True)
+    every = np.linalg.svd(np.hstack([linear, bent]), compute_uv=False)
+    basis, _ = np.linalg.qr(linear / np.linalg.norm(linear, axis=0))
+    rest = np.linalg.svd(bent - basis @ (basis.T @ bent), compute_uv=False)
+    tiny = np.finfo(float).tiny
+    return float((every[0] / max(every[-1], tiny)) ** 2), float((rest[0] / max(rest[-1], tiny)) ** 2)
+
+
+def _profile_interval(
+    data: SurfaceData, theta: Array, objective: float, *, tied: bool
+) -> dict[str, tuple[float, float]]:
+    """Where the cost, minimised over the others, stays below what Student's t allows: 80 % profile intervals."""
+    _, slopes = _residual_slopes(data, theta, tied=tied)
+    free = max(len(data.loss) - slopes.shape[1], 1)
+    limit = objective * (1.0 + float(stats.t.ppf(0.5 + SHARE / 2, free)) ** 2 / free)
+    found = {}
+    for name, place in (("E", 0), ("alpha", 3), *(() if tied else (("beta", 4),))):
+        spread = np.linspace(-1.0, 1.0, PROFILE_POINTS)
+        offsets = np.sign(spread) * np.abs(spread) ** 2 * (0.7 if place == 0 else 1.2)
+        starts = np.repeat(theta[None, :], len(offsets), axis=0)
+        starts[:, place] += offsets
+        fixed = (place,) if not (tied and place == 3) else (3,)
+        _, cost = polish_surface(data, starts, fixed=fixed, tied=tied, iterations=80)
+        middle = len(offsets) // 2
+        low = _profile_crossing(offsets[: middle + 1][::-1], cost[: middle + 1][::-1], limit)
+        high = _profile_crossing(offsets[middle:], cost[middle:], limit)
+        found[name] = (math.exp(theta[place] + low), math.exp(theta[place] + high))
+    return found
+
+
+def _profile_crossing(offsets: Array, cost: Array, limit: float) -> float:
+    """Where a cost that rises outwards passes the limit, by interpolation; the end of the range if it never does."""
+    above = np.flatnonzero(cost > limit)
+    if not len(above) or above[0] == 0:
+        return float(offsets[-1] if not len(above) else offsets[0])
+    right = int(above[0])
+    left = right - 1
+    share = (math.sqrt(limit) - math.sqrt(cost[left])) / (math.sqrt(cost[right]) - math.sqrt(cost[left]))
+    return float(offsets[left] + share * (offsets[right] - offsets[left]))
+
+
+def estimate_interval(value: float, draws: Array, profile: tuple[float, float] | None = None) -> FitEstimate:
+    """A number with the interval of its resamples."""
+    if not len(draws):
+        return FitEstimate(value=value)
+    low, high = np.quantile(draws, [0.5 - SHARE / 2, 0.5 + SHARE / 2])
+    return FitEstimate(
+        value=value,
+        low=float(low),
+        high=float(high),
+        standard_error=float(np.std(draws)),
+        profile_low=profile[0] if profile else None,
+        profile_high=profile[1] if profile else None,
+    )

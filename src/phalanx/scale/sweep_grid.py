@@ -1,0 +1,244 @@
+"""The grid of a sweep: which small models are trained on how many tokens, with which learning rate and batch.
+
+Counting: N is all parameters, embedding and head included; C = 6·N·D. Both stand in the table that `scale fit` reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from phalanx.errors import mistake
+from phalanx.io.codec import json_values
+from phalanx.job.model import TOKENS_PER_PARAMETER, ModelShape
+from phalanx.job.schema import Job
+from phalanx.plan.parameter_counts import count_parameters
+from phalanx.scale.sweep_shapes import distinct_shapes, refuse_unscalable
+
+METHODS = ("isoflop", "wsd")
+BUDGETS = 5  # of a range LO..HI
+SPREAD = 4.0  # sizes reach from a fourth to four times the present optimum of a budget
+LEAST_STEPS = 20  # of a run: fewer say nothing
+MOST_RUNS = 10_000
+WARMUP = 0.1  # of the tokens of the shortest run of a size, at most; the job's own where that is less
+# Step Law (arXiv:2503.04715), medians of 1,000 bootstrap fits; fitted to 60M to 1B parameters without the embeddings.
+LR_FACTOR, LR_SIZE, LR_TOKENS = 1.78, -0.712, 0.307
+BATCH_FACTOR, BATCH_TOKENS = 0.57, 0.571
+STEP_LAW_RANGE = (5e7, 1.1e9)
+FARTHEST_LR = 4.0  # from the job's own, where its exponents are extrapolated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepRun:
+    """One point of the grid: a job, and where its first steps come from."""
+
+    name: str
+    job: Job  # complete but for data paths and cluster
+    budget: float  # FLOPs of the curve it belongs to
+    params: int
+    tokens: int
+    decay_step: int = 0  # wsd: a checkpoint is kept here for the next run of this size; 0 is none
+    trunk: str = ""  # wsd: name of the run whose kept checkpoint this one goes on from
+
+    @property
+    def flops(self) -> float:
+        """6·N·D of what is really trained."""
+        return 6.0 * self.params * self.tokens
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return self.tokens // self.job.batch.global_tokens
+
+
+def parse_budgets(text: str) -> tuple[float, ...]:
+    """FLOPs of the IsoFLOP curves: "1e15..1e17" (five, evenly spaced in the logarithm), "1e15..1e17:7", or a list.
+
+    >>> [f"{one:.2g}" for one in parse_budgets("1e15..1e17")]
+    ['1e+15', '3.2e+15', '1e+16', '3.2e+16', '1e+17']
+    >>> parse_budgets("1e12,4e12")
+    (1000000000000.0, 4000000000000.0)
+    """
+    where, fix = f"--budgets {text[:60]}", "write 1e15..1e17, 1e15..1e17:7 for seven of them, or 1e15,3e15,1e16"
+    try:
+        if ".." in text:
+            ends, _, number = text.partition(":")
+            low, high = (float(one) for one in ends.split(".."))
+            count = int(number) if number else BUDGETS
+            if not 2 <= count <= 100:
+                raise mistake(where, f"{count} budgets", fix="ask for 2 to 100")
+            budgets = [low * (high / low) ** (place / (count - 1)) for place in range(count)]
+        else:
+            budgets = [float(one) for one in text.split(",")]
+    except (ValueError, OverflowError, ZeroDivisionError) as error:
+        raise mistake(where, "is not a list of FLOPs", fix=fix) from error
+    if not all(math.isfinite(one) and 1e6 <= one <= 1e30 for one in budgets):
+        raise mistake(where, "holds a budget that is not between 1e6 and 1e30 FLOPs", fix=fix)
+    if any(after <= before for before, after in pairwise(budgets)):
+        raise mistake(where, "budgets do not rise", why="each curve needs more compute than the one before", fix=fix)
+    return tuple(budgets)
+
+
+def sweep_runs(
+    job: Job,
+    *,
+    budgets: Sequence[float],
+    sizes: int,
+    method: str,
+    tokens_per_parameter: float = TOKENS_PER_PARAMETER,
+) -> list[SweepRun]:
+    """The grid around the present optimum, N* = √(C / 6r) with r tokens per parameter; the smallest budget first."""
+    refuse_unscalable(job.model)
+    if method not in METHODS:
+        raise mistake(f"--method {method[:40]}", "is not a way to sweep", fix=f"use {' or '.join(METHODS)}")
+    if not 3 <= sizes <= 100:
+        why = "a curve with fewer than three sizes has no lowest point"
+        raise mistake(f"--sizes {sizes}", "is not between 3 and 100", why=why, fix="use 6 to 9")
+    if not 0.01 <= tokens_per_parameter <= 1e5:
+        raise mistake(f"--tokens-per-parameter {tokens_per_parameter:g}", "is not between 0.01 and 100,000")
+    if sizes * len(budgets) > MOST_RUNS:
+        raise mistake("--sizes", f"{sizes} sizes of {len(budgets)} budgets are more than {MOST_RUNS:,} runs")
+    if method == "wsd" and job.optim.schedule != "wsd":
+        raise mistake(
+            "optim.schedule",
+            f'"{job.optim.schedule}" with --method wsd',
+            why="runs share their first steps only where the learning rate does not depend on the end",
+            fix='set optim.schedule = "wsd", or use --method isoflop',
+        )
+    optimum = [math.sqrt(budget / (6.0 * tokens_per_parameter)) for budget in budgets]
+    make = _wsd_runs if method == "wsd" else _isoflop_runs
+    return make(job, budgets, optimum, sizes)
+
+
+def _isoflop_runs(job: Job, budgets: Sequence[float], optimum: Sequence[float], sizes: int) -> list[SweepRun]:
+    runs = []
+    for number, (budget, centre) in enumerate(zip(budgets, optimum, strict=True)):
+        for shape in distinct_shapes(_spread_sizes(centre / SPREAD, centre * SPREAD, sizes), job.model):
+            tokens = budget / (6.0 * count_parameters(shape).total)
+            sized = _sized_job(job, shape, tokens=tokens, longest=tokens, shortest=tokens)
+            runs.append(_made_run(f"c{number}-{_size_name(shape)}", sized, budget))
+    return runs
+
+
+def _wsd_runs(job: Job, budgets: Sequence[float], optimum: Sequence[float], sizes: int) -> list[SweepRun]:
+    """Of each size the runs of budgets whose optimum is near; each goes on where the one before began to decay."""
+    wanted = _spread_sizes(optimum[0] / math.sqrt(SPREAD), optimum[-1] * math.sqrt(SPREAD), sizes)
+    runs = []
+    for shape in distinct_shapes(wanted, job.model):
+        params = count_parameters(shape).total
+        near = [
+            (number, budget)
+            for number, (budget, centre) in enumerate(zip(budgets, optimum, strict=True))
+            if 1 / SPREAD <= params / centre <= SPREAD * 1.01
+        ]
+        tokens = [budget / (6.0 * params) for _, budget in near]
+        trunk = ""
+        for (number, budget), count in zip(near, tokens, strict=True):
+            sized = _sized_job(job, shape, tokens=count, longest=tokens[-1], shortest=tokens[0])
+            made = _made_run(f"c{number}-{_size_name(shape)}", sized, budget)
+            # The first step whose rate is below the peak: until there a longer run is the same run.
+            stable = made.tokens - sized.optim.decay * made.tokens  # as train.optim.learning_rate has it
+            decay_step = math.floor(stable / sized.batch.global_tokens)
+            is_last = number == near[-1][0]
+            runs.append(replace(made, trunk=trunk, decay_step=0 if is_last else decay_step))
+            trunk = made.name
+    return runs
+
+
+def _spread_sizes(low: float, high: float, count: int) -> list[float]:
+    return [low * (high / low) ** (place / (count - 1)) for place in range(count)]
+
+
+def _size_name(shape: ModelShape) -> str:
+    return f"w{shape.hidden}-d{shape.layers}-h{shape.heads}"
+
+
+def _made_run(name: str, job: Job, budget: float) -> SweepRun:
+    named = replace(job, name=name)
+    assert isinstance(named.data.tokens, int)
+    return SweepRun(
+        name=name, job=named, budget=budget, params=count_parameters(job.model).total, tokens=named.data.tokens
+    )
+
+
+def _sized_job(job: Job, shape: ModelShape, *, tokens: float, longest: float, shortest: float) -> Job:
+    """The job with another model and so many tokens: whole steps, its batch and rate by the longest run of the size."""
+    sequence = job.data.sequence
+    lr, batch_tokens = learning_rate_and_batch(job, shape, longest)
+    # A batch of whole sequences, and enough steps even of the shortest run.
+    sequences = max(1, min(round(batch_tokens / sequence), int(shortest / sequence / LEAST_STEPS)))
+    batch_tokens = sequences * sequence
+    steps = round(tokens / batch_tokens)
+    if steps < LEAST_STEPS:
+        raise mistake(
+            "--budgets",
+            f"a model of {count_parameters(shape).total:,} parameters would take {steps} steps of one sequence",
+            why=f"fewer than {LEAST_STEPS} steps say nothing about its loss",
+            fix="raise the budgets, shorten data.sequence, or give more --tokens-per-parameter",
+        )
+    warmup = min(job.optim.warmup_tokens or WARMUP * shortest, WARMUP * shortest)
+    return replace(
+        job,
+        model=shape,
+        data=replace(job.data, tokens=steps * batch_tokens),
+        batch=replace(job.batch, global_tokens=batch_tokens, global_sequences=sequences, micro="auto", ramp=()),
+        optim=replace(job.optim, lr=lr, warmup_tokens=round(warmup / batch_tokens) * batch_tokens),
+    )
+
+
+def learning_rate_and_batch(job: Job, shape: ModelShape, tokens: float) -> tuple[float, float]:
+    """Peak learning rate and tokens per step of one size.
+
+    With muP or CompleteP they are the job's: that is what these are for. Else Step Law's; outside the sizes it was
+    fitted to only its exponents are taken, through the job's own learning rate and batch.
+    """
+    if job.scale.parametrization != "standard":
+        return job.optim.lr, float(job.batch.global_tokens)
+    size = _without_embeddings(shape)
+    if STEP_LAW_RANGE[0] <= size <= STEP_LAW_RANGE[1]:
+        return LR_FACTOR * size**LR_SIZE * tokens**LR_TOKENS, BATCH_FACTOR * tokens**BATCH_TOKENS
+    own_size = _without_embeddings(job.model)
+    own_tokens = TOKENS_PER_PARAMETER * count_parameters(job.model).total
+    if job.data.tokens != "auto":
+        own_tokens = job.data.tokens
+    ratio = (size / own_size) ** LR_SIZE * (tokens / own_tokens) ** LR_TOKENS
+    lr = job.optim.lr * min(max(ratio, 1.0 / FARTHEST_LR), FARTHEST_LR)
+    return lr, job.batch.global_tokens * (tokens / own_tokens) ** BATCH_TOKENS
+
+
+def rates_text(job: Job) -> str:
+    """Where learning rates and batches come from, for the page."""
+    if job.scale.parametrization != "standard":
+        return (
+            f"learning rate {job.optim.lr:g} and {job.batch.global_tokens:,} tokens per step, carried over by "
+            f"{job.scale.parametrization}"
+        )
+    return (
+        "learning rate and batch by Step Law (arXiv:2503.04715); outside 50M to 1.1B parameters by its exponents, "
+        "through the job's own"
+    )
+
+
+def _without_embeddings(shape: ModelShape) -> float:
+    found = count_parameters(shape)
+    return float(found.total - found.embedding - found.head)
+
+
+def decides_digest(run: SweepRun, *, data: str) -> str:
+    """SHA-256 of what decides a run's numbers; `data` stands for the tokens themselves. Where it ran does not count."""
+    job = run.job
+    kept = {
+        "model": json_values(replace(job.model, name="")),
+        "data": [data, job.data.tokens, job.data.seed, job.data.sequence],
+        "batch": [job.batch.global_tokens, json_values(job.batch.ramp)],
+        "optim": json_values(job.optim),
+        "precision": json_values(job.precision),
+        "scale": json_values(job.scale),
+        "evaluate": job.train.evaluate_sequences,
+        "version": 1,
+    }
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,113 @@
+"""Models of a wanted size in the proportions of another one: the shapes of a sweep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from phalanx.errors import Problem, UserError, mistake
+from phalanx.job.model import ModelShape
+from phalanx.plan.parameter_counts import count_parameters
+from phalanx.units import all_divisors, format_count
+
+HEAD_DIMS = (16, 32, 64, 128)
+FFN_MULTIPLE = 16
+MOST_LAYERS, MOST_HEADS = 256, 256
+# How far a shape may be off the wanted size; the points of a law carry their true size, so this only spaces the grid.
+FARTHEST = 1.35
+# Width over depth of public models grows slowly with size: 64 in GPT-2 small, 128 in GPT-3 175B and Llama 3 405B
+# (Kaplan et al. 2020, section 3.1: within a factor of four of the best ratio the loss is within 1 %).
+ASPECT_EXPONENT = 0.1
+HEAD_WEIGHT = 0.04  # heads half as wide, or keys shared by half as many of them, as much as a size 4 % off
+ASPECT_WEIGHT = 0.1  # an aspect ratio 2 times off counts as much as a size 7 % off
+
+
+def refuse_unscalable(shape: ModelShape) -> None:
+    """Raise UserError for models whose smaller kin cannot be made by changing width and depth alone."""
+    for has, key, what in (
+        (bool(shape.module), "model.module", "a network of your own can only be scaled down by its author"),
+        (shape.is_moe, "model.experts", "a sweep makes dense models: sizes of experts follow laws of their own"),
+        (shape.is_mla, "model.kv_lora_rank", "latent attention is planned but not trained"),
+    ):
+        if has:
+            raise mistake(key, what, fix="sweep a dense model of the same family")
+
+
+def shape_near(wanted: float, like: ModelShape) -> ModelShape:
+    """The shape of about `wanted` parameters, all of them counted, in the proportions of `like`.
+
+    Width is a whole number of heads; depth, heads and the width of a head are chosen; ffn / hidden, the ratio of query
+    to key-value heads, vocabulary and everything else stay.
+
+    >>> llama = ModelShape(
+    ...     name="l", layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=384, vocab=512, tied=True
+    ... )
+    >>> small = shape_near(100_000, llama)
+    >>> small.hidden, small.layers, count_parameters(small).total
+    (48, 3, 105552)
+    """
+    size = count_parameters(like).total
+    aspect = like.hidden / like.layers * (wanted / size) ** ASPECT_EXPONENT
+
+    def distance(shape: ModelShape) -> float:
+        off = abs(math.log(count_parameters(shape).total / wanted))
+        groups = shape.heads / shape.kv_heads / (like.heads / like.kv_heads)
+        heads = abs(math.log2(shape.head_dim / like.head_dim)) + abs(math.log2(groups))
+        return off + ASPECT_WEIGHT * abs(math.log2(shape.hidden / shape.layers / aspect)) + HEAD_WEIGHT * heads
+
+    best = min(_candidate_shapes(wanted, like), key=distance, default=None)
+    if best is None or max(ratio := count_parameters(best).total / wanted, 1 / ratio) > FARTHEST:
+        least = count_parameters(_made_shape(like, head_dim=HEAD_DIMS[0], heads=1, layers=1)).total
+        raise UserError(
+            [
+                Problem(
+                    where="--budgets",
+                    what=f"asks for a model of {format_count(wanted)} parameters, but no shape comes close",
+                    why=f"with a vocabulary of {like.vocab:,} the smallest has {format_count(least)}",
+                    fix="raise the budgets, or use a smaller vocabulary",
+                )
+            ]
+        )
+    return best
+
+
+def _candidate_shapes(wanted: float, like: ModelShape) -> Iterator[ModelShape]:
+    head_dims = sorted({*HEAD_DIMS, like.head_dim})
+    for head_dim in (one for one in head_dims if one <= like.head_dim):
+        for heads in range(1, MOST_HEADS + 1):
+            one = _made_shape(like, head_dim=head_dim, heads=heads, layers=1)
+            two = count_parameters(replace(one, layers=2)).total
+            per_layer = two - count_parameters(one).total
+            outside = two - 2 * per_layer
+            if outside > wanted * FARTHEST:
+                break
+            near = (wanted - outside) / per_layer
+            for layers in {max(1, math.floor(near)), max(1, math.ceil(near))}:
+                if layers <= MOST_LAYERS:
+                    yield replace(one, layers=layers)
+
+
+def _made_shape(like: ModelShape, *, head_dim: int, heads: int, layers: int) -> ModelShape:
+    hidden = heads * head_dim
+    group = like.heads / like.kv_heads
+    kv_heads = min(all_divisors(heads), key=lambda count: abs(math.log(heads / count / group)))
+    ffn = max(FFN_MULTIPLE, round(hidden * like.ffn / like.hidden / FFN_MULTIPLE) * FFN_MULTIPLE)
+    return replace(like, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, layers=layers)
+
+
+def distinct_shapes(wanted: Sequence[float], like: ModelShape) -> list[ModelShape]:
+    """One shape per wanted size, none twice, smallest first; raises UserError where several sizes come to one shape."""
+    found: dict[int, ModelShape] = {}
+    for size in wanted:
+        shape = shape_near(size, like)
+        found.setdefault(count_parameters(shape).total, shape)
+    if len(found) < len(wanted):
+        raise mistake(
+            "--sizes",
+            f"{len(wanted)} sizes between {format_count(min(wanted))} and {format_count(max(wanted))} parameters "
+            f"come to {len(found)} different shapes",
+            why="width is a whole number of heads and depth a whole number of layers",
+            fix="ask for fewer sizes, or raise the budgets",
+        )
+    return [found[size] for size in sorted(found)]

@@ -1,0 +1,132 @@
+"""The folder of a sweep: a result per run under the hash of what decides it, and the table that `scale fit` reads."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import Problem, SystemFailure
+from phalanx.io.files import FileTooLargeError, read_bounded, replace_text
+from phalanx.scale.sweep_grid import SweepRun
+
+TABLE = "points.csv"  # the name that `scale fit FOLDER` looks for
+COLUMNS = (
+    *("run", "params", "tokens", "flops", "loss", "tokenizer", "data", "seed", "lr", "batch_tokens"),
+    *("unique_tokens", "budget", "status"),
+)
+MOST_BYTES = 1 << 20
+DONE, DIVERGED = "done", "diverged"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepOutcome:
+    """What is known of one run: `state` is done, diverged, failed, stopped or waiting."""
+
+    run: SweepRun
+    digest: str
+    state: str = "waiting"
+    loss: float | None = None
+    folder: str = ""  # of the run, below the sweep's
+    seconds: float = 0.0
+    message: str = ""
+    cached: bool = False  # found in the folder, not trained now
+
+    @property
+    def is_final(self) -> bool:
+        """Whether training it again would give nothing new."""
+        return self.state in (DONE, DIVERGED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepFolder:
+    """Everything of a sweep lies below `path`."""
+
+    path: Path
+
+    @property
+    def runs(self) -> Path:
+        """The run folders."""
+        return self.path / "runs"
+
+    @property
+    def table(self) -> Path:
+        """What `phalanx scale fit` reads."""
+        return self.path / TABLE
+
+    def prepare(self) -> None:
+        """Make the folders; raises SystemFailure."""
+        try:
+            (self.path / "results").mkdir(parents=True, exist_ok=True)
+            self.runs.mkdir(exist_ok=True)
+        except OSError as error:
+            what = f"cannot be written: {error.strerror or error}"
+            raise SystemFailure(
+                Problem(where=str(self.path), what=what, fix="name another folder with --out")
+            ) from error
+
+    def outcome(self, run: SweepRun, digest: str) -> SweepOutcome:
+        """What an earlier call left of a run; "waiting" where there is nothing that can be trusted."""
+        empty = SweepOutcome(run=run, digest=digest)
+        try:
+            values = json.loads(read_bounded(self._result(digest), MOST_BYTES))
+            state, loss, folder = str(values["state"]), values["loss"], str(values["folder"])
+            seconds, message = float(values["seconds"]), str(values["message"])
+        except (OSError, FileTooLargeError, ValueError, KeyError, TypeError):
+            return empty
+        is_name = folder not in ("", ".", "..") and Path(folder).name == folder
+        if not is_name or not (self.runs / folder).is_dir() or (state == DONE and not isinstance(loss, int | float)):
+            return empty
+        return SweepOutcome(
+            run=run,
+            digest=digest,
+            state=state if state in (DONE, DIVERGED) else "stopped",
+            loss=float(loss) if state == DONE else None,
+            folder=folder,
+            seconds=seconds,
+            message=message,
+            cached=True,
+        )
+
+    def keep(self, outcome: SweepOutcome) -> None:
+        """Write an outcome, whole or not at all."""
+        values = {
+            "state": outcome.state,
+            "loss": outcome.loss,
+            "folder": outcome.folder,
+            "seconds": round(outcome.seconds, 3),
+            "message": outcome.message,
+            "name": outcome.run.name,
+        }
+        replace_text(self._result(outcome.digest), json.dumps(values, indent=1) + "\n")
+
+    def _result(self, digest: str) -> Path:
+        return self.path / "results" / f"{digest}.json"
+
+    def write_table(self, outcomes: Sequence[SweepOutcome], *, identity: Mapping[str, Any]) -> None:
+        """The table of all runs of the grid; those that are not done have no loss and say so."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for one in outcomes:
+            job = one.run.job
+            writer.writerow(
+                {
+                    "run": one.run.name,
+                    "params": one.run.params,
+                    "tokens": one.run.tokens,
+                    "flops": f"{one.run.flops:.6g}",
+                    "loss": "" if one.loss is None else f"{one.loss:.6f}",
+                    "seed": job.data.seed,
+                    "lr": f"{job.optim.lr:.6g}",
+                    "batch_tokens": job.batch.global_tokens,
+                    "budget": f"{one.run.budget:.6g}",
+                    "status": one.state,
+                    **identity,
+                }
+            )
+        replace_text(self.table, text.getvalue())

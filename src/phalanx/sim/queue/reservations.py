@@ -1,0 +1,71 @@
+"""Nodes promised to waiting jobs: what may be started now without delaying them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """From `time`, a waiting job is to have its nodes. `racks`: the domain kept for it; empty: any nodes will do."""
+
+    time: float
+    racks: frozenset[int]
+
+
+class FreeProfile:
+    """How many nodes will be free from now on, by the limits of what runs and what was promised.
+
+    `times[i]` is where a piece begins, `free[i]` what is free in it; the last piece never ends.
+    """
+
+    def __init__(self, now: float, free: int, ends: Sequence[tuple[float, int]]) -> None:
+        """`ends` are (time, nodes) of what runs, by time."""
+        self.times, self.free = [now], [free]
+        times, counts = self.times, self.free
+        for time, nodes in ends:
+            if time <= times[-1]:  # ends together with another, or is late already
+                counts[-1] += nodes
+            else:
+                times.append(time)
+                counts.append(counts[-1] + nodes)
+
+    def fits_now(self, now: float, need: int, duration_s: float) -> bool:
+        """Whether so many nodes are free from now for so long."""
+        first = max(0, bisect_right(self.times, now) - 1)
+        last = bisect_left(self.times, now + duration_s, lo=first + 1)
+        return min(self.free[first:last]) >= need
+
+    def earliest(self, need: int, duration_s: float, *, not_before: float = 0.0) -> float | None:
+        """When so many nodes are free for so long; None: never, because nodes are out of service."""
+        times, free, count = self.times, self.free, len(self.times)
+        piece = max(0, bisect_right(times, not_before) - 1)
+        while piece < count:
+            if free[piece] < need:
+                piece += 1
+                continue
+            start = max(times[piece], not_before)
+            until = bisect_left(times, start + duration_s, lo=piece + 1)
+            short = next((one for one in range(piece + 1, until) if free[one] < need), None)
+            if short is None:
+                return start
+            piece = short + 1
+        return None
+
+    def promise(self, start: float, duration_s: float, need: int) -> None:
+        """Take so many nodes out, from `start` for so long."""
+        first = self._cut(start)
+        last = self._cut(start + duration_s)
+        free = self.free
+        for piece in range(first, last):
+            free[piece] -= need
+
+    def _cut(self, time: float) -> int:
+        """The piece that begins at `time`, made where there is none."""
+        piece = bisect_left(self.times, time)
+        if piece == len(self.times) or self.times[piece] != time:
+            self.times.insert(piece, time)
+            self.free.insert(piece, self.free[piece - 1] if piece else self.free[0])
+        return piece

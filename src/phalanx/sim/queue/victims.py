@@ -1,0 +1,138 @@
+"""Who has to give way: to a job of higher priority, or to a team that takes its own nodes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from phalanx.sim.queue.job_state import JobState
+from phalanx.sim.queue.node_pool import NodePool
+from phalanx.sim.queue.queue_job import Domain, QueueJob
+from phalanx.sim.queue.queue_policy import QueuePolicy, Team
+
+
+class TeamQuota:
+    """Whose nodes are whose. Without teams, everything is everybody's."""
+
+    def __init__(self, teams: Iterable[Team]) -> None:
+        self.teams = {team.name: team for team in teams}
+        self._all = sum(team.nodes for team in self.teams.values())
+
+    def could_ever_allow(self, job: QueueJob) -> bool:
+        """Whether the job fits its team's nodes with all that it may borrow."""
+        team = self.teams.get(job.team)
+        if team is None:
+            return True
+        most = self._all if team.most_borrowed is None else min(self._all, team.nodes + team.most_borrowed)
+        return job.nodes <= most
+
+    def allows(self, job: QueueJob, running: Mapping[str, int]) -> bool:
+        """Whether its team may use so many nodes more: its own, or borrowed from what others leave unused."""
+        team = self.teams.get(job.team)
+        if team is None:
+            return True
+        borrowed = running.get(job.team, 0) + job.nodes - team.nodes
+        if borrowed <= 0:
+            return True
+        within = team.most_borrowed is None or borrowed <= team.most_borrowed
+        return within and sum(running.get(name, 0) for name in self.teams) + job.nodes <= self._all
+
+    def borrowed(self, name: str, running: Mapping[str, int]) -> int:
+        """Nodes beyond its own that a team has now."""
+        team = self.teams.get(name)
+        return max(0, running.get(name, 0) - team.nodes) if team else 0
+
+    def owns(self, job: QueueJob, running: Mapping[str, int]) -> bool:
+        """Whether the job stays within its team's own nodes."""
+        team = self.teams.get(job.team)
+        return team is not None and running.get(job.team, 0) + job.nodes <= team.nodes
+
+
+def choose_victims(
+    job: QueueJob,
+    domain: Domain,
+    running: Mapping[int, JobState],
+    pool: NodePool,
+    *,
+    free: int,
+    policy: QueuePolicy,
+    quota: TeamQuota,
+    team_nodes: Mapping[str, int],
+) -> list[int]:
+    """The running jobs whose end lets this one start, or none where that would not be enough.
+
+    The lowest priority goes first, then the youngest start, which loses least; whoever turns out not to be needed
+    stays. Jobs of a team that borrows give way only as long as it borrows.
+    """
+    allowed = _who_may_be_ended(job, running, policy, quota, team_nodes)
+    if not allowed:
+        return []
+    if domain == "any":
+        sizes = {number: len(running[number].nodes) - running[number].away_nodes for number in allowed}
+        return _fewest_victims(allowed, sizes, job.nodes - free, running, quota, job, team_nodes)
+    best: list[int] = []
+    best_nodes = 0
+    for racks in pool.domains(domain):
+        sizes = {
+            number: sum(running[number].rack_counts.get(rack, 0) for rack in racks)
+            for number in allowed
+            if any(rack in running[number].rack_counts for rack in racks)
+        }
+        order = [number for number in allowed if number in sizes]
+        found = _fewest_victims(order, sizes, job.nodes - pool.free_in(racks), running, quota, job, team_nodes)
+        cost = sum(len(running[number].nodes) for number in found)
+        if found and (not best or cost < best_nodes):
+            best, best_nodes = found, cost
+    return best
+
+
+def _who_may_be_ended(
+    job: QueueJob,
+    running: Mapping[int, JobState],
+    policy: QueuePolicy,
+    quota: TeamQuota,
+    team_nodes: Mapping[str, int],
+) -> list[int]:
+    """Candidates in the order in which they go."""
+    takes_back = policy.reclaim and quota.owns(job, team_nodes)
+
+    def may(state: JobState) -> bool:
+        if state.evict_at_s >= 0:
+            return False
+        other = state.job
+        if policy.preemption and other.priority < job.priority and (not quota.teams or other.team == job.team):
+            return True
+        return takes_back and other.team != job.team and quota.borrowed(other.team, team_nodes) > 0
+
+    found = [number for number, state in running.items() if may(state)]
+    return sorted(found, key=lambda number: (running[number].job.priority, -running[number].start_s, -number))
+
+
+def _fewest_victims(
+    order: list[int],
+    sizes: Mapping[int, int],
+    missing: int,
+    running: Mapping[int, JobState],
+    quota: TeamQuota,
+    job: QueueJob,
+    team_nodes: Mapping[str, int],
+) -> list[int]:
+    """As many of `order` as give `missing` nodes; none where all of them do not."""
+    left = dict(team_nodes)
+    chosen: list[int] = []
+    freed = 0
+    for number in order:
+        if freed >= missing:
+            break
+        team = running[number].job.team
+        if team != job.team and quota.teams and not quota.borrowed(team, left):
+            continue  # it is back at its own nodes
+        chosen.append(number)
+        freed += sizes[number]
+        left[team] = left.get(team, 0) - len(running[number].nodes)
+    if freed < missing:
+        return []
+    for number in sorted(chosen, key=lambda one: -sizes[one]):
+        if freed - sizes[number] >= missing:
+            chosen.remove(number)
+            freed -= sizes[number]
+    return chosen

@@ -1,0 +1,118 @@
+"""`phalanx scale` as a person calls it: fit, allocate, predict, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+
+TABLE = Path(__file__).parents[1] / "data" / "scaling" / "chinchilla_points_epoch.csv"
+GRID = [(n, d) for n in (1e7, 3e7, 1e8, 3e8) for d in (1e9, 3e9, 1e10)]
+
+
+def rows_of(points: list[tuple[float, float]], columns: str = "params,tokens,loss") -> str:
+    lines = [f"{n},{d},{1.7 + 400 * n**-0.34 + 410 * d**-0.28}" for n, d in points]
+    return "\n".join([columns, *lines]) + "\n"
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("fit") / "fit.json"
+    call = ["scale", "fit", str(TABLE), "--drop-highest", "5", "--params-counted", "total", "--draws", "60"]
+    assert main([*call, "--out", str(out), "--plots", str(out.parent / "plots")]) == 0
+    return out
+
+
+def test_fit_writes_json_and_pictures(fitted: Path) -> None:
+    found = json.loads(fitted.read_text())
+    assert (found["method"], found["data"]["rows"], len(found["draws"])) == ("vpnls", 240, 60)
+    assert len(found["data"]["sha256"]) == 64
+    assert found["diagnostics"]["left_out_budget"]["mean_abs_error"] < 0.02
+    assert found["diagnostics"]["starts_agreeing"] > 0.9
+    for name in ("isoflop", "residuals", "frontier"):
+        assert (fitted.parent / "plots" / f"{name}.svg").read_text().startswith("<svg xmlns=")
+
+
+def test_allocate_plans_and_writes_a_job(fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job.toml"
+    call = ["scale", "allocate", str(fitted), "--budget", "1e22", "--cluster", "8xH100:16", "--out", str(job), "--json"]
+    assert main(call) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"]["params"]["low"] < found["best"]["params"]["value"] < found["best"]["params"]["high"]
+    assert abs(found["shape_params"] / found["best"]["params"]["value"] - 1) < 0.06
+    assert [one["factor"] for one in found["off"]] == [0.5, 2.0]
+    assert all(one["loss"] > found["best"]["loss"]["value"] and one["wasted_compute"] > 0.03 for one in found["off"])
+    assert found["plan"]["bill"]["device_hours"] > 1000
+    text = tomllib.loads(job.read_text())
+    assert text["model"]["hidden"] == found["shape"]["hidden"]
+    assert main(["plan", str(job)]) == 0
+
+
+def test_allocate_for_serving_takes_a_smaller_model(fitted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scale", "allocate", str(fitted), "--budget", "1e22", "--inference-tokens", "1T", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["serving"]["params"] < 0.9 * found["best"]["params"]["value"]
+    assert 0.0 < found["serving"]["saved"] < 1.0
+    assert abs(found["predicted_loss"] / found["best"]["loss"]["value"] - 1) < 0.005
+
+
+def test_far_extrapolation_needs_a_flag(fitted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scale", "allocate", str(fitted), "--budget", "1e26"]) == 2
+    said = capsys.readouterr().err
+    assert "decades beyond the largest run" in said
+    assert "-4.3 %" in said
+    assert main(["scale", "allocate", str(fitted), "--budget", "1e26", "--extrapolate"]) == 0
+
+
+def test_predict_warns_above_the_band(fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run.csv"
+    run.write_text("params,tokens,loss\n1e9,1e10,2.66\n1e9,2e10,2.56\n")
+    assert main(["scale", "predict", str(fitted), "--run", str(run)]) == 0
+    run.write_text("params,tokens,loss\n1e9,1e10,2.66\n1e9,2e10,2.95\n")
+    assert main(["scale", "predict", str(fitted), "--run", str(run)]) == 1
+    assert "look for the cause now" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (rows_of(GRID[:2]), "has 2 rows; vpnls needs at least 6"),
+        (rows_of([(1e8, d) for d in (1e9, 2e9, 3e9, 4e9, 5e9, 6e9)]), "has 1 model size"),
+        (rows_of(GRID).replace("loss\n", "loss\n1e9,1e10,nan\n"), 'loss = "nan" is not a positive number'),
+        (rows_of(GRID) + "1e7,1e9,3.5\n", "repeats line 2"),
+        ("params,tokens,loss\n" + "".join(f"{n},{d},{n * d / 1e19 + 2}\n" for n, d in GRID), "rise with compute"),
+        (rows_of(GRID, "params,tokens,los"), 'has no column "loss"'),
+        (
+            "params,tokens,loss,data\n" + "".join(f"{n},{d},3,{k % 2}\n" for k, (n, d) in enumerate(GRID)),
+            "mixes 2 values",
+        ),
+    ],
+)
+def test_bad_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text(text)
+    assert main(["scale", "fit", str(table)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_rows_in_any_order_are_one_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for name, points in (("a", GRID), ("b", GRID[::-1]), ("c", [*GRID, GRID[0]])):
+        table = tmp_path / f"{name}.csv"
+        table.write_text(rows_of(points))
+        assert main(["scale", "fit", str(table), "--draws", "0", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["data"]["sha256"] == found[1]["data"]["sha256"] == found[2]["data"]["sha256"]
+    assert found[2]["data"]["left_out"] == ["1 duplicate row"]
+
+
+def test_a_fit_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fit.json"
+    path.write_text('{"format": 1, "parameters": 3}')
+    assert main(["scale", "allocate", str(path), "--budget", "1e20"]) == 2
+    assert main(["scale", "fit", str(tmp_path)]) == 2
+    assert "holds no runs" in capsys.readouterr().err

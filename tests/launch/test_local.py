@@ -1,0 +1,76 @@
+"""This machine as a launch system: a job in the background is listed, cancelled, requeued, and goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slurm_cluster import wait_for
+from tiny_dataset import write_dataset
+
+import phalanx
+from phalanx.record.events import read_events
+from phalanx.record.run import Run
+
+JOB = """\
+name = "tiny"
+[model]
+layers = 2
+hidden = 32
+heads = 4
+ffn = 64
+vocab = 320
+[data]
+path = "data"
+sequence = 32
+tokens = 256000000
+[batch]
+global_tokens = 256
+[precision]
+compute = "fp32"
+[cluster]
+spec = "local-cpu:1"
+"""
+
+pytestmark = pytest.mark.slow
+
+
+def test_launch_cancel_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_dataset(tmp_path, documents=2500)
+    (tmp_path / "job.toml").write_text(JOB)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data-home"))
+    monkeypatch.chdir(tmp_path)
+    options = {"progress": False, "check": False}
+    with pytest.raises(phalanx.UserError, match="tiny: asks for 9,001 ranks, spares included"):
+        phalanx.launch("job.toml", spares=9000, **options)
+    assert not (tmp_path / "runs").exists()
+    done = phalanx.launch("job.toml", **options)
+    [job], run = done.ids, Run(path=Path(done.requests[0].run))
+    try:
+        wait_for(lambda: run.events(0).exists() and b'"step"' in run.events(0).read_bytes(), "a step", patience_s=600)
+        assert [(one.id, one.state) for one in phalanx.queue().jobs] == [(job, "running")]
+        assert str(phalanx.why(job)) == f"{job} is running: on this machine; phalanx watch {run.path}"
+        with pytest.raises(phalanx.UserError, match=f"job tiny is already running, as {job}"):
+            phalanx.launch("job.toml", **options)
+    finally:
+        phalanx.cancel(job)
+    assert phalanx.why(str(run.path)).explanation.state == "cancelled"
+    saved = run.saved_steps()[-1]
+    # Through the command, from another process: the book leads to the run.
+    again = subprocess.run(
+        [sys.executable, "-m", "phalanx", "requeue", job, "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(again.stdout)["id"] == job
+    try:
+        wait_for(lambda: _restored(run) == [0, saved], "it to go on at the step it had saved", patience_s=600)
+    finally:
+        phalanx.cancel(job)
+    assert phalanx.logs(job, rank=0).files
+    assert phalanx.queue().jobs[0].restarts == 1
+
+
+def _restored(run: Run) -> list[int]:
+    return [event["step"] for event in read_events(run.supervisor)[0] if event["event"] == "restore"]

@@ -1,0 +1,11 @@
+#!/bin/bash
+MODEL_ARGS=(
+  --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 --vocab-size 50304 --position-embedding-type rope
+)
+PARALLEL_ARGS=(
+  # the split
+  --tensor-model-parallel-size 2
+  --pipeline-model-parallel-size 1   # stages
+  --use-distributed-optimizer
+)
+torchrun pretrain_gpt.py ${MODEL_ARGS[@]} "${PARALLEL_ARGS[@]}" --micro-batch-size 4 --global-batch-size 256 --train-iters 1000 --lr 1e-4 --bf16

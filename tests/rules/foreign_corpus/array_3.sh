@@ -1,0 +1,11 @@
+#!/bin/bash
+MODEL_ARGS=(
+  --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --max-position-embeddings 8192 --vocab-size 50304 --position-embedding-type rope
+)
+PARALLEL_ARGS=(
+  # the split
+  --tensor-model-parallel-size 4
+  --pipeline-model-parallel-size 2   # stages
+  --use-distributed-optimizer
+)
+torchrun pretrain_gpt.py ${MODEL_ARGS[@]} "${PARALLEL_ARGS[@]}" --micro-batch-size 2 --global-batch-size 512 --train-iters 1000 --lr 1e-4 --bf16

@@ -1,0 +1,11 @@
+#!/bin/bash
+MODEL_SIZE="h4096"
+case $MODEL_SIZE in
+  h768|h1024) TP=1 ;;
+  h2048)
+    TP=2
+    ;;
+  h4*) TP=4 ;;
+  *) TP=8 ;;
+esac
+torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --max-position-embeddings 8192 --vocab-size 50304 --position-embedding-type rope --micro-batch-size 2 --global-batch-size 512 --train-iters 1000 --lr 1e-4 --bf16 --tensor-model-parallel-size ${TP}

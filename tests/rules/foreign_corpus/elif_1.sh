@@ -1,0 +1,12 @@
+#!/bin/bash
+SIZE=24
+if [ $SIZE = 12 ]; then
+  TP=1; PP=1
+elif [ $SIZE = 24 ]; then
+  TP=2; PP=1
+elif [ $SIZE = 32 ]; then
+  TP=4; PP=2
+else
+  TP=8; PP=4
+fi
+torchrun pretrain_gpt.py --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 --vocab-size 50304 --position-embedding-type rope --micro-batch-size 4 --global-batch-size 256 --train-iters 1000 --lr 1e-4 --bf16 --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP

@@ -1,0 +1,4 @@
+#!/bin/bash
+TP=2; PP=1
+MP=$((TP*PP)); [ $MP -ge 8 ] && AC="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1" || AC=""
+torchrun pretrain_gpt.py --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 --vocab-size 50304 --position-embedding-type rope --micro-batch-size 4 --global-batch-size 256 --train-iters 1000 --lr 1e-4 --bf16 --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP $AC

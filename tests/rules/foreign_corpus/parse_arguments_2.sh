@@ -1,0 +1,11 @@
+#!/bin/bash
+TP=8
+PP=4
+while [[ $# -gt 0 ]]; do
+  case "$1" in
+    --tp) TP="$2"; shift 2 ;;
+    --pp) PP="$2"; shift 2 ;;
+    *) echo unknown; exit 1 ;;
+  esac
+done
+torchrun pretrain_gpt.py --num-layers 48 --hidden-size 8192 --num-attention-heads 64 --seq-length 4096 --max-position-embeddings 4096 --vocab-size 50304 --position-embedding-type rope --micro-batch-size 1 --global-batch-size 1536 --train-iters 1000 --lr 1e-4 --bf16 --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP "$@"

@@ -1,0 +1,2 @@
+TP=2
+EXTRA=(--use-distributed-optimizer)

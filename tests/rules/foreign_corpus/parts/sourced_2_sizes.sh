@@ -1,0 +1,2 @@
+TP=8
+EXTRA=(--use-distributed-optimizer)

@@ -1,0 +1,2 @@
+TP=4
+EXTRA=(--use-distributed-optimizer)

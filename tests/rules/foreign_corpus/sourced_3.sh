@@ -1,0 +1,3 @@
+#!/bin/bash
+source parts/sourced_3_sizes.sh
+torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --max-position-embeddings 8192 --vocab-size 50304 --position-embedding-type rope --micro-batch-size 2 --global-batch-size 512 --train-iters 1000 --lr 1e-4 --bf16 --tensor-model-parallel-size $TP ${EXTRA[@]}

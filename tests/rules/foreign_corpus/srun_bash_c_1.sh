@@ -1,0 +1,5 @@
+#!/bin/bash
+#SBATCH --nodes=2
+export LAUNCHER="python -u -m torch.distributed.run --nproc_per_node 8 --nnodes 2"
+export CMD="pretrain_gpt.py --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 --vocab-size 50304 --position-embedding-type rope --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --context-parallel-size 1 --micro-batch-size 4 --global-batch-size 256 --train-iters 1000 --lr 1e-4 --bf16 --deepspeed --zero-stage 1"
+srun --jobid $SLURM_JOBID bash -c '$LAUNCHER --node_rank $SLURM_PROCID $CMD' 2>&1 | tee -a log.txt

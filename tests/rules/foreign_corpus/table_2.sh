@@ -1,0 +1,7 @@
+#!/bin/bash
+declare -A TPS
+TPS[small]=1
+TPS[large]=8
+declare -A PPS=( [small]=1 [large]=4 )
+KIND=large
+torchrun pretrain_gpt.py --num-layers 48 --hidden-size 8192 --num-attention-heads 64 --seq-length 4096 --max-position-embeddings 4096 --vocab-size 50304 --position-embedding-type rope --micro-batch-size 1 --global-batch-size 1536 --train-iters 1000 --lr 1e-4 --bf16 --tensor-model-parallel-size ${TPS[$KIND]} --pipeline-model-parallel-size ${PPS[large]}

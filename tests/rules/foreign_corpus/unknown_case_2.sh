@@ -1,0 +1,7 @@
+#!/bin/bash
+case "$MODEL_NAME" in
+  7b) TP=1; AC=--recompute-activations ;;
+  70b) TP=8; AC= ;;
+  *) TP=8; AC= ;;
+esac
+torchrun pretrain_gpt.py --num-layers 48 --hidden-size 8192 --num-attention-heads 64 --seq-length 4096 --max-position-embeddings 4096 --vocab-size 50304 --position-embedding-type rope --micro-batch-size 1 --global-batch-size 1536 --train-iters 1000 --lr 1e-4 --bf16 --tensor-model-parallel-size $TP $AC

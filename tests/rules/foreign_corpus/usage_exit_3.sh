@@ -1,0 +1,7 @@
+#!/bin/bash
+if [ $# -gt 3 ]; then
+  echo "usage: $0 [TP]"
+  exit 1
+fi
+TP=${1:-4}
+torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --max-position-embeddings 8192 --vocab-size 50304 --position-embedding-type rope --micro-batch-size 2 --global-batch-size 512 --train-iters 1000 --lr 1e-4 --bf16 --tensor-model-parallel-size $TP

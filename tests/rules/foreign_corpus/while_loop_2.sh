@@ -1,0 +1,9 @@
+#!/bin/bash
+n=0
+ARGS=()
+while [ $n -lt 2 ]; do
+  ARGS+=(--note$n x)
+  n=$((n + 1))
+done
+let n=n+8-2
+torchrun pretrain_gpt.py --num-layers 48 --hidden-size 8192 --num-attention-heads 64 --seq-length 4096 --max-position-embeddings 4096 --vocab-size 50304 --position-embedding-type rope --micro-batch-size 1 --global-batch-size 1536 --train-iters 1000 --lr 1e-4 --bf16 "${ARGS[@]}" --tensor-model-parallel-size $n

@@ -1,0 +1,9 @@
+#!/bin/bash
+n=0
+ARGS=()
+while [ $n -lt 2 ]; do
+  ARGS+=(--note$n x)
+  n=$((n + 1))
+done
+let n=n+4-2
+torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --max-position-embeddings 8192 --vocab-size 50304 --position-embedding-type rope --micro-batch-size 2 --global-batch-size 512 --train-iters 1000 --lr 1e-4 --bf16 "${ARGS[@]}" --tensor-model-parallel-size $n

@@ -1,0 +1,83 @@
+"""Surfaces that are known: exponents come back, and 80 % intervals hold what they say."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from phalanx.scale.fit_points import fit_law
+from phalanx.scale.points import ScalingPoints
+from phalanx.scale.surface import Surface
+from phalanx.scale.surface_fit import estimate_interval, fit_surface
+
+SURFACES = (
+    Surface(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28),
+    Surface(E=2.158, A=381773.0, B=4659.0, alpha=0.71, beta=0.372),
+    Surface(E=1.8, A=120.0, B=8000.0, alpha=0.25, beta=0.45),
+)
+
+
+def sweep(
+    law: Surface,
+    rng: np.random.Generator,
+    *,
+    budgets: int = 5,
+    sizes: int = 8,
+    offset: float = 1.0,
+    noise: float = 0.005,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """IsoFLOP points, `offset` times the optimum in their middle."""
+    flops = np.repeat(np.geomspace(1e18, 1e21, budgets), sizes)
+    middle = np.array([law.optimum(one)[0] for one in flops])
+    params = offset * middle * np.tile(np.geomspace(1 / 6, 6, sizes), budgets)
+    tokens = flops / (6 * params)
+    loss = law.E + law.A * params**-law.alpha + law.B * tokens**-law.beta
+    return params, tokens, loss * np.exp(noise * rng.normal(size=len(loss)))
+
+
+def test_without_noise_the_surface_is_exact() -> None:
+    rng = np.random.default_rng(0)
+    for law in SURFACES:
+        params, tokens, loss = sweep(law, rng, noise=0.0, offset=3.0)
+        found = fit_surface(params, tokens, loss, method="vpnls", draws=0, rng=rng, starts=2, profile=False).law
+        assert np.allclose([found.E, found.alpha, found.beta], [law.E, law.alpha, law.beta], rtol=1e-4)
+
+
+def test_coverage_and_errors_on_off_centre_grids_with_unequal_exponents() -> None:
+    """72 noisy surfaces: the binomial error of a share of 80 % is 4.7 points."""
+    rng = np.random.default_rng(7)
+    hits, errors = [], []
+    for repeat in range(24):
+        for law in SURFACES:
+            offset = (1.0, 3.0, 1 / 3)[repeat % 3]
+            params, tokens, loss = sweep(law, rng, offset=offset, noise=(0.002, 0.006)[repeat % 2])
+            found = fit_surface(params, tokens, loss, method="vpnls", draws=100, rng=rng, starts=1, profile=False)
+            inside = estimate_interval(found.law.exponent, np.array([one.exponent for one in found.draws]))
+            assert inside.low is not None
+            assert inside.high is not None
+            hits.append(inside.low <= law.exponent <= inside.high)
+            errors.append(abs(found.law.exponent / law.exponent - 1.0))
+    assert 0.68 <= np.mean(hits) <= 0.92
+    assert np.exp(np.mean(np.log(errors))) <= 0.011
+    assert max(errors) <= 0.34
+
+
+def points_of(params: np.ndarray, tokens: np.ndarray, loss: np.ndarray, unique: np.ndarray) -> ScalingPoints:
+    return ScalingPoints(
+        source="made",
+        params=params,
+        tokens=tokens,
+        flops=6 * params * tokens,
+        loss=loss,
+        run=("",) * len(loss),
+        line=tuple(range(len(loss))),
+        unique_tokens=unique,
+    )
+
+
+def test_kaplans_law_is_found_again() -> None:
+    rng = np.random.default_rng(1)
+    params, tokens, _ = sweep(SURFACES[0], rng, sizes=7)
+    loss = ((8.8e13 / params) ** (0.076 / 0.095) + 5.4e13 / tokens) ** 0.095
+    found = fit_law(points_of(params, tokens, loss, tokens), method="kaplan", draws=3, leave_out=False).values()
+    assert np.isclose(found["alpha_N"], 0.076, rtol=0.01)
+    assert np.isclose(found["alpha_D"], 0.095, rtol=0.01)
