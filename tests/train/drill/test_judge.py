@@ -225,10 +225,10 @@ def test_a_rollback_of_wrong_numbers_may_go_behind_memory(survived: Story) -> No
 
 def test_the_end(survived: Story) -> None:
     assert judge_ending(history(survived), state="done", wanted=("done",)).ok
-    found = judge_ending(history(survived), state="stuck", wanted=("done",))
+    found = judge_ending(history(survived), state="stuck", wanted=("done",), message="no step for 90 s")
     assert (found.ok, found.evidence) == (
         False,
-        "the run is stuck after 8 steps: it should be done; its record says done",
+        "the run is stuck after 8 steps: it should be done; no step for 90 s; its record says done",
     )
     survived.supervisor.pop()
     assert judge_ending(history(survived), state="done", wanted=("done",)).evidence.endswith("its record says no end")

@@ -29,7 +29,9 @@ from phalanx.units import MINUTE_S, plural
 
 TAKEN_PORTS = 500  # of the loopback, when ports are to be taken
 ENDED = ("done", "stopped", "failed")
-LEAVE_S = 20.0  # after its end, for the processes of a run to be gone
+# After its end, for the processes of a run to be gone. An agent that was started again shortly before the end imports
+# first: more than 40 s where eight drills shared two cores.
+LEAVE_S = 120.0
 
 
 class DrillStuck(Exception):

@@ -228,11 +228,16 @@ def judge_ledger(run: Run) -> Verdict:
     return Verdict(name="the ledger closes", ok=bool(found.closes), evidence=str(found))
 
 
-def judge_ending(history: DrillHistory, *, state: str, wanted: Sequence[str]) -> Verdict:
-    """The run came to the end it should come to, and its record and its launcher agree on that."""
+def judge_ending(history: DrillHistory, *, state: str, wanted: Sequence[str], message: str = "") -> Verdict:
+    """The run came to the end it should come to, and its record and its launcher agree on that.
+
+    `message` is what the launcher said of a run in another state than those `wanted`.
+    """
     reported = str(history.end.get("state")) if history.end is not None else "no end"
     text = f"the run is {state} after {plural(len(history.chain), 'step')}"
     wrong = [] if state in wanted else [f"it should be {' or '.join(wanted)}"]
+    if wrong and message:
+        wrong.append(message)
     if reported != state:
         wrong.append(f"its record says {reported}")
     return Verdict(name="the run ended well", ok=not wrong, evidence=evidence_text(text, wrong))

@@ -114,7 +114,7 @@ def perform_drill(
     verdicts.append(judge_noticed(found, asked=len(faults), patience_s=patience_s, drawn=scene.drawn))
     verdicts += judge_refused(history, found, drawn=scene.drawn)
     verdicts.append(_ledger_verdict(run))
-    verdicts.append(_ending_verdict(ended[0], history, faults, minutes=scene.minutes))
+    verdicts.append(_ending_verdict(ended, history, faults, minutes=scene.minutes))
     counts = Counter(one.id for one in shots)
     missing = [fault.text for fault in faults if not counts[fault.id]]
     if not scene.drawn:  # of what chaos draws some come too late; what was asked for by name must have happened
@@ -245,7 +245,10 @@ def _ledger_verdict(run: Run) -> Verdict:
         return Verdict(name="the ledger closes", ok=False, evidence=f"{type(error).__name__}: {error}")
 
 
-def _ending_verdict(state: str, history: DrillHistory, faults: Sequence[Fault], *, minutes: float) -> Verdict:
+def _ending_verdict(
+    ended: tuple[str, str], history: DrillHistory, faults: Sequence[Fault], *, minutes: float
+) -> Verdict:
+    """`ended` is the state and the message at the end."""
     kinds = {fault.kind for fault in faults}
     wanted: tuple[str, ...]
     if any(fault.kind == "crash-loop" and fault.slot is None for fault in faults):  # without its slot a run may go on
@@ -254,7 +257,7 @@ def _ending_verdict(state: str, history: DrillHistory, faults: Sequence[Fault], 
         wanted = ("stopped",)
     else:
         wanted = ("done", "stopped") if minutes else ("done",)
-    return judge.judge_ending(history, state=state, wanted=wanted)
+    return judge.judge_ending(history, state=ended[0], wanted=wanted, message=ended[1])
 
 
 def _drill_numbers(plan: Plan, run: Run, history: DrillHistory, found: Sequence[FaultOutcome]) -> DrillNumbers:
