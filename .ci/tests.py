@@ -3,10 +3,14 @@
 Ranks wait for each other, for time-outs and for files: six groups at a time used 1.2 cores of two. A group is one
 pytest, at most; what takes long is dealt to several, and those that take longest begin first. What no group names is in
 the last. Options go to all, as `-k kill` or `--durations=20`.
+
+Forty processes on two cores starve one another: a few tests that failed run once more, each alone, and the last lines
+name those that passed then. A test that fails alone fails the run, and so do more than a few.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 AT_ONCE = 8
 REAL_RUNS = ("drill", "train", "verify", "watch", "trace", "trace_stop", "probe")
@@ -42,6 +47,8 @@ ENVIRON = {**os.environ, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "p
 ENVIRON.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes start: each would compile our sources again
 SLOWEST = ("--durations=6", "--durations-min=8")
 NO_TESTS = 5  # pytest's code for "-k" that matched nothing
+TESTS_FAILED = 1  # pytest's code; others are an interrupt, an internal error, a test that cannot be collected
+MOST_AGAIN = 4  # so many may run again alone: more are a fault of the product, not of a busy machine
 
 
 def runs_of_tests() -> dict[str, list[str]]:
@@ -57,10 +64,37 @@ def runs_of_tests() -> dict[str, list[str]]:
     return runs
 
 
+def call_pytest(words: Sequence[str], output: IO[bytes], failures: Path) -> tuple[int, list[str]]:
+    """pytest's exit code, and the ids of the tests that failed; `failures` is a file of this call alone."""
+    environ = {**ENVIRON, "FAILED_TESTS": str(failures)}  # conftest.py writes it
+    command = [sys.executable, "-m", "pytest", "-q", *words]
+    code = subprocess.call(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
+    lines = failures.read_text(encoding="utf-8").splitlines() if failures.exists() else []
+    return code, list(dict.fromkeys(json.loads(line) for line in lines))
+
+
+def run_alone(tests: Sequence[str], options: Sequence[str], folder: Path) -> list[str]:
+    """Each of these tests once more, with nothing beside it; those that failed again."""
+    still = []
+    for number, test in enumerate(tests):
+        print(f"\nonce more, alone: {test}", flush=True)
+        code, _ = call_pytest([*options, test], sys.stdout.buffer, folder / f"alone-{number}")
+        if code != 0:
+            still.append(test)
+    return still
+
+
 def main(options: Sequence[str]) -> int:
     """The worst exit code of all groups."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_groups(options, Path(folder))
+
+
+def run_groups(options: Sequence[str], folder: Path) -> int:
     began_s = time.monotonic()
-    runs, codes, lock = runs_of_tests(), {}, threading.Lock()
+    runs, lock = runs_of_tests(), threading.Lock()
+    codes: dict[str, int] = {}
+    failures: list[str] = []
     waiting = list(runs)
 
     def work() -> None:
@@ -71,10 +105,11 @@ def main(options: Sequence[str]) -> int:
                 name = waiting.pop(0)
             own_s = time.monotonic()
             with tempfile.TemporaryFile() as kept:
-                command = [sys.executable, "-m", "pytest", "-q", *SLOWEST, *options, *runs[name]]
-                codes[name] = subprocess.call(command, stdout=kept, stderr=subprocess.STDOUT, env=ENVIRON)
+                words = [*SLOWEST, *options, *runs[name]]
+                codes[name], mine = call_pytest(words, kept, folder / name.replace("/", "-"))
                 kept.seek(0)
                 with lock:
+                    failures.extend(mine)
                     print(f"\n{name}: {(time.monotonic() - own_s) / 60:.1f} min", flush=True)
                     sys.stdout.buffer.write(kept.read())
                     sys.stdout.flush()
@@ -89,6 +124,12 @@ def main(options: Sequence[str]) -> int:
         waiting.clear()
         for worker in workers:
             worker.join()
+    if failures and len(failures) <= MOST_AGAIN and set(codes.values()) <= {0, NO_TESTS, TESTS_FAILED}:
+        still = run_alone(failures, options, folder)
+        if not still:
+            codes = {name: code if code == NO_TESTS else 0 for name, code in codes.items()}
+        for test in failures:
+            print(f"failed beside others, {'failed' if test in still else 'passed'} alone: {test}")
     failed = [name for name, code in codes.items() if code not in (0, NO_TESTS)]
     minutes, cpu = (time.monotonic() - began_s) / 60, os.times()
     spent = (cpu.children_user + cpu.children_system) / 60
