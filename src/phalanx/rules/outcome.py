@@ -24,6 +24,9 @@ class Impact:
     note: str = ""
 
 
+NO_IMPACT = Impact()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
     """A change of one key of the job file. Safe: it cannot change what the model learns, only how the run is kept."""
@@ -46,7 +49,7 @@ class Outcome:
     unit: str = ""
     at: str | Spot = ""
     severity: Severity | None = None  # of this answer, where a rule has two levels; None is the rule's own
-    impact: Impact = Impact()
+    impact: Impact = NO_IMPACT
     fix: str = ""  # what a person does where no Edit does it
     edits: tuple[Edit, ...] = ()
     applies: bool = True  # a pass with False: the rule has nothing to say about this job
@@ -78,7 +81,7 @@ def unknown(what: str, *, fix: str = "", at: str | Spot = "") -> Outcome:
 def failed(
     what: str,
     *,
-    impact: Impact = Impact(),  # noqa: B008  frozen
+    impact: Impact = NO_IMPACT,
     fix: str = "",
     edits: tuple[Edit, ...] = (),
     formula: tuple[str, ...] = (),

@@ -152,6 +152,7 @@ class Summary:
     communication: Communication | None = None
     checkpoint_total_bytes: float | None = None  # of the newest, of all ranks; not known of runs before 0.7
     zero_gradient_steps: int | None = None  # None: not counted
+    device_family: str = ""  # of the plan's accelerator: "cpu", "nvidia"
 
 
 def summarize_run(run: Run, history: RunHistory | None = None, walked: LedgerWalk | None = None) -> Summary:
@@ -201,6 +202,7 @@ def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None =
         model=text(at(plan, "job", "model"), "name"),
         parameters=integer(prediction, "parameters") or 0,
         cluster=text(at(plan, "cluster"), "name"),
+        device_family=text(at(plan, "cluster", "accelerator"), "family"),
         layout=newest.layout if newest is not None and len(layouts) > 1 else text(launch, "layout"),
         world=run.world() or 0,
         steps=steps.count,

@@ -162,6 +162,12 @@ def wall_seconds(s: Summary) -> float | None:
 # ---- prediction and measurement --------------------------------------------------------------------------------------
 
 
+CPU_MEMORY = (
+    "Memory on a CPU: predicted are the job's tensors and a fixed allowance for buffers; measured is the growth of the "
+    "process, with freed memory that the C allocator keeps."
+)
+
+
 def _measured_section(s: Summary) -> Section:
     title = "Prediction and measurement"
     if s.step_s.measured is None:
@@ -185,7 +191,10 @@ def _measured_section(s: Summary) -> Section:
     if s.first_step_s is not None:
         rows.append(("first step", "", f"{format_seconds(s.first_step_s)} after the launch", ""))
     head = ("", "predicted", "measured", "difference")
-    return Section(title=title, blocks=(Table(head=head, rows=tuple(rows), right=(1, 2, 3)),))
+    table = Table(head=head, rows=tuple(rows), right=(1, 2, 3))
+    if s.device_family == "cpu" and s.memory_bytes.measured is not None:
+        return Section(title=title, blocks=(table, Paragraph(text=CPU_MEMORY)))
+    return Section(title=title, blocks=(table,))
 
 
 def _layouts_section(s: Summary) -> Section:

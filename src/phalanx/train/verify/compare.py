@@ -64,6 +64,9 @@ class Bounds:
         )
 
 
+IN_FLOAT64 = Bounds()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutcomeDifference:
     """The first thing that differs."""
@@ -99,7 +102,7 @@ class OutcomeComparison:
     first: OutcomeDifference | None
 
 
-def compare_outcomes(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds = Bounds()) -> OutcomeComparison:  # noqa: B008 (frozen)
+def compare_outcomes(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds = IN_FLOAT64) -> OutcomeComparison:
     """How far `found` is from `wanted`; shares of the value where the bounds are such."""
     last = _largest_differences(found.params[-1], wanted.params[-1]) if wanted.params else {}
     worst = max(last, key=lambda name: last[name], default="")
