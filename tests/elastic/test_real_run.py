@@ -34,7 +34,7 @@ vocab = 320
 [data]
 path = "data"
 sequence = 32
-tokens = 25600
+tokens = 10240
 [batch]
 global_tokens = 256
 [precision]
@@ -47,7 +47,7 @@ init_timeout_s = 60
 spec = "local-cpu:2"
 """
 DRILLED = {"CKP002", "CKP003", "CKP006", "FLT002"}  # rules that a run without a failure cannot answer
-STEPS = 100  # enough to be interrupted on a fast machine
+STEPS = 40  # enough to be interrupted on a fast machine
 
 pytestmark = pytest.mark.slow
 
