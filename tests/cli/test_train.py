@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -42,6 +43,7 @@ recovery = "stop"
 [cluster]
 spec = "local-cpu:4"
 """
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 Train = Callable[..., tuple[int, str, str]]
 
 
@@ -61,7 +63,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Path) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+    for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "data").symlink_to(data)
     (tmp_path / "job.toml").write_text(JOB)
@@ -78,6 +80,28 @@ def train(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         return (code, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture(scope="module")
+def failed_run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """A run whose rank raised, with a checkpoint: made once, copied by those that only read it or go on from it."""
+    folder = tmp_path_factory.mktemp("failed")
+    (folder / "data").symlink_to(data)
+    (folder / "job.toml").write_text(JOB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name in LAUNCHED:
+            patch.delenv(name, raising=False)
+        patch.setattr(client, "AGENT", (str(FAKE), "raise"))
+        assert main(["train", "job.toml"]) == 3
+    return only_run(folder)
+
+
+@pytest.fixture
+def failed(failed_run: Path, here: Path) -> Path:
+    """A copy of its own."""
+    shutil.copytree(failed_run, here / "runs" / failed_run.name, symlinks=True)
+    return here / "runs" / failed_run.name
 
 
 def only_run(here: Path) -> Path:
@@ -237,9 +261,8 @@ def test_resume_goes_on_in_the_same_folder(train: Train, here: Path) -> None:
     assert not (run / "plan-1.json").exists(), "the plan is the same"
 
 
-def test_resume_may_change_the_layout(train: Train, here: Path) -> None:
-    train("job.toml", ranks="raise")
-    run = only_run(here)
+def test_resume_may_change_the_layout(train: Train, failed: Path) -> None:
+    run = failed
     before = json.loads((run / "plan.json").read_text())
     code, _, err = train("--resume", str(run), "--set", "parallel.tensor=2", "--cluster", "local-cpu:2", "--dry-run")
     assert code == 0, err
@@ -259,17 +282,14 @@ def test_resume_may_change_the_layout(train: Train, here: Path) -> None:
         ("optim.name=muon", "optim.name = 'muon' cannot replace 'adamw' in a resumed run"),
     ],
 )
-def test_resume_refuses_another_model_or_other_data(train: Train, here: Path, override: str, told: str) -> None:
-    train("job.toml", ranks="raise")
-    run = only_run(here)
-    code, out, err = train("--resume", str(run), "--set", override)
+def test_resume_refuses_another_model_or_other_data(train: Train, failed: Path, override: str, told: str) -> None:
+    code, out, err = train("--resume", str(failed), "--set", override)
     assert (code, out) == (2, "")
-    assert f"{run}: {told}\n  the checkpoint would not match, or the data would change\n  start a new run" in err
+    assert f"{failed}: {told}\n  the checkpoint would not match, or the data would change\n  start a new run" in err
 
 
-def test_resume_warns_where_the_curve_bends(train: Train, here: Path) -> None:
-    train("job.toml", ranks="raise")
-    code, _, err = train("--resume", str(only_run(here)), "--set", "optim.lr=1e-4")
+def test_resume_warns_where_the_curve_bends(train: Train, failed: Path) -> None:
+    code, _, err = train("--resume", str(failed), "--set", "optim.lr=1e-4")
     assert code == 0
     assert "optim.lr = 0.0001 instead of 0.0003: the loss curve changes from here on" in err
 
