@@ -21,6 +21,8 @@ ONE = Layout(
 )  # fmt: skip
 LLAMA = ModelShape(name="llama", layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=64)
 SEQUENCE, SEQUENCES = 16, 8
+UNSAID = next(field.default for field in fields(Trial) if field.name == "steps")  # by whoever makes a trial
+PROVEN = 3  # steps then: the first gradients, the first with moments, and one that begins with what those two left
 
 LAYOUT = {field.name for field in fields(Layout)}
 SETTINGS = {field.name for field in fields(Settings)} - {"layout"}
@@ -71,6 +73,7 @@ def llama() -> ModelShape:
 @pytest.fixture(scope="session")
 def prove() -> Callable[..., OutcomeComparison]:
     def run(trial: Trial, bounds: Bounds | None = None) -> OutcomeComparison:
+        trial = replace(trial, steps=PROVEN) if trial.steps == UNSAID else trial
         found = compare_outcomes(run_trial(trial, limit_s=600.0), run_once(alone(trial)), bounds or Bounds())
         assert found.first is None, found.first.render()
         return found

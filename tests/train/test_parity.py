@@ -1,4 +1,4 @@
-"""Every way to split a model gives what one process gives: float64, 5 AdamW steps, loss 1e-10, parameters 1e-9.
+"""Every way to split a model gives what one process gives: float64, 3 AdamW steps, loss 1e-10, parameters 1e-9.
 
 Gradients, their norm, the held-out loss and the agreement of all copies are compared too (verify/compare.py).
 """

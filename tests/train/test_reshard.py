@@ -30,9 +30,9 @@ PAIRS = {
 
 
 def resumed(trial, shape, before, after, folder, **changes):
-    """Three steps under one layout, a checkpoint, three more under another."""
-    first = run_trial(trial(shape, steps=3, save=str(folder), **before, **changes))
-    second = run_trial(trial(shape, steps=3, resume=str(folder), **after, **changes))
+    """Two steps under one layout, a checkpoint, two more under another."""
+    first = run_trial(trial(shape, steps=2, save=str(folder), **before, **changes))
+    second = run_trial(trial(shape, steps=2, resume=str(folder), **after, **changes))
     return first, second
 
 
@@ -41,7 +41,7 @@ def test_goes_on_in_another_layout(name, trial, once, llama, tmp_path):
     before, after = PAIRS[name]
     shape = replace(llama, layers=2 if "tensor" in before | after else 4)
     first, second = resumed(trial, shape, before, after, tmp_path)
-    whole = once(trial(shape, steps=6))
+    whole = once(trial(shape, steps=4))
     assert max(abs(a - b) for a, b in zip(first.losses + second.losses, whole.losses, strict=True)) < 1e-10
     difference = compare_outcomes(second, second_half(whole, second)).first
     assert difference is None, difference.render()
@@ -58,7 +58,7 @@ def second_half(whole, resumed):
 def test_a_tied_table_is_stored_once(tied, trial, once, llama, tmp_path):
     shape = replace(llama, tied=tied)
     first, second = resumed(trial, shape, {"pipeline": 2}, {"data": 2}, tmp_path)
-    whole = once(trial(shape, steps=6))
+    whole = once(trial(shape, steps=4))
     assert max(abs(a - b) for a, b in zip(first.losses + second.losses, whole.losses, strict=True)) < 1e-10
 
 
@@ -74,7 +74,7 @@ def test_a_tied_table_is_stored_once(tied, trial, once, llama, tmp_path):
 def test_experts_and_their_balance_go_along(before, after, trial, once, llama, tmp_path):
     shape = replace(llama, layers=2, **MOE)
     first, second = resumed(trial, shape, before, after, tmp_path)
-    whole = once(trial(shape, steps=6))
+    whole = once(trial(shape, steps=4))
     assert max(abs(a - b) for a, b in zip(first.losses + second.losses, whole.losses, strict=True)) < 1e-10
 
 
@@ -83,7 +83,7 @@ def test_experts_and_their_balance_go_along(before, after, trial, once, llama, t
 )
 def test_the_same_layout_goes_on_bit_for_bit(layout, trial, tmp_path, llama):
     """float32 on a CPU: not close, equal."""
-    whole = run_trial(trial(kind="fp32", steps=6, **layout))
+    whole = run_trial(trial(kind="fp32", steps=4, **layout))
     first, second = resumed(trial, llama, layout, layout, tmp_path, kind="fp32")
     assert first.losses + second.losses == whole.losses
     assert first.norms + second.norms == whole.norms
@@ -93,7 +93,7 @@ def test_the_same_layout_goes_on_bit_for_bit(layout, trial, tmp_path, llama):
 @pytest.mark.parametrize("name", ["adafactor", "adamw8bit", "muon"])
 def test_other_optimizers_go_on_bit_for_bit(name, trial, tmp_path, llama):
     optim = Optim(name=name)
-    whole = run_trial(trial(kind="fp32", steps=6, optim=optim, **FSDP))
+    whole = run_trial(trial(kind="fp32", steps=4, optim=optim, **FSDP))
     first, second = resumed(trial, llama, FSDP, FSDP, tmp_path, kind="fp32", optim=optim)
     assert first.losses + second.losses == whole.losses
     assert second.digest == whole.digest
@@ -108,9 +108,9 @@ def test_other_optimizers_go_on_bit_for_bit(name, trial, tmp_path, llama):
     ],
 )
 def test_what_compression_carries_over_goes_on_bit_for_bit(layout, trial, once, llama, tmp_path):
-    """Without the carried errors the fourth step is another one."""
+    """Without the carried errors the third step is another one."""
     _, second = resumed(trial, llama, layout, layout, tmp_path, kind="fp32")
-    whole = once(trial(llama, steps=6, kind="fp32", **layout))
-    assert second.losses == whole.losses[3:]
-    for mine, theirs in zip(second.params, whole.params[3:], strict=True):
+    whole = once(trial(llama, steps=4, kind="fp32", **layout))
+    assert second.losses == whole.losses[2:]
+    for mine, theirs in zip(second.params, whole.params[2:], strict=True):
         assert all(np.array_equal(mine[name], theirs[name]) for name in theirs)
