@@ -43,6 +43,7 @@ def test_from_a_source_tree_that_was_never_installed(
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr("phalanx.io.packages.version_on_path", lambda name: "")
     installed_version.cache_clear()
     assert main(["report", str(folder), "--html", "-"]) == 0
     assert "phalanx unknown, report of " in capsys.readouterr().out

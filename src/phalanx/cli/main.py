@@ -125,7 +125,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv is None:  # we are the program, and stay it until the interpreter is gone
             stop.listen()
-        stop.code = _run_verb(stop, arguments)
+        if argv is None and arguments[0] == "plan":
+            # A short program that keeps nearly all it makes: looking for cycles, in between and once more at its end,
+            # took 15 % of a plan.
+            import gc
+
+            gc.disable()
+            stop.code = _run_verb(stop, arguments)
+            gc.freeze()
+        else:
+            stop.code = _run_verb(stop, arguments)
         return stop.code
     except Terminated:
         die_of_sigterm()

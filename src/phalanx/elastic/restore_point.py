@@ -118,7 +118,10 @@ class Lineage:
         """
         if source is None:
             return Lineage(((epoch, None),))
-        kept = [(old, _lower(ceiling, source[1])) for old, ceiling in self.ceilings if old <= source[0]]
+        before, step = source
+        kept = [
+            (old, step if ceiling is None else min(ceiling, step)) for old, ceiling in self.ceilings if old <= before
+        ]
         return Lineage((*kept, (epoch, None)))
 
     def allows(self, epoch: int, step: int) -> bool:
@@ -137,10 +140,6 @@ class Lineage:
         return cls(tuple((int(epoch), None if ceiling is None else int(ceiling)) for epoch, ceiling in rows))
 
 
-def _lower(ceiling: int | None, step: int) -> int:
-    return step if ceiling is None else min(ceiling, step)
-
-
 def find_restore_points(
     held: Mapping[str, Iterable[ReplicaInfo]], *, lineage: Lineage | None = None, at_most: int | None = None
 ) -> list[RestorePoint]:
@@ -153,13 +152,12 @@ def find_restore_points(
         for one in snapshots:
             if (lineage is None or lineage.allows(one.epoch, one.step)) and (at_most is None or one.step <= at_most):
                 places = sets.setdefault((one.epoch, one.step, one.world), {})
-                places.setdefault(one.rank, []).append(_place(host, one))
+                place = ReplicaPlace(
+                    host=host, slot=one.slot, kind=one.kind, generation=one.generation, tensors=one.tensors
+                )
+                places.setdefault(one.rank, []).append(place)
     whole = [key for key in sorted(sets, reverse=True) if len(sets[key]) == key[2]]
     return [_choice(key, sets[key]) for key in whole]
-
-
-def _place(host: str, held: ReplicaInfo) -> ReplicaPlace:
-    return ReplicaPlace(host=host, slot=held.slot, kind=held.kind, generation=held.generation, tensors=held.tensors)
 
 
 def _choice(key: tuple[int, int, int], found: Sightings) -> RestorePoint:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ Action = tuple[str, int, int]  # F, B, I or W; chunk of this rank; micro-batch
 Ints = NDArray[np.int64]
 KINDS = "FBIW"
 FORWARD, BACKWARD, INPUT, WEIGHT, ABSENT = range(5)
+HELD, PENDING, LOGITS, LATE, OUTPUTS = range(5)  # what a rank has at a moment
 
 
 def layers_of_stages(layers: int, stages: int, *, embed_cost: float = 0.0, head_cost: float = 0.0) -> list[range]:
@@ -165,56 +167,73 @@ def _v_order(rank: int, ranks: int, count: int) -> tuple[Ints, Ints]:
 
 def rank_load(schedule: str, rank: int, ranks: int, chunks: int, count: int, *, layers: Sequence[range]) -> StageLoad:
     """The fullest moments of a rank."""
+    return rank_loads(schedule, [rank], ranks, chunks, count, layers=layers)[0]
+
+
+def rank_loads(
+    schedule: str, some: Sequence[int], ranks: int, chunks: int, count: int, *, layers: Sequence[range]
+) -> list[StageLoad]:
+    """The fullest moments of some ranks, a row of each array for each: all ranks do the same number of things."""
     v_shaped = is_v_shaped(schedule, chunks)
-    mine = my_stages(rank, ranks, chunks, v_shaped=v_shaped)
-    sizes = [len(layers[stage]) for stage in mine]
-    last = mine.index(len(layers) - 1) if len(layers) - 1 in mine else -1
-    kinds, of = _task_columns(schedule, rank, ranks, chunks, count)
-    size = np.array(sizes)[of]
+    stages = [my_stages(rank, ranks, chunks, v_shaped=v_shaped) for rank in some]
+    sizes = [[len(layers[stage]) for stage in mine] for mine in stages]
+    lasts = [mine.index(len(layers) - 1) if len(layers) - 1 in mine else -1 for mine in stages]
+    tasks = [_task_columns(schedule, rank, ranks, chunks, count) for rank in some]
+    kinds, of = np.stack([kind for kind, _ in tasks]), np.stack([chunk for _, chunk in tasks])
+    row = np.arange(len(some))[:, None]
+    size = np.array(sizes)[row, of]
     forward, backward, inputs, weights = (kinds == kind for kind in (FORWARD, BACKWARD, INPUT, WEIGHT))
     # The I of the first stage does nothing: torch leaves its whole backward to its W.
-    waits = np.array(mine)[of] > 0
-    turns, ends, at_last = inputs & waits, weights & waits, of == last
-    changes = {
-        "held": size * (1 * forward - backward - turns - (weights & ~waits)),
-        "pending": size * (1 * turns - ends),
-        "logits": at_last * (1 * forward - backward - inputs),
-        "late": at_last * (1 * turns - ends),
-        "outputs": ~at_last * (1 * forward - backward - weights),
-    }
-    after = {name: np.cumsum(change) for name, change in changes.items()}
-    best = _fullest_moment(after, np.flatnonzero(forward | turns), ("held", "pending", "late", "outputs"))
-    before = {name: after[name] - change for name, change in changes.items()}
-    goes_back = np.flatnonzero(at_last & (backward | inputs))
-    at_head = _fullest_moment(before, goes_back, ("held", "pending", "logits", "late", "outputs"))
-    return StageLoad(
-        layers=sum(sizes),
-        split_layers=sum(size for size, stage in zip(sizes, mine, strict=True) if stage)
-        if schedule == "zero-bubble"
-        else 0,
-        held=best["held"],
-        pending=best["pending"],
-        late_logits=best["late"],
-        outputs=best["outputs"],
-        head_outputs=at_head["outputs"],
-        head_held=at_head["held"],
-        head_pending=at_head["pending"],
-        head_layers=sizes[last] if last >= 0 and schedule == "zero-bubble" else 0,
-        waiting_logits=max(at_head["logits"] - 1, 0),  # beside its own
-        head_late_logits=at_head["late"],
-        embedding=0 in mine,
-        head=last >= 0,
+    waits = np.array(stages)[row, of] > 0
+    turns, ends, at_last = inputs & waits, weights & waits, of == np.array(lasts)[:, None]
+    # [held, pending, logits, late, outputs; rank; task]
+    changes = np.stack(
+        (
+            size * (1 * forward - backward - turns - (weights & ~waits)),
+            size * (1 * turns - ends),
+            at_last * (1 * forward - backward - inputs),
+            at_last * (1 * turns - ends),
+            ~at_last * (1 * forward - backward - weights),
+        )
     )
+    after = np.cumsum(changes, axis=2)
+    before = after - changes
+    grows, goes_back = forward | turns, at_last & (backward | inputs)
+    found = []
+    for index, (mine, own, last) in enumerate(zip(stages, sizes, lasts, strict=True)):
+        held, pending, _, late, outputs = _fullest_moment(after[:, index], grows[index], (HELD, PENDING, LATE, OUTPUTS))
+        at_head = _fullest_moment(before[:, index], goes_back[index], (HELD, PENDING, LOGITS, LATE, OUTPUTS))
+        split = schedule == "zero-bubble"
+        found.append(
+            StageLoad(
+                layers=sum(own),
+                split_layers=sum(size for size, stage in zip(own, mine, strict=True) if stage) if split else 0,
+                held=held,
+                pending=pending,
+                late_logits=late,
+                outputs=outputs,
+                head_outputs=at_head[OUTPUTS],
+                head_held=at_head[HELD],
+                head_pending=at_head[PENDING],
+                head_layers=own[last] if last >= 0 and split else 0,
+                waiting_logits=max(at_head[LOGITS] - 1, 0),  # beside its own
+                head_late_logits=at_head[LATE],
+                embedding=0 in mine,
+                head=last >= 0,
+            )
+        )
+    return found
 
 
-def _fullest_moment(moments: dict[str, Ints], places: Ints, names: tuple[str, ...]) -> dict[str, int]:
+def _fullest_moment(moments: Ints, where: NDArray[np.bool_], order: tuple[int, ...]) -> list[int]:
     """What is held at the place with the most layers, those pending weighted; of equals the most of each, in order."""
-    weight = moments["held"] + PENDING_WEIGHT * moments["pending"]
-    for values in (weight, *(moments[name] for name in names)):
-        if places.size > 1:
-            here = values[places]
-            places = places[here == here.max()]
-    return {name: int(moments[name][places[0]]) if places.size else 0 for name in names}
+    here = moments[:, where]
+    if not here.shape[1]:
+        return [0] * len(moments)
+    weight = here[HELD] + PENDING_WEIGHT * here[PENDING]
+    here = here[:, weight == weight.max()]
+    fullest: list[int] = max(here.T.tolist(), key=itemgetter(*order))  # the first of equals
+    return fullest
 
 
 MOST_PLAYED = 1024  # micro-batches of a schedule without whole rounds
@@ -258,5 +277,6 @@ def _played_loads(
     """Kept beside `stage_loads`: a search asks for hundreds of counts of micro-batches, most of which play the same."""
     layers = layers_of_stages(num_layers, ranks * chunks, embed_cost=embed_cost, head_cost=head_cost)
     chosen = [0, min(1, ranks - 1), max(ranks - 2, 0), ranks - 1]
-    by_rank = {rank: rank_load(schedule, rank, ranks, chunks, played, layers=layers) for rank in dict.fromkeys(chosen)}
+    some = list(dict.fromkeys(chosen))
+    by_rank = dict(zip(some, rank_loads(schedule, some, ranks, chunks, played, layers=layers), strict=True))
     return tuple(by_rank[rank] for rank in chosen)

@@ -13,7 +13,7 @@ from phalanx.io.codec import json_text
 from phalanx.io.files import write_text
 from phalanx.record.run_files import read_json
 from phalanx.rules.formats.machine import finding_fingerprint, relative_path
-from phalanx.rules.judge import CheckReport, Finding
+from phalanx.rules.judge import CheckReport
 
 SCHEMA = "phalanx.baseline/1"
 KNOWN = "known: in the baseline"
@@ -34,15 +34,16 @@ def write_baseline(path: Path, reports: Sequence[CheckReport]) -> int:
     root, known = str(path.resolve().parent), {}
     for report in reports:
         for number, mark in fingerprints(report, root).items():
-            known[mark] = _entry(report.findings[number], root)
+            one = report.findings[number]
+            # For the reader of a diff; the fingerprint alone decides.
+            known[mark] = {
+                "rule": one.rule.id,
+                "file": relative_path(one.file, root),
+                "what": one.outcome.what[:200],
+            }
     ordered = dict(sorted(known.items(), key=lambda item: (item[1]["file"], item[1]["rule"], item[0])))
     write_text(path, json_text({"schema": SCHEMA, "findings": ordered}, indent=1) + "\n", fix="name another --baseline")
     return len(ordered)
-
-
-def _entry(finding: Finding, root: str) -> dict[str, str]:
-    """For the reader of a diff; the fingerprint alone decides."""
-    return {"rule": finding.rule.id, "file": relative_path(finding.file, root), "what": finding.outcome.what[:200]}
 
 
 def read_baseline(path: Path) -> frozenset[str]:

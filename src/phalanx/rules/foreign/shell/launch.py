@@ -268,13 +268,14 @@ def leaves_of_script(reading: ScriptReading) -> dict[str, Leaf]:
     for one in reading.commands[-1:]:
         for name, value in one.command.environment.items():
             found[f"env.{name}"] = _leaf(reading, f"env.{name}", [(value,)], _assigned_line(reading.text, name))
+    first_line = reading.commands[0].command.line if reading.commands else 0
     for kind in ("launcher", "program"):
         variants = [arguments for one in reading.commands for arguments in getattr(one, kind)]
         for flag in dict.fromkeys(flag for arguments in variants for flag in arguments):
             if not flag.startswith("--"):
                 continue
             values = [_words_of(arguments, flag) for arguments in variants]
-            found[flag] = _leaf(reading, flag, values, places.get(flag, 0) or _command_line(reading))
+            found[flag] = _leaf(reading, flag, values, places.get(flag, 0) or first_line)
     if len(found) > MOST_LEAVES:
         raise mistake(reading.file, f"holds more than {MOST_LEAVES:,} settings", why="no training run does")
     return found
@@ -285,10 +286,6 @@ def _words_of(arguments: Arguments, flag: str) -> tuple[str, ...] | None:
         return arguments[flag]
     same = canonical_flag(flag)
     return next((words for other, words in arguments.items() if canonical_flag(other) == same), None)
-
-
-def _command_line(reading: ScriptReading) -> int:
-    return reading.commands[0].command.line if reading.commands else 0
 
 
 def _leaf(reading: ScriptReading, key: str, values: Iterable[tuple[str, ...] | None], line: int) -> Leaf:
