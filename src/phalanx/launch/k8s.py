@@ -22,7 +22,8 @@ MANIFEST = "kubernetes.yaml"  # in the run folder
 EXPORTS = {"skypilot": render_skypilot, "dstack": render_dstack}
 ALL_FLAVOURS = (*FLAVOURS, *EXPORTS)
 LABEL = re.compile(r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
-STATES = {"done": DONE, "failed": FAILED, "stopped": CANCELLED, "": WAITING}
+UNTOUCHED = ("", "created")  # what a run says that no pod has made ready
+STATES = {"done": DONE, "failed": FAILED, "stopped": CANCELLED, **dict.fromkeys(UNTOUCHED, WAITING)}
 
 
 class KubernetesSystem:
@@ -116,7 +117,7 @@ class KubernetesSystem:
                         system=self.name,
                         name=record.name,
                         state=STATES.get(said, RUNNING),
-                        said=said or "manifests written",
+                        said="manifests written" if said in UNTOUCHED else said,
                         queue=record.queue,
                         run=record.run,
                         group=record.group,
@@ -130,7 +131,7 @@ class KubernetesSystem:
         run = open_run(record.run)
         said = str(run.status().get("state") or "")
         state = STATES.get(said, RUNNING)
-        if not said:
+        if said in UNTOUCHED:
             reason, cure = "no pod has begun", f"kubectl apply --server-side -f {run.path / MANIFEST}, if not done yet"
         else:
             reason, cure = f"the run says {said}", f"kubectl get jobset,pods -l phalanx.run={record.id}"
