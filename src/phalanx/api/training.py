@@ -348,11 +348,12 @@ def join_run(
 
 def _own_address(run: Run) -> str:
     """Where the others reach this host when nobody says so: the job's interface, or the loopback of one machine."""
-    from phalanx.elastic.local_launch import LOOPBACK, is_loopback
+    from phalanx.elastic.local_launch import LOOPBACK
+    from phalanx.io.listen import is_loopback_host
 
     given = str(run.plan()["job"]["fault"]["interface"])
     first = [str(address) for address in run.launch().get("addresses", ())][:1]
-    if not given and first and not is_loopback(first[0]):
+    if not given and first and not is_loopback_host(first[0]):
         raise mistake(
             "phalanx agent",
             "no --address is given",

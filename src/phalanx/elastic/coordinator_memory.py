@@ -11,7 +11,7 @@ import orjson
 
 from phalanx.elastic.coordinator_state import SavedState
 from phalanx.elastic.fence import current_generation
-from phalanx.io.files import replace_text
+from phalanx.io.files import load_json, replace_text
 from phalanx.record.run import Run
 
 Address = tuple[str, int]
@@ -44,7 +44,7 @@ class CoordinatorMemory:
     def load(self) -> SavedState:
         """What the coordinator before us knew, if it was one of the same launch; nothing otherwise."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            body = json.loads((self._run.path / "coordinator.json").read_text(encoding="utf-8"))
+            body = load_json(self._run.path / "coordinator.json")
             if float(body["started"]) == self._started_s:
                 name = Path(str(body["members"])).name
                 self._members_file = name  # the next is written into the other one
@@ -58,7 +58,7 @@ class CoordinatorMemory:
 def known_coordinator(run: Run) -> tuple[Address, int] | None:
     """Where the last coordinator that is known listens, and its term."""
     try:
-        body = json.loads((run.path / "coordinator.json").read_text(encoding="utf-8"))
+        body = load_json(run.path / "coordinator.json")
         host, port = body["address"]
         return (str(host), int(port)), int(body.get("term", 0))
     except (OSError, ValueError, KeyError, TypeError):

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from phalanx.errors import PhalanxError
-from phalanx.io.files import replace_text
+from phalanx.io.files import load_json, replace_text
 from phalanx.io.values import integer
 from phalanx.record.events import parse_event, read_events
 from phalanx.record.host_file import open_events, opened_size
@@ -101,8 +101,8 @@ def write_error(run: Run, rank: int, error: BaseException, *, step: int) -> None
 def read_error(run: Run, rank: int) -> Failure | None:
     """What a rank left, if it left anything."""
     try:
-        return Failure(**json.loads(run.error(rank).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return Failure(**load_json(run.error(rank)))
+    except (OSError, ValueError, TypeError):
         return None
 
 

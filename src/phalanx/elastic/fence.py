@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from phalanx.errors import Problem, SystemFailure
-from phalanx.io.files import replace_text
+from phalanx.io.files import load_json, replace_text
 from phalanx.record.run import Run
 
 WAIT_S = 5.0  # for a commit that is going on: a rename and two flushes
@@ -60,6 +60,6 @@ def _taken(descriptor: int) -> bool:
 def current_generation(run: Run) -> int:
     """The newest generation of the run; 0 before the first. The file calls it `epoch`, as since 0.1."""
     try:
-        return int(json.loads((run.path / "epoch.json").read_text(encoding="utf-8"))["epoch"])
+        return int(load_json(run.path / "epoch.json")["epoch"])
     except FileNotFoundError:
         return 0

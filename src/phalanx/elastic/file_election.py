@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.elastic.election import LEASE_S, RENEW_S, Deposed, ElectionUnavailable
+from phalanx.io.files import load_json
 from phalanx.record.run import Run
 
 KEPT_TERMS = 2  # files of older terms that stay for whoever still watches them
@@ -204,7 +205,7 @@ def _read_count(run: Run, term: int) -> int:
 
 def _read_term(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        told = json.loads(path.read_text(encoding="utf-8"))
+        told = load_json(path)
         return told if isinstance(told, dict) else {}
     return {}
 

@@ -101,15 +101,6 @@ def address_of(run: Run) -> str:
     return str(run.plan()["job"]["fault"]["interface"] or LOOPBACK)
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches an address.
-
-    >>> [is_loopback(one) for one in ("127.0.0.2", "::1", "localhost", "10.0.0.1")]
-    [True, True, True, False]
-    """
-    return address.startswith("127.") or address in ("::1", "localhost")
-
-
 def rank_environ(environ: Mapping[str, str], plan: Plan) -> dict[str, str]:
     """What agents are started with: the ranks share the cores, and CUDA is not started before the fork."""
     from phalanx.hardware.discover import discover

@@ -31,7 +31,7 @@ from phalanx.hardware.discover import discover
 from phalanx.hardware.probe import usual_path
 from phalanx.hardware.types import Machine
 from phalanx.io.codec import from_json_values, json_text
-from phalanx.io.files import read_bounded, replace_text
+from phalanx.io.files import load_json, replace_text
 from phalanx.io.packages import installed_version
 from phalanx.units import plural
 
@@ -83,7 +83,7 @@ def read_steps(machine: Machine, environ: Mapping[str, str]) -> MeasuredSteps | 
     """The kept measurement; None where there is none, or it is damaged or of another machine or version."""
     path = steps_path(machine, environ)
     try:
-        data = json.loads(read_bounded(path, MOST_BYTES).decode())
+        data = load_json(path, MOST_BYTES)
         if data["format"] != FORMAT or data["identity"] != machine_identity(machine):
             return None
         found = [_read_sample(one) for one in data["samples"]]
@@ -123,7 +123,7 @@ def measured_rates(machine: Machine, environ: Mapping[str, str]) -> tuple[CpuRat
     made_of = repr((found.steps, found.seconds, found.timed, machine.usable_cores)).encode()
     digest = hashlib.sha256(formula + made_of).hexdigest()
     try:
-        known = json.loads(read_bounded(path, MOST_BYTES).decode())
+        known = load_json(path, MOST_BYTES)
         if known["made_of"] == digest:
             return from_json_values(CpuRates, known["rates"], str(path)), found.taken_at
     except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError):
@@ -191,7 +191,7 @@ def time_layout(
         (found,) = _run_worker(arguments, _read_seconds, environ, plan_json)
         timed = TimedLayout(step=step, seconds=_read_seconds(found), load=load)
         others = [one for one in known.timed if one.step != step]
-        data = json.loads(steps_path(machine, environ).read_text(encoding="utf-8"))
+        data = load_json(steps_path(machine, environ))
         _keep_measurement(
             machine, {**data, "timed": [one.to_dict() for one in (*others, timed)][-MOST_TIMED:]}, environ
         )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.units import MIB
 
 if TYPE_CHECKING:
     import csv
+
+MOST_JSON_BYTES = 64 * MIB  # of a file of ours: plans of the largest jobs are below 1 MB
 
 
 def write_text(path: Path, text: str, *, fix: str = "name a writable file") -> None:
@@ -99,6 +102,14 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
         shown = f"{most_bytes // MIB} MiB" if most_bytes >= MIB else f"{most_bytes:,} bytes"
         raise FileTooLargeError(f"is larger than {shown}")
     return data
+
+
+def load_json(path: Path, most_bytes: int = MOST_JSON_BYTES) -> Any:
+    """The value in a JSON file; raises OSError or ValueError, also when it is too large or nested too deeply."""
+    try:
+        return json.loads(read_bounded(path, most_bytes).decode())
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
 
 
 def read_head(path: Path, most_bytes: int) -> bytes:

@@ -46,6 +46,15 @@ def parse_address(text: str, *, where: str = "--listen") -> Address:
     return Address(host=bare or "127.0.0.1", port=int(port))
 
 
+def is_loopback_host(host: str) -> bool:
+    """Whether only this machine reaches a host that is named by its address, or as localhost; asks no name server.
+
+    >>> [is_loopback_host(one) for one in ("127.0.0.2", "::1", "localhost", "10.0.0.1", "node7")]
+    [True, True, True, False, False]
+    """
+    return host in LOOPBACK_NAMES or (_is_literal(host) and _is_loopback(host))
+
+
 def is_loopback(address: Address, *, where: str = "--listen") -> bool:
     """Whether only this machine reaches it."""
     return _is_loopback(_resolve_address(address, where=where)[1])
@@ -91,7 +100,7 @@ def is_own_name(header: str) -> bool:
         name = urlsplit(f"//{header}").hostname or ""
     except ValueError:
         return False
-    return name in LOOPBACK_NAMES or (_is_literal(name) and ipaddress.ip_address(name).is_loopback)
+    return is_loopback_host(name)
 
 
 def read_token(choice: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
-from phalanx.io.files import FileTooLargeError, read_bounded, replace_text
+from phalanx.io.files import FileTooLargeError, load_json, replace_text
 from phalanx.io.values import at, integer
 from phalanx.record.events import SETTLED_NS
 from phalanx.record.host_file import SessionCounts, session_counts
@@ -22,7 +22,6 @@ from phalanx.record.host_file import SessionCounts, session_counts
 EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
 PLAN = re.compile(r"plan(?:-\d{1,9})?\.json")
 BEYOND = 10**9  # more ranks than any run has
-MOST_JSON_BYTES = 64 * 2**20  # plans of the largest jobs are below 1 MB
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -30,12 +29,12 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file() and path.exists():  # a pipe would be waited for for ever
             raise mistake(str(path), "is not a file", why="the run is damaged")
-        data = json.loads(read_bounded(path, MOST_JSON_BYTES).decode())
+        data = load_json(path)
     except OSError as error:
         raise mistake(str(path), f"cannot be read: {error.strerror or error}", why="the run is damaged") from error
     except FileTooLargeError as error:
         raise mistake(str(path), str(error), why="the run is damaged") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise mistake(str(path), "is not JSON", why="the run is damaged") from error
     if not isinstance(data, dict):
         raise mistake(str(path), "is not a JSON object", why="the run is damaged")

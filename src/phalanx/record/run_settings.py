@@ -22,8 +22,8 @@ from phalanx.io.checksums import (
     text_digest,
     write_checksums,
 )
-from phalanx.io.files import FileTooLargeError, read_bounded
-from phalanx.record.run_files import MOST_JSON_BYTES, cannot_write, read_json, write_json, write_run_file
+from phalanx.io.files import MOST_JSON_BYTES, FileTooLargeError, read_bounded
+from phalanx.record.run_files import cannot_write, read_json, write_json, write_run_file
 
 SETTINGS = ("job.toml", "job.json", "plan.json")
 RUN_ID = "run_id"

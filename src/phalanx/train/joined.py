@@ -31,7 +31,6 @@ from phalanx.elastic.local_launch import (
     LauncherTask,
     Outcome,
     collected_signals,
-    is_loopback,
     prepare_launch,
     tend_agents,
 )
@@ -39,6 +38,7 @@ from phalanx.elastic.transports import address_towards
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.hardware.discover import discover
 from phalanx.hardware.local import allowed_ranks
+from phalanx.io.listen import is_loopback_host
 from phalanx.plan.plan import Plan
 from phalanx.record.provenance import redact
 from phalanx.record.run import Run
@@ -103,7 +103,7 @@ def _introduce_host(store: Store, place: RankPlace) -> HostSpec:
     """This task as a host of the run, told to rank 0: the machine it is on, and its address there."""
     machine, address = platform.node() or "localhost", address_towards(place.address)
     last = place.world - 1
-    if is_loopback(address) and place.rank != last and not place.one_host:
+    if is_loopback_host(address) and place.rank != last and not place.one_host:
         # The first host often knows its own name as 127.0.1.1 (Debian's /etc/hosts); its address is the one that leads
         # to a rank elsewhere.
         other = json.loads(store.get(f"host/{last}"))
@@ -122,9 +122,9 @@ def _prepare_for_all(store: Store, place: RankPlace, prepare: Callable[[], tuple
         plan, run = prepare()
         given = plan.job.fault.interface
         addresses = [str(given or card["address"]) for card in cards]
-        if len(set(machines.values())) > 1 and any(is_loopback(address) for address in addresses):
+        if len(set(machines.values())) > 1 and any(is_loopback_host(address) for address in addresses):
             raise mistake(
-                f"rank {next(rank for rank, address in enumerate(addresses) if is_loopback(address))}",
+                f"rank {next(rank for rank, address in enumerate(addresses) if is_loopback_host(address))}",
                 f"no address of its host leads to {place.address}",
                 why="ranks on other hosts could not reach it",
                 fix="export MASTER_ADDR with an address that every host reaches",

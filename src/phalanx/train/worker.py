@@ -28,6 +28,7 @@ from phalanx.elastic.rank_ranges import RankRanges
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import RestorePoint
 from phalanx.errors import PhalanxError
+from phalanx.io.listen import is_loopback_host
 from phalanx.plan.model_replicas import ModelReplicas
 from phalanx.plan.plan import Plan
 from phalanx.record.events import EventWriter
@@ -50,7 +51,7 @@ from phalanx.train.state.replica_reader import ReplicaSource
 from phalanx.train.state.replica_server import ReplicaServer
 from phalanx.train.state.retention import delete_commits_after
 from phalanx.train.telemetry.monitor import PeerRendezvous, SensorCache, monitored_rank
-from phalanx.train.telemetry.sharing import Sharers, is_loopback
+from phalanx.train.telemetry.sharing import Sharers
 
 ROUND_S = 10.0  # beyond the time after which a replica counts as lost, to hear who is present
 MOST_UNWRITTEN = 8  # memberships whose last events wait for a disk that takes them; 4 MiB each at most
@@ -277,7 +278,7 @@ class Rank:
         if self._task is not None:
             return self._task.shares_gpu  # the tasks of a launcher have told each other
         # Hosts of a loopback address are one machine that plays several, and its GPUs are all of theirs.
-        hosts = len(self.run.launch().get("hosts", ())) if is_loopback(self.address) else 1
+        hosts = len(self.run.launch().get("hosts", ())) if is_loopback_host(self.address) else 1
         return self.replica_store.slots * max(hosts, 1) > torch.cuda.device_count()
 
     def _monitored_rank(

@@ -8,14 +8,13 @@ somebody else. Ranks leave their recorder's newest entries in flight/ of the run
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.io.files import open_regular
+from phalanx.io.files import load_json
 from phalanx.io.values import integer, printable, text
 from phalanx.record.run import Run
 from phalanx.units import first_few
@@ -233,9 +232,8 @@ def read_flights(run: Run, epoch: int, *, most: int = MOST_FILES) -> list[Flight
     found = []
     for match in mine if len(mine) <= most else ():
         try:
-            with open_regular(run.path / "flight" / match.group()) as file:
-                data = json.loads(file.read(MOST_BYTES))
-        except (OSError, ValueError, RecursionError):
+            data = load_json(run.path / "flight" / match.group(), MOST_BYTES)
+        except (OSError, ValueError):
             continue
         if isinstance(data, dict):
             found.append(flight_of(data, rank=int(match.group(2))))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.io.codec import from_message
-from phalanx.io.files import replace_text
+from phalanx.io.files import load_json, replace_text
 from phalanx.record.run import Run
 from phalanx.record.run_files import read_json
 from phalanx.train.drill.faults import Fault
@@ -66,7 +66,7 @@ def start_clock(run: Run) -> None:
 def drill_clock(run: Run) -> float | None:
     """Unix time of the first step, once it is known."""
     try:
-        return float(json.loads((firings_folder(run) / "clock.json").read_text(encoding="ascii"))["t_s"])
+        return float(load_json(firings_folder(run) / "clock.json")["t_s"])
     except (OSError, ValueError, KeyError):
         return None
 
@@ -104,7 +104,7 @@ def new_firings(run: Run, seen: set[str]) -> list[Firing]:
         if path.name in seen:
             continue
         try:
-            found.append(from_message(Firing, json.loads(path.read_text(encoding="utf-8"))))
+            found.append(from_message(Firing, load_json(path)))
         except (ValueError, OSError):
             continue
         seen.add(path.name)

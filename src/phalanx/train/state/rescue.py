@@ -19,7 +19,7 @@ from typing import Any
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import Kind, Lineage, ReplicaInfo, find_restore_points, kind_of
 from phalanx.errors import PhalanxError, Problem, SystemFailure
-from phalanx.io.files import replace_text
+from phalanx.io.files import load_json, replace_text
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.paths import Location
 from phalanx.train.state.replica_reader import LocalReplica, SnapshotId, UnusableReplica
@@ -112,7 +112,7 @@ def _copies_to_write(
         files = {name: _rescue_file(folder, order, "held", place) for name, place in places.items()}
         _wait_for(list(files.values()), OTHERS_S)
         held = {
-            name: [ReplicaInfo.from_json(row) for row in json.loads(path.read_text(encoding="utf-8"))]
+            name: [ReplicaInfo.from_json(row) for row in load_json(path)]
             for name, path in files.items()
             if path.exists()
         }
@@ -123,7 +123,7 @@ def _copies_to_write(
     mine = _rescue_file(folder, order, "write", places[host])
     if not _wait_for([mine], 2 * OTHERS_S):
         return []
-    return [_decode_copy(row) for row in json.loads(mine.read_text(encoding="utf-8"))]
+    return [_decode_copy(row) for row in load_json(mine)]
 
 
 def _copies_by_host(

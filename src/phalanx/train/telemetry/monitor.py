@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from phalanx.io.listen import is_loopback_host
 from phalanx.job.run_sections import Telemetry
 from phalanx.plan.layout import Layout
 from phalanx.record.events import EventWriter
@@ -33,7 +34,6 @@ from phalanx.train.telemetry.sharing import (
     card_of,
     count_sharers,
     exchange_cards,
-    is_loopback,
 )
 
 LEAVE_S = 0.5  # that the end of a membership waits for the last sample; a driver that hangs is left behind
@@ -185,7 +185,7 @@ def meet_peers(
     # A launcher that starts its ranks again may keep the store, and in it the addresses of the ranks before.
     attempt = hashlib.sha256(secret).hexdigest()[:16]
     address = _reachable_address(card, cards)
-    if is_loopback(address) and any(one.host != card.host for one in cards):
+    if is_loopback_host(address) and any(one.host != card.host for one in cards):
         text = f"{master} leads to {address} here, which no other host reaches: pings from there will be lost"
         events.write("remark", step=None, text=text)
     return PeerRendezvous(store=PrefixStore(attempt, store), secret=secret, address=address), count_sharers(card, cards)
@@ -197,9 +197,9 @@ def _reachable_address(card: DeviceCard, cards: Sequence[DeviceCard]) -> str:
     The first host often knows its own name as 127.0.1.1 (Debian's /etc/hosts); its address is then the one that leads
     to a rank elsewhere.
     """
-    if not is_loopback(card.address):
+    if not is_loopback_host(card.address):
         return card.address
-    far = (one.address for one in cards if one.host != card.host and not is_loopback(one.address))
+    far = (one.address for one in cards if one.host != card.host and not is_loopback_host(one.address))
     return next((found for found in map(_address_towards, filter(None, far))), card.address)
 
 

@@ -97,13 +97,6 @@ def gpu_uuid(device: torch.device) -> str:
     return prefix + uuid
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this host reaches it."""
-    with suppress(ValueError):
-        return ipaddress.ip_address(address).is_loopback
-    return False
-
-
 def _packed_address(address: str) -> bytes:
     with suppress(ValueError):
         place = ipaddress.ip_address(address.partition("%")[0])
