@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.jobs import AnyJob
+from phalanx.api.jobs import AnyJob, read_job
 from phalanx.api.progress_line import ProgressLine, teller
 from phalanx.api.results import Overrides, Tell
 from phalanx.api.train_inputs import (
@@ -25,6 +25,7 @@ from phalanx.api.train_inputs import (
     setting_texts,
 )
 from phalanx.errors import PhalanxError, Problem, TrainingFailure, mistake
+from phalanx.io.codec import json_text
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.units import plural
@@ -281,8 +282,9 @@ def _asked_of_all(call: TrainCall) -> list[str]:
         if isinstance(name, str | Path) or name is None:
             with contextlib.suppress(OSError):  # rank 0 says what is wrong with it
                 asked.append(Path(name).read_text(encoding="utf-8", errors="replace") if name else "")
-        else:
-            asked.append(repr(name))
+        else:  # not all of a plan: the seconds of its search are another number in every rank
+            shared = (name.job, name.cluster.name, name.layout) if isinstance(name, Plan) else read_job(name).job
+            asked.append(json_text(shared))
     return asked
 
 
