@@ -116,7 +116,11 @@ class JobTable(PublicResult):
 
 
 def show(job: AnyJob, *, overrides: Overrides = ()) -> JobTable:
-    """Every value of a job, or of the job of a run folder, and where it came from."""
+    """Every value of a job, or of the job of a run folder, and where it came from.
+
+    >>> show("examples/drill.toml").to_dict()["origins"]["batch.micro"]
+    'examples/drill.toml:25'
+    """
     run = None
     if isinstance(job, str | Path) and Path(job).is_dir():
         from phalanx.record.run import open_run
@@ -174,6 +178,8 @@ def import_job(
 
     Nothing is dropped silently: the result and the file list every setting that has no place in a job. Without `out`
     nothing is written. Raises UserError where the model or the batch cannot be told.
+
+    >>> print(import_job("torchtitan.toml", cluster="8xH100:4", out="job.toml"))  # doctest: +SKIP
     """
     from phalanx.io.files import write_text
     from phalanx.rules.foreign.convert import convert_config, find_trainer

@@ -76,6 +76,10 @@ def train(
 
     In a process that torchrun, srun or mpirun started this is one rank of the run; rank 0 gets the Run back, and the
     others end here (SystemExit).
+
+    >>> run = phalanx.train("examples/first-run.toml", steps=20)  # doctest: +SKIP
+    >>> print(run)  # doctest: +SKIP
+    >>> run = phalanx.train(resume=run)  # doctest: +SKIP
     """
     from phalanx.elastic.launchers import find_rank
     from phalanx.train.prepare import need_torch
@@ -122,7 +126,11 @@ def dry_run(
     progress: bool | Tell = True,
     **options: Any,
 ) -> Plan:
-    """Plan and check everything that `train` would, start nothing, and return the Plan; options as of `train`."""
+    """Plan and check everything that `train` would, start nothing, and return the Plan; options as of `train`.
+
+    >>> dry_run("examples/first-run.toml").layout.devices  # doctest: +SKIP
+    2
+    """
     from phalanx.elastic.launchers import find_rank
     from phalanx.train.prepare import need_torch
 
@@ -307,6 +315,8 @@ def join_run(
     host can hold (its share of the plan), `address` is where the other hosts reach it. `election` replaces, for this
     host, what the launcher chose of the job's `fault.election`: another address of the same etcd, say. Code that the
     run's job names is run only with `allow_code`: what the folder says of consent was written by somebody else.
+
+    >>> join_run("/shared/runs/first-run", slots=8, address="10.0.0.2")  # doctest: +SKIP
     """
     from phalanx.elastic.election import check_election
     from phalanx.elastic.local_launch import ENDED, STOPPING, agent_command, share_of

@@ -70,6 +70,11 @@ class CheckReport:
     """What the specification says of one target. `str()` is what `phalanx check` prints; a notebook shows HTML.
 
     Iterating gives what speaks against the target, the worst first; `findings` has every answer, passes too.
+
+    >>> import phalanx
+    >>> report = phalanx.check("examples/drill.toml", select="TOP")
+    >>> report.is_clean, report.verdicts["TOP002"]
+    (True, 'pass')
     """
 
     edition: str
