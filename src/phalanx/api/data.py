@@ -217,8 +217,8 @@ def checksum(path: str | Path) -> Checksum:
 
     A dataset of 0.6 gets digests of its blocks, so that training notices damage in what it reads.
 
-    >>> checksum("data/tokens").trouble  # doctest: +SKIP
-    ()
+    >>> checksum("data/tokens").files  # doctest: +SKIP
+    7
     """
     from phalanx.job.dataset import verify_dataset
 

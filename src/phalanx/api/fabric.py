@@ -1,8 +1,8 @@
 """Networks for training: `phalanx.fabric.design(gpus=131072)`, and what `phalanx fabric` prints.
 
 >>> import phalanx
->>> phalanx.fabric.design(512)
-<>
+>>> phalanx.fabric.show("clos2:64x400G/2p/16").fabric.planes
+2
 """
 
 from __future__ import annotations
