@@ -180,7 +180,7 @@ class _NamespacePackage(types.ModuleType):
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_namespace(self)["__all__"]})
+        return sorted([*_namespace(self)["__all__"], "__all__", "__doc__", "__file__", "__path__"])
 
 
 def _namespace(package: types.ModuleType) -> dict[str, Any]:
@@ -233,4 +233,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, "__all__", "__doc__", "__file__", "__path__", "__version__"})

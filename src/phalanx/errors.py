@@ -62,7 +62,15 @@ class RuleError(PhalanxError):
 
 
 class UserError(PhalanxError):
-    """The job, the file or the call is wrong; the message says what to change."""
+    """The job, the file or the call is wrong; the message says what to change.
+
+    >>> import phalanx
+    >>> try:
+    ...     phalanx.load("none.toml")
+    ... except phalanx.UserError as error:
+    ...     print(error.problems[0].what)
+    there is no such job file
+    """
 
     exit_code = 2
 
@@ -74,7 +82,13 @@ class SystemFailure(PhalanxError):
 
 
 class TrainingFailure(SystemFailure):
-    """A run failed. `run` is what there is of it: it can be read, checked and resumed."""
+    """A run failed. `run` is what there is of it: it can be read, checked and resumed.
+
+    >>> try:  # doctest: +SKIP
+    ...     phalanx.train("job.toml")
+    ... except phalanx.TrainingFailure as error:
+    ...     phalanx.train(resume=error.run)
+    """
 
     def __init__(self, problems: Problem | Sequence[Problem], *, run: Any = None, exit_code: int = 3) -> None:
         super().__init__(problems)

@@ -17,6 +17,8 @@ from phalanx.cli.main import FORMER_NAMES, VERBS
 ROOT = Path(__file__).parents[2]
 # Public functions without a verb of their own: they make or open what the others take.
 WITHOUT_VERB = {"check", "cluster", "load", "runs"}
+# Public names whose docstring needs no example: UserError and TrainingFailure show how the others are caught.
+WITHOUT_EXAMPLE = {"PhalanxError", "RuleError", "SystemFailure", "__version__"}
 
 
 def functions() -> set[str]:
@@ -75,12 +77,23 @@ def test_names_are_listed_documented_and_found() -> None:
     assert set(phalanx.__all__) <= set(dir(phalanx))
     assert sorted(phalanx.__all__) == phalanx.__all__
     assert {name for names in phalanx._HOMES.values() for name in names} | {"__version__"} == set(phalanx.__all__)
-    for name in functions():
-        assert inspect.getdoc(attrgetter(name)(phalanx)), name
+    scaling = {f"scale.{name}" for name in phalanx.scale.__all__}
+    for name in functions() | scaling | set(phalanx.__all__) - WITHOUT_EXAMPLE:
+        assert ">>> " in (inspect.getdoc(attrgetter(name)(phalanx)) or ""), f"{name} has no example"
     assert phalanx.__version__[0].isdigit() or phalanx.__version__ == "unknown"
     with pytest.raises(AttributeError, match=r"no attribute 'simulat'; did you mean simulate\?"):
         phalanx.simulat  # noqa: B018
     assert not hasattr(phalanx, "__wrapped__")
+
+
+def test_dir_shows_public_names_only() -> None:
+    """What a notebook completes after `phalanx.`, also when subpackages were imported."""
+    from phalanx.scale import points  # noqa: F401
+
+    for module in (phalanx, phalanx.data, phalanx.fabric, phalanx.scale):
+        shown = {name for name in dir(module) if name not in module.__all__}
+        assert shown <= {"__all__", "__doc__", "__file__", "__path__", "__version__"}, module.__name__
+        assert set(module.__all__) <= set(dir(module))
 
 
 def test_exceptions_are_one_tree() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ CASES: dict[str, tuple[list[str], Callable[[], Any]]] = {
     "rules": (["rules", "--select", "CKP"], lambda: phalanx.rules("CKP")),
     "explain": (["explain", "CKP001"], lambda: phalanx.explain("CKP001")),
     "show": (["show", JOB], lambda: phalanx.show(JOB)),
+    "load": (["show", JOB], lambda: phalanx.load(JOB)),
     "cluster": (["cluster", "8xH100:16"], lambda: phalanx.describe_cluster("8xH100:16")),
     "sim": (["sim", JOB, "--days", "30", "--runs", "2"], lambda: phalanx.simulate(JOB, days=30, runs=2)),
     "design": (["fabric", "design", "--gpus", "512"], lambda: phalanx.fabric.design(512)),
@@ -46,6 +48,39 @@ def test_a_result_prints_what_the_verb_prints(
     assert repr(result).startswith("<")
     assert "\n" not in repr(result)
     assert "<" in result._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: phalanx.load(JOB), f"<ResolvedJob llama-3-8b: llama-3-8b, 1.00T tokens, from {JOB}>"),
+        (lambda: phalanx.load(JOB).job, "<Job llama-3-8b: llama-3-8b, 1.00T tokens>"),
+        (lambda: phalanx.cluster("8xH100:4"), "<Cluster 8xH100-80GB-SXM:4: 32 devices>"),
+        (
+            lambda: phalanx.check(JOB, select="TOP002").findings[0],
+            "<Finding TOP002 pass: no tensor parallelism>",
+        ),
+    ],
+    ids=["load", "job", "cluster", "finding"],
+)
+def test_a_value_is_a_line(make: Callable[[], Any], line: str) -> None:
+    assert repr(make()) == line
+
+
+def test_a_long_name_is_cut_and_stays_in_its_line() -> None:
+    resolved = phalanx.load(JOB)
+    model = dataclasses.replace(resolved.job.model, name="a\nb" * 100)
+    named = dataclasses.replace(resolved.job, model=model)
+    assert repr(named) == f"<Job llama-3-8b: {('a' + chr(92) + 'nb') * 10}…, 1.00T tokens>"
+    found = phalanx.check(JOB, select="TOP002").findings[0]
+    long = dataclasses.replace(found, outcome=dataclasses.replace(found.outcome, what="x\n" * 100))
+    assert len(repr(long)) < 150
+    assert "\n" not in repr(long)
+
+
+def test_a_job_without_a_file_is_shown() -> None:
+    bare = phalanx.load(JOB).job
+    assert "llama-3-8b" in str(phalanx.show(bare))
 
 
 def _timeless(page: str) -> list[str]:

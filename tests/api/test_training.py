@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import phalanx
+from phalanx.api.train_inputs import TrainCall
+from phalanx.api.training import _asked_of_all
 
 JOB = """\
 name = "small"
@@ -102,3 +105,15 @@ def test_a_dry_run_is_the_plan_and_starts_nothing(here: Path, capsys: pytest.Cap
 def test_what_is_refused(here: Path, options: dict[str, object], told: str) -> None:
     with pytest.raises(phalanx.UserError, match=told):
         phalanx.train(progress=False, **options)  # type: ignore[arg-type]
+
+
+def test_ranks_compare_the_job_and_not_the_seconds_of_a_search() -> None:
+    """Every rank of `srun python train.py` loads or plans for itself; what they train must be the same."""
+    job = phalanx.load(Path(__file__).parents[2] / "examples/llama-3-8b-64xH100.toml")
+    other = replace(job, job=replace(job.job, optim=replace(job.job.optim, lr=1e-9)))
+    plans = [phalanx.plan(one, "8xH100:4", calibration=None) for one in (job, other)]
+    slower = replace(plans[0], search=replace(plans[0].search, seconds=99.0))
+    assert _asked_of_all(TrainCall(job=job)) == _asked_of_all(TrainCall(job=job.job))
+    assert _asked_of_all(TrainCall(job=job)) != _asked_of_all(TrainCall(job=other))
+    assert _asked_of_all(TrainCall(plan=plans[0])) == _asked_of_all(TrainCall(plan=slower))
+    assert _asked_of_all(TrainCall(plan=plans[0])) != _asked_of_all(TrainCall(plan=plans[1]))

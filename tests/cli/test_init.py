@@ -11,7 +11,7 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.job.load import load
 from phalanx.job.model import VOCAB, known_presets
-from phalanx.plan.parameter_counts import count_parameters
+from phalanx.job.parameter_counts import count_parameters
 from phalanx.plan.prediction import token_budget
 
 

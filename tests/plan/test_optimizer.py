@@ -38,7 +38,7 @@ def test_muon_pays_adamw_for_embedding_and_head(make_ask):
     layout = search_layouts(replace(request, memory=replace(request.memory, usable=9.0))).best.layout
     _, _, memory = price_layouts(request, [layout])
     tables = 2 * request.model.vocab * request.model.hidden
-    matrices = phalanx.plan.parameter_counts.count_parameters(request.model).total - tables
+    matrices = phalanx.job.parameter_counts.count_parameters(request.model).total - tables
     assert float(memory.optimizer[0]) == pytest.approx(matrices * 8.0 + tables * 12.0, rel=1e-3)
 
 
@@ -88,7 +88,7 @@ def test_parameters_cross_the_host_link_for_every_micro_batch(make_ask):
         search_layouts(request).best.layout, tensor=1, pipeline=1, context=1, data=8, shard=8, micro_batch=1
     )
     _, times, _ = price_layouts(request, [layout, replace(layout, offload="none")])
-    owned = phalanx.plan.parameter_counts.count_parameters(request.model).total / 8
+    owned = phalanx.job.parameter_counts.count_parameters(request.model).total / 8
     link_s = owned * 12.0 / 25e9
     assert link_s <= float(times.micro_s[0]) <= link_s + float(times.micro_s[1])
 
@@ -132,7 +132,7 @@ def test_powersgd_bytes_are_those_of_its_factors(make_ask):
     plan_data = next(
         use for use in phalanx.plan.mapping.map_axes(request, search_layouts(request).best.layout) if use.axis == "data"
     )
-    weights = phalanx.plan.parameter_counts.count_parameters(request.model).total / 8
+    weights = phalanx.job.parameter_counts.count_parameters(request.model).total / 8
     thin = weights * 32.0 / request.model.hidden
     assert plan_data.bytes_per_step == pytest.approx(2 * thin * (1 - 1 / 2), rel=0.2)
 

@@ -1,11 +1,11 @@
-"""Parameters per rank, held against phalanx.plan.parameter_counts, which counts the same models another way."""
+"""Parameters per rank, held against phalanx.job.parameter_counts, which counts the same models another way."""
 
 import numpy as np
 import pytest
 
 from phalanx.job.model import known_presets
+from phalanx.job.parameter_counts import count_parameters
 from phalanx.plan.case_columns import model_columns
-from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.weights import active_weights, rank_weights, total_weights
 from phalanx.validate.throughput_rows import row_columns, to_cases
 

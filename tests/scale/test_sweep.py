@@ -16,8 +16,8 @@ import pytest
 import phalanx
 from phalanx.errors import UserError
 from phalanx.job.load import load
+from phalanx.job.parameter_counts import count_parameters
 from phalanx.job.schema import Job, Scale
-from phalanx.plan.parameter_counts import count_parameters
 from phalanx.record.run import open_run
 from phalanx.scale.sweep_grid import SweepRun, decides_digest, learning_rate_and_batch, parse_budgets, sweep_runs
 from phalanx.scale.sweep_shapes import shape_near

@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx.job.model import known_presets
-from phalanx.plan.parameter_counts import count_parameters
+from phalanx.job.parameter_counts import count_parameters
 from phalanx.validate import throughput_table
 
 SMALL = {"layers": "24", "hidden": "2048"}

@@ -234,6 +234,9 @@ def fix(
     """Edit a job file so that findings of `check` go away; `unsafe` also makes edits that change the training.
 
     With `write=False` nothing is written and the result prints as a diff. Further options are those of `check`.
+
+    >>> fix("examples/drill.toml", write=False).diff
+    ''
     """
     from phalanx.rules.fixes import edited_text, find_fix, read_exactly, unified_difference, write_exactly
 
@@ -376,7 +379,12 @@ class RuleList(PublicResult):
 
 
 def rules(select: str = "", *, profile: str | None = None, own: Iterable[RuleSource] = ()) -> RuleList:
-    """The rules of the training specification; `select` as in `check`, `profile` one they hold for, `own` yours."""
+    """The rules of the training specification; `select` as in `check`, `profile` one they hold for, `own` yours.
+
+    >>> import phalanx
+    >>> [one.id for one in phalanx.rules("CKP").rules][:3]
+    ['CKP001', 'CKP002', 'CKP003']
+    """
     from phalanx.rules.edition import select_rules as select_rules
     from phalanx.rules.own_rules import collect_own_rules
     from phalanx.rules.profiles import find_profile
@@ -402,6 +410,9 @@ def explain(
     """One rule by id or name: what it demands, why, and its sources; with a target, also what it says of that.
 
     Further options are those with which `check` gathers evidence: overrides, cluster, plan, drills and so on.
+
+    >>> explain("CKP001").rule.slug
+    'interval-daly'
     """
     from phalanx.rules.explain import explain as explain_rule
 

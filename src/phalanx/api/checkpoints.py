@@ -141,6 +141,8 @@ def checkpoints(path: AnyRun, *, checksum: bool = False, tell: Tell = silent) ->
 
     With `checksum` every byte is read and compared with its digest. `path` may also be a folder that `phalanx export`
     wrote.
+
+    >>> print(checkpoints("runs/first-run", checksum=True))  # doctest: +SKIP
     """
     folder = path.path if isinstance(path, Run) else Path(path)
     if not (folder / "plan.json").is_file() and (folder / CHECKSUMS).is_file():
@@ -192,6 +194,8 @@ def export(
 
     `step` is the newest checkpoint unless given; `dtype` is fp32, bf16 or fp16. SHA256SUMS has a digest of every file:
     `phalanx.checkpoints(out, checksum=True)` compares them.
+
+    >>> export("runs/first-run", "weights")  # doctest: +SKIP
     """
     from phalanx.train.prepare import need_torch
 

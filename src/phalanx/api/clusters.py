@@ -85,7 +85,12 @@ def describe_cluster(
     profile: str | Path | None = None,
     hardware: Sequence[str | Path] = (),
 ) -> ClusterPage:
-    """The cluster and, for `local`, the machine behind it, as `phalanx cluster` prints them."""
+    """The cluster and, for `local`, the machine behind it, as `phalanx cluster` prints them.
+
+    >>> page = describe_cluster("8xH100:4")
+    >>> page.cluster
+    <Cluster 8xH100-80GB-SXM:4: 32 devices>
+    """
     machine = discover() if str(spec).strip() == "local" else None
     try:
         found = cluster(spec, ranks=ranks, profile=profile, hardware=hardware)
@@ -109,7 +114,11 @@ class AcceleratorList(PublicResult):
 
 
 def accelerators(*, hardware: Sequence[str | Path] = ()) -> AcceleratorList:
-    """The accelerators that Phalanx knows, and those in files of yours."""
+    """The accelerators that Phalanx knows, and those in files of yours.
+
+    >>> [one.name for one in accelerators().accelerators if "H100" in one.name][:2]
+    ['H100-80GB-SXM', 'H100-96GB-500W']
+    """
     found = known_accelerators(files=tuple(Path(one) for one in hardware))
     return AcceleratorList(accelerators=tuple(found))
 
@@ -203,6 +212,9 @@ def probe(
     """Measure this machine and store a profile, which later plans for `local` use.
 
     `disk` is the folder whose disk is measured, `engine` auto, torch or numpy (auto: torch where it is installed).
+
+    >>> print(probe(seconds=10))  # doctest: +SKIP
+    >>> phalanx.plan("job.toml", "local")  # doctest: +SKIP
     """
     if not LEAST_S <= seconds <= MOST_S:
         why = "shorter is noise, longer teaches nothing"

@@ -1,4 +1,9 @@
-"""Datasets: build one from text, show what it holds, and check that its files are what its manifest says."""
+"""Datasets: build one from text, show what it holds, and check that its files are what its manifest says.
+
+>>> made = phalanx.data.build("data/tokens", ["texts"], vocab="8k")  # doctest: +SKIP
+>>> made.sizes()["train"]["tokens"]  # doctest: +SKIP
+1200000
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,12 @@ Count = int | str  # 8192 or "8k"
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Dataset(PublicResult):
-    """A dataset folder and its manifest."""
+    """A dataset folder and its manifest.
+
+    >>> found = phalanx.data.show("data/tokens")  # doctest: +SKIP
+    >>> found.manifest.vocab  # doctest: +SKIP
+    50257
+    """
 
     path: Path
     manifest: Manifest
@@ -94,6 +104,8 @@ def build(
     `sources` are files and folders; as a mapping, with the weight of each (2: seen twice as often). Without
     `tokenizer` (a tokenizer.json) one of `vocab` tokens is trained. `split_on` says what ends a document of a text
     file: file, blank, line or formfeed.
+
+    >>> build("data/tokens", ["texts"], vocab="8k")  # doctest: +SKIP
     """
     from phalanx.job.dataset import cache_folder
     from phalanx.job.model import VOCAB
@@ -158,7 +170,11 @@ def _parse_count(option: str, text: Count | None, default: int) -> int:
 
 
 def show(path: str | Path) -> Dataset:
-    """What a dataset holds; raises UserError where files are missing or have other sizes than the manifest says."""
+    """What a dataset holds; raises UserError where files are missing or have other sizes than the manifest says.
+
+    >>> show("data/tokens").sizes()["train"]["tokens"]  # doctest: +SKIP
+    1200000
+    """
     from phalanx.job.dataset import check_dataset_files, read_manifest
 
     manifest = read_manifest(Path(path))
@@ -168,7 +184,11 @@ def show(path: str | Path) -> Dataset:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Checksum(PublicResult):
-    """Every file of a dataset is what its manifest says."""
+    """Every file of a dataset is what its manifest says.
+
+    >>> phalanx.data.checksum("data/tokens").digest[:12]  # doctest: +SKIP
+    '1f0c9a5be2d4'
+    """
 
     path: Path
     files: int
@@ -196,6 +216,9 @@ def checksum(path: str | Path) -> Checksum:
     """Read every file of a dataset and compare its checksum with the manifest; raises UserError naming what differs.
 
     A dataset of 0.6 gets digests of its blocks, so that training notices damage in what it reads.
+
+    >>> checksum("data/tokens").files  # doctest: +SKIP
+    7
     """
     from phalanx.job.dataset import verify_dataset
 
@@ -213,3 +236,7 @@ def checksum(path: str | Path) -> Checksum:
 
 
 __all__ = ["Checksum", "Dataset", "build", "checksum", "show"]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__all__", "__doc__", "__file__"])

@@ -108,6 +108,10 @@ def drill(
     `chaos` draws faults at random moments for so many `minutes`, `rate` of them a minute. This machine plays `hosts`
     hosts with `spares` spare slots. The run is repeated without faults to compare digests, unless `replay` is False.
     The record is signed; one in which every verdict holds is also kept where `check` finds it.
+
+    >>> page = drill("job.toml", "kill:rank=1,step=5", hosts=2)  # doctest: +SKIP
+    >>> page.ok  # doctest: +SKIP
+    True
     """
     named = (faults,) if isinstance(faults, str) else tuple(faults)
     if chaos and named:
@@ -379,7 +383,10 @@ def drill_suite(
     allow_code: bool = False,
     tell: Tell = silent,
 ) -> DrillSuite:
-    """Run the standard drills, which answer rules of `check`; the same for everybody, so that records compare."""
+    """Run the standard drills, which answer rules of `check`; the same for everybody, so that records compare.
+
+    >>> print(drill_suite("job.toml"))  # doctest: +SKIP
+    """
     from phalanx.train.drill.schedule import LEAST_WORLD, suite_parts
     from phalanx.train.prepare import need_torch
 
@@ -479,7 +486,11 @@ class DrillRecord(PublicResult):
 
 
 def read_drill_record(path: str | Path) -> DrillRecord:
-    """Read the record of a drill, and check its signature and the digests of its evidence."""
+    """Read the record of a drill, and check its signature and the digests of its evidence.
+
+    >>> read_drill_record("drill.json").wrong  # doctest: +SKIP
+    ()
+    """
     from phalanx.record.drill import check_record, key_path
     from phalanx.train.drill.report import drill_key
 

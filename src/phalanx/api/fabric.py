@@ -1,4 +1,9 @@
-"""Networks for training: `phalanx.fabric.design(gpus=131072)`, and what `phalanx fabric` prints."""
+"""Networks for training: `phalanx.fabric.design(gpus=131072)`, and what `phalanx fabric` prints.
+
+>>> import phalanx
+>>> phalanx.fabric.show("clos2:64x400G/2p/16").fabric.planes
+2
+"""
 
 from __future__ import annotations
 
@@ -32,3 +37,7 @@ __all__ = [
     "show",
     "simulate",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__all__", "__doc__", "__file__"])

@@ -361,7 +361,12 @@ def decisions(
     restart_s: float | None = None,
     tell: Tell = silent,
 ) -> FabricDecisions:
-    """Planes, paths per connection and recovery, for a number of GPUs or for a fabric that exists."""
+    """Planes, paths per connection and recovery, for a number of GPUs or for a fabric that exists.
+
+    >>> print(decisions(512))  # doctest: +ELLIPSIS
+    1. 8 planes of 512 ports reach 131,072 hosts in 2 tiers, one plane of 64 only 2,048
+    ...
+    """
     from phalanx.network.fabric.decisions import BOX, decisions_of
     from phalanx.network.fabric.decisions import fabric_decisions as decide
     from phalanx.network.fabric.failure_budget import EDGE_RECOVERY_S, RESTART_S
@@ -461,7 +466,11 @@ class FabricCatalogue(PublicResult):
 
 
 def catalogue() -> FabricCatalogue:
-    """The fabrics and switches that have names."""
+    """The fabrics and switches that have names.
+
+    >>> sorted(catalogue().fabrics)[0]
+    'fat-tree-64k'
+    """
     from phalanx.network.fabric.switch_catalogue import known_switches, named_fabrics
 
     return FabricCatalogue(fabrics=dict(named_fabrics()), switches=tuple(known_switches()))

@@ -168,7 +168,10 @@ def export(
     seed: int = 0,
     tell: Tell = silent,
 ) -> HtsimFiles:
-    """Write a fabric (.topo) and its traffic (.cm) for the packet simulator htsim."""
+    """Write a fabric (.topo) and its traffic (.cm) for the packet simulator htsim.
+
+    >>> export("clos2:64x400G/2p/16", topo="clos.topo", cm="ring.cm", traffic="ring")  # doctest: +SKIP
+    """
     from phalanx.io.files import write_text
     from phalanx.sim.htsim.connection_matrix import matrix_of, write_cm
     from phalanx.sim.htsim.topology import write_topo

@@ -109,6 +109,9 @@ def simulate(
     `traffic` is permutation, incast, ring, …, a CSV matrix or a job (`JOB.toml:AXIS`); `fail` are parts such as
     "link:0/3/5" or "t1:0/2@50us..2ms". `compare` sets a conventional fabric beside recovery at the edge, `scenario`
     does so for a named failure or for "all". `cpu` bounds the CPU seconds (600).
+
+    >>> simulate("clos2:16x400G/2p/8", traffic="ring", nbytes="1M")
+    <TrafficSimulation: clos2:16x400G/2p/8: ring, 16 flows of 1.00 MB, 16.0 MB in all>
     """
     call = TrafficCall(
         fabric=str(fabric),

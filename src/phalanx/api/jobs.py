@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.api.results import Overrides, PublicResult, Tell, warn
 from phalanx.errors import Problem, UserError, mistake
-from phalanx.io.tables import text_table
 from phalanx.job.load import ResolvedJob
 from phalanx.job.load import load as load_file
 from phalanx.job.schema import Job
@@ -92,7 +91,7 @@ class JobTable(PublicResult):
     communication: Communication | None
 
     def __str__(self) -> str:
-        lines = [job_table(self.resolved)]
+        lines = [str(self.resolved)]
         if self.run is not None:
             from phalanx.record.account.communication import communication_lines
 
@@ -104,8 +103,9 @@ class JobTable(PublicResult):
         """Path, job, origins, and values that follow from others."""
         from phalanx.io.codec import json_values
         from phalanx.job.load import job_to_dict, job_to_rows
+        from phalanx.job.text import auto_tokens
 
-        tokens = auto_tokens(self.resolved)
+        tokens = auto_tokens(self.resolved.job)
         shown = {
             "path": str(self.resolved.path),
             "job": job_to_dict(self.resolved.job),
@@ -116,7 +116,11 @@ class JobTable(PublicResult):
 
 
 def show(job: AnyJob, *, overrides: Overrides = ()) -> JobTable:
-    """Every value of a job, or of the job of a run folder, and where it came from."""
+    """Every value of a job, or of the job of a run folder, and where it came from.
+
+    >>> show("examples/drill.toml").to_dict()["origins"]["batch.micro"]
+    'examples/drill.toml:25'
+    """
     run = None
     if isinstance(job, str | Path) and Path(job).is_dir():
         from phalanx.record.run import open_run
@@ -130,41 +134,6 @@ def show(job: AnyJob, *, overrides: Overrides = ()) -> JobTable:
     from phalanx.record.archive.history import RunHistory
 
     return JobTable(resolved=resolved, run=run, communication=read_communication(RunHistory.open(run)))
-
-
-def job_table(resolved: ResolvedJob) -> str:
-    """Key, value and origin in three columns, a blank line between sections."""
-    from phalanx.job.key_rules import shown_value
-    from phalanx.job.load import job_to_rows
-    from phalanx.job.model import TOKENS_PER_PARAMETER
-
-    def cell(value: object) -> str:
-        if value is None:
-            return "not given"
-        return f"{value:_}" if isinstance(value, int) and not isinstance(value, bool) else shown_value(value, limit=48)
-
-    rows = [(key, cell(value), origin) for key, value, origin in job_to_rows(resolved)]
-    if tokens := auto_tokens(resolved):
-        note = f"{TOKENS_PER_PARAMETER} per parameter: {tokens:_}"
-        rows = [(key, value, f"{origin}; {note}" if key == "data.tokens" else origin) for key, value, origin in rows]
-    lines: list[str] = []
-    section = ""
-    for (key, _, _), line in zip(rows, text_table(rows), strict=True):
-        if "." in key and key.partition(".")[0] != section:
-            section = key.partition(".")[0]
-            lines.append("")
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def auto_tokens(resolved: ResolvedJob) -> int:
-    """What `data.tokens = "auto"` comes to for this model; 0 where the job names a number."""
-    from phalanx.job.model import TOKENS_PER_PARAMETER
-    from phalanx.plan.parameter_counts import count_parameters
-
-    if resolved.job.data.tokens != "auto":
-        return 0
-    return TOKENS_PER_PARAMETER * count_parameters(resolved.job.model).total
 
 
 # ---- import ----------------------------------------------------------------------------------------------------------
@@ -209,6 +178,8 @@ def import_job(
 
     Nothing is dropped silently: the result and the file list every setting that has no place in a job. Without `out`
     nothing is written. Raises UserError where the model or the batch cannot be told.
+
+    >>> print(import_job("torchtitan.toml", cluster="8xH100:4", out="job.toml"))  # doctest: +SKIP
     """
     from phalanx.io.files import write_text
     from phalanx.rules.foreign.convert import convert_config, find_trainer

@@ -158,6 +158,9 @@ def launch(
     returns when the jobs have ended. A job that is queued or running already is refused, unless `again` is given.
 
     Defaults come from [launch] of the job, then from launch.toml in ~/.config/phalanx and /etc/xdg/phalanx.
+
+    >>> launched = launch("job.toml", on="slurm", time_s=3600)  # doctest: +SKIP
+    >>> print(launched)  # doctest: +SKIP
     """
     from phalanx.launch.book import job_digest
 
@@ -220,7 +223,11 @@ def launch(
 
 
 def queue(*, group: str = "", on: str | None = None, progress: bool | Tell = False) -> QueueTable:
-    """Jobs that were launched, with their states: of one `group`, or of one system `on`."""
+    """Jobs that were launched, with their states: of one `group`, or of one system `on`.
+
+    >>> for one in queue(on="slurm").jobs:  # doctest: +SKIP
+    ...     print(one.id, one.state)
+    """
     from phalanx.errors import PhalanxError
     from phalanx.launch.book import read_records
 
@@ -241,13 +248,19 @@ def queue(*, group: str = "", on: str | None = None, progress: bool | Tell = Fal
 
 
 def why(job: str) -> WhyResult:
-    """Why a launched job waits, or why it ended, with the cure; `job` is its id or its run folder."""
+    """Why a launched job waits, or why it ended, with the cure; `job` is its id or its run folder.
+
+    >>> print(why("4711"))  # doctest: +SKIP
+    """
     system, id_ = _find_job(job)
     return WhyResult(explanation=system.explain(id_))
 
 
 def logs(job: str, *, rank: int | None = None, lines: int = 50) -> LogText:
-    """The last lines that a launched job wrote: its script and agents, or one rank."""
+    """The last lines that a launched job wrote: its script and agents, or one rank.
+
+    >>> print(logs("4711", rank=3, lines=20))  # doctest: +SKIP
+    """
     from phalanx.launch.book import find_record
     from phalanx.record.run import open_run
 
@@ -264,14 +277,20 @@ def logs(job: str, *, rank: int | None = None, lines: int = 50) -> LogText:
 
 
 def cancel(job: str) -> JobAction:
-    """End a launched job: no process of it stays behind, its run folder does."""
+    """End a launched job: no process of it stays behind, its run folder does.
+
+    >>> cancel("4711")  # doctest: +SKIP
+    """
     system, id_ = _find_job(job)
     system.cancel(id_)
     return _job_action(id_, "cancelled")
 
 
 def requeue(job: str) -> JobAction:
-    """Start a launched job again: it goes on from its newest checkpoint."""
+    """Start a launched job again: it goes on from its newest checkpoint.
+
+    >>> requeue("4711")  # doctest: +SKIP
+    """
     from dataclasses import replace
 
     from phalanx.launch.book import find_record, record_launch

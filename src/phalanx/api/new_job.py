@@ -39,8 +39,11 @@ class NewJob(PublicResult):
 
 
 def init(path: str | Path = "job.toml", *, model: str = TINY, cluster: str = LOCAL, force: bool = False) -> NewJob:
-    """Write a commented job file that works as it stands; an existing file is kept unless `force`."""
-    from phalanx.plan.parameter_counts import count_parameters
+    """Write a commented job file that works as it stands; an existing file is kept unless `force`.
+
+    >>> print(init("job.toml", model="llama-3-8b", cluster="8xH100:4"))  # doctest: +SKIP
+    """
+    from phalanx.job.parameter_counts import count_parameters
 
     file, preset = Path(path), _known_preset(model)
     devices = 0

@@ -74,7 +74,10 @@ class OutsideList(PublicResult):
 
 
 def list_outside_drills() -> OutsideList:
-    """The drills that `drill_outside` runs; runs none of them."""
+    """The drills that `drill_outside` runs; runs none of them.
+
+    >>> print(list_outside_drills())  # doctest: +SKIP
+    """
     from phalanx.train.drill.outside import outside_drills
     from phalanx.train.prepare import need_torch
 
@@ -87,6 +90,9 @@ def drill_outside(only: str | Sequence[str] = (), *, runs: str | Path = "runs", 
 
     Frozen coordinators, full disks, kills in a row, flipped bits in every kind of file and in live state, changed data,
     strangers at the ports, hostile files, a busy core: real faults, each with what must come of it.
+
+    >>> drill_outside("frozen-coordinator").exit_code  # doctest: +SKIP
+    0
     """
     from phalanx.train.drill.outside import perform_outside, select_drills
     from phalanx.train.prepare import need_torch

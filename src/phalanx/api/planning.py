@@ -95,7 +95,14 @@ class PlanComparison(PublicResult):
 
 
 def compare_plans(plans: Sequence[Plan], names: Sequence[str] = ()) -> PlanComparison:
-    """What differs between 2 to 8 plans: layout, time, cost and memory; `names` head the columns."""
+    """What differs between 2 to 8 plans: layout, time, cost and memory; `names` head the columns.
+
+    >>> import phalanx
+    >>> plans = [phalanx.plan("examples/llama-3-8b-64xH100.toml", cluster) for cluster in ("8xH100:4", "8xH100:8")]
+    >>> found = compare_plans(plans, ["4 hosts", "8 hosts"])
+    >>> found.names
+    ('4 hosts', '8 hosts')
+    """
     from phalanx.plan.text import compare_plans
 
     if not 2 <= len(plans) <= MOST_COMPARED:
@@ -127,7 +134,11 @@ class CalibrationResult(PublicResult):
 
 
 def calibrate(measured: str | Path) -> CalibrationResult:
-    """Refit five factors of the cost model from a run folder, or from a table of measured steps."""
+    """Refit five factors of the cost model from a run folder, or from a table of measured steps.
+
+    >>> calibrate("runs/first-run").write("calibration.json")  # doctest: +SKIP
+    >>> phalanx.plan("job.toml", calibration="calibration.json")  # doctest: +SKIP
+    """
     from phalanx.validate.calibration_report import calibrate_run, calibrate_table
 
     source = Path(measured)
@@ -199,6 +210,8 @@ def backtest(
     conditions). Of runs, at most five factors per source are fitted first from the rows of `calibration`, or from
     `draw` rows of each source, which are then left out of the score. Of claims, `simulate` also runs what takes more
     than a minute.
+
+    >>> print(backtest("throughput_public.csv", draw=3))  # doctest: +SKIP
     """
     from phalanx.validate.network_claims import is_network_table
     from phalanx.validate.throughput_score import draw_known, predict_table, score_predictions

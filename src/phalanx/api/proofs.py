@@ -81,6 +81,9 @@ def verify(
     The model is made small, the layout keeps its axes, and both take `steps` optimizer steps from the same weights and
     data. `precision` float64 proves to 1e-12, fp32, bf16 and fp8 to their rounding. `device` cuda runs over NCCL.
     A loss and an optimizer of your own take part, with `allow_code`; the data is random tokens in any case.
+
+    >>> verify("job.toml", cluster="8xH100:1").holds  # doctest: +SKIP
+    True
     """
     where = "phalanx verify"
     if not 1 <= steps <= MOST_STEPS:
@@ -286,6 +289,8 @@ def trace(
     `ranks` "stages" traces one rank of every pipeline stage and says whether they would meet in every operation;
     "all" every rank of a job of up to 64. `against_plan` compares messages, FLOPs and memory of all stages with the
     plan. `workers` ranks are traced at a time, one per core by default.
+
+    >>> print(trace("job.toml", "8xH100:16", against_plan=True))  # doctest: +SKIP
     """
     from phalanx.plan.make import make_plan
     from phalanx.train.prepare import check_code, need_torch, with_absolute_files

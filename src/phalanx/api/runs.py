@@ -27,6 +27,9 @@ def run(path: AnyRun) -> Run:
     """The run in a folder: `print(run)` is its report, `run.frame("loss")` its numbers by step.
 
     Raises UserError when the folder is no run, naming the nearest that is.
+
+    >>> found = run("runs/first-run")  # doctest: +SKIP
+    >>> found.frame("loss", "tokens_per_s")  # doctest: +SKIP
     """
     return path if isinstance(path, Run) else open_run(path)
 
@@ -104,7 +107,11 @@ def _cell_text(value: object) -> str:
 
 
 def runs(folder: str | Path = "runs") -> RunList:
-    """The runs of a folder, newest first."""
+    """The runs of a folder, newest first.
+
+    >>> for one in runs("runs"):  # doctest: +SKIP
+    ...     print(one.name, one.status()["state"])
+    """
     root = Path(folder)
     if not root.is_dir():
         raise mistake(str(root), "there is no such folder", fix="name the folder that phalanx train --runs named")
@@ -177,7 +184,12 @@ class ReportPage(PublicResult):
 
 
 def report(path: AnyRun) -> ReportPage:
-    """Everything a report shows of a run, read once, in whatever state the run is."""
+    """Everything a report shows of a run, read once, in whatever state the run is.
+
+    >>> found = report("runs/first-run")  # doctest: +SKIP
+    >>> found.summary.steps  # doctest: +SKIP
+    100
+    """
     from phalanx.record.report.run_report import read_run_report
 
     found = run(path)
@@ -218,6 +230,10 @@ def diff(a: AnyRun, b: AnyRun, *, within: float = 0.0, tell: Tell = silent) -> R
     """What differs between two runs, plans (JSON) or jobs (TOML).
 
     Measured numbers that are closer than the share `within` count as equal.
+
+    >>> found = diff("examples/drill.toml", "examples/first-run.toml")
+    >>> found.exit_code
+    1
     """
     from phalanx.record.report.diff import compare_sides, of_runs
 

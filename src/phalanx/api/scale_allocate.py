@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SizedRun(PublicResult):
-    """What to train for a budget; `write_job` writes the job file."""
+    """What to train for a budget; `write_job` writes the job file.
+
+    >>> print(phalanx.scale.allocate("law.json", gpu_hours=2000, cluster="8xH100:4"))  # doctest: +SKIP
+    """
 
     allocation: Allocation
 
@@ -60,6 +63,9 @@ def allocate(
     `fit` is what `fit` returned or wrote. `budget` are FLOPs, or `gpu_hours` on a `cluster` at the speed that the
     planner predicts. With `inference_tokens`, a smaller model that is trained longer to the same loss, where that saves
     compute over training and serving. Beyond 100 times the largest run of the fit, `extrapolate` must be said.
+
+    >>> sized = phalanx.scale.allocate("law.json", budget="1e21", cluster="8xH100:16")  # doctest: +SKIP
+    >>> sized.write_job("scaled.toml")  # doctest: +SKIP
     """
     from phalanx.scale.allocate_budget import allocate_budget, read_fit
 

@@ -19,7 +19,10 @@ MOST_DRAWS = 20_000
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class FittedLaw(PublicResult):
-    """A law with its intervals; `write` keeps it for allocate and predict."""
+    """A law with its intervals; `write` keeps it for allocate and predict.
+
+    >>> phalanx.scale.fit("runs.csv").write_plots("plots")  # doctest: +SKIP
+    """
 
     fit: ScalingFit
     points: ScalingPoints
@@ -72,6 +75,9 @@ def fit(
     `method` is vpnls, huber3, isoflop, kaplan or overtrain. `columns` maps our column names to the
     table's, `where` picks rows by their values. `draws` are the resamples behind intervals, made from `seed`.
     Raises UserError for points that no law can be fitted to.
+
+    >>> law = phalanx.scale.fit("runs.csv", method="huber3")  # doctest: +SKIP
+    >>> law.write("law.json")  # doctest: +SKIP
     """
     from phalanx.scale.fit_points import METHODS, fit_law
     from phalanx.scale.points import read_points

@@ -21,7 +21,11 @@ MOST_SHOWN = 12  # evaluations
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class RunBesideLaw(PublicResult):
-    """A run's loss beside the law's band; the exit code is 1 when it is outside."""
+    """A run's loss beside the law's band; the exit code is 1 when it is outside.
+
+    >>> phalanx.scale.predict("law.json", "runs/first-run").forecast.verdict  # doctest: +SKIP
+    'inside'
+    """
 
     forecast: RunForecast
 
@@ -57,6 +61,8 @@ def predict(fit: str | Path | FittedLaw, run: str | Path, *, allowance: float = 
 
     `run` is a run folder, or a CSV table of one run's params, tokens and loss. `allowance` is how far a run that still
     goes on may be above the band, since its learning rate has not decayed yet.
+
+    >>> print(phalanx.scale.predict("law.json", "runs/first-run"))  # doctest: +SKIP
     """
     from phalanx.scale.allocate_budget import read_fit
     from phalanx.scale.judge_run import judge_run

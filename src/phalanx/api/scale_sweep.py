@@ -31,7 +31,11 @@ COUNTING = "N all parameters, embedding and head included; C = 6·N·D"
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Sweep(PublicResult):
-    """A grid of runs and what became of it; `table` is the file for `phalanx scale fit`."""
+    """A grid of runs and what became of it; `table` is the file for `phalanx scale fit`.
+
+    >>> made = phalanx.scale.sweep("examples/scaling.toml", budgets="1e12..1e14", dry_run=True)  # doctest: +SKIP
+    >>> len(made.outcomes), made.predicted_usd  # doctest: +SKIP
+    """
 
     folder: str
     table: str
@@ -155,6 +159,9 @@ def sweep(
     trunk with short decays, which gives the same numbers for less. Results are kept in `out` under the hash of what
     decides them: called again, only what is missing is trained, and an interrupted run goes on from its checkpoint.
     `parallel` runs share this machine, one core each or four on a GPU unless given.
+
+    >>> made = phalanx.scale.sweep("examples/scaling.toml", budgets="1e12..1e14")  # doctest: +SKIP
+    >>> law = phalanx.scale.fit(made.table)  # doctest: +SKIP
     """
     tell = teller(progress)
     resolved = read_job(job, overrides, where=WHERE)

@@ -78,6 +78,8 @@ def metrics(
     """A run's numbers for Prometheus (`listen`), OTLP, TensorBoard, MLflow or W&B; without a target, as they are now.
 
     `follow` goes on until the run ends. While it serves, `serving` is called with the address and the token.
+
+    >>> phalanx.metrics("runs/first-run", tensorboard="tb", follow=True)  # doctest: +SKIP
     """
     targets = {"listen": listen, "otlp": otlp, "tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
     named = [name for name, value in targets.items() if value is not None]
@@ -161,7 +163,12 @@ def _repeat(act: Callable[[], object], found: Run, *, follow: bool, interval_s: 
 
 
 def grafana() -> str:
-    """The Grafana dashboard for the exported series, as JSON."""
+    """The Grafana dashboard for the exported series, as JSON.
+
+    >>> import json
+    >>> json.loads(grafana())["title"]
+    'Phalanx run'
+    """
     from phalanx.metrics.names import grafana_dashboard
 
     return grafana_dashboard()
@@ -192,6 +199,8 @@ def web(
 
     `token` is a file with the secret that visitors must know, or "auto" for a new one; an address beyond loopback
     needs one. `serving` is called with the address once the page is up.
+
+    >>> phalanx.web("runs", serving=lambda address: print(address.open))  # doctest: +SKIP
     """
     _require_web()
     from urllib.parse import quote

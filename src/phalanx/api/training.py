@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.jobs import AnyJob
+from phalanx.api.jobs import AnyJob, read_job
 from phalanx.api.progress_line import ProgressLine, teller
 from phalanx.api.results import Overrides, Tell
 from phalanx.api.train_inputs import (
@@ -25,6 +25,7 @@ from phalanx.api.train_inputs import (
     setting_texts,
 )
 from phalanx.errors import PhalanxError, Problem, TrainingFailure, mistake
+from phalanx.io.codec import json_text
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.units import plural
@@ -75,6 +76,10 @@ def train(
 
     In a process that torchrun, srun or mpirun started this is one rank of the run; rank 0 gets the Run back, and the
     others end here (SystemExit).
+
+    >>> run = phalanx.train("examples/first-run.toml", steps=20)  # doctest: +SKIP
+    >>> print(run)  # doctest: +SKIP
+    >>> run = phalanx.train(resume=run)  # doctest: +SKIP
     """
     from phalanx.elastic.launchers import find_rank
     from phalanx.train.prepare import need_torch
@@ -121,7 +126,11 @@ def dry_run(
     progress: bool | Tell = True,
     **options: Any,
 ) -> Plan:
-    """Plan and check everything that `train` would, start nothing, and return the Plan; options as of `train`."""
+    """Plan and check everything that `train` would, start nothing, and return the Plan; options as of `train`.
+
+    >>> dry_run("examples/first-run.toml").layout.devices  # doctest: +SKIP
+    2
+    """
     from phalanx.elastic.launchers import find_rank
     from phalanx.train.prepare import need_torch
 
@@ -281,8 +290,9 @@ def _asked_of_all(call: TrainCall) -> list[str]:
         if isinstance(name, str | Path) or name is None:
             with contextlib.suppress(OSError):  # rank 0 says what is wrong with it
                 asked.append(Path(name).read_text(encoding="utf-8", errors="replace") if name else "")
-        else:
-            asked.append(repr(name))
+        else:  # not all of a plan: the seconds of its search are another number in every rank
+            shared = (name.job, name.cluster.name, name.layout) if isinstance(name, Plan) else read_job(name).job
+            asked.append(json_text(shared))
     return asked
 
 
@@ -305,6 +315,8 @@ def join_run(
     host can hold (its share of the plan), `address` is where the other hosts reach it. `election` replaces, for this
     host, what the launcher chose of the job's `fault.election`: another address of the same etcd, say. Code that the
     run's job names is run only with `allow_code`: what the folder says of consent was written by somebody else.
+
+    >>> join_run("/shared/runs/first-run", slots=8, address="10.0.0.2")  # doctest: +SKIP
     """
     from phalanx.elastic.election import check_election
     from phalanx.elastic.local_launch import ENDED, STOPPING, agent_command, share_of

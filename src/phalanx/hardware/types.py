@@ -7,6 +7,8 @@ from typing import Annotated
 
 from phalanx.hardware.cpu_steps import CpuRates
 from phalanx.io.codec import Bounds
+from phalanx.io.visible import one_line
+from phalanx.units import plural
 
 Count = Annotated[int, Bounds(ge=1)]
 Quantity = Annotated[float, Bounds(ge=0)]  # finite
@@ -41,9 +43,17 @@ class Accelerator:
     notes: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Cluster:
-    """What there is to run on: `domains` fast domains of `domain_devices` equal devices, joined by NICs."""
+    """What there is to run on: `domains` fast domains of `domain_devices` equal devices, joined by NICs.
+
+    >>> import phalanx
+    >>> cluster = phalanx.cluster("8xH100:4")
+    >>> cluster
+    <Cluster 8xH100-80GB-SXM:4: 32 devices>
+    >>> cluster.hosts
+    4
+    """
 
     name: str
     accelerator: Accelerator
@@ -71,6 +81,14 @@ class Cluster:
         from phalanx.hardware.cluster_text import cluster_page
 
         return cluster_page(self)
+
+    def __repr__(self) -> str:
+        return f"<Cluster {one_line(self.name)}: {plural(self.devices, 'device')}>"
+
+    def _repr_html_(self) -> str:
+        from phalanx.io.notebook import text_as_html
+
+        return text_as_html(str(self))
 
     @property
     def devices(self) -> int:

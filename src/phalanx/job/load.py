@@ -11,6 +11,7 @@ from typing import Any
 from phalanx.errors import Problem, UserError
 from phalanx.io.codec import json_values
 from phalanx.io.toml import read_toml
+from phalanx.io.visible import one_line
 from phalanx.job.cross_checks import check_keys, use_multiples
 from phalanx.job.draft import DEFAULT, Draft, Origin, apply_overrides, dotted_key
 from phalanx.job.key_rules import rule_of, shown_value, value_kind
@@ -36,14 +37,36 @@ FIXED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ResolvedJob:
-    """A Job, the file it came from, and the origin of every dotted key. `warnings` are settings without effect."""
+    """A Job, the file it came from, and the origin of every dotted key. `warnings` are settings without effect.
+
+    `str()` is the table that `phalanx show` prints.
+
+    >>> import phalanx
+    >>> phalanx.load("examples/drill.toml")
+    <ResolvedJob drill: drill-llama, 61.4k tokens, from examples/drill.toml>
+    """
 
     job: Job
     path: Path
-    origins: Mapping[str, Origin]
+    origins: Mapping[str, Origin]  # empty for a Job without a file
     warnings: tuple[Problem, ...] = ()
+
+    def __str__(self) -> str:
+        from phalanx.job.text import job_table
+
+        return job_table(self)
+
+    def __repr__(self) -> str:
+        from phalanx.job.text import job_line
+
+        return f"<ResolvedJob {job_line(self.job)}, from {one_line(str(self.path))}>"
+
+    def _repr_html_(self) -> str:
+        from phalanx.io.notebook import text_as_html
+
+        return text_as_html(str(self))
 
 
 def load(path: str | Path, *, overrides: Sequence[str] = ()) -> ResolvedJob:
@@ -322,5 +345,5 @@ def job_to_rows(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
         inner = value.items() if isinstance(value, dict) else [("", value)]
         for name, setting in inner:
             key = f"{section}.{name}" if name else section
-            rows.append((key, setting, resolved.origins[key].where))
+            rows.append((key, setting, resolved.origins[key].where if resolved.origins else ""))
     return rows

@@ -281,9 +281,17 @@ class Scale:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Job:
-    """What a person asks for. `load` is the only maker: a Job in hand has passed every check that needs no hardware."""
+    """What a person asks for. `load` is the only maker: a Job in hand has passed every check that needs no hardware.
+
+    >>> import phalanx
+    >>> job = phalanx.load("examples/drill.toml").job
+    >>> job
+    <Job drill: drill-llama, 61.4k tokens>
+    >>> job.data.sequence
+    64
+    """
 
     spec: str = field(default=EDITIONS[-1], metadata=choice("edition of the training specification", *EDITIONS))
     name: str = field(
@@ -332,6 +340,11 @@ class Job:
     cluster: ClusterChoice
     cost: Cost
     launch: LaunchChoice = field(default_factory=LaunchChoice)
+
+    def __repr__(self) -> str:
+        from phalanx.job.text import job_line
+
+        return f"<Job {job_line(self)}>"
 
 
 SECTIONS = {

@@ -29,9 +29,9 @@ from phalanx.job.dataset import (
 from phalanx.job.draft import Origin
 from phalanx.job.hf_config import read_config
 from phalanx.job.model import ModelShape
+from phalanx.job.parameter_counts import count_parameters
 from phalanx.job.plugin_reference import PLUGIN_GROUPS, SOURCE_MODULE, PluginReference, list_references
 from phalanx.job.schema import Job
-from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.prediction import token_budget
 from phalanx.units import format_count, plural
 

@@ -16,6 +16,7 @@ from phalanx.hardware.cpu_steps import CpuStep, cpu_times
 from phalanx.hardware.types import Cluster
 from phalanx.io.packages import installed_version
 from phalanx.job.load import ResolvedJob, load
+from phalanx.job.parameter_counts import count_parameters
 from phalanx.job.schema import Batch, Job
 from phalanx.plan.auto_settings import compression_pays
 from phalanx.plan.bill import run_bill
@@ -24,7 +25,6 @@ from phalanx.plan.cpu_step import step_columns
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import RANK_ORDER, map_axes, with_messages
 from phalanx.plan.model_replicas import ReplicaLoss, price_loss
-from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.plan import SCHEMA, CalibrationNote, ParetoPoint, Plan, SearchStats
 from phalanx.plan.prediction import Duration, Prediction, predict_layout, run_duration, token_budget
 from phalanx.plan.reasons import explain_alternative

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phalanx.hardware.types import Cluster
+from phalanx.job.parameter_counts import count_parameters
 from phalanx.job.schema import Job
 from phalanx.network import collectives as net
 from phalanx.network.nccl_choice import ExpectedTime, Operation, expect_collective, possible_pairs
@@ -18,7 +19,6 @@ from phalanx.plan import traffic
 from phalanx.plan.cases import Cases
 from phalanx.plan.compute import element_bytes, routed_tokens
 from phalanx.plan.layout import Layout
-from phalanx.plan.parameter_counts import count_parameters
 from phalanx.plan.request import PlanRequest
 from phalanx.plan.score import price_layouts
 from phalanx.plan.step import StepTimes

@@ -55,7 +55,13 @@ class CalibrationNote:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What to run, what it will take, and why. `to_json` and `from_json` are exact inverses."""
+    """What to run, what it will take, and why. `to_json` and `from_json` are exact inverses.
+
+    >>> import phalanx
+    >>> plan = phalanx.plan("examples/llama-3-8b-64xH100.toml", "8xH100:4")
+    >>> plan.layout.devices, Plan.from_json(plan.to_json()) == plan
+    (32, True)
+    """
 
     schema: str
     version: str

@@ -14,12 +14,12 @@ import numpy as np
 from phalanx.errors import Problem
 from phalanx.io.files import shipped_text
 from phalanx.job.model import TOKENS_PER_PARAMETER, ModelShape
+from phalanx.job.parameter_counts import ParameterCount, count_parameters
 from phalanx.job.schema import Batch
 from phalanx.plan import cpu_step
 from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import MemoryUse
-from phalanx.plan.parameter_counts import ParameterCount, count_parameters
 from phalanx.plan.reasons import PARTS
 from phalanx.plan.request import PlanRequest
 from phalanx.plan.score import price_layouts

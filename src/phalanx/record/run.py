@@ -70,7 +70,13 @@ MOST_TRIES = 1000  # runs of one name started within one second
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A run folder; every path in it has one name, here."""
+    """A run folder; every path in it has one name, here.
+
+    >>> run = phalanx.run("runs/first-run")  # doctest: +SKIP
+    >>> run.name, run.status()["state"]  # doctest: +SKIP
+    ('first-run', 'done')
+    >>> run.frame("loss")  # doctest: +SKIP
+    """
 
     path: Path
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.errors import nearest
 from phalanx.io.user_code import last_line
+from phalanx.io.visible import one_line
 from phalanx.job.schema import Waiver
 from phalanx.plan.request import trains_with_phalanx
 from phalanx.plan.trainable import attention_remarks, trainer_problems
@@ -31,11 +32,20 @@ HOW_TO_GET = {
 
 
 NO_OWN_RULES = OwnRules()
+MOST_WHAT = 120  # characters of what was found, in a line
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Finding:
-    """One answer of one rule, placed and weighed; `str()` is its first line in a report."""
+    """One answer of one rule, placed and weighed; `str()` is its first line in a report.
+
+    >>> import phalanx
+    >>> finding = phalanx.check("examples/drill.toml", select="TOP002").findings[0]
+    >>> finding
+    <Finding TOP002 pass: no tensor parallelism>
+    >>> finding.verdict
+    'pass'
+    """
 
     rule: Rule
     outcome: Outcome
@@ -50,12 +60,21 @@ class Finding:
 
         return finding_head(self)
 
+    def __repr__(self) -> str:
+        what = one_line(self.outcome.what)
+        return f"<Finding {self.rule.id} {self.verdict}: {what[:MOST_WHAT]}{'…' * (len(what) > MOST_WHAT)}>"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CheckReport:
     """What the specification says of one target. `str()` is what `phalanx check` prints; a notebook shows HTML.
 
     Iterating gives what speaks against the target, the worst first; `findings` has every answer, passes too.
+
+    >>> import phalanx
+    >>> report = phalanx.check("examples/drill.toml", select="TOP")
+    >>> report.is_clean, report.verdicts["TOP002"]
+    (True, 'pass')
     """
 
     edition: str

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from phalanx.job.model import ModelShape
-from phalanx.plan.parameter_counts import count_parameters
+from phalanx.job.parameter_counts import count_parameters
 
 ASPECT = 110.0  # hidden over layers: Llama 3 has 128 (8B), 102 (70B) and 130 (405B), arXiv:2407.21783 table 3
 MOST_ASPECT_DISTANCE = math.log(2.2)

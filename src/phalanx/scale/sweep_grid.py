@@ -15,8 +15,8 @@ from itertools import pairwise
 from phalanx.errors import mistake
 from phalanx.io.codec import json_values
 from phalanx.job.model import TOKENS_PER_PARAMETER, ModelShape
+from phalanx.job.parameter_counts import count_parameters
 from phalanx.job.schema import Job
-from phalanx.plan.parameter_counts import count_parameters
 from phalanx.scale.sweep_shapes import distinct_shapes, refuse_unscalable
 
 METHODS = ("isoflop", "wsd")

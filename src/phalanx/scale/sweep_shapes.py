@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.job.model import ModelShape
-from phalanx.plan.parameter_counts import count_parameters
+from phalanx.job.parameter_counts import count_parameters
 from phalanx.units import all_divisors, format_count
 
 HEAD_DIMS = (16, 32, 64, 128)

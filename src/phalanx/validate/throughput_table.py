@@ -21,7 +21,7 @@ from phalanx.hardware.cluster_defaults import assemble_cluster
 from phalanx.hardware.types import Cluster
 from phalanx.io.files import csv_columns, read_text
 from phalanx.job.model import ModelShape, known_presets
-from phalanx.plan.parameter_counts import count_parameters
+from phalanx.job.parameter_counts import count_parameters
 
 REQUIRED = ("id", "layers", "hidden", "seq", "gpu", "gpus", "global_batch")
 OPTIONAL = (

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.errors import UserError
 from phalanx.job.model import ModelShape, known_presets
-from phalanx.plan.parameter_counts import count_parameters
+from phalanx.job.parameter_counts import count_parameters
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.models.init import ROWS, STD, draw_values
 from phalanx.train.models.layers import Attention, causal_attention, repeat_heads, rope_tables

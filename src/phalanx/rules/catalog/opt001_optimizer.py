@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from phalanx.plan.parameter_counts import count_parameters
+from phalanx.job.parameter_counts import count_parameters
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Impact, Outcome, Severity, exempt, failed, passed
 from phalanx.rules.rule import Limit, Limits, Reference, Rule

@@ -20,8 +20,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from phalanx.errors import Problem, SystemFailure, UserError
 from phalanx.job.model import ModelShape
+from phalanx.job.parameter_counts import count_parameters
 from phalanx.plan.layout import Layout
-from phalanx.plan.parameter_counts import count_parameters
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.models.protocol import Network, Staged, build_model
 from phalanx.train.state.shards import STORED_DTYPES, dtype_name

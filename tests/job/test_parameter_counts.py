@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.job.model import ModelShape, known_presets
-from phalanx.plan.parameter_counts import count_parameters, mlp_parameters
+from phalanx.job.parameter_counts import count_parameters, mlp_parameters
 
 # safetensors metadata of each model's repository, or its paper; active parameters from the model cards.
 TOTALS = {
