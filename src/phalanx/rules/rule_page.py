@@ -8,6 +8,7 @@ from phalanx.io.tables import markdown_table
 from phalanx.rules.edition import EDITION
 from phalanx.rules.profiles import CLASSES, PROFILES
 from phalanx.rules.rule import GROUPS, LETTERS, Limit, Rule, Value
+from phalanx.units import plural
 
 SECTIONS = (
     "What it requires",
@@ -107,13 +108,25 @@ def shown_limit(value: Value, unit: str = "") -> str:
 
     >>> shown_limit(0.35), shown_limit(1024.0, "MiB"), shown_limit(("bf16", "fp32")), shown_limit(True)
     ('0.35', '1024 MiB', 'bf16, fp32', 'yes')
+    >>> shown_limit(1, "micro-batches"), shown_limit(1.0, "s"), shown_limit(3, "steps")
+    ('1 micro-batch', '1 s', '3 steps')
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, tuple):
         return _table_cell(", ".join(value)) or "none"
     text = f"{value:.10g}" if isinstance(value, float) else str(value)
-    return _table_cell(f"{text} {unit}".strip())
+    return _table_cell(f"{text} {_singular(unit) if value == 1 else unit}".strip())
+
+
+def _singular(unit: str) -> str:
+    """One of what a unit counts; units that count nothing stay as they are.
+
+    >>> [_singular(unit) for unit in ("steps", "micro-batches", "identities", "addresses", "epochs", "s", "x", "Gb/s")]
+    ['step', 'micro-batch', 'identity', 'address', 'epoch', 's', 'x', 'Gb/s']
+    """
+    nouns = (f"{unit[:-3]}y", unit[:-2], unit[:-1]) if len(unit) > 3 and "/" not in unit else ()
+    return next((noun for noun in nouns if plural(2, noun) == f"2 {unit}"), unit)
 
 
 def _table_cell(text: str) -> str:
