@@ -116,16 +116,18 @@ def shown_limit(value: Value, unit: str = "") -> str:
     if isinstance(value, tuple):
         return _table_cell(", ".join(value)) or "none"
     text = f"{value:.10g}" if isinstance(value, float) else str(value)
-    return _table_cell(f"{text} {_singular(unit) if value == 1 else unit}".strip())
+    return _table_cell(f"{text} {unit_of(value, unit)}".strip())
 
 
-def _singular(unit: str) -> str:
-    """One of what a unit counts; units that count nothing stay as they are.
+def unit_of(value: float | str, unit: str) -> str:
+    """The unit of a number: a single one of what it counts has no plural.
 
-    >>> [_singular(unit) for unit in ("steps", "micro-batches", "identities", "addresses", "epochs", "s", "x", "Gb/s")]
-    ['step', 'micro-batch', 'identity', 'address', 'epoch', 's', 'x', 'Gb/s']
+    >>> [unit_of(1, unit) for unit in ("steps", "micro-batches", "identities", "addresses", "epochs", "s", "Gb/s")]
+    ['step', 'micro-batch', 'identity', 'address', 'epoch', 's', 'Gb/s']
     """
-    nouns = (f"{unit[:-3]}y", unit[:-2], unit[:-1]) if len(unit) > 3 and "/" not in unit else ()
+    if value != 1 or len(unit) < 4 or "/" in unit or unit == "series":
+        return unit
+    nouns = (f"{unit[:-3]}y", unit[:-2], unit[:-1])
     return next((noun for noun in nouns if plural(2, noun) == f"2 {unit}"), unit)
 
 
