@@ -1,4 +1,4 @@
-"""`phalanx launch JOB…`: start jobs in the background, on this machine or on a cluster."""
+"""`phalanx launch JOB…`: launch jobs in the background: on this machine, Slurm or Kubernetes."""
 
 from __future__ import annotations
 
