@@ -25,8 +25,11 @@ DROPPED = (
     ("nothing beats these", r"\bnothing beats these\b", "Pareto front"),
 )
 PATTERNS = {word: re.compile(pattern, re.IGNORECASE) for word, pattern, _ in DROPPED}
+# A number and its noun, perhaps with a word between them.
 NUMBER = re.compile(
-    r"(?<![+] )\b1 (?:ranks|hosts|steps|faults|runs|files|layouts|errors|warnings|checkpoints|tokens)\b"
+    r"(?<![+−] )(?<![\d.,–·×-])\b1 (?:checkpoint |earlier )?(?:ranks|hosts|steps|faults|runs|files|layouts|errors|"
+    r"warnings|checkpoints|tokens|intervals|sources|terms|micro-batches|remarks|designs|fabrics|names|lines|devices|GPUs|"
+    r"jobs|nodes|rules|slots|agents|samples|sequences|days|hours|minutes|seconds|restarts|failures)\b"
 )
 
 

@@ -67,7 +67,7 @@ def test_beside_a_first_host_elsewhere_an_address_is_needed(
 @pytest.mark.parametrize(
     ("state", "advice"),
     [
-        ("done", "is over: every step is done\n  phalanx train --report {run} shows what came of it\n"),
+        ("done", "is complete: all steps are done\n  phalanx train --report {run} shows what came of it\n"),
         ("failed", "is over: failed\n  phalanx train --resume {run} --join N continues it, on the first host\n"),
     ],
 )

@@ -101,7 +101,7 @@ def test_damage_is_named_and_counts(run: Run, capsys: pytest.CaptureFixture[str]
     shown = lines(capsys)
     assert shown[3].split()[:5] == ["10", *shown[3].split()[1:3], "-", "-"]
     assert f"{file}: has {len(data) - 1:,} bytes instead of {len(data):,}" in shown[4]
-    assert "manifest.json: is not a sound manifest" in shown[5]
+    assert "manifest.json: is not a valid manifest" in shown[5]
 
 
 def test_a_step_that_is_gone_is_said(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def test_weights_and_json(tmp_path: Path, texts: Path, capsys: pytest.CaptureFix
         (["OUT", "TEXTS=two"], 'TEXTS=two: "two" is not a weight\n  write SOURCE=2, or SOURCE alone for 1'),
         (["OUT", "TEXTS", "--vocab", "many"], "--vocab: 'many' is not a number such as 512, 8B or 15T"),
         (["OUT", "TEXTS", "--vocab", "12"], "--vocab: 12 is out of range\n"),
-        (["OUT", "TEXTS", "--shard-tokens", "0"], "--shard-tokens: 0 is no size\n  use 1 or more"),
+        (["OUT", "TEXTS", "--shard-tokens", "0"], "--shard-tokens: 0 must be at least 1\n  use 1 or more"),
         (["OUT", "TEXTS", "--corpus", "x"], "phalanx data build: --corpus and SOURCE are both given\n"),
         (["OUT", "--corpus", "x"], 'corpus: there is none called "x"\n'),
         (["OUT", "TEXTS", "--vocab", "300", "--tokenizer", "t.json"], "--vocab: has no effect with --tokenizer\n"),

@@ -111,8 +111,8 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
         ),
         (
             ["job.toml", "--rate", "7", "--seed", "0", "--fault", "kill"],
-            "phalanx drill: --rate and --seed without --chaos\n"
-            "  they say how faults are drawn, and --fault names them one by one\n"
+            "phalanx drill: --rate and --seed apply to random faults (--chaos) only\n"
+            "  --fault names faults one by one\n"
             "  add --chaos --minutes 2, or leave it out\n",
         ),
         (
@@ -130,7 +130,7 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
         (
             ["job.toml", "--suite", "--fault", "kill", "--hosts", "2"],
             "phalanx drill: --fault and --hosts with --suite\n"
-            "  the suite says itself what happens, and when\n"
+            "  the suite chooses its own faults and times\n"
             "  leave it out; --cluster, --set and --runs go with it\n",
         ),
         (

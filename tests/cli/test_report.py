@@ -76,4 +76,4 @@ def test_a_run_that_was_left_behind(tmp_path: Path, capsys: Output) -> None:
     assert main(["report", str(run.path), "--markdown", "-"]) == 0
     told = capsys.readouterr().out
     assert "**gone**, 10 of 20 steps" in told
-    assert "> its processes ended without a word; --resume goes on" in told
+    assert "> its processes ended without an error message; phalanx train --resume continues the run" in told

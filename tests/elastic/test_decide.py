@@ -418,7 +418,7 @@ def test_when_the_last_host_turns_bad_the_run_says_why_and_how_to_go_on(stage: S
         "a host failed its preflight",
         "  a: GPU 3 is gone",
         "    look at dmesg",
-        f"  last good checkpoint: step 6; go on with: phalanx train --resume {stage.run.path}",
+        f"  last good checkpoint: step 6; resume with: phalanx train --resume {stage.run.path}",
     ]
 
 
@@ -842,7 +842,7 @@ def test_a_host_that_is_gone_and_comes_back(stage: Stage) -> None:
     assert stage.epoch == 1, "it may only have lost the connection"
     stage.pass_time(0.75)
     assert (stage.epoch, stage.world) == (2, 2)
-    assert stage.events("incident")[0]["cause"]["message"] == "host b is gone: its agent hung up"
+    assert stage.events("incident")[0]["cause"]["message"] == "host b is lost: its agent closed the connection"
     first.ready()
     stage.coordinator.tick()
     stage.advance(8)
@@ -887,7 +887,7 @@ def test_a_silent_host_is_given_up_and_introduces_itself_again(stage: Stage) -> 
         first.beat()
         stage.coordinator.tick()
     assert (stage.epoch, stage.world) == (2, 2)
-    assert stage.events("host")[-1]["reason"] == "says nothing any more"
+    assert stage.events("host")[-1]["reason"] == "stopped sending heartbeats"
     second.beat()
     assert second.kinds()[-1] == "again"
     second.join()
@@ -1378,7 +1378,7 @@ def test_a_wish_reaches_every_host_and_ends_with_what_was_saved(stage: Stage, ph
             agent.left(slot, state="stopped", step=8)
     stage.coordinator.tick()
     assert stage.status == ("stopped", 130)
-    assert stage.message == f"stopped as asked: nothing was saved; go on with: phalanx train --resume {stage.run.path}"
+    assert stage.message == f"stopped as asked: nothing was saved; resume with: phalanx train --resume {stage.run.path}"
 
 
 def test_the_stop_file(stage: Stage) -> None:

@@ -218,7 +218,7 @@ def test_mps_that_is_half_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     os.mkfifo(pipe)
     (problem,) = gpus.check_mps(environ, program="/bin/true")
     assert problem.render().splitlines()[:2] == [
-        f"CUDA_MPS_PIPE_DIRECTORY={tmp_path}: MPS is half alive: nobody reads {pipe}; its control daemon is gone",
+        f"CUDA_MPS_PIPE_DIRECTORY={tmp_path}: MPS does not respond: nobody reads {pipe}; its control daemon is gone",
         "  a process that starts CUDA would wait for it",
     ]
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -234,7 +234,7 @@ def test_mps_that_is_half_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert "its control daemon says 'Cannot find MPS control daemon process'" in problem.what
         monkeypatch.setattr(gpus, "MPS_PATIENCE_S", 0.2)
         (problem,) = gpus.check_mps(environ, program=str(silent))
-        assert problem.what == "MPS is half alive: its control daemon does not answer within 0.2 s"
+        assert problem.what == "MPS does not respond: its control daemon does not answer within 0.2 s"
     finally:
         os.close(reader)
 

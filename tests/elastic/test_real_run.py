@@ -136,7 +136,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(folder: Path) -> None:
         pytest.skip("the run ended before it could be interrupted")
     assert code == 130, err
     (saved,) = run.saved_steps()
-    assert f"stopped as asked: saved step {saved}; go on with: phalanx train --resume " in err
+    assert f"stopped as asked: saved step {saved}; resume with: phalanx train --resume " in err
     code, _, err = finish(start(folder, "--resume", str(run.path)))
     assert code == 0, err
     assert losses(run) == losses(only_run(folder / "whole")), "bit for bit, on the same layout"

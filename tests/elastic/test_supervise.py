@@ -161,7 +161,7 @@ def test_a_rank_that_raises_is_the_headline(run: Run, finish: Finish) -> None:
     assert re.fullmatch(rf"step 5: rank 2 of 4 {HOST}: ValueError: boom", head)
     assert tail == [
         "  other ranks: 3 stopped by us",
-        f"  last good checkpoint: step 3; go on with: phalanx train --resume {run.path}",
+        f"  last good checkpoint: step 3; resume with: phalanx train --resume {run.path}",
         f"  log: {run.log(2)}",
     ]
     assert "Traceback" in run.log(2).read_text()
@@ -284,7 +284,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(run: Run, start: Start, number: sign
     assert process.returncode == 130
     assert re.fullmatch(
         r"asked 1\nstopped 130\nstopped as asked: saved step \d+; "
-        rf"go on with: phalanx train --resume {re.escape(str(run.path))}\n",
+        rf"resume with: phalanx train --resume {re.escape(str(run.path))}\n",
         output,
     )
     assert orphans(run) == []

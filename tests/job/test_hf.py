@@ -179,7 +179,7 @@ def test_qwen2_has_biases_on_q_k_v_only(write: Write) -> None:
         ("{}", "config.json: has no model_type"),
         (
             '{"model_type": "lama"}',
-            'model_type = "lama" is not a family we can read\n  the nearest is llama; known are',
+            'model_type = "lama" is not a family we can read\n  the nearest is llama; the known families are',
         ),
         ('{"model_type": "llama"}', "config.json: has no num_hidden_layers\n  a llama model needs it"),
         (json.dumps(CONFIGS["llama-3-8b"] | {"num_hidden_layers": "x"}), 'config.json: model.layers = "x" is text'),

@@ -185,7 +185,7 @@ job.toml:16: optim.lr = nan is not a finite number
         ("checkpoint.path = 'a\\u0000b'", "is too long or holds unprintable characters"),
         ("model.norm = 'rsm'", 'did you mean "rms"?'),
         ("model.preset = 'llama-3-8'", 'model.preset = "llama-3-8" is not a known model\n  did you mean "llama-3-8b"?'),
-        ("model.preset = 3", "model.preset = 3 is not a known model\n  known are phalanx-tiny, gpt2"),
+        ("model.preset = 3", "model.preset = 3 is not a known model\n  the known models are phalanx-tiny, gpt2"),
         ("model = 3", "model = 3 is a whole number, not a section"),
         ("parallel = 'auto'", 'parallel = "auto" is text, not a section'),
         ("batch.ramp = 3", "batch.ramp = 3 is a whole number, not a list of tables"),

@@ -23,7 +23,7 @@ def test_every_page_has_its_sections_in_order(one) -> None:
 
 
 def test_limits_stand_by_profile_and_class() -> None:
-    assert "| `toys` | 0 toys | same | S3 on: 1 toys | on the floor \\| house |" in rule_page(rule())
+    assert "| `toys` | 0 toys | same | S3 on: 1 toy | on the floor \\| our choice |" in rule_page(rule())
 
 
 def test_docs_are_what_the_rules_say() -> None:

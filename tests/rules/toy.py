@@ -27,7 +27,7 @@ def rule(answer: Outcome | tuple[Outcome, ...] | None = None, rule_id: str = "CK
         requirement="Toys are put away.",
         why="Somebody falls over them: 3 of 4 times | measured.",
         how="`toys == 0`",
-        limits={"toys": Limit(value=0, unit="toys", note="on the floor | house", classes={"S3": 1})},
+        limits={"toys": Limit(value=0, unit="toys", note="on the floor | our choice", classes={"S3": 1})},
         bad="[checkpoint]\nkeep = 1",
         good="[checkpoint]\nkeep = 3",
         fix="Put them away.",

@@ -67,7 +67,7 @@ def test_code_of_a_job_needs_consent_and_an_entry_point_none(job):
     assert "is code that this job wants to run" in said
     assert "give --allow-code" in said
     lines = replace(job, plugins=PluginReferences(source=("import os",)))
-    assert "1 lines of Python" in refusal(load_plugins, lines, allow_code=False)
+    assert "1 line of Python" in refusal(load_plugins, lines, allow_code=False)
     assert "no installed package offers 'web-text' as an entry point of phalanx.datasets" in refusal(
         make_plugin, "web-text", kind="data", allow_code=False
     )

@@ -308,7 +308,7 @@ def test_an_answer_follows_a_growing_run(tmp_path: Path) -> None:
 
 def test_no_path_of_the_machine_leaves_it(tmp_path: Path) -> None:
     run = write_run(tmp_path, name="told", ranks=2, steps=20)
-    run.set_status("stopped", message=f"saved; go on with: phalanx train --resume {run.path}")
+    run.set_status("stopped", message=f"saved; resume with: phalanx train --resume {run.path}")
     with dashboard(tmp_path) as page:
         for path in ("", "/marks", "/plan", "/cost", "/ledger", "/mesh", "/step"):
             assert str(tmp_path).encode() not in page.get(f"/api/runs/told{path}").body

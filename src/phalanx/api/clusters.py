@@ -217,7 +217,7 @@ def probe(
     >>> phalanx.plan("job.toml", "local")  # doctest: +SKIP
     """
     if not LEAST_S <= seconds <= MOST_S:
-        why = "shorter is noise, longer teaches nothing"
+        why = "a shorter probe is too noisy, a longer one is no more accurate"
         raise mistake("--seconds", f"{seconds:g} is out of range", why=why, fix=f"use {LEAST_S:g} to {MOST_S:g}")
     if not Path(disk).is_dir():
         raise mistake("--disk", f"{disk} is not a folder", fix="name the folder checkpoints will go to")

@@ -198,7 +198,10 @@ class Checksum(PublicResult):
     trouble: str = ""  # why there are none and none could be added
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: all {self.files:,} files match their checksums ({format_seconds(self.seconds)})"]
+        match = (
+            f"all {self.files:,} files match their checksums" if self.files != 1 else "its file matches its checksum"
+        )
+        lines = [f"{self.path}: {match} ({format_seconds(self.seconds)})"]
         if self.added:
             added = plural(self.added, "shard")
             lines.append(f"  added block digests of {added}: training now compares each block it reads")

@@ -120,10 +120,11 @@ def drill(
         raise mistake(WHERE, "--chaos has no end", why="faults are drawn for so many minutes", fix="add --minutes 2")
     idle = {"--rate": rate is not None, "--seed": seed is not None, "--no-shrink": not shrink}
     if not chaos and any(idle.values()):
+        given = [name for name, is_given in idle.items() if is_given]
         raise mistake(
             WHERE,
-            f"{' and '.join(name for name, given in idle.items() if given)} without --chaos",
-            why="they say how faults are drawn, and --fault names them one by one",
+            f"{' and '.join(given)} {'applies' if len(given) == 1 else 'apply'} to random faults (--chaos) only",
+            why="--fault names faults one by one",
             fix="add --chaos --minutes 2, or leave it out",
         )
     call = DrillCall(

@@ -12,7 +12,7 @@ from phalanx.api.fabric_inputs import named_fabric
 from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, silent, warn
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.io.codec import json_values
-from phalanx.units import parse_count
+from phalanx.units import parse_count, plural
 
 if TYPE_CHECKING:
     from phalanx.api.jobs import AnyJob
@@ -269,7 +269,7 @@ def job_steps(plan: Plan, found: Sequence[Design], prices: Prices, tell: Tell) -
         except KeyboardInterrupt:
             if not steps:
                 raise
-            tell(f"stopped by Ctrl-C: {len(steps)} designs are compared")
+            tell(f"stopped by Ctrl-C: {plural(len(steps), 'design')} {'is' if len(steps) == 1 else 'are'} compared")
             interrupted = True
             break
     if not steps:

@@ -316,7 +316,7 @@ def _check_launch(jobs: Sequence[AnyJob], *, name: str | None, group: str, spare
     if group:
         require_name(group)
     if not 0 <= spares <= 10**5:
-        raise mistake(WHERE, f"--spares {spares} is not a number from 0 on", fix="use 0 or more")
+        raise mistake(WHERE, f"--spares {spares} must be 0 or more", fix="use 0 to 100,000")
 
 
 def _plan_job(

@@ -82,7 +82,7 @@ def _known_preset(name: str) -> Preset:
     if name in known:
         return known[name]
     close = nearest(name, known)
-    fix = f"did you mean {close}?" if close else f"known are {', '.join(known)}"
+    fix = f"did you mean {close}?" if close else f"the known models are {', '.join(known)}"
     raise mistake("--model", f'"{name[:60]}" is not a known model', fix=fix)
 
 

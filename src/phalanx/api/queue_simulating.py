@@ -12,7 +12,7 @@ from phalanx.errors import mistake
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
-from phalanx.units import plural
+from phalanx.units import first_few, plural
 
 if TYPE_CHECKING:
     from phalanx.sim.queue.job_state import JobState
@@ -82,8 +82,10 @@ def simulate_queue(
     machines = cluster if isinstance(cluster, Cluster) else resolve_cluster(cluster)
     found = _trace(trace, machines, rules, jobs, days, load, seed)
     if rules.team and (strange := {job.team for job in found.jobs} - {team.name for team in rules.team}):
-        some = ", ".join(sorted(strange)[:3]) or "no team"
-        what = f"the policy has no team for jobs of {some or 'no team'}"
+        unknown = sorted(strange - {""})
+        what = "the trace has jobs without a team, but the policy defines teams"
+        if unknown:
+            what = f"the policy does not define team{'s' if len(unknown) > 1 else ''} {first_few(unknown, 3)}"
         raise mistake(found.source, what, fix="name every team of the trace in [[team]] of the policy")
     rate = rules.failures_per_node_day
     if rate is None:

@@ -86,9 +86,13 @@ def metrics(
     if len(named) > 1:
         flags = " and ".join(f"--{name}" for name in named)
         raise mistake("phalanx metrics", f"{flags} exclude each other", fix="give one of them; start it twice for two")
-    if every < 1 or ranks < 0 or not 0.1 <= interval <= 86400:
-        what = f"--every {every} --ranks {ranks} --interval {interval:g} cannot be"
-        raise mistake("phalanx metrics", what, fix="use --every 1, --ranks 0 and --interval 0.1 or more")
+    for option, is_wrong, right in (
+        (f"--every {every}", every < 1, "1 or more"),
+        (f"--ranks {ranks}", ranks < 0, "0 or more"),
+        (f"--interval {interval:g}", not 0.1 <= interval <= 86400, "0.1 to 86,400 seconds"),
+    ):
+        if is_wrong:
+            raise mistake("phalanx metrics", f"{option} is out of range", fix=f"use {right}")
     if token is not None and listen is None:
         what = "--token guards --listen, which is not given"
         raise mistake("phalanx metrics", what, fix="add --listen, or leave --token out")

@@ -80,7 +80,7 @@ def check_call(call: TrainCall) -> None:
         raise mistake(WHERE, f"--steps {call.steps} is below 1", fix="use 1 or more")
     for name, least, value in (("hosts", 1, call.hosts), ("spares", 0, call.spares), ("join", 0, call.join)):
         if not least <= value <= 10**5:
-            raise mistake(WHERE, f"--{name} {value} is not a number from {least} on", fix=f"use {least} or more")
+            raise mistake(WHERE, f"--{name} {value} must be {least} or more", fix=f"use {least} to 100,000")
     if call.join and (call.join < 2 or call.hosts > 1):
         raise mistake(WHERE, f"--join {call.join} with --hosts {call.hosts}", fix="--join 2 or more, alone")
     if call.name is not None:

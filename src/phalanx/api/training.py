@@ -336,7 +336,7 @@ def join_run(
     state = found.status().get("state")
     if state == "done":
         fix = f"phalanx train --report {found.path} shows what came of it"
-        raise mistake(where, "is over: every step is done", fix=fix)
+        raise mistake(where, "is complete: all steps are done", fix=fix)
     if state in ENDED:
         fix = f"phalanx train --resume {found.path} --join N continues it, on the first host"
         raise mistake(where, f"is over: {state}", fix=fix)

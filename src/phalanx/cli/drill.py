@@ -126,7 +126,7 @@ def _check_call(args: argparse.Namespace) -> None:
         _refuse_options(
             {**of_run, "--hosts": args.hosts != 1, "--spares": args.spares, "--no-replay": args.no_replay},
             "--suite",
-            why="the suite says itself what happens, and when",
+            why="the suite chooses its own faults and times",
             fix="leave it out; --cluster, --set and --runs go with it",
         )
 

@@ -1,4 +1,4 @@
-"""`phalanx launch JOB…`: start jobs in the background, on this machine or on a cluster."""
+"""`phalanx launch JOB…`: launch jobs in the background: on this machine, Slurm or Kubernetes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--hosts", metavar="N", type=int, help="spread the ranks over N hosts (default: as planned)")
     parser.add_argument(
-        "--spares", metavar="N", type=int, default=0, help="spare hosts, which replace failed ones (default: 0)"
+        "--spares",
+        metavar="N",
+        type=int,
+        default=0,
+        help="spare hosts, which replace failed hosts (default: 0); train and drill count spare slots",
     )
     parser.add_argument("--group", metavar="NAME", default="", help="name for jobs that belong together, e.g. sweep-7")
     parser.add_argument(

@@ -49,7 +49,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "report": ("phalanx.cli.report", "report", "write a run's report as HTML and Markdown"),
     "diff": ("phalanx.cli.diff", "diff", "compare two runs, plans or jobs"),
     "agent": ("phalanx.cli.agent", "join_run", "join a run as one of its hosts"),
-    "launch": ("phalanx.cli.launch", "launch", "start jobs in the background, on this machine or on Slurm"),
+    "launch": ("phalanx.cli.launch", "launch", "launch jobs in the background: on this machine, Slurm or Kubernetes"),
     "queue": ("phalanx.cli.queue", "queue", "list launched jobs and their states"),
     "why": ("phalanx.cli.why", "why", "say why a launched job is waiting, or why it ended"),
     "logs": ("phalanx.cli.logs", "logs", "print the log of a launched job, or of one of its ranks"),

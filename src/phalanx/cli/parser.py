@@ -168,7 +168,11 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--agents", dest="hosts", action=FormerName, metavar="N", type=int, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--spares", metavar="N", type=int, default=0, help="spare slots, kept warm to replace failed ranks (default: 0)"
+        "--spares",
+        metavar="N",
+        type=int,
+        default=0,
+        help="spare slots, one rank each, kept warm to replace failed ranks (default: 0); launch counts spare hosts",
     )
 
 

@@ -11,6 +11,7 @@ from collections import deque
 import phalanx
 from phalanx.cli.output import say
 from phalanx.io.visible import visible_json
+from phalanx.units import plural
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def _follow_lines(looks: Iterator[RunLook]) -> None:
     for look in looks:
         view, remarks = look.view, list(look.remarks)
         if first and len(remarks) > FIRST:
-            remarks = [f"… {len(remarks) - FIRST:,} earlier remarks", *remarks[-FIRST:]]
+            remarks = [f"… {plural(len(remarks) - FIRST, 'earlier remark')}", *remarks[-FIRST:]]
         first = False
         for line in remarks:
             say(line, flush=True)

@@ -142,7 +142,7 @@ def _greet(term: int, hello: dict[str, Any], *, rhythm: Mapping[str, float] | No
     if hello.get("role") == ROLE:
         return {"role": "coordinator"}
     if hello.get("role") != "agent" or not isinstance(hello.get("time"), int | float):
-        raise Refused(f"a {hello.get('role')!r} has no business with the coordinator")
+        raise Refused(f"role {hello.get('role')!r} may not connect to the coordinator")
     return {"role": "coordinator", "term": term, **(rhythm or {})}
 
 

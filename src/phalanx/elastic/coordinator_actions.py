@@ -169,7 +169,7 @@ def complete_message(run: Run, end: EndRun) -> tuple[str, Mapping[str, Any]]:
         why = f"\n  given up: {one.why}" if one.why else ""
         return f"{message}{more}{why}", {"rank": one.cause.rank, "step": one.cause.step}
     saved = failing.last_checkpoint(run, at_most=end.at_most)
-    resume = f"go on with: phalanx train --resume {run.path}"
+    resume = f"resume with: phalanx train --resume {run.path}"
     # 130 says that all went as asked: a run that was to save before it stopped, and could not, has failed in that. The
     # second Ctrl-C asks to stop without saving.
     lost = failing.unsaved_steps(run, saved) if end.how in ("killed", "killed at once", "stopped") else ""

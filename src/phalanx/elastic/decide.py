@@ -235,7 +235,9 @@ def _give_up_silent_hosts(decision: Decision) -> None:
         silent = now - excused_s - host.heard_s > dead_after_s
         if silent or (host.gone_s is not None and now - excused_s - host.gone_s > RECONNECT_S):
             decision.drop_host(name)
-            _lose_host(decision, name, "says nothing any more" if silent else "is gone: its agent hung up")
+            _lose_host(
+                decision, name, "stopped sending heartbeats" if silent else "is lost: its agent closed the connection"
+            )
             continue
         due_s = host.heard_s + excused_s + dead_after_s
         until_s = min(until_s, due_s if host.gone_s is None else min(due_s, host.gone_s + excused_s + RECONNECT_S))

@@ -154,7 +154,7 @@ def tell(
     if "can be read" in cause.message and saved is not None:
         kept = ""  # the checkpoints are what failed
     elif saved is not None:
-        kept = f"last good checkpoint: step {saved:,}; go on with: phalanx train --resume {run.path}"
+        kept = f"last good checkpoint: step {saved:,}; resume with: phalanx train --resume {run.path}"
     when = f"step {cause.step:,}" if cause.step >= 0 else "before the first step"
     if cause.is_user:
         head = cause.message

@@ -26,7 +26,7 @@ from typing import Protocol
 
 from phalanx.errors import Problem, UserError
 from phalanx.hardware.types import Gpu
-from phalanx.units import format_bytes
+from phalanx.units import format_bytes, plural
 
 LEAST_NCCL = (2, 30)  # the first that lets two ranks use one GPU (its release notes; tried with 2.30.7)
 # What ranks on one GPU need beside that. NVLink SHARP counts GPUs, not ranks; two blocks per collective leave room for
@@ -97,7 +97,7 @@ def agree_on_gpus(store: Store, gpu: str, *, world: int, allowed: int, limit_s: 
         raise UserError(
             Problem(
                 where="phalanx train",
-                what=f"more than {allowed} rank{'s' if allowed > 1 else ''} were started for one GPU",
+                what=f"more than {plural(allowed, 'rank')} were started for one GPU",
                 why=f"two ranks on one GPU are never meant by accident; NCCL takes them from {_version(LEAST_NCCL)} on",
                 fix="start one task per GPU, or allow it with --ranks-per-gpu N",
             )
@@ -224,7 +224,7 @@ def check_mps(environ: Mapping[str, str], *, program: str | None = None) -> Iter
         if told:
             yield Problem(
                 where=f"{MPS_FOLDER}={folder}",
-                what=f"MPS is half alive: {told}",
+                what=f"MPS does not respond: {told}",
                 why="a process that starts CUDA would wait for it",
                 fix=f"echo quit | {MPS_CONTROL}; rm -r {folder}; start it again with {MPS_CONTROL} -d if it is wanted",
             )

@@ -247,7 +247,9 @@ class HostAgent:
         # One that we have started may take long to come up beside ranks that use every core, then waits for the lease.
         if alone_s > LOST_S * (3 if self._own.is_running else 1):
             message = f"host {self.host}: no coordinator can be reached or started for {LOST_S:g} s"
-            raise SystemFailure(Problem(where=str(self.run.path), what=message, fix="phalanx train --resume goes on"))
+            raise SystemFailure(
+                Problem(where=str(self.run.path), what=message, fix="phalanx train --resume continues the run")
+            )
 
     def _connect(self, where: tuple[str, int]) -> bool:
         if not self._joined:

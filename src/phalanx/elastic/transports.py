@@ -21,7 +21,7 @@ from phalanx.errors import Problem
 from phalanx.hardware.discover import discover
 from phalanx.hardware.types import Machine
 from phalanx.plan.plan import Plan
-from phalanx.units import format_bytes
+from phalanx.units import format_bytes, plural
 
 # Sums in the NVSwitch (NVLink SHARP): from the third generation of switches on, which came with Hopper.
 NVLS_FAMILIES = ("hopper", "blackwell", "rubin")
@@ -125,14 +125,14 @@ def _inside(facts: TransportFacts) -> Iterator[Problem]:
     if 0 < facts.gpus < facts.ranks:
         yield Problem(
             where=facts.host,
-            what=f"{facts.ranks} ranks share {facts.gpus} GPU{'s' if facts.gpus != 1 else ''}",
+            what=f"{facts.ranks} ranks share {plural(facts.gpus, 'GPU')}",
             why="they take turns: what is computed is right, how fast it goes says nothing",
         )
     several = facts.gpus > 1
     if several and facts.nvlinks == 0:
         way = f" ({', '.join(facts.paths)})" if facts.paths else ""
         rate = f" at {format_bytes(facts.pcie_bytes_per_s)}/s" if facts.pcie_bytes_per_s else ""
-        counted = f"; the plan counts on {format_bytes(facts.planned_link_bytes_per_s)}/s"
+        counted = f"; the plan assumed {format_bytes(facts.planned_link_bytes_per_s)}/s"
         yield Problem(
             where=facts.host,
             what=f"no NVLink between its {facts.gpus} × {facts.gpu_name}",
@@ -193,7 +193,7 @@ def _between(facts: TransportFacts) -> Iterator[Problem]:
         speed = facts.interfaces.get(where, 0.0)
         at_rate = f" at {format_bytes(speed)}/s" if speed else ""
         counted = facts.planned_nic_bytes_per_s
-        plan = f"; the plan counts on {format_bytes(counted)}/s of this host" if counted else ""
+        plan = f"; the plan assumed {format_bytes(counted)}/s of this host" if counted else ""
         what = (
             f"NCCL_IB_DISABLE=1 switches {', '.join(facts.infiniband) or 'InfiniBand'} off"
             if off
@@ -211,7 +211,7 @@ def _between(facts: TransportFacts) -> Iterator[Problem]:
         yield Problem(
             where=facts.host,
             what=f"{', '.join(facts.infiniband)} together carry {format_bytes(facts.infiniband_bytes_per_s)}/s",
-            why=f"the plan counts on {format_bytes(facts.planned_nic_bytes_per_s)}/s of this host",
+            why=f"the plan assumed {format_bytes(facts.planned_nic_bytes_per_s)}/s of this host",
             fix="look at ibstat for ports that are down, or plan for these: phalanx cluster",
         )
 

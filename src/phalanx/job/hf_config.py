@@ -217,7 +217,7 @@ def _unknown_family(path: Path, kind: object) -> UserError:
         )
     close = nearest(kind, FAMILIES)
     hint = f"the nearest is {close}; " if close else ""
-    fix = f"{hint}known are {known}; or write the shape as keys of [model]"
+    fix = f"{hint}the known families are {known}; or write the shape as keys of [model]"
     return mistake(str(path), f'model_type = "{kind[:60]}" is not a family we can read', fix=fix)
 
 

@@ -85,7 +85,7 @@ def resolve_preset(draft: Draft) -> Preset | None:
         draft.origins["model.preset"] = draft.written("model.preset")
         return known[name]
     close = nearest(name, known) if isinstance(name, str) else ""
-    fix = f'did you mean "{close}"?' if close else f"known are {', '.join(known)}"
+    fix = f'did you mean "{close}"?' if close else f"the known models are {', '.join(known)}"
     draft.complain("model.preset", f"model.preset = {shown_value(name)} is not a known model", fix=fix)
     return None
 

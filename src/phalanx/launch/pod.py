@@ -21,6 +21,7 @@ from phalanx.io.files import read_bounded, replace_bytes
 from phalanx.launch.node import conclude_run, prepare_run, tend_hosts
 from phalanx.record.run import Run, open_run
 from phalanx.record.run_files import read_json, write_json
+from phalanx.units import plural
 
 READY = "pods.json"  # in the run folder: for which attempt number 0 made the run ready
 FOUND_S = 1800.0  # for all pods to have an address: images of 17 GB take half an hour to pull
@@ -96,7 +97,11 @@ def host_names(pattern: str, count: int) -> list[str]:
         return [pattern.replace("{}", str(number)) for number in range(count)]
     names = [name for name in pattern.split(",") if name]
     if len(names) < count:
-        raise mistake("--names", f"{len(names)} names for {count} hosts", fix="name every host, or use {} in one name")
+        raise mistake(
+            "--names",
+            f"{plural(len(names), 'name')} for {plural(count, 'host')}",
+            fix="name every host, or use {} in one name",
+        )
     return names
 
 
@@ -127,7 +132,7 @@ def _find_hosts(names: Sequence[str], needed: int) -> list[str]:
         return len(found) == len(names)
 
     try:
-        _wait_until(look, f"addresses of {len(names)} hosts")
+        _wait_until(look, f"addresses of {plural(len(names), 'host')}")
     except SystemFailure:
         if len(found) < needed or 0 not in found:
             raise

@@ -1,7 +1,7 @@
 """How often replicas are compared: what `fault.digest_every = "auto"` means.
 
 Once in a checkpoint interval at least, so that a damaged state is found while a sound checkpoint is still kept, and
-once in 100 steps at least (house). It costs little: 1 GB of parameters takes 3.4 ms on an H200
+once in 100 steps at least (our choice). It costs little: 1 GB of parameters takes 3.4 ms on an H200
 (benchmarks/2026-11-15-vault.md), and a core does 2.6 GB/s.
 """
 
@@ -46,7 +46,7 @@ def steps_within(interval_s: float, step_s: float) -> int:
 # Five steps, from 30 to 120 s. Five is the factor of NVIDIA's resiliency extension over what it observed
 # (NVIDIA/nvidia-resiliency-ext); a network card that flaps comes back within seconds (MegaScale, arXiv:2402.15627),
 # so below 30 s a healthy job would be ended; 120 s is near torchtitan's 100 s, where PyTorch's default for NCCL is
-# 600 s. The last clause of `bounded_timeout_s`, at least one step, is a house choice: pipeline ranks wait for a part
+# 600 s. The last clause of `bounded_timeout_s`, at least one step, is our choice: pipeline ranks wait for a part
 # of a step.
 
 

@@ -339,7 +339,7 @@ def _placed_finding(rule: Rule, evidence: Evidence, outcome: Outcome) -> Finding
 # by what the framework does, is the same for each file of that trainer and no finding of this one.
 ABOUT_TRAINERS = ("FLT", "TEL", "SEC", "COM004", "CKP002", "CKP003", "CKP005", "CKP006", "BAT002", "EFF001", "PRC004")
 CHOSEN_BY_FILE = ("optim.clip",)  # left out, it is a choice all the same: every trainer here has a key for it
-# Of another trainer's file, lost time below both is a remark: nobody rewrites a script for it. House.
+# Of another trainer's file, lost time below both is a remark: nobody rewrites a script for it. Our choice.
 SMALL_POINTS, SMALL_USD = 1.0, 10_000.0
 
 

@@ -28,7 +28,7 @@ GROUPS = {
 LETTERS = {"J": "job", "P": "plan", "L": "run log", "H": "host", "D": "drill"}
 
 Value = float | int | bool | str | tuple[str, ...]
-Mark = Literal["read", "secondary", "recalled", "computed", "house"]
+Mark = Literal["read", "secondary", "recalled", "computed", "our choice"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class Reference:
     """Where a number or a claim comes from, and how well we know it.
 
     `read`: we read the primary text or code. `secondary`: read in a source that names it. `recalled`: known from the
-    abstract or a datasheet. `computed`: our arithmetic. `house`: our own choice.
+    abstract or a datasheet. `computed`: our arithmetic. `our choice`: a number we chose.
     """
 
     text: str  # "ByteRobust, arXiv:2509.16293 table 3"

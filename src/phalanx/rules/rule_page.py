@@ -8,6 +8,7 @@ from phalanx.io.tables import markdown_table
 from phalanx.rules.edition import EDITION
 from phalanx.rules.profiles import CLASSES, PROFILES
 from phalanx.rules.rule import GROUPS, LETTERS, Limit, Rule, Value
+from phalanx.units import plural
 
 SECTIONS = (
     "What it requires",
@@ -107,13 +108,27 @@ def shown_limit(value: Value, unit: str = "") -> str:
 
     >>> shown_limit(0.35), shown_limit(1024.0, "MiB"), shown_limit(("bf16", "fp32")), shown_limit(True)
     ('0.35', '1024 MiB', 'bf16, fp32', 'yes')
+    >>> shown_limit(1, "micro-batches"), shown_limit(1.0, "s"), shown_limit(3, "steps")
+    ('1 micro-batch', '1 s', '3 steps')
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, tuple):
         return _table_cell(", ".join(value)) or "none"
     text = f"{value:.10g}" if isinstance(value, float) else str(value)
-    return _table_cell(f"{text} {unit}".strip())
+    return _table_cell(f"{text} {unit_of(value, unit)}".strip())
+
+
+def unit_of(value: float | str, unit: str) -> str:
+    """The unit of a number: a single one of what it counts has no plural.
+
+    >>> [unit_of(1, unit) for unit in ("steps", "micro-batches", "identities", "addresses", "epochs", "s", "Gb/s")]
+    ['step', 'micro-batch', 'identity', 'address', 'epoch', 's', 'Gb/s']
+    """
+    if value != 1 or len(unit) < 4 or "/" in unit or unit == "series":
+        return unit
+    nouns = (f"{unit[:-3]}y", unit[:-2], unit[:-1])
+    return next((noun for noun in nouns if plural(2, noun) == f"2 {unit}"), unit)
 
 
 def _table_cell(text: str) -> str:

@@ -29,7 +29,7 @@ def fit_plots(fit: ScalingFit, points: ScalingPoints) -> Mapping[str, str]:
 
 
 def _standalone_svg(svg: str) -> str:
-    """With the house's style sheet inside, for a file that no page surrounds."""
+    """With our style sheet inside, for a file that no page surrounds."""
     style = f'<style>{REPORT_CSS.replace("<", "")}</style><rect width="100%" height="100%" fill="var(--page, #fff)"/>'
     return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{style}", 1)
 

@@ -33,6 +33,7 @@ from phalanx.job.plugin_reference import PLUGIN_GROUPS, SOURCE_MODULE, PluginRef
 from phalanx.job.schema import Job, PluginReferences
 from phalanx.plan.layout import Layout
 from phalanx.train.callbacks import Callback
+from phalanx.units import plural
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -214,7 +215,7 @@ def install_source(job: Job, *, allow_code: bool) -> None:
     if not job.plugins.source:
         return
     if not allow_code:
-        raise code_refused("plugins.source", f"{len(job.plugins.source)} lines of Python")
+        raise code_refused("plugins.source", f"{plural(len(job.plugins.source), 'line')} of Python")
     text = "\n".join(job.plugins.source) + "\n"
     known = sys.modules.get(SOURCE_MODULE)
     if known is not None and getattr(known, "source_text", None) == text:

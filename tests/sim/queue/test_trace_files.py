@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
+from phalanx.api.queue_simulating import simulate_queue
 from phalanx.cli.main import main
 from phalanx.sim.queue.queue_policy import read_policy
 from phalanx.sim.queue.trace_file import read_trace
@@ -102,3 +103,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert main(wrong) == 2
         assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("teams", "what"),
+    [
+        (("b", "a"), "the policy does not define team b"),
+        (("b", "c"), "the policy does not define teams b, c"),
+        (("", "a"), "the trace has jobs without a team, but the policy defines teams"),
+    ],
+)
+def test_teams_that_the_policy_does_not_define(tmp_path: Path, teams: tuple[str, ...], what: str) -> None:
+    policy, trace = tmp_path / "teams.toml", tmp_path / "trace.csv"
+    policy.write_text('[[team]]\nname = "a"\nnodes = 8\n')
+    rows = "".join(f"0,4,100,200,{team},0\n" for team in teams)
+    trace.write_text(f"submit_s,nodes,duration_s,limit_s,team,priority\n{rows}")
+    with pytest.raises(phalanx.UserError) as caught:
+        simulate_queue(str(trace), "8xH100:16", policy=str(policy))
+    assert what in str(caught.value).splitlines()[0]

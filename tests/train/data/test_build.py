@@ -236,7 +236,7 @@ def test_bad_calls_are_all_named_at_once(tmp_path: Path, make: Make, lines: Path
         "--vocab: 10 is out of range\n"
         "  257 are the bytes and the end of text\n"
         "  use 257 to 1,048,576\n"
-        '--split-on: there is no way "blnk"\n'
+        '--split-on: "blnk" is unknown\n'
         "  use blank"
     )
     assert failed(UserError, make, tmp_path / "out") == (

@@ -51,10 +51,11 @@ def test_what_is_meant_when_nothing_is_said() -> None:
         ),
         (
             "kill:rank=x",
-            "--fault kill:rank=x: rank=x is not a whole number from 0 on\n  write rank=2, or rank=1+3 for two at once",
+            "--fault kill:rank=x: rank=x must be a whole number, 0 or more\n"
+            "  write rank=2, or rank=1+3 for two at once",
         ),
-        ("kill:step=-1", "--fault kill:step=-1: step=-1 is not a whole number from 0 on\n  write step=2"),
-        ("slow:sleep_s=nan", "--fault slow:sleep_s=nan: sleep_s=nan is not a number from 0 on\n  write sleep_s=2"),
+        ("kill:step=-1", "--fault kill:step=-1: step=-1 must be a whole number, 0 or more\n  write step=2"),
+        ("slow:sleep_s=nan", "--fault slow:sleep_s=nan: sleep_s=nan must be a number, 0 or more\n  write sleep_s=2"),
         ("lossy-link:share=2", "--fault lossy-link:share=2: share=2 is above 1\n  write share=0.05"),
         ("memory:how=much", "--fault memory:how=much: how=much is unknown\n  use one of raise, limit"),
         ("kill:step=1,at_s=2", "--fault kill:step=1,at_s=2: step and at_s exclude each other\n  give one of them"),

@@ -151,8 +151,9 @@ _HEAD = (
 def show_designs(found: Sequence[Design], *, top: int, width: int | None = None) -> str:
     """The `top` designs of each oversubscription, those on the Pareto front marked with a star."""
     first = found[0].fabric
+    fit = f"{plural(len(found), 'fabric')} {'fits' if len(found) == 1 else 'fit'}"
     said = (
-        f"{first.hosts:,} GPUs with a {first.nic_gbps:g} Gb/s NIC each: {len(found)} fabrics fit. "
+        f"{first.hosts:,} GPUs with a {first.nic_gbps:g} Gb/s NIC each: {fit}. "
         f"Network interruptions at Llama 3's rate per GPU: {found[0].interruptions_per_day:.2g} a day"
     )
     parts = [fold_lines(said, width)]

@@ -73,7 +73,11 @@ def with_lost_processes(run: Run, summary: Summary) -> Summary:
     """A run that says it goes on while nobody holds it has lost its processes."""
     if summary.state not in ("running", "launching") or run.is_held:
         return summary
-    return replace(summary, state="gone", message="its processes ended without a word; --resume goes on")
+    return replace(
+        summary,
+        state="gone",
+        message="its processes ended without an error message; phalanx train --resume continues the run",
+    )
 
 
 def _plan_warnings(run: Run) -> tuple[str, ...]:

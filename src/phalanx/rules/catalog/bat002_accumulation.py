@@ -83,7 +83,7 @@ loss = sum(summed_loss(micro) for micro in batch) / sum(valid_tokens(micro) for 
     waive="All sequences packed to one length and no token masked: then both are equal.",
     references=(
         Reference(text="huggingface.co/blog/gradient_accumulation", mark="recalled"),
-        Reference(text="tolerances by number format", mark="house"),
+        Reference(text="tolerances by number format", mark="our choice"),
     ),
     check=check,
 )

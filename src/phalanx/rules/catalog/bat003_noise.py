@@ -100,9 +100,9 @@ ramp, an information says so.
 """,
     limits={
         "most_ratio": Limit(value=1.0, unit="x", note="half of the token efficiency of a small batch: computed"),
-        "most_growth": Limit(value=2.0, unit="x", note="growth of the noise scale without a ramp: house"),
-        "least_steps": Limit(value=200, unit="steps", note="before which the noise scale grows fast: house"),
-        "least_count": Limit(value=10, unit="estimates", note="before the last one is believed: house"),
+        "most_growth": Limit(value=2.0, unit="x", note="growth of the noise scale without a ramp: our choice"),
+        "least_steps": Limit(value=200, unit="steps", note="before which the noise scale grows fast: our choice"),
+        "least_count": Limit(value=10, unit="estimates", note="before the last one is believed: our choice"),
     },
     bad="""
 [batch]

@@ -278,9 +278,9 @@ failures on that copies in memory did not mend). A warning where step + staging 
     limits={
         "warn_ratio": Limit(value=2.0, unit="x", note="25 % more overhead than at the optimum: computed"),
         "error_ratio": Limit(value=4.0, unit="x", note="112 % more overhead than at the optimum: computed"),
-        "least_saves": Limit(value=3, note="saves of a run before their median replaces the prediction: house"),
+        "least_saves": Limit(value=3, note="saves of a run before their median replaces the prediction: our choice"),
         "least_failures": Limit(
-            value=5, note="failures, not mended from memory, before a run's own rate counts: house"
+            value=5, note="failures, not mended from memory, before a run's own rate counts: our choice"
         ),
         "small_devices": Limit(value=1_024, unit="devices", note="sizes at which Meta's RSC-1 saw more failures"),
         "small_factor": Limit(

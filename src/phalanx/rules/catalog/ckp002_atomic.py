@@ -95,10 +95,10 @@ of what was not committed; and signed drills that killed a rank at each of the n
         "least_points": Limit(
             value=9,
             unit="points",
-            note="of a save at which a rank was killed: all that Phalanx has, begin to prune; house",
+            note="of a save at which a rank was killed: all that Phalanx has, begin to prune; our choice",
         ),
         "save_faults": Limit(
-            value=("save-kill", "disk-full"), note="drills that count: house, one fault inside a save"
+            value=("save-kill", "disk-full"), note="drills that count: our choice, one fault inside a save"
         ),
     },
     bad="""

@@ -110,8 +110,8 @@ restore met a damaged file, refused it and took the one before. That a run resto
 asked: it would stop every device for a restore, and the drill and the digests say as much of it.
 """,
     limits={
-        "least_kept": Limit(value=2, note="checkpoints kept: the newest and one to fall back to; house"),
-        "damage_faults": Limit(value=("corrupt",), note="drills that count: a restore met a damaged file; house"),
+        "least_kept": Limit(value=2, note="checkpoints kept: the newest and one to fall back to; our choice"),
+        "damage_faults": Limit(value=("corrupt",), note="drills that count: a restore met a damaged file; our choice"),
     },
     bad="""
 [checkpoint]
@@ -126,7 +126,7 @@ keep = 3
     references=(
         Reference(text="PyTorch: torch/distributed/checkpoint/filesystem.py (no digest per file)", mark="read"),
         Reference(text="BLOOM chronicles: 7.3 h lost two iterations before a save", mark="secondary"),
-        Reference(text="two kept: our choice", mark="house"),
+        Reference(text="two kept", mark="our choice"),
     ),
     check=check,
 )

@@ -247,13 +247,13 @@ intervals on, and saves that failed or overlapped are counted.
     limits={
         "most_stall": Limit(
             value=0.01,
-            note="of the time: ByteRobust 0.3 to 0.9 % per step, arXiv:2509.16293 table 8; cpu 0.05: house",
+            note="of the time: ByteRobust 0.3 to 0.9 % per step, arXiv:2509.16293 table 8; cpu 0.05: our choice",
             profiles={"cpu-gloo": 0.05},
         ),
         "most_persist": Limit(value=1.0, unit="x", note="writing over the interval: computed, more piles up"),
         "drafts": Limit(value=1, note="checkpoints beside those kept: the one being written"),
         "copies": Limit(value=2, note="generations staged in host memory: ByteRobust's dual buffer"),
-        "least_saves": Limit(value=3, note="intervals of a run before they replace the prediction: house"),
+        "least_saves": Limit(value=3, note="intervals of a run before they replace the prediction: our choice"),
     },
     bad="""
 [checkpoint]

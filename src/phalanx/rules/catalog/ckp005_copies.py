@@ -161,20 +161,20 @@ checked: Phalanx replaces single ranks.
         "required": Limit(
             value=False,
             note="whether a job must keep copies in memory, outside the domain: from class S3 on (over 1,024 devices), "
-            "spec.md 6.3: house",
+            "spec.md 6.3: our choice",
             classes={"S3": True},
         ),
         "rack_devices": Limit(
             value=32,
             unit="devices",
-            note="a fast domain of so many, in several hosts, fails as one (NVL36, NVL72): house",
+            note="a fast domain of so many, in several hosts, fails as one (NVL36, NVL72): our choice",
         ),
         "memory_ratio": Limit(
             value=1.0,
             unit="x",
             note="age of a copy in memory over the disk's interval, beyond which it is none: computed",
         ),
-        "persistent_ratio": Limit(value=10.0, unit="x", note="of the disk's interval over Daly's optimum: house"),
+        "persistent_ratio": Limit(value=10.0, unit="x", note="of the disk's interval over Daly's optimum: our choice"),
     },
     bad="""
 [checkpoint]
@@ -189,7 +189,7 @@ memory_every = "auto"
     references=(
         Reference(text="ByteRobust, arXiv:2509.16293 section 6.3", mark="read"),
         Reference(text="Gemini, doi 10.1145/3600006.3613145", mark="secondary"),
-        Reference(text="10 τ*, and from which size: our choice", mark="house"),
+        Reference(text="10 τ*, and from which size", mark="our choice"),
     ),
     check=check,
 )

@@ -88,7 +88,7 @@ so a drill need only be clean there; how far losses may part is not judged.
     limits={
         "parts": Limit(
             value=("weights", "moments", "scheduler", "rng", "sampler", "tokens", "layout"),
-            note="of the state: spec.md 6.1; house where a recipe does without",
+            note="of the state: spec.md 6.1; our choice where a recipe does without",
         ),
         "fp16_parts": Limit(value=("scaler",), note="further ones in fp16: the loss scale"),
         "restoring_faults": Limit(

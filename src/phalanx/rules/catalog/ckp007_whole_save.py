@@ -61,9 +61,9 @@ after everything looked well.
 """,
     how="""
 `bytes × parameters <= 0.8 × host memory`: 12 bytes for FULL_STATE_DICT (fp32 weights, two moments), 2 for 16-bit
-weights. The share left free is ours (house): page cache, data loaders and seven other ranks live there.
+weights. The share left free is our choice: page cache, data loaders and seven other ranks live there.
 """,
-    limits={"most_share": Limit(value=0.8, note="of the memory of a host: house")},
+    limits={"most_share": Limit(value=0.8, note="of the memory of a host: our choice")},
     bad="fsdp_config:\n  fsdp_state_dict_type: FULL_STATE_DICT",
     good="fsdp_config:\n  fsdp_state_dict_type: SHARDED_STATE_DICT",
     fix="Sharded checkpoints.",

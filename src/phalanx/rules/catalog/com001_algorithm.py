@@ -233,7 +233,7 @@ nodes, is an error. gloo has a ring only; the algorithms of a TPU belong to its 
 unknown.
 """,
     limits={
-        "most_ratio": Limit(value=1.10, unit="x", note="time over that of the best algorithm: house"),
+        "most_ratio": Limit(value=1.10, unit="x", note="time over that of the best algorithm: our choice"),
         "two_levels": Limit(
             value=False, classes={"S4": True}, note="whether two levels are among the rivals: above 4,096 devices"
         ),

@@ -118,9 +118,9 @@ the slowest links of the job carry at most 10 Gb/s a device: a warning otherwise
 so the 2 % are also the planner's error. A biased format without error feedback is an error.
 """,
     limits={
-        "saving": Limit(value=0.05, note="share of the step, as a measured gain would have to be: house"),
-        "slow_saving": Limit(value=0.02, note="where links are slow; below it the plan cannot tell: house"),
-        "slow_gbps": Limit(value=10.0, unit="Gb/s", note="where compression is a fair default: house"),
+        "saving": Limit(value=0.05, note="share of the step, as a measured gain would have to be: our choice"),
+        "slow_saving": Limit(value=0.02, note="where links are slow; below it the plan cannot tell: our choice"),
+        "slow_gbps": Limit(value=10.0, unit="Gb/s", note="where compression is a fair default: our choice"),
         "biased": Limit(value=("fp8", "int8", "powersgd", "topk"), note="formats whose error adds up without feedback"),
     },
     bad="""

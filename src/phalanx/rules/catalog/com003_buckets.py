@@ -201,12 +201,14 @@ a finding only where its start-up costs 1 % of the step: the number of buckets t
 hides. For CPUs blocks are reported only.
 """,
     limits={
-        "latency_share": Limit(value=0.10, note="start-up over the time of a bucket: house"),
+        "latency_share": Limit(value=0.10, note="start-up over the time of a bucket: our choice"),
         "block_share": Limit(
-            value=0.10, profiles={"cpu-gloo": 1.0}, note="the same for blocks under ZeRO; not judged on CPUs: house"
+            value=0.10,
+            profiles={"cpu-gloo": 1.0},
+            note="the same for blocks under ZeRO; not judged on CPUs: our choice",
         ),
         "least_buckets": Limit(value=2.0, unit="buckets", note="so that the first can leave before the last is ready"),
-        "least_loss": Limit(value=0.01, note="of the step, below which what nobody chose is let be: house"),
+        "least_loss": Limit(value=0.01, note="of the step, below which what nobody chose is let be: our choice"),
     },
     bad="""
 [parallel]
@@ -229,7 +231,7 @@ bucket_mib = 256
     references=(
         Reference(text="DistributedDataParallel, arXiv:2006.15704", mark="recalled"),
         Reference(text="NVIDIA/nccl src/graph/tuning.cc", mark="read"),
-        Reference(text="the share of 0.10", mark="house"),
+        Reference(text="the share of 0.10", mark="our choice"),
     ),
     check=check,
 )

@@ -320,17 +320,17 @@ wrong as well: a network card that flaps comes back within seconds (MegaScale, a
 `clamp(5 · step, 30 s, 120 s)` and 120 s; the step is the 99th percentile of the log's steady ones (the first five of a
 membership left out), or the slow end of the plan's interval before there is a log. `"auto"` is that clamp, and no less
 than `fault.dead_after_s`: a silent rank is found by its heartbeat first. A step longer than 120 s moves the upper
-bound to one step (house). Too short is an error below 30 s or below one step, else a warning; too long is a warning up
-to a tenth beyond the bound. CPU ranks may give up after 5 s.
+bound to one step (our choice). Too short is an error below 30 s or below one step, else a warning; too long is a
+warning up to a tenth beyond the bound. CPU ranks may give up after 5 s.
 
 No timeout may be shorter than a silence in which nothing is wrong: a synchronous save (`checkpoint.async = false`,
 until it is written; else the copy it begins with), an evaluation, restoring a checkpoint, the first steps; as
 measured (the longest), or as the plan has it. Our trainer waits `max(comm.init_timeout_s, train.timeout_s)` across
 these, so that is held against the longest of them; of other trainers `train.timeout_s` is. Below a measured one is an
 error, below a predicted one a warning. What is proposed is at least twice the longest, a save and an evaluation after
-it counted together (house), and where that is beyond 120 or 300 s it is the bound. Of other trainers a timeout that is
-too long is a warning, its cure is a sentence and never a safe edit, and nothing is said while no plan tells how long
-a save takes.
+it counted together (our choice), and where that is beyond 120 or 300 s it is the bound. Of other trainers a timeout
+that is too long is a warning, its cure is a sentence and never a safe edit, and nothing is said while no plan tells
+how long a save takes.
 """,
     limits={
         "init_most_s": Limit(value=300.0, unit="s", note="torchtitan's start timeout"),
@@ -338,10 +338,10 @@ a save takes.
             value=30.0,
             unit="s",
             profiles={"cpu-gloo": 5.0},
-            note="processes import torch and build the model before they meet: house",
+            note="processes import torch and build the model before they meet: our choice",
         ),
         "margin": MARGIN,
-        "train_most_s": Limit(value=120.0, unit="s", note="near torchtitan's 100 s: house"),
+        "train_most_s": Limit(value=120.0, unit="s", note="near torchtitan's 100 s: our choice"),
         "train_least_s": Limit(
             value=30.0,
             unit="s",

@@ -209,9 +209,9 @@ start and end weigh too much. cpu-gloo is reported, not judged: these are machin
         ),
         "margin": MARGIN,
         "hour": Limit(
-            value=0.5, profiles={"cpu-gloo": 0.0}, note="least of any hour: house, after ByteRobust's sliding hour"
+            value=0.5, profiles={"cpu-gloo": 0.0}, note="least of any hour: our choice, after ByteRobust's sliding hour"
         ),
-        "least_wall_s": Limit(value=3600.0, unit="s", note="before which start and end weigh too much: house"),
+        "least_wall_s": Limit(value=3600.0, unit="s", note="before which start and end weigh too much: our choice"),
     },
     bad="""
 [fault]

@@ -96,7 +96,7 @@ most 3 % slower) is for `phalanx diff` of two runs: one log cannot say.
             value=("nvml", "rapl", "amdsmi", "dcgm"), note="sources that count joules: docs/telemetry.md"
         ),
         "remark_only": Limit(
-            value=False, profiles={"cpu-gloo": True}, note="an estimate is a remark: house, RAPL needs root"
+            value=False, profiles={"cpu-gloo": True}, note="an estimate is a remark: our choice, RAPL needs root"
         ),
     },
     bad='{"event": "monitor", "energy_j": 51000.0, "energy_source": "estimate"}',

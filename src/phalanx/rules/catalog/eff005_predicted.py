@@ -79,7 +79,8 @@ RULE = Rule(
     slug="predicted-efficiency",
     severity="warning",
     requires="JP",
-    requirement="The layout is predicted to cost at most half as much again as the best one found, at a sound MFU.",
+    requirement="The layout is predicted to cost at most half as much again as the best one found, at a reasonable "
+    "MFU.",
     why="""
 A layout is chosen once and paid for in every step. Between the best and a common choice lie factors of two: a tensor
 group across hosts, a pipeline with too few micro-batches, full recomputation that memory does not ask for. ZeRO-3 over
@@ -88,13 +89,13 @@ a 1 Gb/s network trains at 2 % MFU, and every other rule is content with it.
     how="""
 `step / best step <= 1.5`, the best of all layouts that the planner's free search finds to fit the same job on the same
 cluster; and `MFU >= 0.4 × the floor of EFF002` for the hardware; both in jobs that train for an hour or more. All
-thresholds are ours (house): the planner misses published steps by 4.8 % (`phalanx backtest`), so a factor of 1.5 is no
+thresholds are our choice: the planner misses published steps by 4.8 % (`phalanx backtest`), so a factor of 1.5 is no
 error of prediction.
 """,
     limits={
-        "most_ratio": Limit(value=1.5, unit="x", note="predicted step over that of the best layout found: house"),
-        "least_s": Limit(value=3600.0, unit="s", note="of training, below which no layout is judged: house"),
-        "least_share": Limit(value=0.4, note="of the MFU floor of the hardware, EFF002: house"),
+        "most_ratio": Limit(value=1.5, unit="x", note="predicted step over that of the best layout found: our choice"),
+        "least_s": Limit(value=3600.0, unit="s", note="of training, below which no layout is judged: our choice"),
+        "least_share": Limit(value=0.4, note="of the MFU floor of the hardware, EFF002: our choice"),
         "floor": Limit(
             value=NOT_JUDGED,
             profiles={name: profile.mfu_floor or NOT_JUDGED for name, profile in PROFILES.items()},
@@ -116,7 +117,7 @@ mode = "auto"
     history="2026.1: added in 0.7.",
     references=(
         Reference(text="phalanx backtest: predicted against published steps, docs/validation.md", mark="computed"),
-        Reference(text="1.5x and 0.4 of the floor", mark="house"),
+        Reference(text="1.5x and 0.4 of the floor", mark="our choice"),
     ),
     check=check,
 )

@@ -118,7 +118,7 @@ finding with the values that the page of the library names as such; those about 
 are several. `CUDA_DEVICE_MAX_CONNECTIONS` is 1 with Megatron's tensor parallelism, and not 1 with its FSDP.
 """,
     limits={
-        "traps": Limit(value=tuple(TRAPS), note="variables with a value that slows down or hides errors: house"),
+        "traps": Limit(value=tuple(TRAPS), note="variables with a value that slows down or hides errors: our choice"),
         "connections": Limit(value=1, note="queues to a device with Megatron's tensor parallelism: arguments.py"),
     },
     bad="export NCCL_P2P_DISABLE=1\nexport CUDA_LAUNCH_BLOCKING=1",

@@ -162,16 +162,16 @@ of up to 64 devices.
         "least_beats": Limit(
             value=4,
             unit="heartbeats",
-            note="silence shorter than so many may be a busy host: house",
+            note="silence shorter than so many may be a busy host: our choice",
         ),
         "late_is_error": Limit(
-            value=False, classes={"S2": True}, note="timing rules warn in class S1, spec.md 6.3: house"
+            value=False, classes={"S2": True}, note="timing rules warn in class S1, spec.md 6.3: our choice"
         ),
         "margin": MARGIN,
         "measured_s": Limit(
             value=30.0,
             unit="s",
-            note="p95 of detection: as above; CPU ranks have no device to wait for, 10 s is house",
+            note="p95 of detection: as above; CPU ranks have no device to wait for, 10 s is our choice",
             profiles={"cpu-gloo": 10.0},
         ),
     },
@@ -189,7 +189,7 @@ dead_after_s = 30
         Reference(text="ByteRobust, arXiv:2509.16293 table 3", mark="read"),
         Reference(text="NVIDIA/nvidia-resiliency-ext: checks every 5 s", mark="read"),
         Reference(text="PyTorch pull request 110947: default timeouts", mark="read"),
-        Reference(text="10 s on CPUs", mark="house"),
+        Reference(text="10 s on CPUs", mark="our choice"),
     ),
     check=check,
 )

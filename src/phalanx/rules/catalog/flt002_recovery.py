@@ -121,13 +121,14 @@ followed is an error at any size. Neither a failure nor a drill: unknown.
         "bound_s": Limit(
             value=90.0,
             unit="s",
-            note="in place 65 s at 16,384 GPUs (ByteRobust table 7) and noticing; CPU: measured 0.6 s, 30 s is house",
+            note="in place 65 s at 16,384 GPUs (ByteRobust table 7) and noticing; CPU: measured 0.6 "
+            "s, 30 s is our choice",
             profiles={"cpu-gloo": 30.0},
         ),
         "large_s": Limit(value=180.0, unit="s", note="FT-HSDP: 3 minutes at 100,000 GPUs", profiles={"cpu-gloo": 30.0}),
         "large_devices": Limit(value=16_384, unit="devices", note="the largest with published times in place"),
         "late_is_error": Limit(
-            value=False, classes={"S2": True}, note="timing rules warn in class S1, spec.md 6.3: house"
+            value=False, classes={"S2": True}, note="timing rules warn in class S1, spec.md 6.3: our choice"
         ),
         "margin": MARGIN,
         "alone_s": Limit(value=600.0, unit="s", note="requeueing: 454 to 768 s (ByteRobust table 7)"),
@@ -145,7 +146,7 @@ followed is an error at any size. Neither a failure nor a drill: unknown.
     references=(
         Reference(text="ByteRobust, arXiv:2509.16293 tables 6 and 7", mark="read"),
         Reference(text="FT-HSDP, arXiv:2602.00277", mark="secondary"),
-        Reference(text="30 s on CPUs; benchmarks/2026-11-15-recovery.md measures 0.6 s", mark="house"),
+        Reference(text="30 s on CPUs; benchmarks/2026-11-15-recovery.md measures 0.6 s", mark="our choice"),
     ),
     check=check,
 )

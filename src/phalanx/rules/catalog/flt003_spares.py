@@ -160,12 +160,12 @@ devices on.
         "repair_h": Limit(
             value=24.0,
             unit="h",
-            note="a host comes back after a day: house; a CPU process is started again in a minute",
+            note="a host comes back after a day: our choice; a CPU process is started again in a minute",
             profiles={"cpu-gloo": 1 / 60},
         ),
-        "stop_risk": Limit(value=0.10, note="chance that a job which stops at its first failure meets one: house"),
-        "stop_is_error": Limit(value=False, classes={"S2": True}, note="in class S1 it warns, spec.md 6.3: house"),
-        "idle_share": Limit(value=0.10, note="of the devices, idle while hosts are repaired: house"),
+        "stop_risk": Limit(value=0.10, note="chance that a job which stops at its first failure meets one: our choice"),
+        "stop_is_error": Limit(value=False, classes={"S2": True}, note="in class S1 it warns, spec.md 6.3: our choice"),
+        "idle_share": Limit(value=0.10, note="of the devices, idle while hosts are repaired: our choice"),
     },
     bad="""
 [fault]
@@ -181,7 +181,7 @@ spares = "auto"
     references=(
         Reference(text="ByteRobust, arXiv:2509.16293 section 6.2 and table 5", mark="read"),
         Reference(text="P99 of the binomial reproduces the table", mark="computed"),
-        Reference(text="repair in a day, 10 % idle", mark="house"),
+        Reference(text="repair in a day, 10 % idle", mark="our choice"),
     ),
     check=check,
     harder_from="S3",

@@ -102,7 +102,9 @@ something is wrong; the log records only the refusals. On the machine itself: wh
 docs/security.md lists the checks under "before a host takes part".
 """,
     limits={
-        "missed": Limit(value=0, unit="memberships", note="memberships that may begin without a look: house, none"),
+        "missed": Limit(
+            value=0, unit="memberships", note="memberships that may begin without a look: none, our choice"
+        ),
         "packages": Limit(value=("torch",), note="what a host of a local job must have installed"),
     },
     bad="""

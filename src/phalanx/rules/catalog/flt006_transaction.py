@@ -12,7 +12,7 @@ from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed, unkno
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural
 
-RARE = Impact(note="work since the last sound checkpoint whenever it happens; how often is not published")
+RARE = Impact(note="work since the last intact checkpoint whenever it happens; how often is not published")
 CHANGES = ("partition", "freeze", "host", "hang", "kill")  # faults after which somebody of the past could speak
 
 
@@ -136,8 +136,8 @@ def _a_checkpoint(evidence: Evidence) -> Impact:
     ran_s = evidence.log.wall_s if evidence.log is not None and evidence.log.wall_s is not None else math.inf
     lost_s = min(interval_s, ran_s)
     if not math.isfinite(lost_s):
-        return Impact(note="all work since the last sound checkpoint, if somebody notices")
-    return evidence.loses_once(lost_s, "work since the last sound checkpoint, if somebody notices")
+        return Impact(note="all work since the last intact checkpoint, if somebody notices")
+    return evidence.loses_once(lost_s, "work since the last intact checkpoint, if somebody notices")
 
 
 RULE = Rule(

@@ -139,7 +139,7 @@ RULE = Rule(
     why="""
 A device can compute wrongly without failing. Of Llama 3's 419 unexpected interruptions 6 were silent data corruption
 (arXiv:2407.21783 table 5), and vendors' own tests find about 70 % of such devices (arXiv:2509.16293): the job has to
-look itself. A difference found within a checkpoint interval costs that interval; later there may be no sound
+look itself. A difference found within a checkpoint interval costs that interval; later there may be no intact
 checkpoint left.
 """,
     how="""
@@ -149,8 +149,8 @@ devices on, and where the job takes 1,000,000 device-hours or more. Shards that 
 themselves between two updates; an error inside their update is not seen.
 """,
     limits={
-        "intervals": Limit(value=1.0, unit="checkpoint intervals", note="a sound checkpoint must still be there"),
-        "device_hours": Limit(value=1e6, unit="device-hours", note="from which it is an error: house"),
+        "intervals": Limit(value=1.0, unit="checkpoint intervals", note="an intact checkpoint must still be there"),
+        "device_hours": Limit(value=1e6, unit="device-hours", note="from which it is an error: our choice"),
         "differing": Limit(value=0, unit="steps", note="comparisons with a difference: none"),
     },
     bad="""
@@ -166,7 +166,7 @@ digest_every = "auto"
     references=(
         Reference(text="Llama 3, arXiv:2407.21783 table 5: 6 of 419", mark="read"),
         Reference(text="ByteRobust, arXiv:2509.16293: EUD recall about 70 %", mark="read"),
-        Reference(text="1,000,000 device-hours", mark="house"),
+        Reference(text="1,000,000 device-hours", mark="our choice"),
     ),
     check=check,
     harder_from="S4",

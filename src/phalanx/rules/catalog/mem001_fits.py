@@ -103,7 +103,8 @@ fits: `phalanx trace JOB --against-plan` decides, and exits with 1 if it does no
     limits={
         "most_share": Limit(
             value=0.90,
-            note="of the device; cpu: of the rank's share of RAM; tpu: compiler-exact. House, beside an error of 5.7 %",
+            note="of the device; cpu: of the rank's share of RAM; tpu: compiler-exact; our choice, "
+            "beside an error of 5.7 %",
             profiles={"cpu-gloo": 0.80, "tpu": 0.92},
         ),
     },

@@ -150,15 +150,15 @@ will choose wrongly next time.
 In the log: incidents that name memory = 0; on GPUs `allocation_retries` = 0, most held (of the monitor) over most
 filled (of the steps) ≤ 1.15 and |predicted / peak − 1| ≤ 10 %; on a CPU the mean of the kernel's `some` memory pressure
 is at most 1 %: `some` and not the lower `full`, since one rank that stalls holds up all. The time of major faults is in
-it. Ratios are house choices.
+it. The ratios are our choice.
 """,
     limits={
-        "most_retries": Limit(value=0, note="retries of the allocator: house; torchtitan reports the count"),
+        "most_retries": Limit(value=0, note="retries of the allocator: our choice; torchtitan reports the count"),
         "most_held": Limit(
-            value=1.15, unit="x", note="memory the allocator holds over the most that tensors filled: house"
+            value=1.15, unit="x", note="memory the allocator holds over the most that tensors filled: our choice"
         ),
-        "most_stalled": Limit(value=0.01, note="share of time stalled for memory on a CPU host: house"),
-        "most_error": Limit(value=0.10, note="of the predicted peak: house, beside a median error of 5.7 %"),
+        "most_stalled": Limit(value=0.01, note="share of time stalled for memory on a CPU host: our choice"),
+        "most_error": Limit(value=0.10, note="of the predicted peak: our choice, beside a median error of 5.7 %"),
         "judge_prediction": Limit(
             value=True,
             note="whether the peak is held against the plan; cpu: no, private memory of a process holds "
@@ -178,7 +178,7 @@ it. Ratios are house choices.
     references=(
         Reference(text="torchtitan metrics: memory, alloc retries, OOMs", mark="read"),
         Reference(text="Linux pressure stall information, Documentation/accounting/psi.rst", mark="recalled"),
-        Reference(text="the four ratios: our choice", mark="house"),
+        Reference(text="the four ratios", mark="our choice"),
     ),
     check=check,
 )

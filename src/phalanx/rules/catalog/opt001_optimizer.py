@@ -180,17 +180,17 @@ of 10 or an epsilon of 0.5 start without a word and learn nothing. Published rat
 times that; 20 times beyond is an error); a warm-up, at most half of the tokens, where training starts from new weights
 (of our own jobs only where `warmup_tokens` is written); weight decay `<= 0.5`; epsilon `<= 1e-4`;
 `beta1 <= 0.99`, `beta2 >= 0.9`, both below 1. Only what a file or its trainer's documented default states is judged.
-All thresholds are ours (house), far outside of what is published.
+All thresholds are our choice, far outside of what is published.
 """,
     limits={
-        "most_rate": Limit(value=10.0, unit="x", note="of the usual learning rate of the size: house"),
-        "hopeless": Limit(value=20.0, unit="x", note="beyond that bound it is an error: house"),
-        "muon": Limit(value=10.0, unit="x", note="larger rates of Muon's normalised updates: house"),
-        "most_warmup": Limit(value=0.5, note="of the tokens: house"),
-        "most_decay": Limit(value=0.5, note="weight decay; twice as much is an error: house"),
-        "most_eps": Limit(value=1e-4, note="Adam's epsilon; Llama 2 has 1e-5: house"),
-        "least_beta2": Limit(value=0.9, note="of the second moment; GPT-3 and Llama have 0.95: house"),
-        "most_beta": Limit(value=0.99, note="of the first moment; all have 0.9: house"),
+        "most_rate": Limit(value=10.0, unit="x", note="of the usual learning rate of the size: our choice"),
+        "hopeless": Limit(value=20.0, unit="x", note="beyond that bound it is an error: our choice"),
+        "muon": Limit(value=10.0, unit="x", note="larger rates of Muon's normalised updates: our choice"),
+        "most_warmup": Limit(value=0.5, note="of the tokens: our choice"),
+        "most_decay": Limit(value=0.5, note="weight decay; twice as much is an error: our choice"),
+        "most_eps": Limit(value=1e-4, note="Adam's epsilon; Llama 2 has 1e-5: our choice"),
+        "least_beta2": Limit(value=0.9, note="of the second moment; GPT-3 and Llama have 0.95: our choice"),
+        "most_beta": Limit(value=0.99, note="of the first moment; all have 0.9: our choice"),
     },
     bad="""
 [optim]
@@ -209,7 +209,7 @@ warmup_tokens = 2_000_000_000
     references=(
         Reference(text="Brown et al., GPT-3, arXiv:2005.14165 table 2.1", mark="recalled"),
         Reference(text="Touvron et al., Llama 2, arXiv:2307.09288 section 2.2", mark="recalled"),
-        Reference(text="all thresholds", mark="house"),
+        Reference(text="all thresholds", mark="our choice"),
     ),
     check=check,
 )

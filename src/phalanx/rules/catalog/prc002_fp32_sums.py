@@ -136,7 +136,7 @@ that names the recipe; `optim.name = "adamw8bit"` is one by name.
         "most_terms": Limit(
             value=1, unit="terms", note="terms of a sum that any format may hold: computed, one is no sum"
         ),
-        "moment_formats": Limit(value=("fp32",), note="formats of moments that need no recipe: house"),
+        "moment_formats": Limit(value=("fp32",), note="formats of moments that need no recipe: our choice"),
         "needs_master": Limit(value=True, note="an fp32 copy beside narrower weights: arXiv:1710.03740"),
     },
     bad="""

@@ -42,7 +42,7 @@ def _judge_clipping(evidence: Evidence, limits: Limits) -> Outcome:
         at=key,
         severity=beyond_count(count, most, limits),
         impact=Impact(note=f"{format_seconds(count * step_s)} of steps that learn nothing, at every divergence"),
-        edits=(Edit(key=key, value=int(most), safe=False, note="then the run goes back to its last sound state"),),
+        edits=(Edit(key=key, value=int(most), safe=False, note="then the run goes back to its last intact state"),),
     )
 
 
@@ -214,14 +214,20 @@ freeze a model that way), fewer than 3 in a row were skipped (a warning; an erro
 was over 5 times its running mean (a warning).
 """,
     limits={
-        "most_in_a_row": Limit(value=10, unit="steps", note="skipped steps before the run stops or goes back: house"),
+        "most_in_a_row": Limit(
+            value=10, unit="steps", note="skipped steps before the run stops or goes back: our choice"
+        ),
         "look_in_a_row": Limit(
-            value=3, unit="steps", note="skipped in a run without fp16, from which somebody must look: house"
+            value=3, unit="steps", note="skipped in a run without fp16, from which somebody must look: our choice"
         ),
         "least_factor": Limit(
-            value=2.0, unit="x", note="of train.spike_factor, where there is one: house, norms differ by less all day"
+            value=2.0,
+            unit="x",
+            note="of train.spike_factor, where there is one: our choice, norms differ by less all day",
         ),
-        "most_clip": Limit(value=100.0, note="a larger norm to clip to bounds nothing: house; recipes have 0.1 to 10"),
+        "most_clip": Limit(
+            value=100.0, note="a larger norm to clip to bounds nothing: our choice; recipes have 0.1 to 10"
+        ),
         "margin": MARGIN,
         "jump": Limit(value=5.0, unit="x", note="over the running mean: ByteRobust, arXiv:2509.16293"),
     },
@@ -243,7 +249,7 @@ clip = 1.0
     references=(
         Reference(text="ByteRobust, arXiv:2509.16293 (5x jump or NaN; table 6: NaN 4,289 s)", mark="read"),
         Reference(text="PaLM, arXiv:2204.02311 section 5.1", mark="recalled"),
-        Reference(text="3 and 10 in a row, a factor of 2, a norm of 100: our choices", mark="house"),
+        Reference(text="3 and 10 in a row, a factor of 2, a norm of 100", mark="our choice"),
         Reference(text="gradient norms of examples/first-run.toml, 400 steps on CPU, 2026-11-15", mark="computed"),
     ),
     check=check,

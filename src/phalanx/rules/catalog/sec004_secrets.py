@@ -74,8 +74,8 @@ of the file. No hash of a lock file is asked for: few environments have one, and
 named. Checkpoints hold numbers and the names of tensors alone, so they are not searched.
 """,
     limits={
-        "lines": Limit(value=0, unit="lines", note="that look like credentials: house, none"),
-        "provenance": Limit(value=True, note="whether code, versions and configuration must be on record: house"),
+        "lines": Limit(value=0, unit="lines", note="that look like credentials: none, our choice"),
+        "provenance": Limit(value=True, note="whether code, versions and configuration must be on record: our choice"),
     },
     bad="""
 {"event":"remark","t":1794750000.0,"rank":0,"step":1,"text":"login with hf_abcdefghijklmnopqrstuvwxyz012345"}
@@ -86,7 +86,7 @@ named. Checkpoints hold numbers and the names of tensors alone, so they are not 
     fix="Revoke, delete, and hand secrets over in the environment; phalanx redacts values of secret-looking variables.",
     waive="A line that only looks like a key (a hash, a test's dummy), named in the reason.",
     references=(
-        Reference(text="our own patterns: cloud keys, hub tokens, key blocks, URLs with passwords", mark="house"),
+        Reference(text="our own patterns: cloud keys, hub tokens, key blocks, URLs with passwords", mark="our choice"),
     ),
     check=check,
 )

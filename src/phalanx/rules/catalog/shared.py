@@ -59,7 +59,7 @@ def failure_chance(plan: Plan) -> float:
 # A little beyond a threshold is a warning: no threshold of the specification is exact to the last per cent.
 
 
-MARGIN = Limit(value=0.10, note="beyond a threshold by up to this share is a warning, more is an error: house")
+MARGIN = Limit(value=0.10, note="beyond a threshold by up to this share is a warning, more is an error: our choice")
 
 
 def severity_above(value: float, most: float, limits: Limits) -> Severity | None:

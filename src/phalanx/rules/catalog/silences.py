@@ -14,7 +14,7 @@ from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log_facts import CheckpointFacts
 
 # A timeout that is proposed is twice the longest silence: a save that is predicted from the disk's bandwidth, or seen a
-# few times, may well take longer once. House.
+# few times, may well take longer once. Our choice.
 ROOM = 2.0
 
 

@@ -23,7 +23,7 @@ A waiver is a decision that somebody took for a time. One that outlives its reas
 kind; ruff reports unused suppressions (RUF100) for the same cause.
 """,
     how="`expires >= today`, and the rule's verdict without the waiver is `fail` or `unknown`.",
-    limits={"days_over": Limit(value=0, unit="days", note="days a waiver holds after its last day: house, none")},
+    limits={"days_over": Limit(value=0, unit="days", note="days a waiver holds after its last day: none, our choice")},
     bad="""
 [[waiver]]
 rule = "CKP001"

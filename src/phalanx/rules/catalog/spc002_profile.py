@@ -45,11 +45,13 @@ pass without a word.
 `profile` (or `--profile`) = the profile of the cluster's accelerator. Hardware without one of its own (`custom`) may
 be given any.
 """,
-    limits={"free": Limit(value=("custom",), note="hardware that may be judged by a profile of another kind: house")},
+    limits={
+        "free": Limit(value=("custom",), note="hardware that may be judged by a profile of another kind: our choice")
+    },
     bad='profile = "cpu-gloo"   # with [cluster] spec = "8xH100:16"',
     good='profile = "auto"',
     fix='`profile = "auto"`, or leave `--profile` out.',
     waive="To see what another kind of hardware would ask of the same job.",
-    references=(Reference(text="a named profile that is silently believed hides findings: our choice", mark="house"),),
+    references=(Reference(text="a named profile that is silently believed hides findings", mark="our choice"),),
     check=check,
 )

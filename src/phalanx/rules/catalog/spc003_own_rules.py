@@ -28,12 +28,12 @@ Each name in the job's `rules` and each entry point of the group `phalanx.rules`
 its own. Code that a job file names runs only with consent (`--allow-code`); without it the verdict is unknown. A job
 without rules of its own is not asked.
 """,
-    limits={"left_out": Limit(value=0, unit="rules", note="named and not asked, before the rule fails: house")},
+    limits={"left_out": Limit(value=0, unit="rules", note="named and not asked, before the rule fails: our choice")},
     bad='rules = ["checks/gone.py:owner"]   # there is no such file',
     good='rules = ["checks/acme.py:owner"]',
     fix="Correct the name or the code; the finding says where. Give `--allow-code` for rules of a job file you trust.",
     waive="While the rules are being moved.",
     history="2026.1: added with rules of the user's own.",
-    references=(Reference(text="a check that silently does not run is no check: our choice", mark="house"),),
+    references=(Reference(text="a check that silently does not run is no check", mark="our choice"),),
     check=check,
 )

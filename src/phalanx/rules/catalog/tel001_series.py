@@ -297,13 +297,13 @@ ranks, or one micro-batch on one data rank.
     limits={
         "device_s": Limit(value=10.0, unit="s", note="between samples of a device: MLflow's default, read"),
         "least_s": Limit(
-            value=0.1, unit="s", note="between samples or reports; more often costs what it measures: house"
+            value=0.1, unit="s", note="between samples or reports; more often costs what it measures: our choice"
         ),
         "margin": MARGIN,
         "peers_s": Limit(value=60.0, unit="s", note="between reports of peer latency: the source document of the spec"),
-        "noise_steps": Limit(value=100, unit="steps", note="between values of the gradient noise: house"),
+        "noise_steps": Limit(value=100, unit="steps", note="between values of the gradient noise: our choice"),
         "gap_ratio": Limit(value=2.0, unit="x", note="of the distance over the interval: one sample may be missed"),
-        "ranks_share": Limit(value=0.99, note="of ranks that report: house"),
+        "ranks_share": Limit(value=0.99, note="of ranks that report: our choice"),
         "aggregated": Limit(
             value=False, classes={"S4": True}, note="a host may report for its ranks: spec 6.3, 32,768 streams are many"
         ),

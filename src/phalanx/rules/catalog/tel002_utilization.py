@@ -139,7 +139,7 @@ busy: reported, not judged.
             profiles={"cpu-gloo": 0.0, "amd-mi300x": 0.0, "tpu": 0.0},
             note="least SM activity of an hour: NVIDIA's DCGM guide, read; 0 is not judged",
         ),
-        "least_wall_s": Limit(value=3600.0, unit="s", note="before which start and end weigh too much: house"),
+        "least_wall_s": Limit(value=3600.0, unit="s", note="before which start and end weigh too much: our choice"),
     },
     bad='{"event": "monitor", "utilization": 0.99, "utilization_source": "nvml-utilization"}',
     good='{"event": "monitor", "utilization": 0.86, "utilization_source": "gpm-sm"}',

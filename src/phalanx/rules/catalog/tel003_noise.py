@@ -71,8 +71,8 @@ biased; running means of both, divided, are not. It is a proxy: critical batch s
 within 1 %. Layouts without two gradients to compare (context ranks, one micro-batch on one data rank) are exempt.
 """,
     limits={
-        "error": Limit(value=0.01, note="relative difference to what the parts give: house, far above rounding"),
-        "least_steps": Limit(value=20, unit="steps", note="before which a running mean says little: house"),
+        "error": Limit(value=0.01, note="relative difference to what the parts give: our choice, far above rounding"),
+        "least_steps": Limit(value=20, unit="steps", note="before which a running mean says little: our choice"),
     },
     bad='{"event": "step", "step": 400, "noise_scale": 512.0}',
     good='{"event": "step", "step": 400, "noise_scale": 512.0, "noise_trace": 900.1, "grad_squared": 1.758}',

@@ -114,17 +114,20 @@ before shutting anybody out.
 """,
     how="""
 `score = median time of its peers / own time` over the last 100 steps. At least 99 % of the ranks have one, and none is
-below 0.75, NVRx's threshold; on cpu-gloo 0.5, since ranks share cores and the scheduler favours some (house). A drill
-that slows a rank down must see exactly that one named. What uneven work of the whole group costs is judged by EFF003.
+below 0.75, NVRx's threshold; on cpu-gloo 0.5, since ranks share cores and the scheduler favours some (our choice). A
+drill that slows a rank down must see exactly that one named. What uneven work of the whole group costs is judged by
+EFF003.
 """,
     limits={
         "score": Limit(
             value=0.75,
             profiles={"cpu-gloo": 0.5},
-            note="least score of a rank: NVRx, read; cpu-gloo 0.5: house, ranks share cores",
+            note="least score of a rank: NVRx, read; cpu-gloo 0.5: our choice, ranks share cores",
         ),
-        "ranks_share": Limit(value=0.99, note="of ranks with a score: house, as in TEL001"),
-        "within_steps": Limit(value=100, unit="steps", note="until scores are due: NVRx reports in that order, house"),
+        "ranks_share": Limit(value=0.99, note="of ranks with a score: our choice, as in TEL001"),
+        "within_steps": Limit(
+            value=100, unit="steps", note="until scores are due: NVRx reports in that order, our choice"
+        ),
     },
     bad='{"event": "step", "rank": 5, "step": 90, "duration_s": 6.6, "compute_s": 6.4, "wait_s": 0.1}',
     good='{"event": "step", "rank": 5, "step": 90, "duration_s": 6.6, "compute_s": 4.2, "wait_s": 2.3}',

@@ -74,7 +74,8 @@ def _listed_items(log: LogFacts, statement: str, items: tuple[str, ...]) -> Outc
         threshold=0,
         at=file_of(log),
         impact=UNTOLD,
-        fix="keep the run folder whole when it is copied; where a rank was killed, phalanx train --resume goes on",
+        fix="keep the run folder whole when it is copied; "
+        "where a rank was killed, phalanx train --resume continues the run",
     )
 
 
@@ -129,7 +130,7 @@ def _judge_closed(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
             unit="incidents",
             at=Spot(file=f"{log.folder}/supervisor.jsonl"),
             impact=UNTOLD,
-            fix="phalanx train --resume goes on from the last checkpoint; a run that is over says so in its end",
+            fix="phalanx train --resume continues from the last checkpoint; a run that is over says so in its end",
         ),
     )
 
@@ -176,9 +177,11 @@ one of a run that goes on may be open); lines that are no events: at most 8 an i
 tears its last line; clocks of ranks at the same step differ by at most 1 s (a warning: durations do not depend on it).
 """,
     limits={
-        "skew_s": Limit(value=1.0, unit="s", note="between clocks of ranks at the same step: house"),
+        "skew_s": Limit(value=1.0, unit="s", note="between clocks of ranks at the same step: our choice"),
         "torn_per_incident": Limit(
-            value=8, unit="lines", note="one per rank of a lost host: whole lines are appended, docs/events.md; house"
+            value=8,
+            unit="lines",
+            note="one per rank of a lost host: whole lines are appended, docs/events.md; our choice",
         ),
         "unclosed": Limit(value=0, unit="incidents", note="without a step or an end after them, in a run that is over"),
     },

@@ -93,10 +93,10 @@ or 30 ms for each step where that is more (ten real runs of 10 to 150 steps on t
 steps are allowed them). Where the log tells what telemetry took: `<= 1 %` of the step time, a warning beyond.
 """,
     limits={
-        "gap": Limit(value=0.01, note="in no account or in two, of the wall clock: house"),
-        "unexplained": Limit(value=0.05, note="without an event, of the wall clock: house, from ten runs of ours"),
+        "gap": Limit(value=0.01, note="in no account or in two, of the wall clock: our choice"),
+        "unexplained": Limit(value=0.05, note="without an event, of the wall clock: our choice, from ten runs of ours"),
         "unexplained_step_s": Limit(value=0.03, unit="s", note="the same for each step, where more: ten runs of ours"),
-        "telemetry": Limit(value=0.01, note="of the step time: house"),
+        "telemetry": Limit(value=0.01, note="of the step time: our choice"),
     },
     bad='{"wall_s": 3600.0, "accounts": {"stepping": 2900.0, "other": 0.0}, "overlap_s": 0.0}',
     good='{"wall_s": 3600.0, "accounts": {"stepping": 3480.0, "starting": 60.0, "other": 60.0}, "overlap_s": 0.0}',

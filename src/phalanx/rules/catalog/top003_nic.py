@@ -48,7 +48,7 @@ def _judge_paths(evidence: Evidence, paths: tuple[NicPath, ...], limits: Limits)
         value=len(far),
         threshold=0,
         unit="devices",
-        impact=evidence.loses(lost, f"network traffic of these devices at {slower:.0%} of its rate: house"),
+        impact=evidence.loses(lost, f"network traffic of these devices at {slower:.0%} of its rate, by our estimate"),
         fix="give each device the card behind its own switch (NCCL_IB_HCA, CUDA_VISIBLE_DEVICES order, the VM's "
         "topology file), and pin its process to that socket",
     )
@@ -74,7 +74,9 @@ socket of its card shows only while it runs, so that is advised and not judged.
 """,
     limits={
         "near": Limit(value=("PIX", "PXB"), note="paths that stay behind a PCIe switch complex: NCCL's GDR levels"),
-        "far_rate": Limit(value=0.5, note="share of the line rate over a path through the CPU: house, for the impact"),
+        "far_rate": Limit(
+            value=0.5, note="share of the line rate over a path through the CPU: our choice, for the impact"
+        ),
     },
     bad="""
 GPU0  mlx5_4  SYS

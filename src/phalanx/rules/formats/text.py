@@ -15,6 +15,7 @@ from phalanx.io.values import printable
 from phalanx.rules.judge import CheckReport, Finding, is_remark
 from phalanx.rules.outcome import Edit, Impact, Outcome, Scalar
 from phalanx.rules.rule import LETTERS
+from phalanx.rules.rule_page import unit_of
 from phalanx.units import format_money, plural
 
 Line = tuple[str, str]
@@ -152,7 +153,7 @@ def _bound_text(outcome: Outcome) -> str:
     value, limit = outcome.value, outcome.threshold
     if isinstance(value, bool) or not isinstance(value, int | float) or not isinstance(limit, int | float):
         return ""
-    return f"  [{value:.4g} against {limit:.4g}{f' {outcome.unit}' if outcome.unit else ''}]"
+    return f"  [{value:.4g} against {limit:.4g}{f' {unit_of(limit, outcome.unit)}' if outcome.unit else ''}]"
 
 
 def _by_option(report: CheckReport) -> str:

@@ -387,9 +387,9 @@ def _bad_numbers(recipe: Recipe) -> Iterator[Problem]:
     if recipe.reading.split_on not in SPLIT_ON:
         close = nearest(recipe.reading.split_on, SPLIT_ON)
         fix = f"use {close}" if close else f"use one of {', '.join(SPLIT_ON)}"
-        yield Problem(where="--split-on", what=f'there is no way "{recipe.reading.split_on}"', fix=fix)
+        yield Problem(where="--split-on", what=f'"{recipe.reading.split_on}" is unknown', fix=fix)
     if recipe.shard_tokens < 1:
-        yield Problem(where="--shard-tokens", what=f"{recipe.shard_tokens:,} is no size", fix="use 1 or more")
+        yield Problem(where="--shard-tokens", what=f"{recipe.shard_tokens:,} must be at least 1", fix="use 1 or more")
 
 
 def _check_out(out: Path) -> None:

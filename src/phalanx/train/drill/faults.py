@@ -300,7 +300,7 @@ def _check_fault(text: str, kind: str, values: Mapping[str, Any]) -> None:
 
 def _whole_number(value: str, key: str) -> int:
     if not value.isdecimal() or int(value) > MOST:
-        raise ValueError(f"{key}={value[:40]} is not a whole number from 0 on")
+        raise ValueError(f"{key}={value[:40]} must be a whole number, 0 or more")
     return int(value)
 
 
@@ -314,7 +314,7 @@ def _seconds_value(value: str, key: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number <= MOST:
-        raise ValueError(f"{key}={value[:40]} is not a number from 0 on")
+        raise ValueError(f"{key}={value[:40]} must be a number, 0 or more")
     return number
 
 

@@ -72,7 +72,7 @@ def _falls_back(stage: OutsideStage, name: str, damage: Callable[[Path], None]) 
     """The newest checkpoint is damaged: it is named, an older one is taken, and the losses are as without damage."""
     whole = stage.copy(f"{name}-whole")
     if (first := stage.resume(whole)).code:
-        return OutsideFinding(ok=False, judged=False, reason=f"a sound run did not resume: {first.last}")
+        return OutsideFinding(ok=False, judged=False, reason=f"an undisturbed run did not resume: {first.last}")
     run = stage.copy(name)
     newest = _newest_checkpoint(run)
     damage(newest)
@@ -84,7 +84,7 @@ def _falls_back(stage: OutsideStage, name: str, damage: Callable[[Path], None]) 
         return OutsideFinding(ok=False, reason=f"nobody said that {newest.name} was passed over")
     ours, theirs = stage.losses(run), stage.losses(whole)
     if len(theirs) != RESUMED_STEPS:
-        return OutsideFinding(ok=False, judged=False, reason=f"a sound run ended after {len(theirs)} steps")
+        return OutsideFinding(ok=False, judged=False, reason=f"an undisturbed run ended after {len(theirs)} steps")
     differ = [step for step in theirs if ours.get(step) != theirs[step]]
     if differ:
         return OutsideFinding(ok=False, reason=f"step {differ[0]}: loss {ours.get(differ[0])}, not {theirs[differ[0]]}")
@@ -112,7 +112,7 @@ def _foreign_checkpoint(stage: OutsideStage) -> OutsideFinding:
     words = ("train", str(stage.job), *TWO_RANKS, "--no-probe", "--runs", "runs-foreign")
     first = stage.command(*words, "--steps", "4", "--name", "foreign")  # it has ended: resuming it takes more steps
     if first.code:
-        return OutsideFinding(ok=False, judged=False, reason=f"a sound run ended with exit code {first.code}")
+        return OutsideFinding(ok=False, judged=False, reason=f"an undisturbed run ended with exit code {first.code}")
     run = Run(path=max((stage.folder / "runs-foreign").glob("foreign-*")))
     theirs = _newest_checkpoint(stage.ended_run())
     shutil.copytree(theirs, run.path / "checkpoints" / theirs.name)

@@ -141,7 +141,7 @@ def read_manifest(folder: CheckpointFolder) -> Manifest:
         manifest = _decode_manifest(data)
     except (ValueError, TypeError, KeyError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise damaged_checkpoint(path, f"is not a sound manifest: {reason}") from error
+        raise damaged_checkpoint(path, f"is not a valid manifest: {reason}") from error
     if manifest.step != paths.commit_step(folder.location.name):
         what = f"is the manifest of step {manifest.step}, in the folder {folder.location.name}"
         raise damaged_checkpoint(path, what, why="it vouches for other files")
@@ -232,7 +232,7 @@ def read_rank_index(folder: CheckpointFolder, rank: int, files: RankFiles) -> Ra
     try:
         return _decode_rank_index(decode_json(data), rank, files)
     except (ValueError, TypeError, KeyError) as error:
-        raise damaged_checkpoint(path, f"is not a sound index: {error}") from error
+        raise damaged_checkpoint(path, f"is not a valid index: {error}") from error
 
 
 def _decode_rank_index(body: Any, rank: int, files: RankFiles) -> RankIndex:

@@ -266,7 +266,7 @@ class SnapshotReader:
                 return read(self._open_copy(place))
             except UnusableReplica as error:
                 reasons.append(f"{place.host}: {error}")
-        what = f"holds no sound copy of {what} of rank {self._wanted.rank}: {'; '.join(reasons)}"
+        what = f"holds no intact copy of {what} of rank {self._wanted.rank}: {'; '.join(reasons)}"
         raise damaged_checkpoint(self._where, what, why="training would go on with wrong numbers")
 
     def _open_copy(self, place: ReplicaPlace) -> SnapshotCopy:

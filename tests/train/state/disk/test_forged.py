@@ -74,15 +74,15 @@ def row(**changes):
         (row(name=None), "None has dtype"),
         (row(sha256="0" * 64), "holds another w than was written"),
         (lambda body: body["tensors"].pop(), "it lists 1 tensors, and the manifest counts 2"),
-        (lambda body: body.update(tensors={"w": 1}), "is not a sound index"),
-        (lambda body: body.update(tensors=None), "is not a sound index"),
+        (lambda body: body.update(tensors={"w": 1}), "is not a valid index"),
+        (lambda body: body.update(tensors=None), "is not a valid index"),
         (lambda body: body.update(rank=1), "it is not the index of rank 0"),
         (lambda body: body["header"].update(bytes=10**10), "lies at byte"),
         (lambda body: body["header"].update(sha256=None), "is not the header of its tensors"),
         (lambda body: body["header"].update(bytes=-8), "it is not the index of rank 0"),
         (lambda body: body["header"].update(bytes=2**80), "it is not the index of rank 0"),
         (lambda body: body.update(meta=None), "it is not the index of rank 0"),
-        (row(shape=[10**400]), "is not a sound index"),
+        (row(shape=[10**400]), "is not a valid index"),
         (row(shape=[2**63, 3]), "is not a list of whole numbers"),
         (row(shape=[[4], 3]), "is not a list of whole numbers"),
         (row(shape=[1] * 17, start=[0] * 17, local=[1] * 17), "is not inside the shape"),
@@ -101,7 +101,7 @@ def test_a_forged_index_is_refused(kit, folder, change, message):
         (lambda body: body.update(world=10**9), "it lists 1 rank for step 100 of a world size of 1000000000"),
         (lambda body: body.update(world=0, ranks=[]), "it lists 0 ranks"),
         (lambda body: body.update(step="100"), "it lists 1 rank for step '100'"),
-        (lambda body: body.update(ranks=7), "is not a sound manifest"),
+        (lambda body: body.update(ranks=7), "is not a valid manifest"),
         (lambda body: body["ranks"][0].update(path="../../etc/passwd"), "unexpected keyword argument 'path'"),
         (lambda body: body["ranks"][0].update(index_bytes=-1), "an entry of ranks is not two sizes, a digest"),
         (lambda body: body["ranks"][0].update(index_bytes=10**12), "its digest differs"),
@@ -122,9 +122,9 @@ def test_a_forged_manifest_is_refused(kit, folder, change, message):
         (b"[" * 100_000, "it is nested too deeply"),
         (b'{"format": 1, "format": 2}', "it has the same key twice"),
         (b'{"step": NaN}', "it holds NaN"),
-        (b"\xff\xfe\x00", "is not a sound manifest"),
+        (b"\xff\xfe\x00", "is not a valid manifest"),
         (b"[]", "it does not say format"),
-        (b"7" * 5000, "is not a sound manifest"),
+        (b"7" * 5000, "is not a valid manifest"),
     ],
 )
 def test_a_manifest_that_is_hard_to_read_is_refused(kit, folder, text, message):
@@ -138,7 +138,7 @@ def test_meta_that_is_nested_beyond_measure_is_refused(kit, folder):
         deep = [deep]
     text = (folder / "manifest.json").read_text()
     (folder / "manifest.json").write_text(text.replace('"meta": {}', f'"meta": {{"a": {deep}}}'))
-    assert "is not a sound manifest" in refusal(kit, folder)
+    assert "is not a valid manifest" in refusal(kit, folder)
 
 
 def test_an_index_that_says_one_thing_twice_is_refused(kit, folder):
@@ -147,7 +147,7 @@ def test_an_index_that_says_one_thing_twice_is_refused(kit, folder):
     path.write_bytes(data)
     sums = {"index_bytes": len(data), "index_sha256": hashlib.sha256(data).hexdigest()}
     forge_manifest(folder, lambda manifest: manifest["ranks"][0].update(sums))
-    assert "is not a sound index: it has the same key twice" in refusal(kit, folder)
+    assert "is not a valid index: it has the same key twice" in refusal(kit, folder)
 
 
 @pytest.mark.parametrize("name", ["../../../escape", "/absolute", "a\x00b", "__metadata__", "#rank-00000/x"])

@@ -1,4 +1,4 @@
-"""How often to save, once it is known what saving costs; and that what was saved after the last sound step goes."""
+"""How often to save, once it is known what saving costs; and that what was saved after the last trusted step goes."""
 
 import math
 from pathlib import Path

@@ -49,7 +49,7 @@ def test_the_message_names_the_tensor_and_every_copy(kit, replica_store):
         load_shards(kit.source(replica_store), kit.emptied(kit.cut(kit.state(), 1))[0])
     text = str(caught.value).splitlines()
     assert text[0].startswith(
-        "memory of step 9 (generation 1): holds no sound copy of norm.weight of rank 1: here: norm.weight"
+        "memory of step 9 (generation 1): holds no intact copy of norm.weight of rank 1: here: norm.weight"
     )
     assert text[1:] == ["  training would go on with wrong numbers", "  restore the checkpoint before it"]
 

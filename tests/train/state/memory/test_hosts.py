@@ -119,7 +119,7 @@ def test_where_one_copy_is_damaged_the_other_is_taken(kit, stores, job):
     stores["b"].segment("guest", 1, 0).view()[entry.offset] ^= 4
     with pytest.raises(DamagedCheckpoint) as caught:
         restored(kit, source(), 1)
-    assert f"no sound copy of {entry.name} of rank 1: a: {entry.name} is not what was written" in str(caught.value)
+    assert f"no intact copy of {entry.name} of rank 1: a: {entry.name} is not what was written" in str(caught.value)
     assert f"; b: {entry.name} is not what was written" in str(caught.value)
 
 
