@@ -110,7 +110,9 @@ def test_a_task_knows_its_place_on_its_machine(tmp_path: Path, plan: Plan, port:
     prepare_launch(run, [spec], machines={"n:5": "n"})
     script = tmp_path / "agent.py"
     script.write_text("import sys, pathlib\npathlib.Path(sys.argv[1], 'words').write_text('\\n'.join(sys.argv[1:]))\n")
-    tend_agents(run, hosts=[spec], environ={}, tick=lambda: None, asked=lambda n: None, wishes=[], agent=(str(script),))
+    tend_agents(
+        run, hosts=[spec], environ={}, tick=lambda: None, asked=lambda n: None, stop_requests=[], agent=(str(script),)
+    )
     seen["words"] = (run.path / "words").read_text().splitlines()
     assert seen["words"][1:3] == ["n:5", "1"]
     assert json.loads(seen["words"][5]) == {"local_rank": 5, "local_world": 8, "shares_gpu": False}

@@ -144,7 +144,7 @@ class TrainingLoop:
                 self._regroup_replicas()
             elif leaving == "reform" and not self._are_replicas_here():
                 self._regroup_replicas()
-                leaving = ""  # the wish stands, and is heard with the next step
+                leaving = ""  # the request stands, and is met with the next step
         if leaving == "reform" and self.step < total:
             self.checkpoints.leave_membership()
             return leaving

@@ -57,7 +57,7 @@ MOST_STARTS = 16_384  # that are remembered; a run has one for each membership
 LEAST = 8  # steps that are worth it
 MOST_S = 30 * 86400.0  # of what a step says it took: `values.seconds`
 TROUBLES = (PhalanxError, OSError, KeyError, TypeError, ValueError, ArithmeticError, IndexError)
-_TOLD = frozenset(kind.decode() for kind in REPORTED)
+_ACCOUNTED_KINDS = frozenset(kind.decode() for kind in REPORTED)
 _NUMBERS = frozenset((int, float))
 
 
@@ -148,11 +148,11 @@ def walk_ledger(
     if supervised and _has_one_witness(run, known):
         feed = EventFeed(run.events(known[0].witness), "")
         if feed.left_bytes >= least_bytes:
-            going, parser = _Going(run, history, known), EventParser()
+            merger, parser = _MarkMerger(run, history, known), EventParser()
             for piece in feed.pieces():
                 with gc_paused():
-                    going.take(parser.batch(piece))
-            return going.close(known)
+                    merger.take(parser.batch(piece))
+            return merger.close(known)
     lines = MarkReader()
     book = open_book(run, known, history)
     for time_s, generation, event in merged_marks(run, known, lines):
@@ -198,8 +198,8 @@ class LedgerStream:
     A rank that finds a damaged checkpoint begins a membership elsewhere than told to: `fits` says whether any did.
     """
 
-    def __init__(self, known: Sequence[Membership], going: _Going) -> None:
-        self._known, self._going = known, going
+    def __init__(self, known: Sequence[Membership], merger: _MarkMerger) -> None:
+        self._known, self._merger = known, merger
         self._starts: list[Event] = []
         self.is_lost = False  # it does not know what it should
 
@@ -213,7 +213,7 @@ class LedgerStream:
             if not _has_one_witness(run, known) or known[0].witness != witness:
                 return None
             history.refresh()
-            return cls(known, _Going(run, history, known))
+            return cls(known, _MarkMerger(run, history, known))
         except TROUBLES:
             return None
 
@@ -226,7 +226,7 @@ class LedgerStream:
             self._starts += [
                 {"epoch": event.get("epoch"), "step": event.get("step")} for event in begun if is_timed(event)
             ]
-            self._going.take(batch)
+            self._merger.take(batch)
         except TROUBLES:  # whoever walks them again will tell
             self.is_lost = True
         self.is_lost |= len(self._starts) > MOST_STARTS
@@ -241,10 +241,10 @@ class LedgerStream:
 
     def close(self) -> LedgerWalk:
         """The end of the record."""
-        return self._going.close(self._known)
+        return self._merger.close(self._known)
 
 
-class _Going:
+class _MarkMerger:
     """The marks of the witness, in stretches, and those of the supervisor where their time comes."""
 
     def __init__(self, run: Run, history: RunHistory | None, known: Sequence[Membership]) -> None:
@@ -269,7 +269,7 @@ class _Going:
         steps = batch.columns(STEP)[0] if has_steps else None
         done = 0
         for count, (place, kind) in enumerate(batch.others):
-            if kind in _TOLD:
+            if kind in _ACCOUNTED_KINDS:
                 self._take_rows(steps, done, place - count)
                 self._take_event(batch.events[place])
                 done = place - count

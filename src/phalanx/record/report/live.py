@@ -236,7 +236,7 @@ class View:
     saved_age_s: float | None
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether nothing more is to come."""
         return self.state in OVER
 

@@ -52,10 +52,10 @@ class StepTime:
 
 
 class StepClock(Protocol):
-    """Begin, phases, settle, end: in this order in every step, inside `hearing`."""
+    """Begin, phases, settle, end: in this order in every step, inside `observe_waits`."""
 
-    def hearing(self) -> AbstractContextManager[None]:
-        """Around a step: hear of waits that nobody marks."""
+    def observe_waits(self) -> AbstractContextManager[None]:
+        """Around a step: also count waits that nobody marks."""
 
     def begin(self) -> None:
         """The step begins."""
@@ -109,7 +109,7 @@ class HostClock:
         self._phases: list[Phase] = []
         self._stall = _HostStall(self)
 
-    def hearing(self) -> AbstractContextManager[None]:
+    def observe_waits(self) -> AbstractContextManager[None]:
         """Around a step."""
         return nullcontext() if self._compiled else marked_waits(self._stall)
 
@@ -196,8 +196,8 @@ class DeviceClock:
         self._core_wait = CoreWait()
         self._began_core_s: float | None = None
 
-    def hearing(self) -> AbstractContextManager[None]:
-        """Nothing to hear: the host's waits say nothing about the device."""
+    def observe_waits(self) -> AbstractContextManager[None]:
+        """Nothing to count: the host's waits say nothing about the device."""
         return nullcontext()
 
     def _lay_mark(self) -> Mark:
