@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from phalanx.elastic.launchers import RankPlace
-from phalanx.elastic.local_launch import HostSpec, LauncherTask, Outcome, prepare_launch, tend_agents
+from phalanx.elastic.local_launch import HostSpec, LauncherTask, LaunchOutcome, prepare_launch, tend_agents
 from phalanx.errors import PhalanxError, SystemFailure, UserError
 from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
@@ -67,7 +67,7 @@ def stop_after_recovery(plan: Plan, run: Run) -> Callable[[], None]:
 
 def join_all(
     plan: Plan, run: Run, port: int, behaviour: str, watch: Watch = watch
-) -> list[tuple[Outcome, tuple[Plan, Run] | None]]:
+) -> list[tuple[LaunchOutcome, tuple[Plan, Run] | None]]:
     """Every rank of the plan as a task, each in a thread, with agents that train nothing."""
     agent = (str(HERE / "fake_agent.py"), behaviour)
     with ThreadPoolExecutor(RANKS) as pool:

@@ -38,7 +38,7 @@ ELECTION = "--election="  # before what `phalanx agent --election` names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class LaunchOutcome:
     """How a launch ended."""
 
     state: str  # done, stopped or failed
@@ -127,7 +127,7 @@ def launch(
     tick: Callable[[], None],
     asked: Callable[[int], None],
     agent: Sequence[str] = AGENT,
-) -> Outcome:
+) -> LaunchOutcome:
     """Start the agents and stay until they are gone; `tick` is called often, `asked(n)` at the n-th request to stop."""
     with collected_signals() as stop_requests:
         prepare_launch(run, hosts)
@@ -146,7 +146,7 @@ def tend_agents(
     stop_requests: Sequence[int],
     agent: Sequence[str] = AGENT,
     is_first: bool = True,
-) -> Outcome:
+) -> LaunchOutcome:
     """Start the agents of a launch that was prepared, and stay until they are gone.
 
     `stop_requests` are the signals collected so far. Only the first of several launchers writes down how the run ended
@@ -296,10 +296,10 @@ def collected_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _outcome(run: Run, code: int, *, stop_requests: int, is_first: bool) -> Outcome:
+def _outcome(run: Run, code: int, *, stop_requests: int, is_first: bool) -> LaunchOutcome:
     status = run.status()
     if status.get("state") in ENDED:
-        return Outcome(
+        return LaunchOutcome(
             state=str(status["state"]),
             exit_code=int(status.get("exit_code", code)),
             message=str(status.get("message", "")),
@@ -311,7 +311,7 @@ def _outcome(run: Run, code: int, *, stop_requests: int, is_first: bool) -> Outc
             code, message = code if stop_requests > 1 else 3, f"{message}; {lost}"
     if is_first:
         run.set_status(state, exit_code=code, message=message)
-    return Outcome(state=state, exit_code=code, message=message)
+    return LaunchOutcome(state=state, exit_code=code, message=message)
 
 
 def _stopped(run: Run) -> str:

@@ -29,7 +29,7 @@ from phalanx.elastic.local_launch import (
     AGENT,
     HostSpec,
     LauncherTask,
-    Outcome,
+    LaunchOutcome,
     collected_signals,
     is_loopback,
     prepare_launch,
@@ -59,7 +59,7 @@ def run_joined_rank(
     call: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
     agent: Sequence[str] = AGENT,
-) -> tuple[Outcome, tuple[Plan, Run] | None]:
+) -> tuple[LaunchOutcome, tuple[Plan, Run] | None]:
     """Train as this one rank; how the run ended, and on rank 0 the plan and the run.
 
     Rank 0 calls `prepare` and names the run folder to the others. `watch` gives what rank 0 calls often, to show how it

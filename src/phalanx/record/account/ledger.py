@@ -21,7 +21,7 @@ from phalanx.record.account.memberships import (
     REPORTED,
     Clock,
     MarkReader,
-    Membership,
+    RecordedMembership,
     is_timed,
     merged_marks,
     read_memberships,
@@ -160,7 +160,7 @@ def walk_ledger(
     return closed_ledger(book, known, unreadable=lines.unreadable, jumps=lines.jumps)
 
 
-def open_book(run: Run, known: Sequence[Membership], history: RunHistory | None) -> LedgerBuilder:
+def open_book(run: Run, known: Sequence[RecordedMembership], history: RunHistory | None) -> LedgerBuilder:
     """An empty book for a run."""
     from phalanx.record.account.straggler_cost import straggler_time  # reads the other ranks
 
@@ -170,7 +170,9 @@ def open_book(run: Run, known: Sequence[Membership], history: RunHistory | None)
     )
 
 
-def closed_ledger(book: LedgerBuilder, known: Sequence[Membership], *, unreadable: int, jumps: int) -> LedgerWalk:
+def closed_ledger(
+    book: LedgerBuilder, known: Sequence[RecordedMembership], *, unreadable: int, jumps: int
+) -> LedgerWalk:
     """What a book that took all marks comes to."""
     accounts = book.close()
     made = Ledger(
@@ -187,7 +189,7 @@ def closed_ledger(book: LedgerBuilder, known: Sequence[Membership], *, unreadabl
     return LedgerWalk(ledger=made, trail=book.trail.close(), recoveries=book.recoveries)
 
 
-def _has_one_witness(run: Run, known: Sequence[Membership]) -> bool:
+def _has_one_witness(run: Run, known: Sequence[RecordedMembership]) -> bool:
     """One witness of all memberships, and not much told by the supervisor."""
     return len({one.witness for one in known}) == 1 and run.supervisor.stat().st_size <= MOST_SUPERVISOR_BYTES
 
@@ -198,7 +200,7 @@ class LedgerStream:
     A rank that finds a damaged checkpoint begins a membership elsewhere than told to: `fits` says whether any did.
     """
 
-    def __init__(self, known: Sequence[Membership], merger: _MarkMerger) -> None:
+    def __init__(self, known: Sequence[RecordedMembership], merger: _MarkMerger) -> None:
         self._known, self._merger = known, merger
         self._starts: list[Event] = []
         self.is_lost = False  # it does not know what it should
@@ -235,7 +237,7 @@ class LedgerStream:
         """Of the witness, who is the only one."""
         return self._starts
 
-    def fits(self, known: Sequence[Membership]) -> bool:
+    def fits(self, known: Sequence[RecordedMembership]) -> bool:
         """Whether memberships are those that it went by."""
         return not self.is_lost and known == self._known
 
@@ -247,7 +249,7 @@ class LedgerStream:
 class _MarkMerger:
     """The marks of the witness, in stretches, and those of the supervisor where their time comes."""
 
-    def __init__(self, run: Run, history: RunHistory | None, known: Sequence[Membership]) -> None:
+    def __init__(self, run: Run, history: RunHistory | None, known: Sequence[RecordedMembership]) -> None:
         self._lines = MarkReader()
         self._reported, self._next = list(self._lines.read(event_files_of(run.supervisor))), 0
         self.book = open_book(run, known, history)
@@ -256,7 +258,7 @@ class _MarkMerger:
         self._clock = Clock()
         self._unreadable = 0
 
-    def close(self, known: Sequence[Membership]) -> LedgerWalk:
+    def close(self, known: Sequence[RecordedMembership]) -> LedgerWalk:
         """All that was told, and the rest of the supervisor's."""
         self._take_supervisor(np.inf)
         unreadable, jumps = self._lines.unreadable + self._unreadable, max(self._lines.jumps, self._clock.jumps)
