@@ -113,7 +113,7 @@ def _read_only_and_kill(stage: OutsideStage) -> OutsideFinding:
         return _judge_drill(found, written_elsewhere, state="failed")
 
 
-def _little_room(stage: OutsideStage) -> OutsideFinding:
+def _little_disk_space(stage: OutsideStage) -> OutsideFinding:
     """Room for three checkpoints and a half, where `keep` = 3 takes four at the moment of a save."""
 
     def refused(result: DrillResult, history: DrillHistory) -> str:
@@ -319,7 +319,7 @@ RUN_DRILLS = (
         subject="state",
         tries="a disk with room for 3.5 checkpoints and checkpoint.keep = 3",
         must="refused before the first step, naming checkpoint.keep: a save takes room for four",
-        play=_little_room,
+        play=_little_disk_space,
     ),
     OutsideDrill(
         name="four-kills",
