@@ -250,7 +250,7 @@ def decisions(hosts: int) -> dict[str, float]:
 
     def told(send: Send) -> None:
         for name in send.hosts:
-            message = send.told(name)
+            message = send.message_for(name)
             if message["kind"] == "form":
                 if "ranks" in message:
                     ranks[name] = {int(slot): rank for slot, rank in message["ranks"].items()}

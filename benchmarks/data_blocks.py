@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.job.dataset import BLOCK_BYTES, Manifest, Source, digest_blocks
+from phalanx.job.dataset import BLOCK_BYTES, DatasetManifest, Source, digest_blocks
 from phalanx.job.dataset import Shard as TokenFile
 from phalanx.train.data.dataset import TokenDataset
 
 
-def build(folder: Path, tokens: int) -> Manifest:
+def build(folder: Path, tokens: int) -> DatasetManifest:
     """One shard of random tokens."""
     np.random.default_rng(0).integers(0, 8192, tokens).astype("<u2").tofile(folder / "a.bin")
     (folder / "a.idx").write_bytes(bytes(16))
@@ -41,7 +41,7 @@ def build(folder: Path, tokens: int) -> Manifest:
         index_sha256="",
         blocks_sha256=hashlib.sha256(blocks).hexdigest(),
     )
-    return Manifest(
+    return DatasetManifest(
         phalanx="benchmark",
         vocab=8192,
         dtype="uint16",
@@ -54,7 +54,7 @@ def build(folder: Path, tokens: int) -> Manifest:
     )
 
 
-def seconds_per_sample(folder: Path, manifest: Manifest, length: int, samples: int) -> float:
+def seconds_per_sample(folder: Path, manifest: DatasetManifest, length: int, samples: int) -> float:
     """Reading in the order of the sampler, blocks kept as a rank keeps them."""
     dataset = TokenDataset([(folder, manifest)], "train")
     order = dataset.sampler(length, 0).indices(0, samples)

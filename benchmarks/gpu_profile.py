@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.io.toml import to_toml
-from phalanx.job.dataset import BLOCK_BYTES, MANIFEST, TOKENIZER, Manifest, Source
+from phalanx.job.dataset import BLOCK_BYTES, MANIFEST, TOKENIZER, DatasetManifest, Source
 from phalanx.job.load import load
 from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
@@ -220,7 +220,7 @@ def write_dataset(folder: Path) -> Path:
     writer.write([(part.tolist(), 4 * len(part)) for part in np.split(drawn, 400)], end_of_text=0)
     (folder / TOKENIZER).write_text("{}", encoding="utf-8")
     source = Source(name="zipf", path="drawn", weight=1.0, shards=(writer.close(),))
-    manifest = Manifest(
+    manifest = DatasetManifest(
         phalanx="0", vocab=VOCAB, dtype="uint16", end_of_text=0, tokenizer_sha256="0", heldout=0.0, split_on="document",
         sources=(source,), block_bytes=BLOCK_BYTES,
     )  # fmt: skip

@@ -19,7 +19,7 @@ import numpy as np
 
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim.fabric_links import links_of
-from phalanx.sim.packets.faults import Fault
+from phalanx.sim.packets.faults import FabricFault
 from phalanx.sim.packets.roce_run import roce_routes
 from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.transport import MRC, ROCE, ROCE_PFC, Roce, Transport
@@ -31,23 +31,23 @@ INCAST_FABRIC = parse_fabric("clos2:64x400G/1p/16/wide")
 INCAST = make_flows([*range(8, 64, 8), 15], [0] * 7 + [1], 4e9)
 FAULT_FABRIC = parse_fabric("clos2:256x800G/8p/32/wide")
 AT_S = 50e-6
-FAULTS: tuple[tuple[str, tuple[Fault, ...]], ...] = (
+FAULTS: tuple[tuple[str, tuple[FabricFault, ...]], ...] = (
     ("none", ()),
-    ("T0–T1 link, 1 ms", (Fault(part="link", number=2, port=3, at_s=AT_S, until_s=AT_S + 1e-3),)),
-    ("a T1 stops", (Fault(part="t1", number=3, at_s=AT_S),)),
-    ("a T0 stops, 10 ms", (Fault(part="t0", number=2, at_s=AT_S, until_s=AT_S + 10e-3),)),
-    ("a NIC port", (Fault(part="nic", number=5, at_s=AT_S),)),
-    ("a whole transceiver, 1 ms", (Fault(part="transceiver", number=5, at_s=AT_S, until_s=AT_S + 1e-3),)),
-    ("20 % loss on a link", (Fault(part="link", number=2, port=3, loss=0.2, at_s=AT_S),)),
-    ("1 % loss everywhere", (Fault(part="traffic", loss=0.01),)),
-    ("a link at 10 % of its speed", (Fault(part="link", number=2, port=3, left=0.1, at_s=AT_S),)),
+    ("T0–T1 link, 1 ms", (FabricFault(part="link", number=2, port=3, at_s=AT_S, until_s=AT_S + 1e-3),)),
+    ("a T1 stops", (FabricFault(part="t1", number=3, at_s=AT_S),)),
+    ("a T0 stops, 10 ms", (FabricFault(part="t0", number=2, at_s=AT_S, until_s=AT_S + 10e-3),)),
+    ("a NIC port", (FabricFault(part="nic", number=5, at_s=AT_S),)),
+    ("a whole transceiver, 1 ms", (FabricFault(part="transceiver", number=5, at_s=AT_S, until_s=AT_S + 1e-3),)),
+    ("20 % loss on a link", (FabricFault(part="link", number=2, port=3, loss=0.2, at_s=AT_S),)),
+    ("1 % loss everywhere", (FabricFault(part="traffic", loss=0.01),)),
+    ("a link at 10 % of its speed", (FabricFault(part="link", number=2, port=3, left=0.1, at_s=AT_S),)),
 )
 
 
 def throughput_gbps(loss: float, transport: Transport | Roce, limit_s: float) -> float:
     """Per host, after the first 5 ms, of 64 hosts that each send to the one eight further."""
     fabric = parse_fabric("clos2:64x400G/4p/16/wide")
-    faults = (Fault(part="traffic", loss=loss),) if loss else ()
+    faults = (FabricFault(part="traffic", loss=loss),) if loss else ()
     result = run_connections(fabric, shift(64, 4e9, step=8), transport=transport, faults=faults, limit_s=limit_s,
                              sample_s=1e-3, each_plane=True)  # fmt: skip
     return float(result.throughput_gbps[result.time_s > SETTLED_S].mean()) / 64
@@ -115,7 +115,7 @@ def touched() -> list[str]:
     fabric = parse_fabric("clos2:256x800G/4p/256/wide")
     lines = ["| paths of 512 | connections touched by a T1's stop | 1 − (1 − 1/512)^paths |", "|---|---|---|"]
     for paths in (128, 256):
-        stop = (Fault(part="t1", number=3, at_s=20e-6),)
+        stop = (FabricFault(part="t1", number=3, at_s=20e-6),)
         result = run_connections(fabric, shift(256, 8e6, step=128), transport=replace(MRC, paths=paths), faults=stop)
         lines.append(f"| {paths} | {result.touched_by_loss / 256:.1%} | {1 - (1 - 1 / 512) ** paths:.1%} |")
     return lines

@@ -19,7 +19,7 @@ from phalanx.job.schema import SECTIONS, Batch, Data, Job, Parallel, Precision, 
 from phalanx.plan.layout import Layout
 from phalanx.plan.trainable import splits_backward, trainer_problems
 from phalanx.train.settings import Settings
-from phalanx.train.verify.compare import Bounds, OutcomeComparison, compare_outcomes
+from phalanx.train.verify.compare import OutcomeComparison, Tolerances, compare_outcomes
 from phalanx.train.verify.small_trial import GENTLE_LR, reference_trial
 from phalanx.train.verify.trial import Trial, TrialOutcome
 
@@ -251,9 +251,9 @@ def reference_name(trial: Trial) -> str:
     return f"one process, {trial.shape.name}, {settings.compute}, {how}{recomputed}"
 
 
-def bounds_of(case: MatrixCase) -> Bounds:
+def bounds_of(case: MatrixCase) -> Tolerances:
     """What counts as equal: the rounding of the format, and of the gradients on the wire."""
-    return Bounds.rounded(case.precision, also=COMPRESSED.get(case.compression, 0.0))
+    return Tolerances.rounded(case.precision, also=COMPRESSED.get(case.compression, 0.0))
 
 
 def judge_case(case: MatrixCase, found: TrialOutcome, wanted: TrialOutcome) -> OutcomeComparison:

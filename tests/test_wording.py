@@ -108,3 +108,48 @@ def test_links_of_the_manual_lead_somewhere() -> None:
             is_lost = not there.exists() or (there in anchors and anchor and anchor not in anchors[there])
             lost += [f"{page.name}: {target}"] if is_lost else []
     assert lost == []
+
+
+# Words of earlier metaphors, which nobody understands in a name. `room` is allowed where it is free space.
+UNCLEAR_WORDS = frozenset({"room", "hall", "council", "hearing", "wish", "wishes", "told", "story", "fieldwork"})
+FREE_SPACE = frozenset({"room", "make_room", "deleted_for_room"})
+
+
+def defined_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Classes, functions, arguments, and fields of classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.lineno, node.target.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+def is_unclear(name: str) -> bool:
+    """Whether a word of a name in snake_case or CamelCase needs decoding.
+
+    >>> [is_unclear(name) for name in ("_OneWish", "told_s", "history", "headroom", "make_room")]
+    [True, True, False, False, False]
+    """
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_")
+    return name.strip("_") not in FREE_SPACE and not UNCLEAR_WORDS.isdisjoint(words)
+
+
+def test_names_need_no_decoding() -> None:
+    wrong = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        lower = source.lower()
+        if any(word in lower for word in UNCLEAR_WORDS):  # parsing all files takes seconds
+            found = defined_names(ast.parse(source))
+            wrong += [f"{path.relative_to(ROOT)}:{line}: {name}" for line, name in found if is_unclear(name)]
+    assert wrong == []
+
+
+def test_unclear_names_are_found() -> None:
+    tree = ast.parse("class Wishes:\n    told: int\n    def hearing(self, story): self._room = self._hall = 1\n")
+    found = {name for _, name in defined_names(tree) if is_unclear(name)}
+    assert found == {"Wishes", "told", "hearing", "story", "_hall"}

@@ -317,10 +317,10 @@ def test_ranks_share_the_cores_and_stay_on_this_machine(train: Train, monkeypatc
 
     def launch(
         run: object, *, hosts: Sequence[client.HostSpec], environ: dict[str, str], **_: object
-    ) -> client.Outcome:
+    ) -> client.LaunchOutcome:
         seen.update(environ)
         where.extend(host.address for host in hosts)
-        return client.Outcome(state="failed", exit_code=3, message="x")
+        return client.LaunchOutcome(state="failed", exit_code=3, message="x")
 
     train("job.toml", "--dry-run")
     monkeypatch.setattr(client, "launch", launch)

@@ -287,15 +287,15 @@ def main(behaviour: str, folder: str, host: str, slots: str, address: str, paren
     if behaviour == "late":  # before anybody listens
         (run.path / "waits").touch()
         time.sleep(1000)
-    wishes = StopSignals.listen()
+    stop_requests = StopSignals.listen()
     hosting.GRACE_S, hosting.DEAF_S = 0.5, 4.0
-    agent = HostAgent(run, host=host, slots=int(slots), address=address, wishes=wishes)
+    agent = HostAgent(run, host=host, slots=int(slots), address=address, stop_requests=stop_requests)
     agent.checks.plan = Plan.from_json(run.plan_json.read_text(encoding="utf-8"), where="plan")
     agent.checks.recheck = lambda ranks, places: problems(run, host, ranks, places)
     agent.begin()
     if behaviour == "importing":  # as long as importing torch takes
         (run.path / "waits").touch()
-        while not wishes.count:
+        while not stop_requests.count:
             time.sleep(0.01)
     return agent.serve(lambda link: serve(behaviour, run, host, link))
 

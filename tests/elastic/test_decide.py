@@ -68,7 +68,7 @@ class Stage:
 
     def _send(self, send: Send) -> None:
         for host in send.hosts:
-            self.agents[host].take(json.loads(json.dumps(send.told(host))))
+            self.agents[host].take(json.loads(json.dumps(send.message_for(host))))
 
     def pass_time(self, seconds: float, *, beats: bool = True, by_s: float = 0.25) -> None:
         """Ticks; agents that are connected say that they live."""

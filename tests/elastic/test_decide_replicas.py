@@ -79,7 +79,7 @@ class Play:
 
     def _perform(self, action: Action) -> None:
         if isinstance(action, Send):
-            self.sent += [json.loads(json.dumps(action.told(host))) for host in action.hosts[-1:]]
+            self.sent += [json.loads(json.dumps(action.message_for(host))) for host in action.hosts[-1:]]
             self.told += [(host, action.message["kind"]) for host in action.hosts]
         elif isinstance(action, RecordEvent):
             self.events.append({"event": action.event, **action.fields})

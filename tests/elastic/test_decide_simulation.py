@@ -214,7 +214,7 @@ class Simulation:
             elif isinstance(action, Send):
                 self._check_sent(action.message)
                 for host in action.hosts:
-                    self._send(host, action.told(host))
+                    self._send(host, action.message_for(host))
             elif isinstance(action, RecordEvent):
                 self.records[action.event] += 1
             elif isinstance(action, EndRun):

@@ -45,7 +45,7 @@ def run(tmp_path: Path, plan: Plan) -> Run:
 
 @pytest.fixture
 def agent(run: Run) -> Iterator[HostAgent]:
-    agent = HostAgent(run, host="b", slots=1, address="127.0.0.1", wishes=StopSignals())
+    agent = HostAgent(run, host="b", slots=1, address="127.0.0.1", stop_requests=StopSignals())
     yield agent
     agent.replica_store.close()
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from phalanx.elastic.launchers import RankPlace
-from phalanx.elastic.local_launch import HostSpec, LauncherTask, Outcome, prepare_launch, tend_agents
+from phalanx.elastic.local_launch import HostSpec, LauncherTask, LaunchOutcome, prepare_launch, tend_agents
 from phalanx.errors import PhalanxError, SystemFailure, UserError
 from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
@@ -67,7 +67,7 @@ def stop_after_recovery(plan: Plan, run: Run) -> Callable[[], None]:
 
 def join_all(
     plan: Plan, run: Run, port: int, behaviour: str, watch: Watch = watch
-) -> list[tuple[Outcome, tuple[Plan, Run] | None]]:
+) -> list[tuple[LaunchOutcome, tuple[Plan, Run] | None]]:
     """Every rank of the plan as a task, each in a thread, with agents that train nothing."""
     agent = (str(HERE / "fake_agent.py"), behaviour)
     with ThreadPoolExecutor(RANKS) as pool:
@@ -110,7 +110,9 @@ def test_a_task_knows_its_place_on_its_machine(tmp_path: Path, plan: Plan, port:
     prepare_launch(run, [spec], machines={"n:5": "n"})
     script = tmp_path / "agent.py"
     script.write_text("import sys, pathlib\npathlib.Path(sys.argv[1], 'words').write_text('\\n'.join(sys.argv[1:]))\n")
-    tend_agents(run, hosts=[spec], environ={}, tick=lambda: None, asked=lambda n: None, wishes=[], agent=(str(script),))
+    tend_agents(
+        run, hosts=[spec], environ={}, tick=lambda: None, asked=lambda n: None, stop_requests=[], agent=(str(script),)
+    )
     seen["words"] = (run.path / "words").read_text().splitlines()
     assert seen["words"][1:3] == ["n:5", "1"]
     assert json.loads(seen["words"][5]) == {"local_rank": 5, "local_world": 8, "shares_gpu": False}

@@ -18,7 +18,7 @@ SECTIONS = {
     "scale": schema.Scale,
     "waiver": schema.Waiver,
     "checkpoint": run_sections.Checkpoint,
-    "fault": run_sections.Fault,
+    "fault": run_sections.FaultSettings,
     "telemetry": run_sections.Telemetry,
     "launch": run_sections.LaunchChoice,
 }

@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.hardware.cluster import resolve_cluster
-from phalanx.job.run_sections import Cost
+from phalanx.job.run_sections import CostSettings
 from phalanx.plan.bill import grid_regions, run_bill
 
 HOUR = 3600.0
@@ -12,7 +12,7 @@ HOUR = 3600.0
 
 def charge(spec="8xH100:2", *, hours=10.0, spares=0, **cost):
     cluster = resolve_cluster(spec)
-    return run_bill(cluster, cost=Cost(**cost), wall_s=hours * HOUR, spares=spares, devices=cluster.devices)
+    return run_bill(cluster, cost=CostSettings(**cost), wall_s=hours * HOUR, spares=spares, devices=cluster.devices)
 
 
 def test_money_is_devices_times_hours_times_price():
@@ -45,7 +45,7 @@ def test_h100_servers_draw_what_mlperf_measured():
 
 def test_power_of_the_cluster_wins():
     cluster = replace(resolve_cluster("8xH100:2"), power_w_per_device=1000.0)
-    made = run_bill(cluster, cost=Cost(pue=1.0), wall_s=HOUR, spares=0, devices=16)
+    made = run_bill(cluster, cost=CostSettings(pue=1.0), wall_s=HOUR, spares=0, devices=16)
     assert made.kwh == pytest.approx(16.0)
     assert made.power_source == "given for the cluster"
 
@@ -53,7 +53,7 @@ def test_power_of_the_cluster_wins():
 def test_unknown_power_is_no_number():
     cluster = resolve_cluster("8xH100:2")
     cluster = replace(cluster, accelerator=replace(cluster.accelerator, tdp_w=0.0))
-    made = run_bill(cluster, cost=Cost(), wall_s=HOUR, spares=0, devices=16)
+    made = run_bill(cluster, cost=CostSettings(), wall_s=HOUR, spares=0, devices=16)
     assert (made.watts_per_device, made.kwh, made.kwh_interval, made.kgco2e) == (None, None, None, None)
     assert made.power_source == "unknown: set power_w_per_device in a cluster file"
 
@@ -67,7 +67,7 @@ def test_a_cpu_does_not_cite_gpu_servers():
 
 def test_the_range_of_money_combines_price_and_time():
     cluster = resolve_cluster("8xH100:2")
-    ends = {"cost": Cost(), "wall_s": 10 * HOUR, "spares": 0, "devices": 16}
+    ends = {"cost": CostSettings(), "wall_s": 10 * HOUR, "spares": 0, "devices": 16}
     alone, both = run_bill(cluster, **ends), run_bill(cluster, **ends, wall_interval_s=(9 * HOUR, 12 * HOUR))
     assert both.usd == pytest.approx((0.9 * alone.usd[0], alone.usd[1], 1.2 * alone.usd[2]))
     assert both.kwh_interval == pytest.approx((0.9 * alone.kwh, 1.2 * alone.kwh))

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.io.user_code import load_user_object
-from phalanx.job.dataset import Manifest, Shard, Source
+from phalanx.job.dataset import DatasetManifest, Shard, Source
 from phalanx.job.load import load
 from phalanx.plan.inputs import InputFindings, look_at_inputs, passes_of
 
@@ -50,7 +50,7 @@ def dataset(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(text)
     sources = tuple(_source(name, count, heldout) for name, count in (tokens or {"text": 1001}).items())
-    manifest = Manifest(
+    manifest = DatasetManifest(
         phalanx="0",
         vocab=vocab,
         dtype="uint16",

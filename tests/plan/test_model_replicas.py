@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.hardware.cluster import resolve_cluster
-from phalanx.job.run_sections import Fault
+from phalanx.job.run_sections import FaultSettings
 from phalanx.plan.layout import Layout
 from phalanx.plan.model_replicas import REGROUP_S, ModelReplicas, price_loss
 
@@ -22,7 +22,7 @@ COSTS = {"step_s": 4.0, "tokens_per_s": 1000.0, "state_bytes": 6 * SPEED, "gradi
 
 
 def test_both_ways():
-    found = price_loss(HSDP, CLUSTER, Fault(detect_s=10.0, restart_s=100.0), **COSTS)
+    found = price_loss(HSDP, CLUSTER, FaultSettings(detect_s=10.0, restart_s=100.0), **COSTS)
     assert (found.replicas, found.ranks) == (4, 2)
     assert (found.rebuild.stall_s, found.rebuild.slow_s, found.rebuild.lost_tokens) == (130.0, 0.0, 130_000.0)
     # Noticed, half a step done again, connected without the replica and with it, half of the state copied.
@@ -36,13 +36,13 @@ def test_both_ways():
 
 
 def test_where_rebuilding_is_quick_leaving_out_never_pays():
-    found = price_loss(HSDP, CLUSTER, Fault(detect_s=0.0, restart_s=0.0), **{**COSTS, "redone_s": 0.0})
+    found = price_loss(HSDP, CLUSTER, FaultSettings(detect_s=0.0, restart_s=0.0), **{**COSTS, "redone_s": 0.0})
     assert found.break_even_per_day is None
 
 
 def test_one_replica_has_no_two_ways():
     whole = replace(HSDP, shard=8)
-    assert price_loss(whole, CLUSTER, Fault(), **COSTS) is None
+    assert price_loss(whole, CLUSTER, FaultSettings(), **COSTS) is None
     assert ModelReplicas.of(whole).count == 1
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from phalanx.hardware.cluster import resolve_cluster
-from phalanx.job.run_sections import Checkpoint, Fault
+from phalanx.job.run_sections import Checkpoint, FaultSettings
 from phalanx.plan.reliability import (
     checkpoint_overhead,
     daly_interval,
@@ -19,7 +19,7 @@ def predict(spec="8xH100:2048", state_bytes=5.7e12, checkpoint=None, step_s=5.0,
     return predict_reliability(
         cluster,
         checkpoint=checkpoint or Checkpoint(),
-        fault=Fault(**fault),
+        fault=FaultSettings(**fault),
         state_bytes=state_bytes,
         devices=cluster.devices,
         step_s=step_s,

@@ -12,23 +12,23 @@ from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim import routes, traffic_matrix
 from phalanx.sim.episode import Episode, Manner, run_episode
 from phalanx.sim.fluid import IDEAL, MRC, Wire
-from phalanx.sim.packets.faults import Fault
+from phalanx.sim.packets.faults import FabricFault
 
 FABRIC = parse_fabric("clos2:64x800G/8p/16/wide")
 ALONE = traffic_matrix.make_flows([0], [60], 20e6)  # 200 µs at line rate
 QPS = routes.Routing(spread="qp", paths=8, planes="equal", recovery="conventional")
 ROCE = Manner(name="RoCE", routing=QPS, react_s=1.0, go_back=True)
 EDGE = Manner(name="MRC", routing=routes.spray_routing(256), react_s=30e-6)
-PORT = Fault(part="nic", number=0, at_s=50e-6)
+PORT = FabricFault(part="nic", number=0, at_s=50e-6)
 
 
-def run(manner: Manner, *faults: Fault, flows: traffic_matrix.Flows = ALONE, over: Wire = IDEAL) -> Episode:
+def run(manner: Manner, *faults: FabricFault, flows: traffic_matrix.Flows = ALONE, over: Wire = IDEAL) -> Episode:
     return run_episode(FABRIC, flows, manner=manner, faults=faults, wire=over)
 
 
 def _met_t1() -> int:
     """A T1 of plane 0 on the path of the queue pair there."""
-    return next(number for number in range(8) if run(ROCE, Fault(part="t1", number=number, at_s=50e-6)).touched)
+    return next(number for number in range(8) if run(ROCE, FabricFault(part="t1", number=number, at_s=50e-6)).touched)
 
 
 def test_nothing_broken_is_line_rate() -> None:
@@ -57,7 +57,7 @@ def test_a_part_that_is_slow_keeps_its_share() -> None:
 
 
 def test_two_grey_parts_on_a_path_lose_more_than_one() -> None:
-    both = (replace(PORT, loss=0.1), Fault(part="nic", number=60, at_s=50e-6, loss=0.1))
+    both = (replace(PORT, loss=0.1), FabricFault(part="nic", number=60, at_s=50e-6, loss=0.1))
     again = (*both, replace(both[0], part="transceiver"))  # the same port twice, and the other seven
     once, twice = run(ROCE, *both), run(ROCE, *again)
     # Over the remaining 150 µs a plane delivers 15 Mb; a path that keeps s of its packets sends 1/s as many.
@@ -95,12 +95,12 @@ def test_a_queue_pair_that_lost_all_waits_for_its_timer() -> None:
     again = run(patient, flap, replace(PORT, at_s=2e-3, until_s=8e-3))
     assert again.times_s[0] == pytest.approx(50e-6 + 10e-3 + 150e-6, rel=1e-3)
     assert again.lost_packets == found.lost_packets
-    quick = run(replace(patient, react_s=12e-3), Fault(part="t1", number=_met_t1(), at_s=50e-6))
+    quick = run(replace(patient, react_s=12e-3), FabricFault(part="t1", number=_met_t1(), at_s=50e-6))
     assert quick.times_s[0] == pytest.approx(50e-6 + 15e-3 + 150e-6, rel=1e-3)
 
 
 def test_routing_goes_around_a_switch_when_it_has_converged() -> None:
-    dead = Fault(part="t1", number=_met_t1(), at_s=50e-6)
+    dead = FabricFault(part="t1", number=_met_t1(), at_s=50e-6)
     assert run(ROCE, dead).times_s == pytest.approx([50e-6 + 1.0 + 150e-6])
     assert run(replace(ROCE, react_s=math.inf), dead).times_s[0] == math.inf
     found = run(ROCE, dead)
@@ -113,7 +113,9 @@ def test_connections_touched_are_those_with_a_path_there() -> None:
     flows = traffic_matrix.shift(64, 20e6)
     for paths in (64, 256):
         found = run(
-            replace(EDGE, routing=routes.spray_routing(paths)), Fault(part="t1", number=3, at_s=50e-6), flows=flows
+            replace(EDGE, routing=routes.spray_routing(paths)),
+            FabricFault(part="t1", number=3, at_s=50e-6),
+            flows=flows,
         )
         expected = 64 * (1 - (1 - 1 / 8) ** (paths / 8))
         assert found.touched == pytest.approx(expected, abs=3 * math.sqrt(expected * (1 - expected / 64.001)) + 1)
@@ -121,7 +123,7 @@ def test_connections_touched_are_those_with_a_path_there() -> None:
 
 def test_loss_on_a_link_is_left_by_senders_and_never_by_routing() -> None:
     """Go-back-N with n packets under way gets 0.8/(0.8 + 0.2·n) through a port that loses a fifth."""
-    grey = Fault(part="nic", number=0, at_s=50e-6, loss=0.2)
+    grey = FabricFault(part="nic", number=0, at_s=50e-6, loss=0.2)
     edge, conventional = run(EDGE, grey, over=MRC), run(ROCE, grey, over=MRC)
     whole_s = run(ROCE, over=MRC).times_s[0]
     assert edge.times_s[0] == pytest.approx(50e-6 + (whole_s - 50e-6) * 8 / 7, rel=0.02)
@@ -140,7 +142,7 @@ def test_loss_on_a_link_is_left_by_senders_and_never_by_routing() -> None:
 def test_loss_everywhere_dries_up_the_paths_of_long_transfers() -> None:
     """A packet in a hundred retires a path, probes bring back 1 in 10 ms: after 1 ms four paths are left, of eight."""
     sender = replace(EDGE, least_paths=4, probe_s=10e-3)
-    grey = Fault(part="traffic", loss=0.01)
+    grey = FabricFault(part="traffic", loss=0.01)
     short, long = run(sender, grey), run(sender, grey, flows=traffic_matrix.make_flows([0], [60], 2e9))
     assert short.times_s[0] == pytest.approx(200e-6 / 0.99, rel=0.01)
     assert long.times_s[0] == pytest.approx(20e-3 / 0.5 / 0.99, rel=0.03)
@@ -153,7 +155,7 @@ def test_losses_and_probes_balance_between_dry_and_all_paths() -> None:
     rate falls to 0.53 of the line, which is four of eight planes, and with 0.0007 to 0.75, which is six."""
     sender = replace(EDGE, routing=routes.spray_routing(128), least_paths=4, probe_s=10e-3)
     for loss, planes in ((0.01, 4), (0.001, 4), (0.0007, 6), (0.0005, 8)):
-        found = run(sender, Fault(part="traffic", loss=loss), flows=traffic_matrix.make_flows([0], [60], 40e9))
+        found = run(sender, FabricFault(part="traffic", loss=loss), flows=traffic_matrix.make_flows([0], [60], 40e9))
         assert found.times_s[0] == pytest.approx(0.4 * 8 / planes / (1 - loss), rel=0.05), loss
 
 
@@ -168,7 +170,7 @@ def test_a_queue_pair_waits_for_its_timer_where_a_packet_is_lost_twice() -> None
                 one,
                 sent,
                 manner=replace(ROCE, routing=replace(ROCE.routing, paths=1, seed=seed), timeout_s=67e-3),
-                faults=(Fault(part="traffic", loss=loss),),
+                faults=(FabricFault(part="traffic", loss=loss),),
             ).times_s[0]
             for seed in range(40)
         ]
@@ -179,19 +181,19 @@ def test_a_queue_pair_waits_for_its_timer_where_a_packet_is_lost_twice() -> None
 
 def test_what_is_denied_is_never_used() -> None:
     """A dead NIC port that senders were told of costs its eighth from the start, and not a packet."""
-    port = Fault(part="nic", number=0)
+    port = FabricFault(part="nic", number=0)
     flows = traffic_matrix.make_flows([0], [60], 20e6)
     for denied in ((), (port,)):
         found = run_episode(FABRIC, flows, manner=EDGE, faults=(port,), denied=denied, wire=IDEAL)
         assert (found.lost_packets == 0) == (found.touched == 0) == bool(denied)
     assert found.times_s[0] == pytest.approx(200e-6 * 8 / 7, rel=1e-3)
-    grey = Fault(part="t1", number=_met_t1(), loss=0.2)
+    grey = FabricFault(part="t1", number=_met_t1(), loss=0.2)
     hashed = run_episode(FABRIC, flows, manner=ROCE, faults=(grey,), denied=(grey,), wire=IDEAL)
     assert hashed.lost_packets == 0  # routing had been told
 
 
 def test_nothing_waits_for_a_failure_after_the_end() -> None:
-    found = run(EDGE, Fault(part="t1", number=0, at_s=5.0))
+    found = run(EDGE, FabricFault(part="t1", number=0, at_s=5.0))
     assert found.end_s[-1] == pytest.approx(200e-6, rel=0.05)
 
 

@@ -9,22 +9,22 @@ from phalanx.errors import UserError
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim.fabric_failures import FabricBreak, broken_of, denied_of, faults_of
 from phalanx.sim.fabric_links import NOTHING, links_of
-from phalanx.sim.packets.faults import Fault
+from phalanx.sim.packets.faults import FabricFault
 
 
 @pytest.mark.parametrize(
     ("word", "fault"),
     [
-        ("nic:1/7", Fault(part="nic", plane=1, number=7)),
-        ("link:1/2/3", Fault(part="link", plane=1, number=2, port=3)),
-        ("t1link:1/2/3", Fault(part="t1_link", plane=1, number=2, port=3)),
-        ("T0:1/2", Fault(part="t0", plane=1, number=2)),
-        ("transceiver:5", Fault(part="transceiver", number=5)),
-        ("t1:1/2@1.5ms", Fault(part="t1", plane=1, number=2, at_s=1.5e-3)),
-        ("t1:1/2@50us..2s", Fault(part="t1", plane=1, number=2, at_s=50e-6, until_s=2.0)),
+        ("nic:1/7", FabricFault(part="nic", plane=1, number=7)),
+        ("link:1/2/3", FabricFault(part="link", plane=1, number=2, port=3)),
+        ("t1link:1/2/3", FabricFault(part="t1_link", plane=1, number=2, port=3)),
+        ("T0:1/2", FabricFault(part="t0", plane=1, number=2)),
+        ("transceiver:5", FabricFault(part="transceiver", number=5)),
+        ("t1:1/2@1.5ms", FabricFault(part="t1", plane=1, number=2, at_s=1.5e-3)),
+        ("t1:1/2@50us..2s", FabricFault(part="t1", plane=1, number=2, at_s=50e-6, until_s=2.0)),
     ],
 )
-def test_faults(word: str, fault: Fault) -> None:
+def test_faults(word: str, fault: FabricFault) -> None:
     assert faults_of(FabricBreak(failed=(word,))) == (fault,)
 
 

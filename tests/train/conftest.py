@@ -11,7 +11,7 @@ import pytest
 from phalanx.job.model import ModelShape
 from phalanx.plan.layout import Layout
 from phalanx.train.settings import Settings
-from phalanx.train.verify.compare import Bounds, OutcomeComparison, compare_outcomes
+from phalanx.train.verify.compare import OutcomeComparison, Tolerances, compare_outcomes
 from phalanx.train.verify.trial import Trial, TrialOutcome, run_trial
 
 ONE = Layout(
@@ -72,9 +72,9 @@ def llama() -> ModelShape:
 
 @pytest.fixture(scope="session")
 def prove() -> Callable[..., OutcomeComparison]:
-    def run(trial: Trial, bounds: Bounds | None = None) -> OutcomeComparison:
+    def run(trial: Trial, bounds: Tolerances | None = None) -> OutcomeComparison:
         trial = replace(trial, steps=PROVEN) if trial.steps == UNSAID else trial
-        found = compare_outcomes(run_trial(trial, limit_s=600.0), run_once(alone(trial)), bounds or Bounds())
+        found = compare_outcomes(run_trial(trial, limit_s=600.0), run_once(alone(trial)), bounds or Tolerances())
         assert found.first is None, found.first.render()
         return found
 

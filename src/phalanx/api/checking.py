@@ -154,13 +154,13 @@ class ReadProgress:
     def __init__(self, target: str, tell: Tell) -> None:
         self.read = ""
         self._target, self._tell = target, tell
-        self._told_s = time.monotonic()
+        self._last_tell_s = time.monotonic()
 
     def __call__(self, done_bytes: int, whole_bytes: int) -> None:
         """Called while the log is read."""
         self.read = f"{self._target}: read {done_bytes / MB:,.0f} of {whole_bytes / MB:,.0f} MB"
-        if time.monotonic() - self._told_s >= PROGRESS_S:
-            self._told_s = time.monotonic()
+        if time.monotonic() - self._last_tell_s >= PROGRESS_S:
+            self._last_tell_s = time.monotonic()
             self._tell(self.read)
 
 

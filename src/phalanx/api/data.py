@@ -21,7 +21,7 @@ from phalanx.io.codec import json_values
 from phalanx.units import format_bytes, format_count, format_seconds, parse_count, plural
 
 if TYPE_CHECKING:
-    from phalanx.job.dataset import Manifest, Source
+    from phalanx.job.dataset import DatasetManifest, Source
     from phalanx.train.data.build import TextOrigin
 
 Count = int | str  # 8192 or "8k"
@@ -37,7 +37,7 @@ class Dataset(PublicResult):
     """
 
     path: Path
-    manifest: Manifest
+    manifest: DatasetManifest
 
     def __str__(self) -> str:
         m = self.manifest

@@ -134,7 +134,7 @@ def design(
     if gpus is None and not known_gpus:
         fix = "give --gpus, as --gpus 131072 --nic-gbps 800, or --job JOB, whose cluster says it"
         raise mistake(WHERE, "--gpus is missing", fix=fix)
-    wish: DesignRequest = DesignRequest(
+    request: DesignRequest = DesignRequest(
         gpus=whole_gpus(gpus, WHERE) if gpus is not None else known_gpus or 0,
         nic_gbps=nic_gbps if nic_gbps is not None else known_gbps or NIC_GBPS,
         switch=switch,
@@ -147,17 +147,17 @@ def design(
     weights = {"gpu_hour_usd": gpu_hour_usd, "kwh_usd": kwh_usd, "years": years, "recovery_s": recovery_s}
     if plan is None:
         prices = _unit_prices(weights)
-        found = design_fabrics(wish)
+        found = design_fabrics(request)
         return FabricDesigns(designs=found, verdict=choose_design(found, prices), job=None, top=top)
-    if wish.gpus < plan.layout.devices:
-        what = f"{wish.gpus:,} GPUs, but the job runs on {plan.layout.devices:,}"
+    if request.gpus < plan.layout.devices:
+        what = f"{request.gpus:,} GPUs, but the job runs on {plan.layout.devices:,}"
         raise mistake(WHERE, what, fix="leave out --gpus, or name a smaller --cluster")
     from phalanx.sim.months.causes import network_share
 
     if gpu_hour_usd is None and plan.bill.usd_per_device_hour:
         weights["gpu_hour_usd"] = plan.bill.usd_per_device_hour[1]
     prices = _unit_prices({**weights, "waits": network_share(plan)})
-    found = design_fabrics(wish)
+    found = design_fabrics(request)
     steps = job_steps(plan, found, prices, tell)
     return FabricDesigns(designs=found, verdict=choose_design(found, prices, steps_s=steps.steps_s), job=steps, top=top)
 

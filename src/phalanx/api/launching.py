@@ -374,7 +374,7 @@ def _find_job(job: str) -> tuple[LaunchSystem, str]:
 
 
 def _refuse_double(system: LaunchSystem, names: Sequence[str], digests: Sequence[str]) -> None:
-    """The same job twice at once is a slip of the hand far more often than a wish; raises UserError."""
+    """The same job twice at once is a slip of the hand far more often than intended; raises UserError."""
     from phalanx.launch.book import read_records
     from phalanx.launch.system import OVER
 

@@ -319,7 +319,7 @@ def _train_grid(
     began_s = time.monotonic()
     left = [number for number, one in enumerate(found.outcomes) if not one.is_final]
     outcomes = list(found.outcomes)
-    told = _told_progress(found, tell, began_s=began_s)
+    on_ended = _progress_teller(found, tell, began_s=began_s)
     try:
         if left:
             workers = min(parallel, len(left))
@@ -327,7 +327,7 @@ def _train_grid(
             asked = f"{plural(len(left), 'run')} of {len(outcomes)} to train"
             tell(f"{asked}, {workers} at a time ({where}), in {folder.path}")
             with SweepPool(folder, workers=workers, gpus=gpus) as pool:
-                pool.train(outcomes, plans, weights=found.predicted_s, told=told)
+                pool.train(outcomes, plans, weights=found.predicted_s, on_ended=on_ended)
     except KeyboardInterrupt:
         done = sum(one.is_final for one in outcomes)
         tell(f"interrupted: {done} of {plural(len(outcomes), 'run')} are done and stored in {folder.path}")
@@ -338,11 +338,11 @@ def _train_grid(
     return replace(found, outcomes=tuple(outcomes), wall_s=time.monotonic() - began_s)
 
 
-def _told_progress(found: Sweep, tell: Tell, *, began_s: float) -> Callable[[SweepOutcome, float, int], None]:
+def _progress_teller(found: Sweep, tell: Tell, *, began_s: float) -> Callable[[SweepOutcome, float, int], None]:
     """Tells of each run that ended, and what is left in time and money by the pace so far."""
     total = sum(seconds for one, seconds in zip(found.outcomes, found.predicted_s, strict=True) if not one.is_final)
 
-    def told(outcome: SweepOutcome, done_s: float, left: int) -> None:
+    def on_ended(outcome: SweepOutcome, done_s: float, left: int) -> None:
         """`done_s` is the predicted time of the runs that are done, with shares of those that are going on."""
         said = f"loss {outcome.loss:.4f}" if outcome.loss is not None else outcome.state
         if outcome.state in (DIVERGED, "failed"):
@@ -355,4 +355,4 @@ def _told_progress(found: Sweep, tell: Tell, *, began_s: float) -> Callable[[Swe
                 line += f", {format_money(found.predicted_usd / sum(found.predicted_s) * left_s)}"
         tell(line)
 
-    return told
+    return on_ended

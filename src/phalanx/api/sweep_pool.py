@@ -26,7 +26,7 @@ from phalanx.scale.sweep_store import SweepFolder, SweepOutcome
 
 SAVE_S = 60.0  # that interrupted runs may take to save
 MOST_DEATHS = 3  # of a worker's process in a row, before its sweep is given up
-Told = Callable[[SweepOutcome, float, int], None]
+OnRunEnded = Callable[[SweepOutcome, float, int], None]
 
 
 class SweepPool:
@@ -98,7 +98,7 @@ class SweepPool:
         self._threads.append(thread)
 
     def train(
-        self, outcomes: list[SweepOutcome], plans: Sequence[Plan], *, weights: Sequence[float], told: Told
+        self, outcomes: list[SweepOutcome], plans: Sequence[Plan], *, weights: Sequence[float], on_ended: OnRunEnded
     ) -> None:
         """Train what is not final; each entry of `outcomes` is replaced as soon as it is known, and kept on disk.
 
@@ -149,7 +149,7 @@ class SweepPool:
             self._folder.keep(outcomes[number])
             done_s += weights[number]
             going_s = sum(share * weights[one] for one, share in shares.items())
-            told(outcomes[number], done_s + going_s, len(waiting) + len(busy))
+            on_ended(outcomes[number], done_s + going_s, len(waiting) + len(busy))
 
     def _replace(self, worker: int, deaths: int) -> None:
         """A process that was killed (for memory, say) takes one run with it, not the sweep."""

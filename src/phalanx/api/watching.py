@@ -132,7 +132,7 @@ class RunLook(PublicResult):
     @property
     def is_last(self) -> bool:
         """Whether nothing more is to come from the run."""
-        return self.view.over
+        return self.view.is_finished
 
     def to_dict(self) -> dict[str, Any]:
         """What `phalanx watch --json` prints on a line."""
@@ -167,7 +167,7 @@ def run_looks(run: Run, *, every_s: float) -> Iterator[RunLook]:
     while True:
         view = watcher.look()
         remarks = tuple(watcher.remarks())
-        if view.over:
+        if view.is_finished:
             yield RunLook(view=view, remarks=remarks, check=checker.known)
             yield RunLook(view=view, remarks=(), check=checker.last())
             return

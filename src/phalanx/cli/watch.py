@@ -61,14 +61,14 @@ def _follow_lines(looks: Iterator[RunLook]) -> None:
         for line in remarks:
             say(line, flush=True)
         line = str(look)
-        if line != shown and (view.over or time.monotonic() >= due_s):
+        if line != shown and (view.is_finished or time.monotonic() >= due_s):
             say(line, flush=True)
             shown, due_s = line, time.monotonic() + PLAIN_S
         if over:  # the second look at a run that is over has the verdicts on the whole
             _tell_verdicts(look.check, broken, last=True)
             _last_words(view)
             return
-        over = view.over
+        over = view.is_finished
         if not over:
             _tell_verdicts(look.check, broken)
 
@@ -107,7 +107,7 @@ def _last_words(view: View) -> None:
 def _follow_objects(looks: Iterator[RunLook]) -> None:
     shown, over = "", False
     for look in looks:
-        if look.view.over and not over:
+        if look.view.is_finished and not over:
             over = True
             continue  # the next look has the verdicts on the whole
         line = visible_json(json.dumps(look.to_dict(), ensure_ascii=False, allow_nan=False))

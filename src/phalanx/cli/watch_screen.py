@@ -48,7 +48,7 @@ def _head_lines(view: View, name: str) -> list[Text]:
     first = Text.assemble((printable(name, most=100), "bold"), "  ", (printable(view.state, most=20), colour))
     if p is not None:
         first.append(f"  step {p.step:,}" + (f" of {p.steps:,} ({p.step / p.steps:.1%})" if p.steps else ""))
-        if p.left_s and not view.over:
+        if p.left_s and not view.is_finished:
             first.append(f"  {format_seconds(p.left_s)} left", "bold")
     ranks = plural(s.world, "rank")
     what = f"{s.model} ({format_count(s.parameters)}) on {s.cluster}, {ranks}: {s.layout}"
@@ -60,7 +60,7 @@ def _curve_lines(view: View, width: int) -> list[Text]:
     s, p = view.summary, view.progress
     room = max(0, min(60, width - 62)) if width >= NARROW else 0
     if p is None:
-        return [Text("no step was finished yet" if not view.over else "no step was finished")]
+        return [Text("no step was finished yet" if not view.is_finished else "no step was finished")]
     rows = [
         ("loss", f"{p.loss:.4f}" if p.loss is not None else "-", view.loss, ""),
         ("tokens/s", *_rate_now(view, p.tokens_per_s)),
@@ -84,7 +84,7 @@ def _curve_lines(view: View, width: int) -> list[Text]:
 def _rate_now(view: View, now: float | None) -> tuple[str, Sequence[float | None], str]:
     """Tokens per second now; the plan is compared with the mean, and of a run that is over that is all there is."""
     mean = view.summary.tokens_per_s
-    if view.over or now is None or mean.measured is None:
+    if view.is_finished or now is None or mean.measured is None:
         return (
             "-" if mean.measured is None else format_count(mean.measured),
             view.tokens_per_s,

@@ -58,7 +58,7 @@ class HostView:
     progress: Progress | None = None  # of its ranks; None before any has told
     exceptions: Mapping[int, Progress | None] = field(default_factory=dict)  # slots that differ, or have not told
     problems: tuple[str, ...] = ()  # what its preflight found; it takes no part
-    told: int = 0  # newest generation that this connection has told it of
+    announced_generation: int = 0  # the newest that this connection has told it of
     ready: Message | None = None
     is_ready: bool = False  # every rank that the present membership has here
     stacks: Mapping[int, tuple[bool, str]] | None = None  # slot -> whether it waits for others, and where
@@ -359,7 +359,7 @@ class Send:
     message: Message
     shares: Mapping[str, Message] = field(default_factory=dict)  # what only one host is told besides, by host
 
-    def told(self, host: str) -> Message:
+    def message_for(self, host: str) -> Message:
         """The whole message to one of them."""
         share = self.shares.get(host)
         return {**self.message, **share} if share else self.message

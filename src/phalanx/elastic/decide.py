@@ -174,7 +174,7 @@ def _show_life(decision: Decision) -> None:
         decision.send_all(watchers, {"kind": "beat", "every_s": every_s, "sign_s": sign_s})
 
 
-# ---- the wish to stop ------------------------------------------------------------------------------------------------
+# ---- requests to stop ------------------------------------------------------------------------------------------------
 
 
 def _request_stop(decision: Decision, count: int) -> None:
@@ -312,12 +312,12 @@ def _on_status(decision: Decision, host: HostView, message: Message) -> None:
 
 def _with_status(state: CoordinatorState, host: HostView, message: Message) -> HostView:
     saved, generation = state.saved, int(message["epoch"])
-    is_told = saved.membership is not None and (generation, message["digest"]) == (
+    is_announced = saved.membership is not None and (generation, message["digest"]) == (
         saved.generation,
         saved.membership.digest,
     )
     alive = {int(slot): int(pid) for slot, pid in message["slots"].items()}
-    return host.changed(has_status=True, alive=alive, told=generation if is_told else 0)
+    return host.changed(has_status=True, alive=alive, announced_generation=generation if is_announced else 0)
 
 
 def _compare_status(decision: Decision, host: HostView, message: Message) -> None:
@@ -341,7 +341,7 @@ def _compare_status(decision: Decision, host: HostView, message: Message) -> Non
         return
     if generation < saved.generation and saved.forming:  # it was never told, or the word was lost
         tell_membership(decision, [host])
-        decision.touch_host(host.changed(told=saved.generation))
+        decision.touch_host(host.changed(announced_generation=saved.generation))
     elif int(message["went"]) < saved.generation and saved.go is not None:
         decision.send(host.name, go_of(saved, host.name))
     elif saved.forming:  # whoever has its slot stays in it
@@ -461,8 +461,8 @@ def _on_beat(decision: Decision, host: HostView, message: Message) -> None:
         decision.note_step(step)
 
 
-def _progress(told: Sequence[Any] | None) -> Progress | None:
-    return (int(told[0]), int(told[1]), float(told[2])) if told is not None else None
+def _progress(reported: Sequence[Any] | None) -> Progress | None:
+    return (int(reported[0]), int(reported[1]), float(reported[2])) if reported is not None else None
 
 
 def _on_where(decision: Decision, host: HostView, message: Message) -> None:

@@ -144,8 +144,8 @@ def tell_membership(decision: Decision, hosts: Sequence[HostView]) -> None:
     shares: dict[str, Message] = {}
     is_same = before is not None and before.has_same_ranks(membership)  # of every host
     for host in hosts:
-        name, is_told = host.name, before is not None and host.told == before.generation
-        if is_told and before is not None and (is_same or before.ranks_on(name) == membership.ranks_on(name)):
+        name, is_announced = host.name, before is not None and host.announced_generation == before.generation
+        if is_announced and before is not None and (is_same or before.ranks_on(name) == membership.ranks_on(name)):
             same.append(name)
         else:
             shares[name] = membership.share_of(name)

@@ -160,7 +160,8 @@ def _start_again(decision: Decision, found: ModelReplicas, replica: int) -> None
     for name, slots in _slots_by_host(state, found.ranks(replica)).items():
         generation, membership, host = state.saved.generation, state.membership, state.hosts[name]
         share = membership.share_of(name)
-        if host.told < generation:  # it joined after this generation began; one that knows it takes no notice
+        # It joined after this generation began; one that knows it takes no notice.
+        if host.announced_generation < generation:
             decision.send(name, {"kind": "form", **membership.summary(), **share})
         decision.set_host(host.changed(ready=None, is_ready=False))
         changed = {"digest": membership.digest, **share} if lost else {}
@@ -192,7 +193,7 @@ def _move_ranks(decision: Decision, places: dict[int, HostSlot]) -> None:
     membership = Membership(generation=before.generation, layout=before.layout, slots=slots)
     decision.save(membership=membership)
     # Hosts know the membership as it was: the next one is told to each in full.
-    state.hosts = state.hosts.mapped(lambda host: host.changed(told=0))
+    state.hosts = state.hosts.mapped(lambda host: host.changed(announced_generation=0))
 
 
 def _shrink_instead(decision: Decision) -> None:

@@ -1,4 +1,4 @@
-"""A page of memory that an agent and its ranks share: who is alive, at which step since when, and what is wished.
+"""A page of memory that an agent and its ranks share: who is alive, at which step since when, and what is asked for.
 
 Two clocks per slot: `answered_s` is touched by a thread of the rank several times a second, whatever the rank waits
 for; `progress_s` by the training itself. The thread needs the interpreter lock, which native code may hold for minutes

@@ -76,11 +76,11 @@ class HostAgent:
         host: str,
         slots: int,
         address: str,
-        wishes: StopSignals,
+        stop_requests: StopSignals,
         by_hand: bool = False,
         election: str = "",
     ) -> None:
-        self.run, self.host, self.slots, self.address, self.wishes = run, host, slots, address, wishes
+        self.run, self.host, self.slots, self.address, self.stop_requests = run, host, slots, address, stop_requests
         self._by_hand = by_hand  # `phalanx agent`: nobody waits for what we say of an end before we joined
         launch, job = run.launch(), run.plan()["job"]
         self._order = [str(name) for name in launch.get("hosts", ())] or [host]
@@ -120,9 +120,9 @@ class HostAgent:
         self._membership: HostMembership | None = None  # the same
         self._rescue_order: Message | None = None
         self.rescue: Callable[[Message], None] | None = None  # writes down what only memory holds, when the run failed
-        self._told_wishes = 0
+        self._reported_stop_requests = 0
         self._generation = self._went = 0  # of the newest membership, and of the newest that was told to go
-        self._told_ready = 0
+        self._reported_ready = 0
         self._unsaid: list[Message] = []  # ends of processes that no coordinator has heard of
         self._over: int | None = None
 
@@ -149,8 +149,8 @@ class HostAgent:
             return self._over
         finally:
             self.checks.end()
-            self._ranks.end_ranks(0.0 if self.wishes.count >= 2 else GRACE_S)
-            if self.rescue is not None and self._rescue_order is not None and self.wishes.count < 2:
+            self._ranks.end_ranks(0.0 if self.stop_requests.count >= 2 else GRACE_S)
+            if self.rescue is not None and self._rescue_order is not None and self.stop_requests.count < 2:
                 self.rescue(self._rescue_order)
             if self._channel is not None:
                 self._channel.close()
@@ -160,7 +160,7 @@ class HostAgent:
         self._excuse_own_pause()
         self._watch_coordinator()
         self._reach_coordinator()
-        self._tell_wishes()  # before there is a process to form with
+        self._report_stop_requests()  # before there is a process to form with
         for key, _ in self._selector.select(TICK_S):
             if key.data is None:
                 self._hear()
@@ -168,7 +168,7 @@ class HostAgent:
                 self._ranks.listen(key.data)
         self._ranks.tell_left()  # before it is told that their processes ended
         self._ranks.reap()
-        if not self.wishes.count or self._generation:
+        if not self.stop_requests.count or self._generation:
             self._ranks.fill()  # else a process here might let the coordinator begin what is asked to stop
         self._ranks.watch()
         self._tell_ready()
@@ -253,7 +253,7 @@ class HostAgent:
 
     def _connect(self, where: tuple[str, int]) -> bool:
         if not self._joined:
-            self.checks.measure_link(where, self._secret, is_off=lambda: self.wishes.count > 0)
+            self.checks.measure_link(where, self._secret, is_off=lambda: self.stop_requests.count > 0)
         hello = {
             "role": "agent",
             "host": self.host,
@@ -265,7 +265,7 @@ class HostAgent:
             "link_bytes_per_s": self.checks.link_bytes_per_s,
         }
         # With the hello where it fits in: after a lost coordinator thousands of hosts tell it at once.
-        status, wishes = self._status(), self.wishes.count
+        status, stop_requests = self._status(), self.stop_requests.count
         is_short = len(encode({**hello, "status": status})) <= MAX_HELLO_BYTES
         try:
             timeout_s = CONNECT_S + len(self._order) / SHAKES_PER_S
@@ -286,7 +286,7 @@ class HostAgent:
         self._heard_s = time.monotonic()
         if "every_s" in self._channel.peer:
             self._take_rhythm(float(self._channel.peer["every_s"]), float(self._channel.peer.get("sign_s", SIGN_S)))
-        self._told_ready, self._told_wishes = 0, wishes
+        self._reported_ready, self._reported_stop_requests = 0, stop_requests
         if not is_short:
             self._say("status", **status)
         # The hello showed that we live: no heartbeat while thousands of others say theirs.
@@ -300,7 +300,7 @@ class HostAgent:
         """What a coordinator must know of us when we come to it: our processes, and which membership they are in."""
         slots = {str(slot.number): slot.pid for slot in self._slots if slot.pid}
         digest = self._membership.digest if self._membership is not None else ""
-        told = {"epoch": self._generation, "digest": digest, "went": self._went, "wishes": self.wishes.count}
+        told = {"epoch": self._generation, "digest": digest, "went": self._went, "wishes": self.stop_requests.count}
         return {"slots": slots, **told}
 
     def _spawn_coordinator(self) -> None:
@@ -360,7 +360,7 @@ class HostAgent:
         elif kind == "kill" and int(message["epoch"]) == self._generation:
             self._ranks.kill_hung(self._slots[int(message["slot"])], message)
         elif kind == "seat" and int(message["epoch"]) == self._generation > self._went:
-            self._seat(self._slots[int(message["slot"])])
+            self._assign_rank(self._slots[int(message["slot"])])
         elif kind == "again" and self._channel is not None:
             self._hang_up()
         elif kind == "end":
@@ -394,7 +394,7 @@ class HostAgent:
         self._ranks.hand_to_all(message)
         self.checks.begin([slot for slot in self._slots if slot.rank >= 0], forget=self._ranks.forget)
 
-    def _seat(self, slot: Slot) -> None:
+    def _assign_rank(self, slot: Slot) -> None:
         """The new process of a slot takes the rank that the membership being made has there."""
         assert self._form is not None
         assert self._membership is not None
@@ -402,7 +402,7 @@ class HostAgent:
         if slot.pid and rank is not None and slot.rank < 0:
             slot.rank, slot.generation, slot.asked_s = rank, self._generation, time.monotonic()
             slot.member_of, slot.seated = self._generation, True
-            self._told_ready = 0  # what we said without it does not count
+            self._reported_ready = 0  # what we said without it does not count
             self._ranks.hand(slot, self._form)
 
     def _tend_replica(self, kind: str, message: Message) -> None:
@@ -414,7 +414,7 @@ class HostAgent:
             if kind == "clear":
                 self._ranks.end_lost(slot)
             elif kind == "rejoin":
-                self._seat(slot)
+                self._assign_rank(slot)
             else:
                 self._ranks.hand(slot, message)
 
@@ -447,15 +447,15 @@ class HostAgent:
     def _tell_ready(self) -> None:
         """Once for all members of this host, when it was looked at and the last of them has left what it did before."""
         members = [slot for slot in self._slots if slot.rank >= 0]
-        if self._told_ready == self._generation or not self._generation or not self.checks.is_done():
+        if self._reported_ready == self._generation or not self._generation or not self.checks.is_done():
             return
         if self.checks.problems and members:
-            self._told_ready = self._generation
+            self._reported_ready = self._generation
             self._say("unfit", epoch=self._generation, problems=self.checks.problems)
             return
         if any(slot.ready is None for slot in members):
             return
-        self._told_ready = self._generation
+        self._reported_ready = self._generation
         if time.monotonic() - self._beat_s > self._beat_every_s / 2:
             self._beat_s += self._beat_every_s  # it shows that we live, too: of thousands half need not say both now
         self._say(
@@ -474,14 +474,14 @@ class HostAgent:
         self._beat_s = now
         self._say("beat", epoch=self._generation, **fold_progress(self._ranks.progress_at(now)))
 
-    def _tell_wishes(self) -> None:
-        count = self.wishes.count
+    def _report_stop_requests(self) -> None:
+        count = self.stop_requests.count
         if not count:
             return
         self.board.ask_to_stop()
-        if count > self._told_wishes and self._channel is not None:
-            self._told_wishes = count
-            self._say("stop", count=count, hurry=self.wishes.first == signal.SIGTERM)
+        if count > self._reported_stop_requests and self._channel is not None:
+            self._reported_stop_requests = count
+            self._say("stop", count=count, hurry=self.stop_requests.first == signal.SIGTERM)
         if count >= 2 or (self._by_hand and not self._joined):
             self._over = STOPPED
 

@@ -1,4 +1,4 @@
-"""The caller's side: starts the agent of a run, passes on the wish to stop, and knows how it ended. No torch."""
+"""The caller's side: starts the agent of a run, passes on the request to stop, and knows how it ended. No torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ELECTION = "--election="  # before what `phalanx agent --election` names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class LaunchOutcome:
     """How a launch ended."""
 
     state: str  # done, stopped or failed
@@ -118,11 +118,13 @@ def launch(
     tick: Callable[[], None],
     asked: Callable[[int], None],
     agent: Sequence[str] = AGENT,
-) -> Outcome:
-    """Start the agents and stay until they are gone; `tick` is called often, `asked(n)` at the n-th wish to stop."""
-    with collected_signals() as wishes:
+) -> LaunchOutcome:
+    """Start the agents and stay until they are gone; `tick` is called often, `asked(n)` at the n-th request to stop."""
+    with collected_signals() as stop_requests:
         prepare_launch(run, hosts)
-        return tend_agents(run, hosts=hosts, environ=environ, tick=tick, asked=asked, wishes=wishes, agent=agent)
+        return tend_agents(
+            run, hosts=hosts, environ=environ, tick=tick, asked=asked, stop_requests=stop_requests, agent=agent
+        )
 
 
 def tend_agents(
@@ -132,32 +134,32 @@ def tend_agents(
     environ: Mapping[str, str],
     tick: Callable[[], None],
     asked: Callable[[int], None],
-    wishes: Sequence[int],
+    stop_requests: Sequence[int],
     agent: Sequence[str] = AGENT,
     is_first: bool = True,
-) -> Outcome:
+) -> LaunchOutcome:
     """Start the agents of a launch that was prepared, and stay until they are gone.
 
-    `wishes` are the signals collected so far. Only the first of several launchers writes down how the run ended when no
-    coordinator did.
+    `stop_requests` are the signals collected so far. Only the first of several launchers writes down how the run ended
+    when no coordinator did.
     """
     fleet = Fleet(run, hosts, environ, agent)
     try:
         passed = 0
         while fleet.tend():
-            while passed < len(wishes):
+            while passed < len(stop_requests):
                 passed += 1
                 asked(passed)
-                fleet.terminate(wishes[0], passed)
+                fleet.terminate(stop_requests[0], passed)
             tick()
-            time.sleep(POLL_S)  # a signal does not cut it short: a wish waits this long at most
+            time.sleep(POLL_S)  # a signal does not cut it short: a request waits this long at most
         tick()
-        for late in range(passed, len(wishes)):
+        for late in range(passed, len(stop_requests)):
             asked(late + 1)
     finally:
         fleet.kill()  # we may be leaving by an exception: nothing stays behind
-    outcome = _outcome(run, fleet.code, wishes=len(wishes), is_first=is_first)
-    return replace(outcome, signals=tuple(wishes))
+    outcome = _outcome(run, fleet.code, stop_requests=len(stop_requests), is_first=is_first)
+    return replace(outcome, signals=tuple(stop_requests))
 
 
 def prepare_launch(run: Run, hosts: Sequence[HostSpec], **more: Any) -> None:
@@ -202,7 +204,7 @@ class Fleet:
         self._restarts = {host.name: 0 for host in hosts}  # in a row: one that lasted forgives those before it
         self._started_s: dict[str, float] = {}
         self._due_s: dict[str, float] = {}
-        self._wished = False  # to stop: whoever is gone now stays away
+        self._stop_requested = False  # whoever is gone now stays away
         self._agents = {host.name: self._start(host) for host in hosts}
         self.code = 0
 
@@ -219,7 +221,7 @@ class Fleet:
                 if now - self._started_s[host.name] > STABLE_S:
                     self._restarts[host.name] = 0
                 comes = process.returncode < 0 and self._restarts[host.name] < MOST_RESTARTS
-                if comes and not over and not self._wished:
+                if comes and not over and not self._stop_requested:
                     self._due_s[host.name] = now + RESTART_S
             due_s = self._due_s.get(host.name)
             if due_s is not None and (now >= due_s or over):
@@ -233,9 +235,9 @@ class Fleet:
         return self._run.status().get("state") in ENDED
 
     def terminate(self, first: int, count: int) -> None:
-        """Pass the n-th wish on; the second as another signal, because two that are pending count as one."""
+        """Pass the n-th request on; the second as another signal, because two that are pending count as one."""
         numbers = (signal.SIGINT, signal.SIGTERM) if first == signal.SIGINT else (signal.SIGTERM, signal.SIGINT)
-        self._wished = True
+        self._stop_requested = True
         self._due_s.clear()
         for process in self._agents.values():
             process.send_signal(numbers[min(count, 2) - 1])
@@ -266,41 +268,41 @@ def collected_signals() -> Iterator[list[int]]:
     Nothing is printed from a handler: a second signal would find the stream in use, and Python answers that with
     "reentrant call", which ended the launch with exit code 1.
     """
-    wishes: list[int] = []
+    stop_requests: list[int] = []
 
-    def wish(number: int, frame: FrameType | None) -> None:
-        wishes.append(number)
+    def note_request(number: int, frame: FrameType | None) -> None:
+        stop_requests.append(number)
 
     if threading.current_thread() is not threading.main_thread():  # where Python takes no signals
-        yield wishes
+        yield stop_requests
         return
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, wish) for number in numbers}
+    before = {number: signal.signal(number, note_request) for number in numbers}
     try:
-        yield wishes
+        yield stop_requests
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _outcome(run: Run, code: int, *, wishes: int, is_first: bool) -> Outcome:
+def _outcome(run: Run, code: int, *, stop_requests: int, is_first: bool) -> LaunchOutcome:
     status = run.status()
     if status.get("state") in ENDED:
-        return Outcome(
+        return LaunchOutcome(
             state=str(status["state"]),
             exit_code=int(status.get("exit_code", code)),
             message=str(status.get("message", "")),
         )
     state, code, message = "failed", 3, _died(run, code)
-    if wishes:  # it came before an agent could listen, or ended the one that would have told
+    if stop_requests:  # it came before an agent could listen, or ended the one that would have told
         state, code, message = "stopped", INTERRUPTED, _stopped(run)
         if lost := failure.unsaved_steps(run, last_checkpoint(run)):
-            code, message = code if wishes > 1 else 3, f"{message}; {lost}"
+            code, message = code if stop_requests > 1 else 3, f"{message}; {lost}"
     if is_first:
         run.set_status(state, exit_code=code, message=message)
-    return Outcome(state=state, exit_code=code, message=message)
+    return LaunchOutcome(state=state, exit_code=code, message=message)
 
 
 def _stopped(run: Run) -> str:
@@ -337,11 +339,11 @@ class StopSignals:
     @classmethod
     def listen(cls) -> StopSignals:
         """Count SIGTERM and SIGINT from now on, and one that whoever started us held back."""
-        wishes = cls()
+        stop_requests = cls()
         for number in STOPPING:
-            signal.signal(number, wishes._note)
+            signal.signal(number, stop_requests._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-        return wishes
+        return stop_requests
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.count and os.environ.get(SYSTEM_STOPS):

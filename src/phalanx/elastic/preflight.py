@@ -71,7 +71,7 @@ def recheck(*, plan: Plan, run: Path, slots: int, new_ranks: int, new_places: in
         return [_missing(run, host)]
     return [
         *check_devices(plan, machine, slots),
-        *check_room(plan, ranks=new_ranks, places=new_places, free_bytes=available_bytes(machine), host=host),
+        *check_free_memory(plan, ranks=new_ranks, places=new_places, free_bytes=available_bytes(machine), host=host),
         *check_port(address, host=host),
         *check_clock(run, time.time(), host=host),
     ]
@@ -145,10 +145,10 @@ def _check_gpu(plan: Plan, gpu: Gpu, *, need: float, alone: bool, where: str) ->
 def check_memory(plan: Plan, slots: int, free_bytes: float, *, host: str) -> Iterator[Problem]:
     """Host memory for the ranks where they compute on the CPU, and for the copies of their state everywhere."""
     active = min(slots, plan.layout.devices)  # spares hold nothing until they replace somebody
-    yield from check_room(plan, ranks=active, places=active, free_bytes=free_bytes, host=host)
+    yield from check_free_memory(plan, ranks=active, places=active, free_bytes=free_bytes, host=host)
 
 
-def check_room(plan: Plan, *, ranks: int, places: int, free_bytes: float, host: str) -> Iterator[Problem]:
+def check_free_memory(plan: Plan, *, ranks: int, places: int, free_bytes: float, host: str) -> Iterator[Problem]:
     """Host memory for so many ranks that hold nothing yet, and for the copies of so many slots that had no rank."""
     on_cpu = plan.cluster.accelerator.family == "cpu"
     ranks_bytes = ranks * plan.memory.total_bytes if on_cpu else 0.0

@@ -29,7 +29,7 @@ from phalanx.record.run import Run
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STACK_SIGNAL = signal.SIGUSR2  # asks a rank to write down where it is
 # In the environment of agents that a launch system started: its SIGTERM may come to every process of a host at once,
-# and once more passed on. That is one wish to save and end, which ranks and coordinator leave to their agent.
+# and once more passed on. That is one request to save and end, which ranks and coordinator leave to their agent.
 SYSTEM_STOPS = "PHALANX_SYSTEM_STOPS"
 FAILED = 3
 MOST_LINE = 2**16  # characters that wait for the end of their line
@@ -81,7 +81,7 @@ def fork_rank(
 def _become_rank(parent: int) -> None:
     os.setpgid(0, 0)
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches ranks as a wish to stop, through the board
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches ranks as a request to stop, through the board
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ignore_system_stop()
     faulthandler.enable()

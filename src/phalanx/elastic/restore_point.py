@@ -207,14 +207,14 @@ def fold_held(held: Iterable[ReplicaInfo]) -> list[HeldStep]:
 
 
 def find_whole_step(
-    told: Iterable[Iterable[Any]], *, lineage: Lineage | None = None, at_most: int | None = None
+    held_steps: Iterable[Iterable[Any]], *, lineage: Lineage | None = None, at_most: int | None = None
 ) -> HeldStep | None:
-    """The newest step of the newest generation that all hosts together hold in full; `told` are their `HeldStep`s.
+    """The newest step of the newest generation that all hosts together hold in full; `held_steps` are theirs.
 
     `lineage` leaves out what was undone, `at_most` what came after a step that is known to be sound.
     """
     found: dict[tuple[int, int, int], tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
-    for epoch, step, world, ranks, writers in told:
+    for epoch, step, world, ranks, writers in held_steps:
         both = found[int(epoch), int(step), int(world)]
         both[0].extend(ranks)
         both[1].extend(ranks if writers is None else writers)

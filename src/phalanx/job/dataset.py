@@ -92,7 +92,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
+class DatasetManifest:
     """A whole dataset."""
 
     format: int = FORMAT
@@ -143,7 +143,7 @@ def _text_with_digest(body: dict[str, Any]) -> str:
     return json.dumps({**body, "sha256": digest}, indent=1, ensure_ascii=False) + "\n"
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> DatasetManifest:
     """The manifest of a dataset folder; raises UserError when there is none that can be used."""
     path = folder / MANIFEST
     try:
@@ -169,7 +169,7 @@ def read_manifest(folder: Path) -> Manifest:
         if _text_with_digest(raw) != text:
             raise _damaged_manifest(path, "has changed since it was written: its digest does not match its text")
     try:
-        manifest = Manifest(**{**raw, "sources": tuple(map(source_from, raw["sources"]))})
+        manifest = DatasetManifest(**{**raw, "sources": tuple(map(source_from, raw["sources"]))})
     except (KeyError, TypeError, AttributeError) as error:
         raise _damaged_manifest(path, f"lacks or has too many keys: {error}") from error
     if wrong := _manifest_problem(manifest):
@@ -177,7 +177,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _manifest_problem(manifest: Manifest) -> str:
+def _manifest_problem(manifest: DatasetManifest) -> str:
     """What a manifest states that cannot be; it may be a stranger's, and plan and check read it too."""
     counts = (manifest.vocab, *(count for shard in manifest.shards for count in (shard.tokens, shard.documents)))
     if not all(type(count) is int and count >= 0 for count in counts):
@@ -206,7 +206,7 @@ def _damaged_manifest(path: Path, what: str) -> UserError:
     return mistake(str(path), what, why="nothing else says which shards there are", fix=REBUILD)
 
 
-def check_dataset_files(folder: Path, manifest: Manifest, *, with_blocks: bool = True) -> None:
+def check_dataset_files(folder: Path, manifest: DatasetManifest, *, with_blocks: bool = True) -> None:
     """Every file is there with its size; raises UserError naming all that are not. Reads no contents."""
     problems: list[Problem] = []
     for shard in manifest.shards:
@@ -242,7 +242,7 @@ def add_blocks(folder: Path) -> str:
 class VerifiedDataset:
     """A dataset of which every byte is as it was written."""
 
-    manifest: Manifest
+    manifest: DatasetManifest
     written: tuple[str, ...] = ()  # files of block digests that were missing or damaged, and were made again
     trouble: str = ""  # why block digests that were never there could not be added
 
@@ -275,7 +275,9 @@ def _changed_digest(path: Path, found: str, wanted: str) -> Iterator[Problem]:
         yield Problem(where=str(path), what=what, why="training on it would not repeat", fix=REBUILD)
 
 
-def _with_blocks(folder: Path, manifest: Manifest, block_bytes: int, blocks: Mapping[str, bytes]) -> VerifiedDataset:
+def _with_blocks(
+    folder: Path, manifest: DatasetManifest, block_bytes: int, blocks: Mapping[str, bytes]
+) -> VerifiedDataset:
     """Write the block digests that are not there as they should be, and then the manifest where it knows none."""
     written, path = [], folder / MANIFEST
     sources = []

@@ -37,7 +37,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
+class FaultSettings:
     """How failures are noticed and survived."""
 
     detect_s: float = field(default=30.0, metadata=number("seconds until a failure is noticed", most=MOST_SECONDS))
@@ -143,7 +143,7 @@ class ClusterChoice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
+class CostSettings:
     """Money and energy; None takes the figure from the planner's tables."""
 
     usd_per_device_hour: float | None = field(default=None, metadata=number("what one device costs", most=1e5))

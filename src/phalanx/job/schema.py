@@ -24,7 +24,7 @@ from phalanx.job.key_rules import (
     texts,
 )
 from phalanx.job.model import TOKENS_PER_PARAMETER, ModelShape
-from phalanx.job.run_sections import Checkpoint, ClusterChoice, Cost, Fault, LaunchChoice, Telemetry
+from phalanx.job.run_sections import Checkpoint, ClusterChoice, CostSettings, FaultSettings, LaunchChoice, Telemetry
 
 EDITIONS = ("2026.1",)
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
@@ -335,10 +335,10 @@ class Job:
     scale: Scale = Scale()
     numerics: Numerics
     checkpoint: Checkpoint
-    fault: Fault
+    fault: FaultSettings
     telemetry: Telemetry
     cluster: ClusterChoice
-    cost: Cost
+    cost: CostSettings
     launch: LaunchChoice = field(default_factory=LaunchChoice)
 
     def __repr__(self) -> str:
@@ -359,9 +359,9 @@ SECTIONS = {
     "scale": Scale,
     "numerics": Numerics,
     "checkpoint": Checkpoint,
-    "fault": Fault,
+    "fault": FaultSettings,
     "telemetry": Telemetry,
     "cluster": ClusterChoice,
-    "cost": Cost,
+    "cost": CostSettings,
     "launch": LaunchChoice,
 }

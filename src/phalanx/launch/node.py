@@ -166,17 +166,17 @@ def serve_host(run: Run, environ: Mapping[str, str], *, allow_code: bool) -> int
     return tend_hosts(run, [spec], environ, is_first=place == 0, allow_code=allow_code)
 
 
-class _OneWish(Sequence[int]):
+class _SingleStopRequest(Sequence[int]):
     """However often we are told to end, the run saves once: Slurm signals the step, and srun passes on its own."""
 
-    def __init__(self, wishes: Sequence[int]) -> None:
-        self._wishes = wishes
+    def __init__(self, stop_requests: Sequence[int]) -> None:
+        self._stop_requests = stop_requests
 
     def __len__(self) -> int:
-        return min(1, len(self._wishes))
+        return min(1, len(self._stop_requests))
 
     def __getitem__(self, place: Any) -> Any:
-        return self._wishes[:1][place]
+        return self._stop_requests[:1][place]
 
 
 def tend_hosts(
@@ -185,14 +185,14 @@ def tend_hosts(
     slots = sum(host.slots for host in hosts)
     threads = str(max(1, discover().usable_cores // slots))  # the ranks of a host share its cores
     wanted = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
-    with collected_signals() as wishes:
+    with collected_signals() as stop_requests:
         outcome = tend_agents(
             run,
             hosts=hosts,
             environ={**wanted, **environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", SYSTEM_STOPS: "1"},
             tick=lambda: None,
             asked=lambda count: None,
-            wishes=_OneWish(wishes),
+            stop_requests=_SingleStopRequest(stop_requests),
             agent=agent_command(allow_code=allow_code),
             is_first=is_first,
         )
@@ -210,7 +210,7 @@ def conclude_run(run: Run) -> tuple[int, str]:
     if state == "done":
         return 0, "done"
     if state == "stopped":
-        asked = _stop_wish(run)
+        asked = _stop_request(run)
         saved, began = max(run.saved_steps(), default=0), int(run.launch().get("began_at_step") or 0)
         if asked is not None and asked != WANTS_TO_GO_ON:
             return 0, f"stopped as asked: {message}"
@@ -224,7 +224,7 @@ def conclude_run(run: Run) -> tuple[int, str]:
     return (code if code != REQUEUE else 3), f"{state or 'never started'}: {message}"
 
 
-def _stop_wish(run: Run) -> str | None:
+def _stop_request(run: Run) -> str | None:
     """What the stop file says; None without one."""
     try:
         return run.stop_file.read_text(encoding="utf-8", errors="replace")[:100].strip()

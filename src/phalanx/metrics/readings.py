@@ -79,7 +79,7 @@ class Readings:
         self.run = run
         self._history = RunHistory.open(run)
         self._most_ranks = most_ranks
-        self._story, self._many = Seldom(clock), Seldom(clock)
+        self._from_events, self._many = Seldom(clock), Seldom(clock)
         self._tokens, self._counted = 0.0, -1  # tokens of the steps up to that one
 
     def points(self) -> list[MetricPoint]:
@@ -97,8 +97,8 @@ class Readings:
         else:
             found += self._by_rank(plan, there, ranks)
         limit = self._most_ranks
-        return found + self._story.points(
-            lambda: list(story_points(self._history, self.run, hosts=there.hosts, most_ranks=limit))
+        return found + self._from_events.points(
+            lambda: list(event_points(self._history, self.run, hosts=there.hosts, most_ranks=limit))
         )
 
     def _by_rank(self, plan: Mapping[str, Any], there: RankPlaces, ranks: Sequence[int]) -> list[MetricPoint]:
@@ -291,7 +291,7 @@ def _mappings_of(value: object) -> list[Mapping[str, Any]]:
 T = TypeVar("T")
 
 
-def story_points(history: RunHistory, run: Run, *, hosts: Mapping[int, str], most_ranks: int) -> Iterator[MetricPoint]:
+def event_points(history: RunHistory, run: Run, *, hosts: Mapping[int, str], most_ranks: int) -> Iterator[MetricPoint]:
     """All of them; what a damaged record cannot tell is left out."""
     walked = _value_or_none(lambda: walk_ledger(run, history))
     if walked is not None:

@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from phalanx.errors import Problem
-from phalanx.job.run_sections import Fault
+from phalanx.job.run_sections import FaultSettings
 from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
 from phalanx.plan.prediction import Prediction
@@ -23,7 +23,9 @@ from phalanx.units import format_seconds
 MOST_STEPS = 100
 
 
-def digest_every(fault: Fault, reliability: Reliability, prediction: Prediction, *, wall_s: float = math.inf) -> int:
+def digest_every(
+    fault: FaultSettings, reliability: Reliability, prediction: Prediction, *, wall_s: float = math.inf
+) -> int:
     """Steps between two comparisons; 0 is never, and only where the job says so. `wall_s` is of the whole job."""
     if not isinstance(fault.digest_every, str):
         return fault.digest_every

@@ -13,7 +13,7 @@ from phalanx.errors import UserError, mistake, nearest
 from phalanx.hardware.catalog import data_text
 from phalanx.hardware.cluster_defaults import usual_power_w_per_device
 from phalanx.hardware.types import Cluster
-from phalanx.job.run_sections import Cost
+from phalanx.job.run_sections import CostSettings
 from phalanx.units import HOUR_S
 
 
@@ -52,7 +52,7 @@ class GridRegion:
 def run_bill(
     cluster: Cluster,
     *,
-    cost: Cost,
+    cost: CostSettings,
     wall_s: float,
     spares: int,
     devices: int,
@@ -97,7 +97,7 @@ def _device_power(cluster: Cluster) -> tuple[float | None, str]:
     return watts, "TDP × 856/700: H100 servers at the wall, MLPerf training v4.0"
 
 
-def _hour_price(cluster: Cluster, cost: Cost) -> tuple[tuple[float, float, float] | None, str]:
+def _hour_price(cluster: Cluster, cost: CostSettings) -> tuple[tuple[float, float, float] | None, str]:
     if cost.usd_per_device_hour is not None:
         price = cost.usd_per_device_hour
         return (price, price, price), "job, cost.usd_per_device_hour"
@@ -106,7 +106,7 @@ def _hour_price(cluster: Cluster, cost: Cost) -> tuple[tuple[float, float, float
     return cluster.price_usd_per_device_hour, "cheapest, median and most expensive cloud, skypilot-catalog 2026-08-22"
 
 
-def _pue_with_source(cluster: Cluster, cost: Cost, region: GridRegion | None) -> tuple[float, str]:
+def _pue_with_source(cluster: Cluster, cost: CostSettings, region: GridRegion | None) -> tuple[float, str]:
     if cost.pue is not None:
         return cost.pue, "job, cost.pue"
     if region is not None and region.pue:
@@ -117,7 +117,7 @@ def _pue_with_source(cluster: Cluster, cost: Cost, region: GridRegion | None) ->
     return usual, "median of the cloud regions in mlco2/impact that state one"
 
 
-def _grid_carbon(cluster: Cluster, cost: Cost, region: GridRegion | None) -> tuple[float, str]:
+def _grid_carbon(cluster: Cluster, cost: CostSettings, region: GridRegion | None) -> tuple[float, str]:
     if cost.grid_gco2_per_kwh is not None:
         return cost.grid_gco2_per_kwh, "job, cost.grid_gco2_per_kwh"
     if region is not None:

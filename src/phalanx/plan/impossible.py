@@ -11,7 +11,7 @@ from phalanx.errors import UserError, mistake
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import INDEX_LIMIT
 from phalanx.plan.request import PlanRequest
-from phalanx.plan.score import Scores, score_layouts
+from phalanx.plan.score import LayoutScores, score_layouts
 from phalanx.plan.space import build_space, device_splits, tensor_sizes
 from phalanx.units import all_divisors, format_bytes, plural
 
@@ -121,7 +121,7 @@ def _without_settings(request: PlanRequest, *names: str) -> PlanRequest:
     return replace(request, fixed={name: value for name, value in request.fixed.items() if name not in names})
 
 
-def no_fit(request: PlanRequest, scores: Scores) -> UserError:
+def no_fit(request: PlanRequest, scores: LayoutScores) -> UserError:
     """Layouts exist but none fits; says what would make one fit."""
     row = int(scores.memory_bytes.argmin())
     least, usable = float(scores.memory_bytes[row]), scores.usable_bytes
@@ -134,7 +134,7 @@ def no_fit(request: PlanRequest, scores: Scores) -> UserError:
     )
 
 
-def _what_would_fit(request: PlanRequest, scores: Scores) -> str:
+def _what_would_fit(request: PlanRequest, scores: LayoutScores) -> str:
     for name in RELEASES:
         if name in request.fixed:
             freed = score_layouts(build_space(_without_settings(request, name), offload=("none", "optimizer")))
@@ -191,6 +191,6 @@ def _fits_on(request: PlanRequest, growth: int, *, offload: tuple[str, ...]) -> 
     return bool(score_layouts(build_space(replace(request, cluster=larger), offload=offload)).fits.any())
 
 
-def _more_memory(scores: Scores) -> str:
+def _more_memory(scores: LayoutScores) -> str:
     gap = float(scores.memory_bytes.min()) - scores.usable_bytes
     return f"use devices with at least {format_bytes(gap)} more memory, or a smaller model or sequence"

@@ -17,7 +17,7 @@ from phalanx.job.dataset import (
     LEAST_VOCAB,
     MANIFEST,
     TOKENIZER,
-    Manifest,
+    DatasetManifest,
     Vocabulary,
     cache_folder,
     compare_vocabularies,
@@ -111,7 +111,7 @@ class _Look:
         self.missing: list[Problem] = []
         self.warnings: list[Problem] = []
         self.remarks: list[str] = []
-        self.folders: list[tuple[Path, Manifest]] = []
+        self.folders: list[tuple[Path, DatasetManifest]] = []
 
     def place(self, key: str) -> str:
         """File and line of a key where a person wrote it, and the key."""
@@ -227,7 +227,7 @@ class _Look:
             self._count_passes()
             self._held_out()
 
-    def _dataset_manifest(self, folder: Path) -> tuple[Path, Manifest] | None:
+    def _dataset_manifest(self, folder: Path) -> tuple[Path, DatasetManifest] | None:
         key = self.place("data.path")
         if not folder.is_dir():
             fix = f"phalanx data build {folder} SOURCE… creates it (--corpus offline-english for sample text)"
@@ -395,7 +395,7 @@ def too_many_tokens(where: str, name: str, vocab: int, *, model_vocab: int) -> P
     )
 
 
-def passes_of(manifests: Sequence[Manifest], *, tokens: int, sequence: int) -> dict[str, float]:
+def passes_of(manifests: Sequence[DatasetManifest], *, tokens: int, sequence: int) -> dict[str, float]:
     """How often each source is seen in `tokens` tokens of training; sources without a whole sequence are left out."""
     sources = [source for manifest in manifests for source in manifest.sources]
     sizes = [max(0, (sum(shard.tokens for shard in source.of("train")) - 1) // sequence) for source in sources]

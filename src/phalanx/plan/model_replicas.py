@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from phalanx.job.run_sections import Fault
+from phalanx.job.run_sections import FaultSettings
 from phalanx.plan.layout import Layout
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class ReplicaLoss:
 def price_loss(
     layout: Layout,
     cluster: Cluster,
-    fault: Fault,
+    fault: FaultSettings,
     *,
     step_s: float,
     tokens_per_s: float,

@@ -21,7 +21,7 @@ from phalanx.hardware.failures import (
 )
 from phalanx.hardware.failures import failures_per_host_day as usual_rate
 from phalanx.hardware.types import Cluster
-from phalanx.job.run_sections import Checkpoint, Fault
+from phalanx.job.run_sections import Checkpoint, FaultSettings
 from phalanx.plan.case_columns import HOST_LINK_BYTES_PER_S
 from phalanx.plan.model_replicas import ReplicaLoss
 from phalanx.units import DAY_S
@@ -73,7 +73,7 @@ class Reliability:
 
 
 def predict_reliability(
-    cluster: Cluster, *, checkpoint: Checkpoint, fault: Fault, state_bytes: float, devices: int, step_s: float
+    cluster: Cluster, *, checkpoint: Checkpoint, fault: FaultSettings, state_bytes: float, devices: int, step_s: float
 ) -> Reliability:
     """Everything about failures for `devices` devices holding `state_bytes` of checkpointed state in all."""
     hosts = max(1, math.ceil(devices / cluster.host_devices))
@@ -122,19 +122,19 @@ def predict_reliability(
     )
 
 
-def is_rate_given(cluster: Cluster, fault: Fault) -> bool:
+def is_rate_given(cluster: Cluster, fault: FaultSettings) -> bool:
     """Whether the job or the cluster's file names a rate of failures, so that it is not the table's."""
     usual = usual_rate(cluster.accelerator, cluster.host_devices)
     return fault.failures_per_host_day is not None or cluster.failures_per_host_day != usual
 
 
-def is_recovery_given(fault: Fault) -> bool:
+def is_recovery_given(fault: FaultSettings) -> bool:
     """Whether the job says how long it takes to notice a failure and to start again."""
-    usual = Fault()
+    usual = FaultSettings()
     return (fault.detect_s, fault.restart_s) != (usual.detect_s, usual.restart_s)
 
 
-def site_rates(cluster: Cluster, fault: Fault) -> SiteSpread:
+def site_rates(cluster: Cluster, fault: FaultSettings) -> SiteSpread:
     """Failures per host and day: the user's own without spread, else as published sites lie apart."""
     if is_rate_given(cluster, fault):
         own = fault.failures_per_host_day
@@ -142,12 +142,12 @@ def site_rates(cluster: Cluster, fault: Fault) -> SiteSpread:
     return host_failure_spread(cluster.accelerator, cluster.host_devices)
 
 
-def site_recoveries(fault: Fault) -> SiteSpread:
+def site_recoveries(fault: FaultSettings) -> SiteSpread:
     """Seconds from a failure to the next step, likewise."""
     return known_rate(fault.detect_s + fault.restart_s) if is_recovery_given(fault) else recovery_spread()
 
 
-def _rate_source(cluster: Cluster, fault: Fault) -> str:
+def _rate_source(cluster: Cluster, fault: FaultSettings) -> str:
     if fault.failures_per_host_day is not None:
         return "fault.failures_per_host_day of the job"
     if is_rate_given(cluster, fault):

@@ -24,7 +24,7 @@ Part = TypeVar("Part", MemoryUse, MostMemory, StepSum, StepTimes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scores:
+class LayoutScores:
     """One row per layout of `space` that fits, or comes near and would be faster; `legal` counts all of them."""
 
     space: Space
@@ -51,7 +51,7 @@ class Scores:
         return self.space.layout(int(self.base[row]), int(self.choice[row]))
 
 
-def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> Scores:
+def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> LayoutScores:
     """Price every legal layout: memory first, then the time of those that come near fitting."""
     parts: list[tuple[Ints, Ints, Floats, Floats]] = []
     legal, usable, bound = 0, 0.0, np.inf
@@ -85,7 +85,7 @@ def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> Scores:
         fits = memory_bytes <= usable
         kept = kept[(fits | (step_s < np.min(step_s, where=fits, initial=np.inf)))[kept]]
     order = kept[np.argsort(base[kept] * space.choice["zero"].size + choice[kept])]
-    return Scores(
+    return LayoutScores(
         space=space,
         base=base[order],
         choice=choice[order],

@@ -12,7 +12,7 @@ from phalanx.plan.cases import OFFLOAD, RECOMPUTE, SCHEDULES
 from phalanx.plan.impossible import no_fit, no_layout
 from phalanx.plan.layout import Layout
 from phalanx.plan.request import UNSPLIT_OWN, PlanRequest
-from phalanx.plan.score import Scores, score_layouts
+from phalanx.plan.score import LayoutScores, score_layouts
 from phalanx.plan.space import DOMAIN, GIVEN, Bools, Ints, build_space
 from phalanx.plan.trainer_memory import MEMORY_ERROR
 from phalanx.units import format_seconds
@@ -86,7 +86,7 @@ def search_layouts(request: PlanRequest) -> SearchResult:
     )
 
 
-def _first_that_fits(request: PlanRequest) -> tuple[Scores, tuple[Problem, ...]]:
+def _first_that_fits(request: PlanRequest) -> tuple[LayoutScores, tuple[Problem, ...]]:
     """The plain space; when nothing in it fits, optimizer offload, then tensor groups wider than a fast domain."""
     plain = score_layouts(build_space(request))
     if plain.fits.any():
@@ -107,7 +107,7 @@ def _first_that_fits(request: PlanRequest) -> tuple[Scores, tuple[Problem, ...]]
     raise no_fit(request, wide)
 
 
-def _fastest_row(scores: Scores, rows: Ints) -> int:
+def _fastest_row(scores: LayoutScores, rows: Ints) -> int:
     """The fastest of some rows; of equals the one with the least memory."""
     seconds = scores.step_s[rows]
     least = seconds.min()
@@ -116,19 +116,19 @@ def _fastest_row(scores: Scores, rows: Ints) -> int:
     return int(first[np.argmin(scores.memory_bytes[first])])
 
 
-def _best_row(scores: Scores) -> int:
+def _best_row(scores: LayoutScores) -> int:
     """The simplest of the rows that fit and are as fast as the fastest."""
     return _simplest_row(scores, np.flatnonzero(scores.fits))
 
 
-def _simplest_row(scores: Scores, rows: Ints) -> int:
+def _simplest_row(scores: LayoutScores, rows: Ints) -> int:
     """The simplest of the rows that are as fast as the fastest of them, within what the model can tell apart."""
     near = _as_good(scores, rows)
     keys = (*layout_complexity(scores, near), scores.step_s[near].round(9), scores.memory_bytes[near])
     return int(near[np.lexsort(keys[::-1])[0]])
 
 
-def _as_good(scores: Scores, rows: Ints) -> Ints:
+def _as_good(scores: LayoutScores, rows: Ints) -> Ints:
     """The rows as fast as the fastest that leave memory free; the fastest and those as full if none does."""
     fastest = _fastest_row(scores, rows)
     full, filled = FULL_MEMORY * scores.usable_bytes, float(scores.memory_bytes[fastest])
@@ -148,7 +148,7 @@ def _as_good(scores: Scores, rows: Ints) -> Ints:
     return near
 
 
-def layout_complexity(scores: Scores, rows: Ints) -> tuple[Ints, ...]:
+def layout_complexity(scores: LayoutScores, rows: Ints) -> tuple[Ints, ...]:
     """How much machinery layouts need, most important first: stages, axes, schedule, context size, the rest.
 
     Stages come first: each adds a place where the model is cut, and a rank that waits for its neighbours.
@@ -166,7 +166,7 @@ def layout_complexity(scores: Scores, rows: Ints) -> tuple[Ints, ...]:
     return column("pp"), np.asarray(axes), schedule, column("cp"), rest
 
 
-def _make_candidate(scores: Scores, row: int, idea: str = "") -> Candidate:
+def _make_candidate(scores: LayoutScores, row: int, idea: str = "") -> Candidate:
     return Candidate(
         layout=scores.layout(row),
         step_s=float(scores.step_s[row]),
@@ -177,7 +177,7 @@ def _make_candidate(scores: Scores, row: int, idea: str = "") -> Candidate:
 
 
 FASTEST = "fastest on paper"
-Idea = Callable[[Scores, Layout], Bools]
+Idea = Callable[[LayoutScores, Layout], Bools]
 
 # What a person would ask "why not ...?" about.
 IDEAS: dict[str, Idea] = {
@@ -195,7 +195,7 @@ IDEAS: dict[str, Idea] = {
 }
 
 
-def _other_ideas(scores: Scores, best: Layout) -> tuple[Candidate, ...]:
+def _other_ideas(scores: LayoutScores, best: Layout) -> tuple[Candidate, ...]:
     found: dict[Layout, Candidate] = {}
     fits = scores.fits
     if fits.any():
@@ -229,7 +229,7 @@ def _add_candidate(found: dict[Layout, Candidate], one: Candidate, best: Layout)
         found[one.layout] = replace(known, idea=f"{known.idea}, {one.idea}")
 
 
-def _pareto_layouts(request: PlanRequest, scores: Scores) -> tuple[Candidate, ...]:
+def _pareto_layouts(request: PlanRequest, scores: LayoutScores) -> tuple[Candidate, ...]:
     """Layouts that nothing beats in time, money and memory at once; smaller parts of the cluster take part."""
     found = _time_memory_front(scores)
     for part in SMALLER:
@@ -242,12 +242,12 @@ def _pareto_layouts(request: PlanRequest, scores: Scores) -> tuple[Candidate, ..
     return tuple(one for one in found if not any(_dominates_other(other, one) for other in found))
 
 
-def _offload_kinds(scores: Scores) -> tuple[str, ...]:
+def _offload_kinds(scores: LayoutScores) -> tuple[str, ...]:
     used = scores.space.choice["offload"][np.flatnonzero(np.bincount(scores.choice))]
     return tuple(OFFLOAD[index] for index in sorted(set(used.tolist())))  # np.unique would import numpy.ma: 20 ms
 
 
-def _time_memory_front(scores: Scores) -> list[Candidate]:
+def _time_memory_front(scores: LayoutScores) -> list[Candidate]:
     """The front over time and memory of one device count (there money is time), thinned to visible differences.
 
     The simplest of the fastest is on it too, unless the fastest also needs less memory.
@@ -273,7 +273,7 @@ def _dominates_other(a: Candidate, b: Candidate) -> bool:
     return ours != theirs and all(x <= y for x, y in zip(ours, theirs, strict=True))
 
 
-def _unfixed_scores(request: PlanRequest) -> Scores:
+def _unfixed_scores(request: PlanRequest) -> LayoutScores:
     """The space as if the job fixed nothing but what is not its choice.
 
     Gradient compression changes the arithmetic; a network of the user's own is not split along every axis.
@@ -283,7 +283,9 @@ def _unfixed_scores(request: PlanRequest) -> Scores:
     return score_layouts(build_space(replace(request, fixed=kept)))
 
 
-def _crowded_memory(request: PlanRequest, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:
+def _crowded_memory(
+    request: PlanRequest, scores: LayoutScores, best: int, everything: LayoutScores
+) -> tuple[Problem, ...]:
     """A plan closer to the end of memory than memory can be predicted, and the next layout with room."""
     step_s, margin = float(scores.step_s[best]), 1.0 - float(scores.memory_bytes[best]) / scores.usable_bytes
     if margin >= 1.0 - FULL_MEMORY:
@@ -304,7 +306,7 @@ def _crowded_memory(request: PlanRequest, scores: Scores, best: int, everything:
     )
 
 
-def _roomy_layout(scores: Scores, than_s: float) -> str:
+def _roomy_layout(scores: LayoutScores, than_s: float) -> str:
     """The best layout that leaves memory free, and its step against `than_s`; empty where there is none."""
     rows = np.flatnonzero(scores.memory_bytes <= SAFE_MEMORY * scores.usable_bytes)
     if not rows.size:
@@ -317,7 +319,9 @@ def _roomy_layout(scores: Scores, than_s: float) -> str:
     )
 
 
-def _better_if_free(request: PlanRequest, scores: Scores, best: int, everything: Scores) -> tuple[Problem, ...]:
+def _better_if_free(
+    request: PlanRequest, scores: LayoutScores, best: int, everything: LayoutScores
+) -> tuple[Problem, ...]:
     if everything is scores or not everything.fits.any():
         return ()
     row = _best_row(everything)

@@ -22,7 +22,7 @@ from phalanx.sim.fabric_failures import UNBROKEN, FabricBreak, denied_of, faults
 from phalanx.sim.fabric_links import Floats, links_of
 from phalanx.sim.fluid import MRC, Wire, check_fluid_budget, fluid_cost
 from phalanx.sim.packets.build import PacketBudget
-from phalanx.sim.packets.faults import Fault
+from phalanx.sim.packets.faults import FabricFault
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.run import BUDGET
 from phalanx.sim.packets.transport import MRC as EDGE
@@ -257,7 +257,7 @@ def _watched_rates(question: RecoveryQuestion, run: RecoveryRun) -> dict[str, fl
     return {"victim_source": source, "victim_target": target, "victim_gbps": rate / 1e9, "victim_share": share}
 
 
-def _recovered_s(run: RecoveryRun, faults: Sequence[Fault]) -> float:
+def _recovered_s(run: RecoveryRun, faults: Sequence[FabricFault]) -> float:
     """Until paths over what failed are left, or it is back, and a sender tries; infinite where that never happens."""
     # Routing does not go around a port that is up, and nobody around all of them.
     stays = [fault.loss > 0 and (run.recovery != "edge" or fault.part == "traffic") for fault in faults]

@@ -21,7 +21,7 @@ from phalanx.sim.fabric_failures import fault_links
 from phalanx.sim.fabric_links import Floats, Ints, Links, links_of
 from phalanx.sim.fair_rates import fair_rates_of, paused_rates
 from phalanx.sim.fluid import MRC, FlowParts, FluidCase, Wire, batch_of, case_of, parts_of
-from phalanx.sim.packets.faults import Fault
+from phalanx.sim.packets.faults import FabricFault
 from phalanx.sim.routes import Routing, route_flows
 from phalanx.sim.traffic_matrix import Flows
 
@@ -86,8 +86,8 @@ def run_episode(
     flows: Flows,
     *,
     manner: Manner,
-    faults: Sequence[Fault] = (),
-    denied: Sequence[Fault] = (),
+    faults: Sequence[FabricFault] = (),
+    denied: Sequence[FabricFault] = (),
     wire: Wire = MRC,
 ) -> Episode:
     """Flows that start together, and what breaks meanwhile; nobody ever uses what is `denied`."""
@@ -147,7 +147,7 @@ def _make_episode(
 
 
 def _episode_stages(
-    links: Links, faults: Sequence[Fault], without: Ints, manner: Manner, wire: Wire
+    links: Links, faults: Sequence[FabricFault], without: Ints, manner: Manner, wire: Wire
 ) -> Iterator[_EpisodeStage]:
     found = [_Hit(fault, fault_links(links, fault), *_loss_detected(links, fault, manner, wire)) for fault in faults]
     edges = {0.0, math.inf}
@@ -168,13 +168,13 @@ def timer_s(lost_s: Floats | float, works_s: Floats | float, timeout_s: float) -
 class _Hit(NamedTuple):
     """A fault, its links, when senders run dry of paths by it, and how many they then keep."""
 
-    fault: Fault
+    fault: FabricFault
     links: Ints
     dry_s: float
     keeps: int
 
 
-def _loss_detected(links: Links, fault: Fault, manner: Manner, wire: Wire) -> tuple[float, int]:
+def _loss_detected(links: Links, fault: FabricFault, manner: Manner, wire: Wire) -> tuple[float, int]:
     """When losses have retired the paths that can be spared, and how many are left; never where probes bring them back
     sooner. Then as many are lost as return: rate·loss·probe_s = paths that can be spared, and the rate is that of so
     many planes, or of the least paths."""

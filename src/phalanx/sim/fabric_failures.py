@@ -12,7 +12,7 @@ import numpy as np
 from phalanx.errors import mistake, nearest
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import NOTHING, BrokenParts, Ints, Links
-from phalanx.sim.packets.faults import Fault, Part, link_changes
+from phalanx.sim.packets.faults import FabricFault, Part, link_changes
 from phalanx.sim.traffic_matrix import SENDERS
 
 # Each word, how many numbers follow it, and what it is to the packet engine.
@@ -57,7 +57,7 @@ class FabricBreak:
 UNBROKEN = FabricBreak()
 
 
-def faults_of(broken: FabricBreak) -> tuple[Fault, ...]:
+def faults_of(broken: FabricBreak) -> tuple[FabricFault, ...]:
     """Faults from words."""
     if not 0 <= broken.left < 1:
         raise mistake("--left", f"{broken.left:g} of the capacity is left", fix="use 0 (dead) to below 1")
@@ -71,7 +71,7 @@ def faults_of(broken: FabricBreak) -> tuple[Fault, ...]:
     return tuple(_parse_fault(text, broken) for text in broken.failed)
 
 
-def denied_of(broken: FabricBreak) -> tuple[Fault, ...]:
+def denied_of(broken: FabricBreak) -> tuple[FabricFault, ...]:
     """The parts of a denylist from words, as if dead."""
     for text in broken.denied:
         if "@" in text:
@@ -92,17 +92,17 @@ def broken_of(links: Links, broken: FabricBreak) -> BrokenParts:
     return BrokenParts(links=left)
 
 
-def fault_links(links: Links, fault: Fault) -> Ints:
+def fault_links(links: Links, fault: FabricFault) -> Ints:
     """The directed links that a fault takes."""
     return link_changes(links, (fault,), slot_s=1.0, converge_s=None)[0].links
 
 
-def too_late(broken: FabricBreak, faults: Sequence[Fault], simulated_s: float) -> list[str]:
+def too_late(broken: FabricBreak, faults: Sequence[FabricFault], simulated_s: float) -> list[str]:
     """Failures that came after the last packet."""
     return [text for text, fault in zip(broken.failed, faults, strict=True) if fault.at_s > simulated_s]
 
 
-def _parse_fault(text: str, broken: FabricBreak, option: str = "--fail") -> Fault:
+def _parse_fault(text: str, broken: FabricBreak, option: str = "--fail") -> FabricFault:
     word, _, when = text.strip().lower().partition("@")
     kind, numbers = _parse_part(word, text, option)
     part = PARTS[kind][1]
@@ -110,7 +110,7 @@ def _parse_fault(text: str, broken: FabricBreak, option: str = "--fail") -> Faul
         raise mistake("--fail all", "nothing would be left", fix="add --loss 0.01, or name parts")
     plane, number, port = (0, *numbers, 0) if kind == "transceiver" else (*numbers, 0, 0, 0)[:3]
     at_s, until_s = _parse_time(when, text)
-    return Fault(
+    return FabricFault(
         part=part,
         plane=plane,
         number=number,

@@ -17,7 +17,7 @@ from phalanx.sim.fabric_failures import UNBROKEN, FabricBreak, broken_of, denied
 from phalanx.sim.fabric_links import Links, links_of
 from phalanx.sim.fluid import Completion, Rates, Wire, batch_of, check_fluid_budget, complete_flows, solve_rates
 from phalanx.sim.packets.build import LOOK_S, PacketBudget, PacketCost, sketch_run
-from phalanx.sim.packets.faults import Fault
+from phalanx.sim.packets.faults import FabricFault
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.roce_run import roce_sketch
 from phalanx.sim.packets.run import BUDGET, REST_S, run_connections
@@ -325,8 +325,8 @@ def run_packets(
     fabric: Fabric,
     flows: Flows,
     transport: AnyTransport,
-    faults: tuple[Fault, ...],
-    denied: tuple[Fault, ...] = (),
+    faults: tuple[FabricFault, ...],
+    denied: tuple[FabricFault, ...] = (),
     *,
     seed: int = 0,
     budget: PacketBudget = BUDGET,
@@ -355,7 +355,13 @@ def course_of(found: PacketResult) -> Course:
 
 
 def _afford_waiting(
-    fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault], budget: PacketBudget, *, alike: bool
+    fabric: Fabric,
+    flows: Flows,
+    transport: AnyTransport,
+    faults: Sequence[FabricFault],
+    budget: PacketBudget,
+    *,
+    alike: bool,
 ) -> None:
     """Refuse when waiting for routing, or for a part to return, would exceed the budget: every slot costs."""
     links, slot_s, expected = _expected_cost(fabric, flows, transport, alike=alike)
@@ -376,14 +382,14 @@ def _afford_waiting(
 
 
 def expected_cpu_s(
-    fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[Fault], *, alike: bool
+    fabric: Fabric, flows: Flows, transport: AnyTransport, faults: Sequence[FabricFault], *, alike: bool
 ) -> float:
     """Of a run, with what it waits; planes that are `alike` are simulated once."""
     links, slot_s, expected = _expected_cost(fabric, flows, transport, alike=alike)
     return expected.cpu_s + _wait_s(transport, faults, SOON * expected.slots * slot_s) / slot_s * links.count * LOOK_S
 
 
-def _wait_s(transport: AnyTransport, faults: Sequence[Fault], soon_s: float) -> float:
+def _wait_s(transport: AnyTransport, faults: Sequence[FabricFault], soon_s: float) -> float:
     """Simulated time in which connections only wait; the edge does not."""
     if recovery_of(transport) == "edge":
         return 0.0
@@ -401,7 +407,7 @@ def _expected_cost(
     return plan.links, plan.slots.slot_s, plan.cost
 
 
-def _until_s(fault: Fault, transport: AnyTransport) -> float:
+def _until_s(fault: FabricFault, transport: AnyTransport) -> float:
     """When the connections on a dead part go on; where they never do, the engine gives up after a while."""
     wait_s = transport.converge_s if math.isfinite(transport.converge_s) else REST_S
     patience_s = transport.timeout_s if isinstance(transport, Roce) else 0.0

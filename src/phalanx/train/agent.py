@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     task = LauncherTask(**json.loads(rest[0])) if rest else None
     if int(parent):
         die_with(int(parent))
-    wishes = StopSignals.listen()  # before the imports: Ctrl-C in the first seconds is a wish like any other
+    stop_requests = StopSignals.listen()  # before the imports: Ctrl-C in the first seconds is a request like any other
     raise_descriptor_limit()  # the ranks are its children
     gc.disable()  # importing 2,100 modules makes no garbage: 2.9 s instead of 3.7 s of processor time, mean of 3
     for name in BUFFER_NAMES:  # torch reads them when the first group is made
@@ -73,7 +73,13 @@ def main(arguments: list[str]) -> int:
         plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
         check_code(plan.job, allowed=allow_code)
         agent = HostAgent(
-            run, host=host, slots=int(slots), address=address, wishes=wishes, by_hand=by_hand, election=election
+            run,
+            host=host,
+            slots=int(slots),
+            address=address,
+            stop_requests=stop_requests,
+            by_hand=by_hand,
+            election=election,
         )
         agent.begin()  # the coordinator starts while we import
         agent.look(plan, quick=task is not None and task.local_rank > 0)

@@ -242,7 +242,7 @@ class Engine:
         requests: Callable[[], Sequence[bool]] = lambda: NO_REQUESTS,
     ) -> StepResult:
         """Learn from this data rank's part of the global batch; `requests` is asked late, and heard by all ranks."""
-        with self.clock.hearing():
+        with self.clock.observe_waits():
             return self._run_step(tokens_BS, targets_BS, lr=lr, requests=requests)
 
     def _run_step(
@@ -262,8 +262,8 @@ class Engine:
         with self.clock.phase("other"):
             moved = self._buffers_changed(loss_sum)
             grads = self._gradients()
-            wishes = [*requests(), *([self.wants_round()] if self.across is not None else [])]
-            said, lost = self._own_numbers(loss_sum, targets_BS, requests=wishes), []
+            flags = [*requests(), *([self.wants_round()] if self.across is not None else [])]
+            said, lost = self._own_numbers(loss_sum, targets_BS, requests=flags), []
             if self.across is not None:
                 # Each place in a replica adds up its gradients and its numbers with the same place in the others.
                 with self.clock.stall():
@@ -462,7 +462,7 @@ class Engine:
         """What this rank adds to the step's numbers: summed loss, valid tokens, and its requests."""
         valid = (targets_BS != IGNORED).sum().double() if self._speaks_for_losses else torch.zeros_like(loss_sum)
         loss = loss_sum if self._speaks_for_losses else torch.zeros_like(loss_sum)
-        flags = [torch.full_like(loss_sum, float(wish)) for wish in requests]
+        flags = [torch.full_like(loss_sum, float(one)) for one in requests]
         return torch.stack([loss, valid, *flags])
 
     def _sum_over_ranks(

@@ -90,7 +90,7 @@ def _open_heldout(folders: Sequence[Path], *, vocab: int) -> TokenDataset | None
         return None  # built with nothing held out: training needs no such thing
 
 
-class Evaluation(Callback):
+class Evaluator(Callback):
     """Scores the model every `train.evaluate_every` steps, and at the end."""
 
     def __init__(self, training: TrainingLoop, *, metrics: Mapping[str, TokenSum]) -> None:

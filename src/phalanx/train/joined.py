@@ -29,7 +29,7 @@ from phalanx.elastic.local_launch import (
     AGENT,
     HostSpec,
     LauncherTask,
-    Outcome,
+    LaunchOutcome,
     collected_signals,
     prepare_launch,
     tend_agents,
@@ -59,13 +59,13 @@ def run_joined_rank(
     call: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
     agent: Sequence[str] = AGENT,
-) -> tuple[Outcome, tuple[Plan, Run] | None]:
+) -> tuple[LaunchOutcome, tuple[Plan, Run] | None]:
     """Train as this one rank; how the run ended, and on rank 0 the plan and the run.
 
     Rank 0 calls `prepare` and names the run folder to the others. `watch` gives what rank 0 calls often, to show how it
     goes. `call` is the command line: ranks that were called otherwise than rank 0 are refused.
     """
-    with collected_signals() as wishes:
+    with collected_signals() as stop_requests:
         store = _meeting_store(place, environ)
         _agree_on_call(store, place, call)
         own = _introduce_host(store, place)
@@ -80,7 +80,7 @@ def run_joined_rank(
                 environ={**environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # CUDA is not started before the fork
                 tick=watch(plan, run) if plan is not None else lambda: None,
                 asked=lambda count: None,
-                wishes=wishes,
+                stop_requests=stop_requests,
                 agent=agent,
                 is_first=place.rank == 0,
             )

@@ -104,7 +104,7 @@ class SweepWatch(Callback):
         self._mean, self._lowest, self._seen = 0.0, math.inf, 0
 
     def on_step_begin(self, training: TrainingLoop) -> None:
-        """A wish is heard with the step that follows."""
+        """A save that is asked for here is made with the step that follows."""
         if self.save_at and training.step == self.save_at - 1:
             training.save()
 

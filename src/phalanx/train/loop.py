@@ -21,7 +21,7 @@ from phalanx.train.data.batches import BatchPlan
 from phalanx.train.data.sources import open_batches
 from phalanx.train.drill_hooks import DrillFaults
 from phalanx.train.engine import Engine
-from phalanx.train.evaluate import Evaluation, TextSamples
+from phalanx.train.evaluate import Evaluator, TextSamples
 from phalanx.train.guard.safeguards import CompiledCodeCheck, ReplicaComparison, SkippedSteps, StalledTraining
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.optim.learning_rate import learning_rate
@@ -77,7 +77,7 @@ class TrainingLoop:
         # Callbacks of the user's own may change weights after an update: not between every two, as far as we know.
         self.comparison = ReplicaComparison(self, each_step=not plugins.callbacks)
         self.telemetry = StepTelemetry(self)
-        self.evaluation = Evaluation(self, metrics=plugins.metrics)
+        self.evaluation = Evaluator(self, metrics=plugins.metrics)
         self.checkpoints = Checkpointing(self)
         self.callbacks = CallbackList(
             [
@@ -144,7 +144,7 @@ class TrainingLoop:
                 self._regroup_replicas()
             elif leaving == "reform" and not self._are_replicas_here():
                 self._regroup_replicas()
-                leaving = ""  # the wish stands, and is heard with the next step
+                leaving = ""  # the request stands, and is met with the next step
         if leaving == "reform" and self.step < total:
             self.checkpoints.leave_membership()
             return leaving

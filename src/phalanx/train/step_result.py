@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from phalanx.train.telemetry.clock import Phase
+from phalanx.train.telemetry.clock import StepPhase
 from phalanx.train.telemetry.noise import Noise
 
 
@@ -41,5 +41,5 @@ class StepResult:
     bytes_sent: int | None = None  # by compressed gradient exchange on this rank
     noise: Noise | None = None  # of the gradient, from this step alone
     noise_samples: float | None = None  # the noise scale in sequences, from the last hundred steps or so
-    phases: tuple[Phase, ...] = ()  # what this rank worked on, and when
+    phases: tuple[StepPhase, ...] = ()  # what this rank worked on, and when
     is_round_due: bool = False  # whether some rank knows of model replicas that come back

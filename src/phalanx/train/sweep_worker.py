@@ -21,7 +21,7 @@ from phalanx.io.visible import visible
 PROGRESS_S = 0.5
 
 
-class Wishes:
+class StopRequests:
     """Counts the signals that ask for an end; the run in hand saves a checkpoint first."""
 
     def __init__(self) -> None:
@@ -37,13 +37,13 @@ def main(arguments: list[str]) -> int:
     """Serve until the input ends; `arguments` are the caller's process id and how many workers share this machine."""
     caller, sharers = int(arguments[0]), int(arguments[1])
     die_with(caller)
-    wishes = Wishes()
+    stop_requests = StopRequests()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no answer
     for line in sys.stdin:
-        if wishes.stopping:
+        if stop_requests.stopping:
             break
-        _answer(answers, _train(json.loads(line), wishes, answers, sharers=sharers))
+        _answer(answers, _train(json.loads(line), stop_requests, answers, sharers=sharers))
     return 0
 
 
@@ -54,17 +54,17 @@ def _answer(answers: TextIO, value: dict[str, Any]) -> None:
         os._exit(1)
 
 
-def _train(task: dict[str, Any], wishes: Wishes, answers: TextIO, *, sharers: int) -> dict[str, Any]:
+def _train(task: dict[str, Any], stop_requests: StopRequests, answers: TextIO, *, sharers: int) -> dict[str, Any]:
     from phalanx.record.run import Run
     from phalanx.train.lone_rank import SweepWatch, start_from_trunk, train_lone_rank
 
-    began_s, told_s = time.monotonic(), 0.0
+    began_s, last_answer_s = time.monotonic(), 0.0
     run, watch = Run(path=Path(task["run"])), SweepWatch(save_at=int(task["save_at"]))
 
     def progress(step: int) -> None:
-        nonlocal told_s
-        if time.monotonic() - told_s > PROGRESS_S:
-            told_s = time.monotonic()
+        nonlocal last_answer_s
+        if time.monotonic() - last_answer_s > PROGRESS_S:
+            last_answer_s = time.monotonic()
             _answer(answers, {"progress": step})
 
     answer: dict[str, Any] = {"state": "failed", "loss": None, "message": "", "shared_steps": 0}
@@ -72,7 +72,7 @@ def _train(task: dict[str, Any], wishes: Wishes, answers: TextIO, *, sharers: in
         if task["trunk"] and start_from_trunk(run, Run(path=Path(task["trunk"])), int(task["trunk_step"])):
             answer["shared_steps"] = int(task["trunk_step"])
         state = train_lone_rank(
-            run, stop=lambda: wishes.stopping, progress=progress, callbacks=[watch], sharers=sharers
+            run, stop=lambda: stop_requests.stopping, progress=progress, callbacks=[watch], sharers=sharers
         )
         answer["state"] = "diverged" if watch.diverged else state
         answer["message"] = watch.diverged

@@ -17,7 +17,7 @@ from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.network.fabric.switch_catalogue import unnamed_switch
 from phalanx.sim.packets.build import sketch_run
-from phalanx.sim.packets.faults import Fault
+from phalanx.sim.packets.faults import FabricFault
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.schedule import Schedule, at_once
@@ -445,14 +445,18 @@ def _credited_transport(case: Case, made: Transport) -> Transport:
     return replace(made, controlled=False, mark_last_hop=False, window_packets=max(1.0, whole / senders))
 
 
-def _case_faults(case: Case) -> tuple[Fault, ...]:
+def _case_faults(case: Case) -> tuple[FabricFault, ...]:
     """Slow links where uet-htsim has them: three tiers, T2 to T1; two, the first T1s both ways."""
     fabric = fabric_of(case)
     if fabric.tiers == 2:
-        return tuple(Fault(part="t1", number=t1, left=SLOW, short=True) for t1 in range(min(case.failed, fabric.t1)))
+        return tuple(
+            FabricFault(part="t1", number=t1, left=SLOW, short=True) for t1 in range(min(case.failed, fabric.t1))
+        )
     ports = fabric.t1_up or fabric.switch.radix // 2
     slow = range(min(case.failed, fabric.t1 * ports))
-    return tuple(Fault(part="t1_fall", number=one // ports, port=one % ports, left=SLOW, short=True) for one in slow)
+    return tuple(
+        FabricFault(part="t1_fall", number=one // ports, port=one % ports, left=SLOW, short=True) for one in slow
+    )
 
 
 def htsim_need(row: Claim) -> NeededSimulation | None:

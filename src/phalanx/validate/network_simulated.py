@@ -16,7 +16,7 @@ from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import Floats
 from phalanx.sim.fluid import Rates, solve_rates
 from phalanx.sim.packets.build import sketch_run
-from phalanx.sim.packets.faults import Fault
+from phalanx.sim.packets.faults import FabricFault
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.transport import MRC, ROCE, ROCE_PFC, Roce, Spray, Transport
@@ -187,7 +187,7 @@ def _loss_question(row: Claim) -> tuple[float, int]:
 def _mean_s(hosts: int, loss: float) -> float:
     each = 1 - math.sqrt(1 - loss)  # on the sender's and on the receiver's NIC link, so that a path loses `loss`
     faults = tuple(
-        Fault(part="nic", number=host, plane=plane, loss=each) for host in range(hosts) for plane in range(PLANES)
+        FabricFault(part="nic", number=host, plane=plane, loss=each) for host in range(hosts) for plane in range(PLANES)
     )
     fabric = parse_fabric(FABRIC.format(hosts=hosts))
     step = min(T0_HOSTS, hosts // 2)

@@ -12,7 +12,7 @@ from phalanx.plan.layout import Layout
 from phalanx.record.account.memberships import plan_at_step
 from phalanx.record.account.rank_places import AXES, rank_places
 from phalanx.record.account.stragglers import find_stragglers
-from phalanx.record.account.timeline import Span, measured_spans, predicted_spans
+from phalanx.record.account.timeline import StepSpan, measured_spans, predicted_spans
 from phalanx.record.events import Event
 from phalanx.units import format_seconds
 from phalanx.web.answer import AnswerParts, Json
@@ -159,7 +159,7 @@ def _measured_step(parts: AnswerParts, event: Event) -> Json:
     return {"seconds": number(event, "seconds"), "spans": _span_rows(spans), "dropped": integer(event, "dropped") or 0}
 
 
-def _span_rows(spans: Sequence[Span]) -> list[Json]:
+def _span_rows(spans: Sequence[StepSpan]) -> list[Json]:
     names = ("kind", "name", "start_s", "duration_s", "bytes", "group")
     return [{name: getattr(one, name) for name in names} for one in spans[:MOST_SPANS]]
 

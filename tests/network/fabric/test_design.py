@@ -66,10 +66,10 @@ def test_a_million_gpus() -> None:
 
 
 def test_two_tiers_of_tomahawk_5_stop_at_32768() -> None:
-    wish = DesignRequest(gpus=32768, nic_gbps=800, switch="Tomahawk 5", tiers=2, planes=4, oversubscription=1)
-    assert design_fabrics(wish)[0].fabric.switches == 4 * 384
+    wanted = DesignRequest(gpus=32768, nic_gbps=800, switch="Tomahawk 5", tiers=2, planes=4, oversubscription=1)
+    assert design_fabrics(wanted)[0].fabric.switches == 4 * 384
     with pytest.raises(UserError) as error:
-        design_fabrics(replace(wish, gpus=131072))
+        design_fabrics(replace(wanted, gpus=131072))
     assert str(error.value) == (
         "phalanx fabric design: 131,072 GPUs do not fit: 2 tiers of Tomahawk 5 256x200G join at most 32,768\n"
         "  at full bisection it is 2·(256/2)^2 = 32,768\n"
@@ -78,15 +78,15 @@ def test_two_tiers_of_tomahawk_5_stop_at_32768() -> None:
 
 
 def test_the_nearest_choices_work() -> None:
-    wish = DesignRequest(gpus=131072, nic_gbps=800, switch="Tomahawk 5", tiers=2)
+    wanted = DesignRequest(gpus=131072, nic_gbps=800, switch="Tomahawk 5", tiers=2)
     with pytest.raises(UserError) as error:
-        design_fabrics(wish)
+        design_fabrics(wanted)
     tiers = re.search(r"--tiers (\d)", str(error.value))
     switch = re.search(r'--switch "([^"]+)"', str(error.value))
     assert tiers is not None
     assert switch is not None
-    assert design_fabrics(replace(wish, tiers=int(tiers[1])))
-    assert design_fabrics(replace(wish, switch=switch[1]))
+    assert design_fabrics(replace(wanted, tiers=int(tiers[1])))
+    assert design_fabrics(replace(wanted, switch=switch[1]))
 
 
 def test_a_limit_on_logical_ports_is_named() -> None:
@@ -95,7 +95,7 @@ def test_a_limit_on_logical_ports_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "words"),
+    ("wanted", "words"),
     [
         (DesignRequest(gpus=1024, nic_gbps=800, planes=3), "3 planes make ports of 266.667 Gb/s of a 800 Gb/s NIC"),
         (DesignRequest(gpus=1024, nic_gbps=800, planes=3), "use 1 or 2 or 4 or 8 planes"),
@@ -115,9 +115,9 @@ def test_a_limit_on_logical_ports_is_named() -> None:
         ),
     ],
 )
-def test_bad_wishes(wish: DesignRequest, words: str) -> None:
+def test_bad_requests(wanted: DesignRequest, words: str) -> None:
     with pytest.raises(UserError) as error:
-        design_fabrics(wish)
+        design_fabrics(wanted)
     assert words in str(error.value)
 
 
@@ -138,7 +138,7 @@ def test_bare_ports_are_designed_without_a_price() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(
-    wish=st.builds(
+    wanted=st.builds(
         DesignRequest,
         gpus=st.one_of(st.integers(-5, 5000), st.integers(-(10**13), 10**13)),
         nic_gbps=st.one_of(st.sampled_from([100.0, 400.0, 800.0, 1600.0]), st.floats()),
@@ -149,10 +149,10 @@ def test_bare_ports_are_designed_without_a_price() -> None:
         rails=st.one_of(st.none(), st.integers(-1, 20), st.just(10**15)),
     )
 )
-def test_any_wish_has_designs_or_a_user_error(wish: DesignRequest) -> None:
+def test_any_request_has_designs_or_a_user_error(wanted: DesignRequest) -> None:
     said = "phalanx fabric design: it fits\n  so build it"
     try:
-        assert {one.fabric.hosts for one in design_fabrics(wish)} == {wish.gpus}
+        assert {one.fabric.hosts for one in design_fabrics(wanted)} == {wanted.gpus}
     except UserError as error:
         said = str(error)
     assert said.startswith("phalanx fabric design: ")

@@ -24,8 +24,8 @@ def test_what_is_saved_is_read_back(gpus: int, nic: float, tmp_path: Path) -> No
 
 def test_a_ratio_that_is_no_half_and_a_switch_of_ones_own(tmp_path: Path) -> None:
     row = {"box": "Leaf 9", "port_gbps": "400", "radix": "128", "watts": "900", "usd_low": "3e4", "usd_high": "4e4"}
-    wish = DesignRequest(gpus=4000, nic_gbps=400, oversubscription=1.7, rails=1, catalogue=(switch_of(row),))
-    (one,) = design_fabrics(wish)
+    wanted = DesignRequest(gpus=4000, nic_gbps=400, oversubscription=1.7, rails=1, catalogue=(switch_of(row),))
+    (one,) = design_fabrics(wanted)
     path = tmp_path / "mine.toml"
     path.write_text(fabric_toml(one.fabric))
     back = parse_fabric(str(path))

@@ -11,7 +11,7 @@ from synthetic import write_run
 
 from phalanx.record.account.rank_places import RankPlaces, rank_places
 from phalanx.record.account.rank_work import RankWork, median_of_others
-from phalanx.record.account.stragglers import Scores, find_stragglers, score_ranks, straggler_scores
+from phalanx.record.account.stragglers import StragglerScores, find_stragglers, score_ranks, straggler_scores
 from phalanx.record.archive import history as history_of
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
@@ -156,7 +156,7 @@ def test_many_ranks_are_looked_at_more_closely(tmp_path: Path, monkeypatch: pyte
 
 
 def test_runs_without_steps_or_ranks(tmp_path: Path) -> None:
-    assert straggler_scores(RunHistory.open(Run(path=tmp_path))) == Scores(score={}, named=(), steps=0)
+    assert straggler_scores(RunHistory.open(Run(path=tmp_path))) == StragglerScores(score={}, named=(), steps=0)
     run = write_run(tmp_path, ranks=1, steps=20, incidents=0, hosts=1)
     assert straggler_scores(RunHistory.open(run)).named == ()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.record.account.timeline import KINDS, MOST_SPANS, Span, _stage_order, measured_spans, predicted_spans
+from phalanx.record.account.timeline import KINDS, MOST_SPANS, StepSpan, _stage_order, measured_spans, predicted_spans
 
 PARTS = {
     "matmul_s": 0.3, "attention_s": 0.15, "elementwise_s": 0.1, "head_s": 0.05, "recompute_s": 0.06, "launch_s": 0.0,
@@ -117,9 +117,9 @@ def test_a_measured_step_reads_back():
         ["nonsense", "x" * 500, 0.9, 0.05],
     ]
     assert measured_spans({"spans": rows}) == [
-        Span(kind="collective", name="all-gather", start_s=0.1, duration_s=0.05, bytes=1024, group="data"),
-        Span(kind="backward", name="backward 1", start_s=0.5, duration_s=0.25),
-        Span(kind="other", name="x" * 80, start_s=0.9, duration_s=0.05),
+        StepSpan(kind="collective", name="all-gather", start_s=0.1, duration_s=0.05, bytes=1024, group="data"),
+        StepSpan(kind="backward", name="backward 1", start_s=0.5, duration_s=0.25),
+        StepSpan(kind="other", name="x" * 80, start_s=0.9, duration_s=0.05),
     ]
     assert measured_spans({"spans": rows})[0].to_json()["bytes"] == 1024
 

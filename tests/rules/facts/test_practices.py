@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from phalanx.elastic import decide, host_agent, rank_link
-from phalanx.job.run_sections import Fault, Telemetry
+from phalanx.job.run_sections import FaultSettings, Telemetry
 from phalanx.rules.facts.trainers import PHALANX, Practice, habits_of
 from phalanx.train.models.hf_weights import SINGLE
 
@@ -32,7 +32,7 @@ def test_the_pages_that_sources_name_exist() -> None:
 def test_numbers_are_those_of_the_code() -> None:
     assert max(rank_link.BEAT_S, host_agent.BEAT_S) == PHALANX.heartbeat_s
     assert decide.sign_every_s(131_072) <= 5.0
-    assert Fault().restarts == PHALANX.bounded_restarts
+    assert FaultSettings().restarts == PHALANX.bounded_restarts
     assert Telemetry().listen.startswith(PHALANX.listens)
     assert SINGLE.endswith(f".{PHALANX.checkpoint_format}")
 

@@ -320,7 +320,7 @@ def test_a_slow_port_lets_slots_pass() -> None:
 
 @pytest.mark.parametrize("number", [2, 3, 24, 32])
 def test_who_comes_first_in_a_slot_is_everybody_equally(number: int) -> None:
-    room = plain("room_for")(number)
+    room = plain("power_of_two_for")(number)
     orders = []
     for slot in range(4000):
         word = plain("shuffled")(slot)

@@ -12,7 +12,7 @@ from phalanx.errors import UserError
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import links_of
 from phalanx.sim.packets.build import PacketBudget
-from phalanx.sim.packets.faults import Fault
+from phalanx.sim.packets.faults import FabricFault
 from phalanx.sim.packets.roce_run import roce_routes, switch_at_end
 from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.transport import ROCE, ROCE_LOSSY, ROCE_PFC, Roce
@@ -54,7 +54,7 @@ def test_a_connection_alone_runs_at_line_rate() -> None:
 
 
 def test_a_gap_sends_everything_after_it_again() -> None:
-    blink = Fault(part="nic", number=0, at_s=50e-6, until_s=51e-6)  # three packets of 0.33 µs
+    blink = FabricFault(part="nic", number=0, at_s=50e-6, until_s=51e-6)  # three packets of 0.33 µs
     result = run_connections(LEAF_SPINE, make_flows([0], [63], 2e6), transport=ROCE, faults=(blink,))
     round_trip = 4 * (2 * 3 + 1) + 11  # slots
     assert 1 <= result.lost <= 4
@@ -65,13 +65,13 @@ def test_a_gap_sends_everything_after_it_again() -> None:
 def test_a_lost_end_waits_for_the_timer() -> None:
     alone = run_connections(LEAF_SPINE, make_flows([0], [63], 2e6), transport=ROCE)
     sent_s = alone.packets * 8e-11 * ROCE.packet_bytes
-    dark = Fault(part="nic", number=0, at_s=sent_s - 2e-6, until_s=sent_s + 20e-6)
+    dark = FabricFault(part="nic", number=0, at_s=sent_s - 2e-6, until_s=sent_s + 20e-6)
     result = run_connections(LEAF_SPINE, make_flows([0], [63], 2e6), transport=ROCE, faults=(dark,))
     assert result.tail_s == pytest.approx(ROCE.timeout_s, rel=0.02)
 
 
 def test_one_percent_loss_makes_it_unusable() -> None:
-    grey = Fault(part="traffic", loss=0.01)
+    grey = FabricFault(part="traffic", loss=0.01)
     result = run_connections(LEAF_SPINE, permutation(64, 8e6, seed=1), transport=ROCE, faults=(grey,), limit_s=0.02)
     assert result.throughput_gbps.mean() < 0.1 * 64 * 96
 
@@ -112,7 +112,7 @@ def test_rates_follow_marks_until_nobody_is_paused() -> None:
 
 
 def test_routing_leaves_a_dead_link_when_it_has_converged() -> None:
-    fault = Fault(part="t1", number=3, at_s=20e-6)
+    fault = FabricFault(part="t1", number=3, at_s=20e-6)
     quick = replace(ROCE, timeout_s=200e-6, converge_s=2e-3)
     routed = run_connections(LEAF_SPINE, SHUFFLE, transport=quick, faults=(fault,))
     waiting = run_connections(

@@ -126,7 +126,7 @@ def test_a_switch_pauses_a_port_by_what_is_free_not_by_its_size(monkeypatch: pyt
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(kernel, "enqueue", lambda *_: None)
     monkeypatch.setattr(kernel, "signal", lambda *args: asked.append((args[4], args[5])))
-    for name in ("nth", "room_for", "shuffled"):
+    for name in ("nth", "power_of_two_for", "shuffled"):
         monkeypatch.setattr(kernel, name, plain(name))
 
     def arrive(used: int, held: int) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.packets import kernel, roce_kernel
 from phalanx.sim.packets.build import PacketBudget
-from phalanx.sim.packets.faults import Fault
+from phalanx.sim.packets.faults import FabricFault
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.transport import ECMP, HTSIM, MRC, ROCE, Roce, Transport
@@ -82,7 +82,7 @@ def test_loss_everywhere_costs_most_when_it_retires_paths_faster_than_probes_ret
     quick = replace(MRC, paths=32, probe_s=MRC.probe_s / 8)
 
     def mean_s(loss: float, transport: Transport = quick) -> float:
-        faults = (Fault(part="traffic", loss=loss),) if loss else ()
+        faults = (FabricFault(part="traffic", loss=loss),) if loss else ()
         return run_connections(fabric, traffic, transport=transport, faults=faults).mean_s
 
     healthy = mean_s(0.0)
@@ -92,7 +92,7 @@ def test_loss_everywhere_costs_most_when_it_retires_paths_faster_than_probes_ret
 
 
 def test_the_last_paths_are_never_retired() -> None:
-    forever = Fault(part="transceiver", number=0, at_s=20e-6)
+    forever = FabricFault(part="transceiver", number=0, at_s=20e-6)
     few = replace(MRC, paths=16, least_paths=5)
     result = run_connections(LEAF_SPINE, make_flows([0], [63], 2e6), transport=few, faults=(forever,), limit_s=2e-3)
     assert result.retired_paths == 11
@@ -103,7 +103,7 @@ def test_a_stopped_t1_touches_the_connections_that_have_a_path_over_it() -> None
     fabric = clos(256, 128, planes=4, gbps=200)
     traffic = make_flows(range(256), [(host + 128) % 256 for host in range(256)], 4e6)
     for paths, share in ((128, 0.22), (256, 0.39)):
-        stop = Fault(part="t1", number=3, at_s=10e-6)
+        stop = FabricFault(part="t1", number=3, at_s=10e-6)
         result = run_connections(fabric, traffic, transport=replace(MRC, paths=paths), faults=(stop,))
         assert result.touched_by_loss / 256 == pytest.approx(share, abs=0.06)
         assert conserved(result)
@@ -126,7 +126,7 @@ def test_one_plane_stands_for_all_that_are_alike(fabric: Fabric) -> None:
         assert sum(result.sent_by_plane) == result.sent
         assert np.array(result.sent_by_plane) / result.sent == pytest.approx(0.25, rel=0.01)
     # What is hardly broken is hardly slower.
-    slow = run_connections(fabric, traffic[0], transport=MRC, seed=0, faults=(Fault(part="link", left=0.99),))
+    slow = run_connections(fabric, traffic[0], transport=MRC, seed=0, faults=(FabricFault(part="link", left=0.99),))
     assert slow.mean_s == pytest.approx(once[0].mean_s, rel=0.04)
     assert slow.mean_s == pytest.approx(each[0].mean_s, rel=0.02)
 
@@ -141,10 +141,10 @@ def test_short_transfers_start_on_all_planes() -> None:
 def test_a_slow_plane_gets_less_and_a_dead_one_nothing() -> None:
     # One NIC at each end: the window, not the order of planes, decides.
     pair = make_flows([0], [63], 20e6)
-    slow = run_connections(PLANES, pair, transport=MRC, faults=(Fault(part="nic", number=0, plane=0, left=0.5),))
+    slow = run_connections(PLANES, pair, transport=MRC, faults=(FabricFault(part="nic", number=0, plane=0, left=0.5),))
     assert slow.sent_by_plane[0] / slow.sent == pytest.approx(0.5 / 3.5, rel=0.1)
     assert np.array(slow.sent_by_plane[1:]) / slow.sent == pytest.approx(1 / 3.5, rel=0.05)
-    dead = run_connections(PLANES, pair, transport=MRC, denied=(Fault(part="nic", number=0, plane=2),))
+    dead = run_connections(PLANES, pair, transport=MRC, denied=(FabricFault(part="nic", number=0, plane=2),))
     assert dead.sent_by_plane[2] == 0
     assert np.array(dead.sent_by_plane)[[0, 1, 3]] / dead.sent == pytest.approx(1 / 3, rel=0.01)
 
@@ -162,14 +162,14 @@ def test_neighbours_share_a_full_queue(sources: tuple[int, int]) -> None:
 
 
 FAULTS = {
-    "link flap": Fault(part="link", number=2, port=3, at_s=20e-6, until_s=200e-6),
-    "T1 reboot": Fault(part="t1", number=3, at_s=20e-6),
-    "T0 loss": Fault(part="t0", number=2, at_s=20e-6),
-    "NIC port": Fault(part="nic", number=5, at_s=20e-6),
-    "transceiver": Fault(part="transceiver", number=5, at_s=20e-6, until_s=200e-6),
-    "grey path": Fault(part="link", number=2, port=3, loss=0.2),
-    "grey everywhere": Fault(part="traffic", loss=0.01),
-    "slow": Fault(part="link", number=2, port=3, left=0.1),
+    "link flap": FabricFault(part="link", number=2, port=3, at_s=20e-6, until_s=200e-6),
+    "T1 reboot": FabricFault(part="t1", number=3, at_s=20e-6),
+    "T0 loss": FabricFault(part="t0", number=2, at_s=20e-6),
+    "NIC port": FabricFault(part="nic", number=5, at_s=20e-6),
+    "transceiver": FabricFault(part="transceiver", number=5, at_s=20e-6, until_s=200e-6),
+    "grey path": FabricFault(part="link", number=2, port=3, loss=0.2),
+    "grey everywhere": FabricFault(part="traffic", loss=0.01),
+    "slow": FabricFault(part="link", number=2, port=3, left=0.1),
 }
 
 
@@ -185,7 +185,7 @@ def test_edge_recovery_delivers_everything(name: str) -> None:
 def test_a_dead_nic_port_costs_its_plane_and_others_little() -> None:
     long = permutation(64, 16e6, seed=1)
     healthy = run_connections(PLANES, long, transport=MRC)
-    broken = run_connections(PLANES, long, transport=MRC, faults=(Fault(part="nic", number=5),))
+    broken = run_connections(PLANES, long, transport=MRC, faults=(FabricFault(part="nic", number=5),))
     hit = (long.source == 5) | (long.target == 5)
     # Three of four planes are left, and the first losses have to be noticed.
     assert broken.fct_s[hit].mean() / healthy.mean_s == pytest.approx(4 / 3, rel=0.15)
@@ -193,7 +193,7 @@ def test_a_dead_nic_port_costs_its_plane_and_others_little() -> None:
 
 
 def test_routing_waits_for_convergence_where_the_edge_does_not() -> None:
-    fault = Fault(part="t1", number=3, at_s=20e-6)
+    fault = FabricFault(part="t1", number=3, at_s=20e-6)
     edge = run_connections(LEAF_SPINE, SHUFFLE, transport=MRC, faults=(fault,))
     routed = run_connections(LEAF_SPINE, SHUFFLE, transport=replace(ECMP, converge_s=0.02), faults=(fault,))
     assert edge.tail_s < 0.001 < 0.02 < routed.tail_s < 0.03
@@ -206,7 +206,7 @@ def test_routing_goes_around_dead_links_above_a_t1() -> None:
     some = [(t1, port) for t1 in range(8) for port in (0, 1)]
     whole = [(t1, port) for t1 in (0, 5) for port in range(4)]  # two T1s have no way up: their T0s must know it
     for links in (some, whole):
-        dead = tuple(Fault(part="t1_link", number=t1, port=port, at_s=5e-6) for t1, port in links)
+        dead = tuple(FabricFault(part="t1_link", number=t1, port=port, at_s=5e-6) for t1, port in links)
         result = run_connections(fabric, across, transport=quick, faults=dead)
         assert result.lost > 0
         assert 1e-3 < result.tail_s < 4e-3
@@ -225,14 +225,17 @@ def test_acknowledgements_load_the_plane_they_answer() -> None:
 def test_nothing_more_is_sent_on_a_path_that_lost_a_packet() -> None:
     lost = [
         run_connections(
-            LEAF_SPINE, permutation(64, nbytes, seed=1), transport=MRC, faults=(Fault(part="t1", number=3, at_s=20e-6),)
+            LEAF_SPINE,
+            permutation(64, nbytes, seed=1),
+            transport=MRC,
+            faults=(FabricFault(part="t1", number=3, at_s=20e-6),),
         ).lost
         for nbytes in (2e6, 6e6)
     ]
     assert lost[1] < 1.5 * lost[0]
 
 
-T1_OF_ONE_PLANE = Fault(part="t1", number=3, plane=1, at_s=20e-6)
+T1_OF_ONE_PLANE = FabricFault(part="t1", number=3, plane=1, at_s=20e-6)
 
 
 @pytest.mark.parametrize("transport", [MRC, ECMP, replace(ROCE, qps=4)], ids=lambda transport: transport.name)
@@ -250,7 +253,7 @@ def test_denied_paths_are_those_over_the_part_and_no_probe_brings_them_back() ->
     assert result.denied_paths / (64 * 256) == pytest.approx(1 / 32, rel=0.2)  # one of 8 T1s in one of 4 planes
     assert result.planes_simulated == 4
     assert result.summary()["paths_denied"] == result.denied_paths
-    deep, t1_link = clos(128, 4, tiers=3), Fault(part="t1_link", number=0, port=1)
+    deep, t1_link = clos(128, 4, tiers=3), FabricFault(part="t1_link", number=0, port=1)
     over = run_connections(deep, make_flows([0], [127], 1e4), transport=MRC, denied=(t1_link,))
     assert 4 <= over.denied_paths <= 32  # of 256 over 16 pairs of a T1 and an uplink of it
 
@@ -258,12 +261,15 @@ def test_denied_paths_are_those_over_the_part_and_no_probe_brings_them_back() ->
 @pytest.mark.parametrize(
     ("denied", "message"),
     [
-        ([Fault(part="nic", number=5, plane=plane) for plane in range(4)], "without a path: 2, the first from host"),
-        ([Fault(part="traffic")], "all traffic was named"),
-        ([Fault(part="t1", number=99)], "there is no"),
+        (
+            [FabricFault(part="nic", number=5, plane=plane) for plane in range(4)],
+            "without a path: 2, the first from host",
+        ),
+        ([FabricFault(part="traffic")], "all traffic was named"),
+        ([FabricFault(part="t1", number=99)], "there is no"),
     ],
 )
-def test_what_cannot_be_denied_is_refused(denied: list[Fault], message: str) -> None:
+def test_what_cannot_be_denied_is_refused(denied: list[FabricFault], message: str) -> None:
     with pytest.raises(UserError, match=message):
         run_connections(PLANES, SHUFFLE, transport=MRC, denied=tuple(denied))
 
@@ -279,7 +285,7 @@ def test_less_than_a_packet_is_one_packet() -> None:
 
 
 def test_throughput_over_time_shows_the_outage() -> None:
-    fault = Fault(part="transceiver", number=5, at_s=50e-6, until_s=150e-6)
+    fault = FabricFault(part="transceiver", number=5, at_s=50e-6, until_s=150e-6)
     hit = int(np.flatnonzero(SHUFFLE.source == 5)[0])
     result = run_connections(LEAF_SPINE, SHUFFLE, transport=MRC, faults=(fault,), watch=(hit,))
     dark = (result.time_s > 80e-6) & (result.time_s < 150e-6)
@@ -290,7 +296,7 @@ def test_throughput_over_time_shows_the_outage() -> None:
 
 
 def test_a_retired_path_returns_after_a_probe() -> None:
-    flap = Fault(part="transceiver", number=0, at_s=0, until_s=300e-6)
+    flap = FabricFault(part="transceiver", number=0, at_s=0, until_s=300e-6)
     result = run_connections(
         LEAF_SPINE, make_flows([0], [63], 2e6), transport=replace(MRC, probe_s=100e-6), faults=(flap,)
     )
@@ -299,7 +305,7 @@ def test_a_retired_path_returns_after_a_probe() -> None:
 
 
 def test_a_lost_connection_is_said() -> None:
-    forever = Fault(part="transceiver", number=5, at_s=20e-6)
+    forever = FabricFault(part="transceiver", number=5, at_s=20e-6)
     result = run_connections(LEAF_SPINE, SHUFFLE, transport=MRC, faults=(forever,), limit_s=1e-3)
     assert (result.finished, result.stopped, result.tail_s) == (62, "time limit", math.inf)
 
@@ -361,12 +367,12 @@ def test_what_cannot_run_is_refused(traffic: Flows, transport: Transport, budget
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (Fault(part="t1", number=99), "there is no"),
-        (Fault(part="link", at_s=2, until_s=1), "let it end after it begins"),
-        (Fault(part="t1_link", number=0), "0 uplinks each"),
-        (Fault(part="nic", loss=2), "both are shares"),
+        (FabricFault(part="t1", number=99), "there is no"),
+        (FabricFault(part="link", at_s=2, until_s=1), "let it end after it begins"),
+        (FabricFault(part="t1_link", number=0), "0 uplinks each"),
+        (FabricFault(part="nic", loss=2), "both are shares"),
     ],
 )
-def test_faults_of_what_is_not_there_are_refused(fault: Fault, message: str) -> None:
+def test_faults_of_what_is_not_there_are_refused(fault: FabricFault, message: str) -> None:
     with pytest.raises(UserError, match=message):
         run_connections(LEAF_SPINE, SHUFFLE, transport=MRC, faults=(fault,))

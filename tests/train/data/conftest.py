@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.job.dataset import Manifest
+from phalanx.job.dataset import DatasetManifest
 from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import BuildProgress
@@ -46,14 +46,14 @@ def dataset(tmp_path_factory: pytest.TempPathFactory, lines: Path) -> Path:
     return out
 
 
-Make = Callable[..., Manifest]
+Make = Callable[..., DatasetManifest]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
     """make(out, "a.txt", ("b.txt", 2.0), heldout=0.1, split_on="line") builds quietly."""
 
-    def run(out: Path, *origins: Path | tuple[Path, float], **options: object) -> Manifest:
+    def run(out: Path, *origins: Path | tuple[Path, float], **options: object) -> DatasetManifest:
         reading = Reading(**{key: options.pop(key) for key in ("field", "split_on") if key in options})  # type: ignore[arg-type]
         found = tuple(
             TextOrigin(path=one) if isinstance(one, Path) else TextOrigin(path=one[0], weight=one[1]) for one in origins

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.train.verify.compare import Bounds, compare_outcomes
+from phalanx.train.verify.compare import Tolerances, compare_outcomes
 from phalanx.train.verify.ranks import run_ranks
 from phalanx.train.verify.trial import Trial, TrialOutcome, join_rank_outcomes
 
@@ -51,7 +51,7 @@ def prove(trial: Trial) -> None:
     wanted = run_dealt(replace(trial, settings=replace(trial.settings, layout=one)))
     found = run_dealt(trial)
     assert found.tokens == wanted.tokens == [trial.sequences * trial.settings.sequence] * trial.steps
-    difference = compare_outcomes(found, wanted, Bounds()).first
+    difference = compare_outcomes(found, wanted, Tolerances()).first
     assert difference is None, difference.render()
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from phalanx.errors import PhalanxError, SystemFailure, UserError
-from phalanx.job.dataset import Manifest, read_manifest, verify_dataset
+from phalanx.job.dataset import DatasetManifest, read_manifest, verify_dataset
 from phalanx.train.data import fetch
 from phalanx.train.data.build import Recipe, TextOrigin, build_dataset, held_out
 from phalanx.train.data.dataset import TokenDataset
@@ -346,5 +346,5 @@ def test_weights_and_licences_are_kept(tmp_path: Path, lines: Path) -> None:
 
 def test_the_manifest_reads_back_as_it_was(dataset: Path) -> None:
     manifest = read_manifest(dataset)
-    assert isinstance(manifest, Manifest)
+    assert isinstance(manifest, DatasetManifest)
     assert manifest.dump() == (dataset / "manifest.json").read_text()

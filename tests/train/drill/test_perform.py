@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.elastic.local_launch import Outcome
+from phalanx.elastic.local_launch import LaunchOutcome
 from phalanx.record.run import Run
 from phalanx.train.drill import perform
 from phalanx.train.drill.faults import parse_faults
@@ -80,7 +80,7 @@ def test_a_signal_ends_the_drill_as_itself(tmp_path: Path, monkeypatch: pytest.M
     """SIGTERM during a replay is not Ctrl-C."""
     heard: list[int] = []
     before = signal.signal(number, lambda got, frame: heard.append(got))
-    ended = Outcome(state="stopped", exit_code=130, message="", signals=(number,))
+    ended = LaunchOutcome(state="stopped", exit_code=130, message="", signals=(number,))
     monkeypatch.setattr(perform, "launch", lambda run, **rest: ended)
     monkeypatch.setattr(perform, "_drill_hosts", lambda scene, net: ())
     job = SimpleNamespace(comm=SimpleNamespace(init_timeout_s=1.0), fault=SimpleNamespace(dead_after_s=1.0))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from phalanx.record.account.timeline import measured_spans
 from phalanx.train.parallel.dims import ParallelDims, build_meshes
 from phalanx.train.telemetry import timeline
-from phalanx.train.telemetry.clock import Phase
+from phalanx.train.telemetry.clock import StepPhase
 from phalanx.train.telemetry.collective_tap import METHODS, Kernel, TappedCollective, op_of, timed_by
 from phalanx.train.telemetry.timeline import Inside, Sample, TimelineSampler, longest_spans, merge_spans
 from phalanx.train.tracing.traced_step import trace_rank
@@ -178,7 +178,7 @@ def test_tiny_neighbours_become_one_and_the_shortest_are_left_out():
 
 def test_the_batch_is_waited_for_before_the_engine_begins():
     sample = Sample([], 100.0, lambda call: None)
-    found = sample.fields([Phase(kind="forward", start_s=0.0, duration_s=1.0)], data_s=0.5, before_s=0.75)
+    found = sample.fields([StepPhase(kind="forward", start_s=0.0, duration_s=1.0)], data_s=0.5, before_s=0.75)
     assert found["spans"] == [["data", "batch", 0.25, 0.5, None, None], ["forward", "forward", 0.75, 1.0, None, None]]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from phalanx.train.verify.compare import Bounds, compare_outcomes
+from phalanx.train.verify.compare import Tolerances, compare_outcomes
 from phalanx.train.verify.trial import OutcomeShard, RankOutcome, TrialOutcome, join_rank_outcomes
 
 
@@ -87,7 +87,7 @@ def test_a_missing_tensor_is_a_difference():
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp8"])
 def test_an_error_like_that_of_compiled_ulysses_is_far_outside(compute):
     """Gradient norm 2.370 instead of 3.569 in the first step, its loss right; then 5.702 instead of 5.962."""
-    bounds = Bounds.rounded(compute)
+    bounds = Tolerances.rounded(compute)
     wanted = outcome(losses=[6.3, 5.962], norms=[3.569, 3.5])
     first = compare_outcomes(outcome(losses=[6.3, 5.702], norms=[2.370, 3.5]), wanted, bounds).first
     assert (first.what, first.step) == ("gradient norm", 1)
@@ -97,7 +97,7 @@ def test_an_error_like_that_of_compiled_ulysses_is_far_outside(compute):
 
 
 def test_one_rounding_passes_and_a_part_of_a_gradient_does_not():
-    bounds, (wanted, *_) = Bounds.rounded("bf16"), outcome().grads
+    bounds, (wanted, *_) = Tolerances.rounded("bf16"), outcome().grads
     noise = np.random.default_rng(0)
     near = {name: values * (1 + noise.uniform(-(2**-8), 2**-8, values.shape)) for name, values in wanted.items()}
     # Parameters are not held: Adam turns a rounding into a whole step.

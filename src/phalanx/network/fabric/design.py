@@ -62,72 +62,74 @@ class Design:
         return sum(self.bill.usd) / 2 if self.bill.usd else float("inf")
 
 
-def design_fabrics(wish: DesignRequest) -> tuple[Design, ...]:
+def design_fabrics(request: DesignRequest) -> tuple[Design, ...]:
     """All that fit, full bisection first, then by cost, hops and what a NIC link's failure takes; never empty.
 
     A configuration is shown with the fewest tiers that reach, unless the tiers are given: more tiers of the same boxes
     are more of everything. Raises UserError with the nearest workable choices where nothing fits.
     """
-    _check_wish(wish)
-    found = [_make_design(fabric) for fabric in _fitting_fabrics(wish)]
+    _check_request(request)
+    found = [_make_design(fabric) for fabric in _fitting_fabrics(request)]
     if not found:
-        raise _nothing_reaches(wish)
+        raise _nothing_reaches(request)
     best = _on_front(found)
     marked = [replace(one, pareto=flag) for one, flag in zip(found, best, strict=True)]
     return tuple(sorted(marked, key=_design_order))
 
 
-def _check_wish(wish: DesignRequest) -> None:
-    ratio = 1.0 if wish.oversubscription is None else wish.oversubscription
-    tiers = 2 if wish.tiers is None else wish.tiers
-    planes = 1 if wish.planes is None else wish.planes
-    shape = ClosShape(planes=planes, tiers=tiers, oversubscription=ratio, rails=wish.rails or 1)
-    if wish.rails is not None and wish.rails < 1:
-        shape = replace(shape, rails=wish.rails)
-    check_fabric(wish.gpus, wish.nic_gbps, shape, where=WHERE)
-    if not _port_configurations(wish):
-        raise _no_speed(wish)
+def _check_request(request: DesignRequest) -> None:
+    ratio = 1.0 if request.oversubscription is None else request.oversubscription
+    tiers = 2 if request.tiers is None else request.tiers
+    planes = 1 if request.planes is None else request.planes
+    shape = ClosShape(planes=planes, tiers=tiers, oversubscription=ratio, rails=request.rails or 1)
+    if request.rails is not None and request.rails < 1:
+        shape = replace(shape, rails=request.rails)
+    check_fabric(request.gpus, request.nic_gbps, shape, where=WHERE)
+    if not _port_configurations(request):
+        raise _no_speed(request)
 
 
-def _allowed_switches(wish: DesignRequest) -> tuple[Switch, ...]:
-    if wish.switch is not None:
-        return find_switches(wish.switch, where=WHERE, among=wish.catalogue)
-    return wish.catalogue or known_switches()
+def _allowed_switches(request: DesignRequest) -> tuple[Switch, ...]:
+    if request.switch is not None:
+        return find_switches(request.switch, where=WHERE, among=request.catalogue)
+    return request.catalogue or known_switches()
 
 
-def _port_configurations(wish: DesignRequest) -> list[tuple[Switch, int]]:
+def _port_configurations(request: DesignRequest) -> list[tuple[Switch, int]]:
     """Switches whose ports split the NIC into whole planes, with the planes."""
-    boxes = _allowed_switches(wish)
-    split = [(one, wish.nic_gbps / one.port_gbps) for one in boxes]
+    boxes = _allowed_switches(request)
+    split = [(one, request.nic_gbps / one.port_gbps) for one in boxes]
     whole = [(one, int(planes)) for one, planes in split if 1 <= planes <= MOST_PLANES and planes == int(planes)]
-    return [(one, planes) for one, planes in whole if wish.planes in (None, planes)]
+    return [(one, planes) for one, planes in whole if request.planes in (None, planes)]
 
 
-def _fitting_fabrics(wish: DesignRequest) -> Iterator[Fabric]:
+def _fitting_fabrics(request: DesignRequest) -> Iterator[Fabric]:
     """What fits, but for planes that are too many hosts for one subnet of InfiniBand."""
-    return (one for one in _clos_fabrics(wish) if not needs_routers(one))
+    return (one for one in _clos_fabrics(request) if not needs_routers(one))
 
 
-def _clos_fabrics(wish: DesignRequest) -> Iterator[Fabric]:
-    ratios = RATIOS if wish.oversubscription is None else (wish.oversubscription,)
-    for switch, planes in _port_configurations(wish):
+def _clos_fabrics(request: DesignRequest) -> Iterator[Fabric]:
+    ratios = RATIOS if request.oversubscription is None else (request.oversubscription,)
+    for switch, planes in _port_configurations(request):
         for ratio in ratios:
-            for rails in (wish.rails,) if wish.rails is not None else [one for one in RAILS if wish.gpus % one == 0]:
+            for rails in (
+                (request.rails,) if request.rails is not None else [one for one in RAILS if request.gpus % one == 0]
+            ):
                 fabric = _smallest_fabric(
-                    wish, switch, ClosShape(planes=planes, tiers=1, oversubscription=ratio, rails=rails)
+                    request, switch, ClosShape(planes=planes, tiers=1, oversubscription=ratio, rails=rails)
                 )
                 if fabric is not None:
                     yield fabric
 
 
-def _smallest_fabric(wish: DesignRequest, switch: Switch, shape: ClosShape) -> Fabric | None:
+def _smallest_fabric(request: DesignRequest, switch: Switch, shape: ClosShape) -> Fabric | None:
     """With the fewest tiers that reach; None where none do, or where one switch per plane makes the shape pointless."""
-    tiers = range(1, MOST_TIERS + 1) if wish.tiers is None else (wish.tiers,)
+    tiers = range(1, MOST_TIERS + 1) if request.tiers is None else (request.tiers,)
     for count in tiers:
-        if most_hosts(switch.radix, replace(shape, tiers=count)) >= wish.gpus:
+        if most_hosts(switch.radix, replace(shape, tiers=count)) >= request.gpus:
             if count == 1 and (shape.rails > 1 or shape.oversubscription > 1):
                 return None
-            return size_fabric(wish.gpus, wish.nic_gbps, switch, replace(shape, tiers=count), where=WHERE)
+            return size_fabric(request.gpus, request.nic_gbps, switch, replace(shape, tiers=count), where=WHERE)
     return None
 
 
@@ -174,39 +176,38 @@ def _on_front(found: Sequence[Design]) -> list[bool]:
     return [one in best for one in goals]
 
 
-def _no_speed(wish: DesignRequest) -> UserError:
-    boxes = _allowed_switches(wish)
-    name = "the catalogue" if wish.switch is None else boxes[0].box if boxes[0].box != "any" else boxes[0].name
+def _no_speed(request: DesignRequest) -> UserError:
+    boxes = _allowed_switches(request)
+    name = "the catalogue" if request.switch is None else boxes[0].box if boxes[0].box != "any" else boxes[0].name
     speeds = ", ".join(f"{speed:g}" for speed in sorted({one.port_gbps for one in boxes}))
-    planes = sorted({count for _, count in _port_configurations(replace(wish, planes=None))})
-    if wish.planes is not None and planes:
-        what = (
-            f"{wish.planes} planes make ports of {wish.nic_gbps / wish.planes:g} Gb/s of a {wish.nic_gbps:g} Gb/s NIC"
-        )
+    planes = sorted({count for _, count in _port_configurations(replace(request, planes=None))})
+    if request.planes is not None and planes:
+        port_gbps = request.nic_gbps / request.planes
+        what = f"{request.planes} planes make ports of {port_gbps:g} Gb/s of a {request.nic_gbps:g} Gb/s NIC"
         fix = f"use {' or '.join(map(str, planes))} planes"
     else:
-        what = f"a NIC of {wish.nic_gbps:g} Gb/s is not a whole number of ports of {name}"
-        near = min((one.port_gbps for one in boxes), key=lambda speed: abs(speed - wish.nic_gbps))
+        what = f"a NIC of {request.nic_gbps:g} Gb/s is not a whole number of ports of {name}"
+        near = min((one.port_gbps for one in boxes), key=lambda speed: abs(speed - request.nic_gbps))
         fix = f"use --nic-gbps {near:g}, or another --switch"
     return mistake(WHERE, what, why=f"the port speeds of {name} are {speeds} Gb/s", fix=fix)
 
 
-def _nothing_reaches(wish: DesignRequest) -> UserError:
+def _nothing_reaches(request: DesignRequest) -> UserError:
     """What the most capable of the allowed configurations reaches, and the nearest choices that do."""
-    near = " or ".join(_nearest_wishes(wish))
-    crowded = min(_clos_fabrics(wish), key=plane_addresses, default=None)
+    near = " or ".join(_nearest_requests(request))
+    crowded = min(_clos_fabrics(request), key=plane_addresses, default=None)
     if crowded is not None:
         return _too_many_addresses(crowded, near)
-    ratio = 1.0 if wish.oversubscription is None else wish.oversubscription
-    tiers = MOST_TIERS if wish.tiers is None else wish.tiers
+    ratio = 1.0 if request.oversubscription is None else request.oversubscription
+    tiers = MOST_TIERS if request.tiers is None else request.tiers
     reach = [
         (most_hosts(switch.radix, shape), -order, switch, shape)
-        for order, (switch, planes) in enumerate(_port_configurations(wish))
-        for shape in [ClosShape(planes=planes, tiers=tiers, oversubscription=ratio, rails=wish.rails or 1)]
+        for order, (switch, planes) in enumerate(_port_configurations(request))
+        for shape in [ClosShape(planes=planes, tiers=tiers, oversubscription=ratio, rails=request.rails or 1)]
     ]
     _, _, switch, shape = max(reach, key=lambda one: one[:2])
     fix = f"use {near}" if near else f"use at most {most_hosts(switch.radix, shape):,} GPUs"
-    return too_many(wish.gpus, switch, shape, where=WHERE, fix=fix)
+    return too_many(request.gpus, switch, shape, where=WHERE, fix=fix)
 
 
 def _too_many_addresses(fabric: Fabric, near: str) -> UserError:
@@ -218,16 +219,16 @@ def _too_many_addresses(fabric: Fabric, near: str) -> UserError:
     )
 
 
-def _nearest_wishes(wish: DesignRequest) -> Iterator[str]:
+def _nearest_requests(request: DesignRequest) -> Iterator[str]:
     """What would do if one demand were dropped: first more tiers, then other planes, then another switch."""
     relaxed = {
-        "tiers": replace(wish, tiers=None),
-        "planes": replace(wish, planes=None),
-        "switch": replace(wish, switch=None),
-        "oversubscription": replace(wish, oversubscription=None),
+        "tiers": replace(request, tiers=None),
+        "planes": replace(request, planes=None),
+        "switch": replace(request, switch=None),
+        "oversubscription": replace(request, oversubscription=None),
     }
     for name, other in relaxed.items():
-        found = sorted(map(_make_design, _fitting_fabrics(other)), key=_design_order) if other != wish else []
+        found = sorted(map(_make_design, _fitting_fabrics(other)), key=_design_order) if other != request else []
         if not found:
             continue
         fabric = found[0].fabric

@@ -40,7 +40,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class ProcessGroup:
     """A process group: its axis in the mesh, and its global ranks."""
 
     label: str
@@ -52,7 +52,7 @@ class Flight:
     """What one rank recorded."""
 
     rank: int
-    groups: Mapping[str, Group]
+    groups: Mapping[str, ProcessGroup]
     entries: tuple[Entry, ...]
 
     @property
@@ -62,7 +62,7 @@ class Flight:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class HangCulprit:
     """What the recorders say, in a sentence, and who is to blame as far as they know."""
 
     sentence: str
@@ -90,7 +90,7 @@ class _Wait:
         return f"{first.op} number {self.number} of group {self.label} ({_ranks_text(self.members)}{sizes})"
 
 
-def find_culprit(flights: Iterable[Flight]) -> Finding | None:
+def find_culprit(flights: Iterable[Flight]) -> HangCulprit | None:
     """Who the ranks of a membership waited for; None where nobody waited for anything."""
     known = {flight.rank: flight for flight in flights}
     waits = _group_waits(known)
@@ -102,15 +102,15 @@ def find_culprit(flights: Iterable[Flight]) -> Finding | None:
     blamed = [(wait, ranks) for wait, ranks in blamed if ranks]
     if blamed:
         wait, culprits = max(blamed, key=lambda one: (len(one[0].waiting), -one[0].number))
-        return Finding(sentence=f"{wait.name}: {_who_is_late(wait, culprits)}", culprits=tuple(culprits))
+        return HangCulprit(sentence=f"{wait.name}: {_who_is_late(wait, culprits)}", culprits=tuple(culprits))
     if message := _silent_peer(known, idle):
         return message
     if late := [wait for wait in waits if wait.missing]:
         reported = "; ".join(f"{wait.name}: {_who_is_late(wait, sorted(wait.missing))}" for wait in late[:2])
-        return Finding(sentence=f"ranks wait for each other: {reported}")
+        return HangCulprit(sentence=f"ranks wait for each other: {reported}")
     if waits:
         inside = "every rank entered it and none came out: the network, a GPU, or a rank that died in it"
-        return Finding(sentence=f"{waits[0].name}: {inside}")
+        return HangCulprit(sentence=f"{waits[0].name}: {inside}")
     return None
 
 
@@ -141,7 +141,7 @@ def _group_waits(known: Mapping[int, Flight]) -> list[_Wait]:
     return sorted(found, key=lambda wait: (-len(wait.waiting), wait.label, wait.number))
 
 
-def _call_mismatch(wait: _Wait) -> Finding | None:
+def _call_mismatch(wait: _Wait) -> HangCulprit | None:
     """Ranks that called different collectives under one number, or the same one with other sizes."""
     calls: dict[tuple[str, str], list[int]] = {}
     for rank, entry in sorted(wait.entries.items()):
@@ -154,13 +154,13 @@ def _call_mismatch(wait: _Wait) -> Finding | None:
     )
     few = min(calls.values(), key=len)
     culprits = tuple(few) if 2 * len(few) < len(wait.entries) else ()
-    return Finding(
+    return HangCulprit(
         sentence=f"number {wait.number} of group {wait.label} is {reported}: the ranks do not run the same program",
         culprits=culprits,
     )
 
 
-def _silent_peer(known: Mapping[int, Flight], idle: Collection[int]) -> Finding | None:
+def _silent_peer(known: Mapping[int, Flight], idle: Collection[int]) -> HangCulprit | None:
     """A rank that others exchange messages with (pipeline stages), and that waits for nothing itself."""
     waiting: dict[int, list[tuple[int, Entry]]] = {}
     for rank, flight in sorted(known.items()):
@@ -175,7 +175,7 @@ def _silent_peer(known: Mapping[int, Flight], idle: Collection[int]) -> Finding 
             who = _ranks_text(sorted({one for one, _ in messages}))
             direction = "a message to" if entry.op == "send" else "a message from"
             verb = "waits" if len({one for one, _ in messages}) == 1 else "wait"
-            return Finding(
+            return HangCulprit(
                 sentence=f"{who} {verb} for {direction} rank {peer} (number {entry.number} of group {label}), "
                 f"which {record}",
                 culprits=(peer,),
@@ -247,7 +247,9 @@ def flight_of(data: Mapping[str, Any], *, rank: int) -> Flight:
     for name, one in groups.items() if isinstance(groups, dict) else ():
         ranks = one.get("ranks") if isinstance(one, dict) else None
         if isinstance(ranks, list) and all(isinstance(member, int) for member in ranks):
-            known[str(name)] = Group(label=printable(one.get("label") or name, most=60), ranks=tuple(sorted(ranks)))
+            known[str(name)] = ProcessGroup(
+                label=printable(one.get("label") or name, most=60), ranks=tuple(sorted(ranks))
+            )
     found = []
     for one in entries if isinstance(entries, list) else ():
         number = integer(one, "number") if isinstance(one, dict) else None

@@ -21,7 +21,7 @@ from phalanx.record.account.memberships import (
     REPORTED,
     Clock,
     MarkReader,
-    Membership,
+    RecordedMembership,
     is_timed,
     merged_marks,
     read_memberships,
@@ -57,7 +57,7 @@ MOST_STARTS = 16_384  # that are remembered; a run has one for each membership
 LEAST = 8  # steps that are worth it
 MOST_S = 30 * 86400.0  # of what a step says it took: `values.seconds`
 TROUBLES = (PhalanxError, OSError, KeyError, TypeError, ValueError, ArithmeticError, IndexError)
-_TOLD = frozenset(kind.decode() for kind in REPORTED)
+_ACCOUNTED_KINDS = frozenset(kind.decode() for kind in REPORTED)
 _NUMBERS = frozenset((int, float))
 
 
@@ -148,11 +148,11 @@ def walk_ledger(
     if supervised and _has_one_witness(run, known):
         feed = EventFeed(run.events(known[0].witness), "")
         if feed.left_bytes >= least_bytes:
-            going, parser = _Going(run, history, known), EventParser()
+            merger, parser = _MarkMerger(run, history, known), EventParser()
             for piece in feed.pieces():
                 with gc_paused():
-                    going.take(parser.batch(piece))
-            return going.close(known)
+                    merger.take(parser.batch(piece))
+            return merger.close(known)
     lines = MarkReader()
     book = open_book(run, known, history)
     for time_s, generation, event in merged_marks(run, known, lines):
@@ -160,7 +160,7 @@ def walk_ledger(
     return closed_ledger(book, known, unreadable=lines.unreadable, jumps=lines.jumps)
 
 
-def open_book(run: Run, known: Sequence[Membership], history: RunHistory | None) -> LedgerBuilder:
+def open_book(run: Run, known: Sequence[RecordedMembership], history: RunHistory | None) -> LedgerBuilder:
     """An empty book for a run."""
     from phalanx.record.account.straggler_cost import straggler_time  # reads the other ranks
 
@@ -170,7 +170,9 @@ def open_book(run: Run, known: Sequence[Membership], history: RunHistory | None)
     )
 
 
-def closed_ledger(book: LedgerBuilder, known: Sequence[Membership], *, unreadable: int, jumps: int) -> LedgerWalk:
+def closed_ledger(
+    book: LedgerBuilder, known: Sequence[RecordedMembership], *, unreadable: int, jumps: int
+) -> LedgerWalk:
     """What a book that took all marks comes to."""
     accounts = book.close()
     made = Ledger(
@@ -187,7 +189,7 @@ def closed_ledger(book: LedgerBuilder, known: Sequence[Membership], *, unreadabl
     return LedgerWalk(ledger=made, trail=book.trail.close(), recoveries=book.recoveries)
 
 
-def _has_one_witness(run: Run, known: Sequence[Membership]) -> bool:
+def _has_one_witness(run: Run, known: Sequence[RecordedMembership]) -> bool:
     """One witness of all memberships, and not much told by the supervisor."""
     return len({one.witness for one in known}) == 1 and run.supervisor.stat().st_size <= MOST_SUPERVISOR_BYTES
 
@@ -198,8 +200,8 @@ class LedgerStream:
     A rank that finds a damaged checkpoint begins a membership elsewhere than told to: `fits` says whether any did.
     """
 
-    def __init__(self, known: Sequence[Membership], going: _Going) -> None:
-        self._known, self._going = known, going
+    def __init__(self, known: Sequence[RecordedMembership], merger: _MarkMerger) -> None:
+        self._known, self._merger = known, merger
         self._starts: list[Event] = []
         self.is_lost = False  # it does not know what it should
 
@@ -213,7 +215,7 @@ class LedgerStream:
             if not _has_one_witness(run, known) or known[0].witness != witness:
                 return None
             history.refresh()
-            return cls(known, _Going(run, history, known))
+            return cls(known, _MarkMerger(run, history, known))
         except TROUBLES:
             return None
 
@@ -226,7 +228,7 @@ class LedgerStream:
             self._starts += [
                 {"epoch": event.get("epoch"), "step": event.get("step")} for event in begun if is_timed(event)
             ]
-            self._going.take(batch)
+            self._merger.take(batch)
         except TROUBLES:  # whoever walks them again will tell
             self.is_lost = True
         self.is_lost |= len(self._starts) > MOST_STARTS
@@ -235,19 +237,19 @@ class LedgerStream:
         """Of the witness, who is the only one."""
         return self._starts
 
-    def fits(self, known: Sequence[Membership]) -> bool:
+    def fits(self, known: Sequence[RecordedMembership]) -> bool:
         """Whether memberships are those that it went by."""
         return not self.is_lost and known == self._known
 
     def close(self) -> LedgerWalk:
         """The end of the record."""
-        return self._going.close(self._known)
+        return self._merger.close(self._known)
 
 
-class _Going:
+class _MarkMerger:
     """The marks of the witness, in stretches, and those of the supervisor where their time comes."""
 
-    def __init__(self, run: Run, history: RunHistory | None, known: Sequence[Membership]) -> None:
+    def __init__(self, run: Run, history: RunHistory | None, known: Sequence[RecordedMembership]) -> None:
         self._lines = MarkReader()
         self._reported, self._next = list(self._lines.read(event_files_of(run.supervisor))), 0
         self.book = open_book(run, known, history)
@@ -256,7 +258,7 @@ class _Going:
         self._clock = Clock()
         self._unreadable = 0
 
-    def close(self, known: Sequence[Membership]) -> LedgerWalk:
+    def close(self, known: Sequence[RecordedMembership]) -> LedgerWalk:
         """All that was told, and the rest of the supervisor's."""
         self._take_supervisor(np.inf)
         unreadable, jumps = self._lines.unreadable + self._unreadable, max(self._lines.jumps, self._clock.jumps)
@@ -269,7 +271,7 @@ class _Going:
         steps = batch.columns(STEP)[0] if has_steps else None
         done = 0
         for count, (place, kind) in enumerate(batch.others):
-            if kind in _TOLD:
+            if kind in _ACCOUNTED_KINDS:
                 self._take_rows(steps, done, place - count)
                 self._take_event(batch.events[place])
                 done = place - count

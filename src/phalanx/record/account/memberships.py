@@ -43,7 +43,7 @@ _KIND = re.compile(rb'"event"\s*:\s*"([^"\\]*)"')
 
 
 @dataclass(kw_only=True, slots=True)
-class Membership:
+class RecordedMembership:
     """One epoch, as far as its members' steps depend on others."""
 
     epoch: int
@@ -60,7 +60,7 @@ class Membership:
         return next((rank for rank in here or range(self.world) if rank not in self.fallen), here[0] if here else 0)
 
 
-def read_memberships(run: Run, *, starts: Callable[[int], Iterable[Event]] | None = None) -> list[Membership]:
+def read_memberships(run: Run, *, starts: Callable[[int], Iterable[Event]] | None = None) -> list[RecordedMembership]:
     """All of them, in order; of a run without a supervisor, its starts.
 
     `starts` gives the `run_start` events of a rank, where the caller knows them: the events are not read then.
@@ -74,14 +74,14 @@ def read_memberships(run: Run, *, starts: Callable[[int], Iterable[Event]] | Non
     return found
 
 
-def _supervised_memberships(run: Run, starts: Callable[[int], Iterable[Event]]) -> list[Membership]:
-    found: dict[int, Membership] = {}
+def _supervised_memberships(run: Run, starts: Callable[[int], Iterable[Event]]) -> list[RecordedMembership]:
+    found: dict[int, RecordedMembership] = {}
     recorded = tuple(itertools.islice(run.recorded(), MOST_WITNESSES))
     for _, event in MarkReader().read(event_files_of(run.supervisor)):
         kind, epoch = event["event"], integer(event, "epoch")
         if kind == "epoch" and epoch is not None:
             world = max(1, integer(event, "world") or 1)
-            found[epoch] = Membership(epoch=epoch, world=world, recorded=recorded)
+            found[epoch] = RecordedMembership(epoch=epoch, world=world, recorded=recorded)
         elif kind == "restore" and epoch in found:
             found[epoch].from_step = integer(event, "step")
         elif kind == "incident" and epoch in found:
@@ -96,10 +96,10 @@ def _supervised_memberships(run: Run, starts: Callable[[int], Iterable[Event]]) 
     return list(found.values())
 
 
-def _started_memberships(run: Run) -> Iterator[Membership]:
+def _started_memberships(run: Run) -> Iterator[RecordedMembership]:
     for count, event in enumerate(_start_events(run, next(run.recorded(), 0))):
         world = max(1, integer(event, "world") or 1)
-        yield Membership(epoch=count, world=world, from_step=integer(event, "step"))
+        yield RecordedMembership(epoch=count, world=world, from_step=integer(event, "step"))
 
 
 def _start_events(run: Run, rank: int) -> Iterator[Event]:
@@ -117,7 +117,7 @@ def files_of(run: Run, rank: int) -> list[Path]:
 Mark = tuple[float, int, Event]  # time, number of the membership (-1: the supervisor), event
 
 
-def merged_marks(run: Run, known: Sequence[Membership], lines: MarkReader) -> Iterator[Mark]:
+def merged_marks(run: Run, known: Sequence[RecordedMembership], lines: MarkReader) -> Iterator[Mark]:
     """The marks of supervisor and witnesses in the order of time."""
     if not run.supervisor.is_file():
         return _unsupervised_marks(run, lines)
@@ -128,7 +128,7 @@ def merged_marks(run: Run, known: Sequence[Membership], lines: MarkReader) -> It
 
 
 def _rank_marks(
-    run: Run, rank: int, known: Sequence[Membership], numbers: Mapping[int, int], lines: MarkReader
+    run: Run, rank: int, known: Sequence[RecordedMembership], numbers: Mapping[int, int], lines: MarkReader
 ) -> Iterator[Mark]:
     """Events of a rank in the memberships it is the witness of."""
     mine = {epoch: count for epoch, count in numbers.items() if known[count].witness == rank}
@@ -322,7 +322,7 @@ def layout_name(layout: Table) -> str:
     return " ".join([head, *words])
 
 
-def layout_spans(run: Run, history: RunHistory, known: Sequence[Membership] | None = None) -> list[LayoutSpan]:
+def layout_spans(run: Run, history: RunHistory, known: Sequence[RecordedMembership] | None = None) -> list[LayoutSpan]:
     """All of them, in order; one where nothing changed, none before the first step."""
     first, last = history.first_step, history.last_step
     if first is None or last is None:
@@ -334,7 +334,7 @@ def layout_spans(run: Run, history: RunHistory, known: Sequence[Membership] | No
 
 
 def _find_spans(
-    run: Run, history: RunHistory, first: int, last: int, known: Sequence[Membership] | None = None
+    run: Run, history: RunHistory, first: int, last: int, known: Sequence[RecordedMembership] | None = None
 ) -> list[LayoutSpan]:
     if known is None:
         known = read_memberships(run, starts=lambda rank: history.events("run_start", rank=rank))

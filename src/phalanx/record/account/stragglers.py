@@ -50,7 +50,7 @@ class Straggler:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scores:
+class StragglerScores:
     """Every rank's score, by rank; above 1 is slower than its peers."""
 
     score: dict[int, float]
@@ -63,14 +63,14 @@ def find_stragglers(history: RunHistory) -> list[Straggler]:
     return list(straggler_scores(history).named)
 
 
-def straggler_scores(history: RunHistory, *, last: int | None = None) -> Scores:
+def straggler_scores(history: RunHistory, *, last: int | None = None) -> StragglerScores:
     """The scores over the window that ends with step `last`, or with the newest."""
     end = history.last_step if last is None else last
     return history.once(("straggler scores", end), lambda: _scores_until(history, end))
 
 
-def _scores_until(history: RunHistory, end: int | None) -> Scores:
-    nobody = Scores(score={}, named=(), steps=0)
+def _scores_until(history: RunHistory, end: int | None) -> StragglerScores:
+    nobody = StragglerScores(score={}, named=(), steps=0)
     if end is None or len(history.ranks) < 2:
         return nobody
     # Ranks of another layout do other work: the window does not reach back into it.
@@ -92,11 +92,13 @@ def _scores_until(history: RunHistory, end: int | None) -> Scores:
     if closer is None:
         return found
     sure = score_ranks(closer, where)
-    found = Scores(score=found.score | sure.score, named=sure.named, steps=sure.steps)
+    found = StragglerScores(score=found.score | sure.score, named=sure.named, steps=sure.steps)
     return _with_reasons(found, history, where, first=first, last=end)
 
 
-def _scores_of_many(history: RunHistory, where: RankPlaces, *, first: int, last: int, is_newest: bool) -> Scores:
+def _scores_of_many(
+    history: RunHistory, where: RankPlaces, *, first: int, last: int, is_newest: bool
+) -> StragglerScores:
     """Of so many ranks that not all are read: every rank by the newest block of its index, the slowest step by step.
 
     Of a window in the past, the ranks of the sample alone.
@@ -111,12 +113,12 @@ def _scores_of_many(history: RunHistory, where: RankPlaces, *, first: int, last:
         glance = score_ranks(RankWork(ranks=ranks, step=(first,), own_s=table, wait_s=nothing, held_s=nothing), where)
     else:
         known = work_by_column(history, columns=WINDOW, first=first, last=last)
-        glance = score_ranks(known, where) if known is not None else Scores(score={}, named=(), steps=0)
+        glance = score_ranks(known, where) if known is not None else StragglerScores(score={}, named=(), steps=0)
     closer = work_by_step(history, _slowest_ranks(glance, where), first=first, last=last) if glance.score else None
     if closer is None:
         return replace(glance, named=())
     sure = score_ranks(closer, where)
-    found = Scores(score=glance.score | sure.score, named=sure.named, steps=sure.steps)
+    found = StragglerScores(score=glance.score | sure.score, named=sure.named, steps=sure.steps)
     return _with_reasons(found, history, where, first=first, last=last)
 
 
@@ -128,7 +130,9 @@ WAITS_FOR_DATA = "it waits for data"
 COMPUTES_LONGER = "it computes longer"
 
 
-def _with_reasons(found: Scores, history: RunHistory, where: RankPlaces, *, first: int, last: int) -> Scores:
+def _with_reasons(
+    found: StragglerScores, history: RunHistory, where: RankPlaces, *, first: int, last: int
+) -> StragglerScores:
     """With what holds each of the named up, by the events of the window of it and of some of its peers."""
     groups = where.same_work(sorted(found.score))
     named = []
@@ -185,7 +189,7 @@ def reason_of(mine: OwnTime, others: OwnTime) -> str:
     return reason if most > 0.0 else ""
 
 
-def _slowest_ranks(found: Scores, where: RankPlaces) -> list[int]:
+def _slowest_ranks(found: StragglerScores, where: RankPlaces) -> list[int]:
     """The slowest ranks of all, and beside each some of its peers, evenly spread."""
     slowest = sorted(found.score, key=lambda rank: -found.score[rank])[:CLOSER]
     picked = set(slowest)
@@ -195,7 +199,7 @@ def _slowest_ranks(found: Scores, where: RankPlaces) -> list[int]:
     return sorted(picked)[: 8 * CLOSER]
 
 
-def score_ranks(known: RankWork, where: RankPlaces) -> Scores:
+def score_ranks(known: RankWork, where: RankPlaces) -> StragglerScores:
     """Score ranks whose work is known step by step."""
     rows = {rank: row for row, rank in enumerate(known.ranks)}
     score: dict[int, float] = {}
@@ -212,7 +216,9 @@ def score_ranks(known: RankWork, where: RankPlaces) -> Scores:
                 slow |= free > free_limits
                 medians = np.where(slow, np.fmax(medians, free), medians)
             named += [_named_straggler(rank, float(medians[at]), where) for at, rank in enumerate(group) if slow[at]]
-    return Scores(score=score, named=tuple(sorted(named, key=lambda one: -one.score)), steps=int(known.own_s.shape[1]))
+    return StragglerScores(
+        score=score, named=tuple(sorted(named, key=lambda one: -one.score)), steps=int(known.own_s.shape[1])
+    )
 
 
 def _scores_and_limits(own: Table, *, least: float) -> tuple[Table, Table]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.io.values import integer, seconds
-from phalanx.record.account.memberships import JUMP_S, Membership
+from phalanx.record.account.memberships import JUMP_S, RecordedMembership
 from phalanx.record.events import Event
 from phalanx.units import HOUR_S, format_seconds
 
@@ -131,7 +131,7 @@ class LedgerBuilder:
         self,
         *,
         launches: Sequence[float],
-        memberships: Sequence[Membership],
+        memberships: Sequence[RecordedMembership],
         supervised: bool,
         waited: StragglerTime,
     ) -> None:
@@ -211,9 +211,9 @@ class LedgerBuilder:
             self._end_launch(self._last_s)
         return Accounts(**{name: round(spent_s, 6) for name, spent_s in self._spent_s.items()})
 
-    def _membership_at(self, count: int) -> Membership:
+    def _membership_at(self, count: int) -> RecordedMembership:
         """Of a run whose start was not recorded there is none: then nothing is known to be undone."""
-        return self._memberships[count] if count < len(self._memberships) else Membership(epoch=count, world=1)
+        return self._memberships[count] if count < len(self._memberships) else RecordedMembership(epoch=count, world=1)
 
     # ---- launches
 
@@ -268,7 +268,7 @@ class LedgerBuilder:
             self._spend_until(time_s, "stopping" if self._phase == "training" else self._idle_account)
             self._end_launch(time_s)
 
-    def _rank_says(self, time_s: float, membership: Membership, event: Event) -> None:
+    def _rank_says(self, time_s: float, membership: RecordedMembership, event: Event) -> None:
         kind = event["event"]
         if kind == "step":
             self._take_step(time_s, membership, event)
@@ -287,7 +287,7 @@ class LedgerBuilder:
         elif kind in ("ready", "run_start"):
             self._spend_until(time_s, self._idle_account)
 
-    def _take_step(self, time_s: float, membership: Membership, event: Event) -> None:
+    def _take_step(self, time_s: float, membership: RecordedMembership, event: Event) -> None:
         """A step tells how long it took; what came before it in the same gap was waiting for it."""
         stays = (integer(event, "step") or 0) < membership.floor
         self.steps, self.lost = self.steps + stays, self.lost + (not stays)

@@ -37,7 +37,7 @@ CLOSING = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class StepSpan:
     """A stretch of a step, in seconds from its begin."""
 
     kind: str  # of KINDS
@@ -59,14 +59,14 @@ class Span:
         }
 
 
-def measured_spans(event: Mapping[str, Any]) -> list[Span]:
+def measured_spans(event: Mapping[str, Any]) -> list[StepSpan]:
     """The spans of a `timeline` event, by their start; whatever is none is left out."""
     rows = event.get("spans")
     found = [_read_span(row) for row in rows[:MOST_SPANS]] if isinstance(rows, list) else []
     return sorted((span for span in found if span is not None), key=lambda span: span.start_s)
 
 
-def _read_span(row: object) -> Span | None:
+def _read_span(row: object) -> StepSpan | None:
     if not isinstance(row, list) or len(row) < 4 or not isinstance(row[0], str) or not isinstance(row[1], str):
         return None
     start_s, duration_s = finite(row[2]), finite(row[3])
@@ -74,7 +74,7 @@ def _read_span(row: object) -> Span | None:
         return None
     nbytes = finite(row[4]) if len(row) > 4 else None
     group = row[5] if len(row) > 5 else None
-    return Span(
+    return StepSpan(
         kind=row[0] if row[0] in KINDS else "other",
         name=row[1][:MOST_TEXT],
         start_s=start_s,
@@ -84,7 +84,7 @@ def _read_span(row: object) -> Span | None:
     )
 
 
-def predicted_spans(plan: Mapping[str, Any], rank: int = 0) -> list[Span]:
+def predicted_spans(plan: Mapping[str, Any], rank: int = 0) -> list[StepSpan]:
     """The step of a rank as plan.json sees it; the spans follow each other and end at `prediction.step_s`.
 
     The plan knows the busiest stage and adds up over the step: micro-batches are drawn as equals, and what of a message
@@ -100,18 +100,18 @@ def predicted_spans(plan: Mapping[str, Any], rank: int = 0) -> list[Span]:
     made = [
         *_micro_batch_spans(plan, parts, rank),
         *(
-            Span(kind=kind, name=name, start_s=0.0, duration_s=parts.get(part, 0.0), group=group)
+            StepSpan(kind=kind, name=name, start_s=0.0, duration_s=parts.get(part, 0.0), group=group)
             for part, kind, name, group in CLOSING
         ),
     ]
     known_s = sum(span.duration_s for span in made)
     if known_s < step_s * (1 - 1e-9):
-        made.append(Span(kind="other", name="not broken down", start_s=0.0, duration_s=step_s - known_s))
+        made.append(StepSpan(kind="other", name="not broken down", start_s=0.0, duration_s=step_s - known_s))
     scale = min(1.0, step_s / known_s) if known_s > 0 else 1.0
     return _in_a_row(made, scale, _traffic_bytes(plan))
 
 
-def _micro_batch_spans(plan: Mapping[str, Any], parts: Mapping[str, float], rank: int) -> Iterator[Span]:
+def _micro_batch_spans(plan: Mapping[str, Any], parts: Mapping[str, float], rank: int) -> Iterator[StepSpan]:
     """Forwards and backwards in the order of 1F1B, with the bubble in between."""
     layout = at(plan, "layout")
     stages = _axis_size(layout, "pipeline")
@@ -125,12 +125,12 @@ def _micro_batch_spans(plan: Mapping[str, Any], parts: Mapping[str, float], rank
     for kind, weight in order:
         if kind == "idle":
             name, length_s = "pipeline bubble", parts.get("bubble_s", 0.0) * weight / idle if idle else 0.0
-            yield Span(kind="other", name=name, start_s=0.0, duration_s=length_s)
+            yield StepSpan(kind="other", name=name, start_s=0.0, duration_s=length_s)
             continue
         name = f"{kind} {_micro_batch_numbers(int(weight), drawn, count)}" if count > 1 else kind
-        yield Span(kind=kind, name=name, start_s=0.0, duration_s=forward_s if kind == "forward" else backward_s)
+        yield StepSpan(kind=kind, name=name, start_s=0.0, duration_s=forward_s if kind == "forward" else backward_s)
         for part, (what, axis) in TRAFFIC.items():
-            yield Span(
+            yield StepSpan(
                 kind="collective", name=what, start_s=0.0, duration_s=parts.get(part, 0.0) / drawn / 2, group=axis
             )
 
@@ -158,7 +158,7 @@ def _stage_order(count: int, stages: int, stage: int) -> list[tuple[str, float]]
     return [*order, ("idle", 2.0 * stage)] if stage else order
 
 
-def _in_a_row(spans: Sequence[Span], scale: float, nbytes: Mapping[str, float]) -> list[Span]:
+def _in_a_row(spans: Sequence[StepSpan], scale: float, nbytes: Mapping[str, float]) -> list[StepSpan]:
     """One after the other, without those that take no time; each axis's bytes shared out by time."""
     shown_s: dict[str, float] = {}
     for span in spans:

@@ -11,7 +11,7 @@ from phalanx.errors import PhalanxError
 from phalanx.io.values import at, integer, number, printable, seconds, text
 from phalanx.record.account.incidents import incident_text
 from phalanx.record.account.ledger import walk_ledger
-from phalanx.record.account.stragglers import Scores, straggler_scores
+from phalanx.record.account.stragglers import StragglerScores, straggler_scores
 from phalanx.record.account.summary import Summary, summarize_run
 from phalanx.record.account.time_accounts import Effective, from_trail
 from phalanx.record.archive.history import RunHistory
@@ -231,12 +231,12 @@ class View:
     tokens_per_s: tuple[float | None, ...]
     summary: Summary
     effective: Effective
-    scores: Scores
+    scores: StragglerScores
     saved_step: int | None  # newest checkpoint
     saved_age_s: float | None
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether nothing more is to come."""
         return self.state in OVER
 
@@ -247,7 +247,7 @@ class _Dear:
 
     summary: Summary
     effective: Effective
-    scores: Scores
+    scores: StragglerScores
     loss: tuple[float | None, ...]
     tokens_per_s: tuple[float | None, ...]
 

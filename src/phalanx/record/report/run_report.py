@@ -9,7 +9,7 @@ from phalanx.io.svg import PlotMark
 from phalanx.io.values import integer, number, printable
 from phalanx.record.account.incidents import incident_text
 from phalanx.record.account.ledger import walk_ledger
-from phalanx.record.account.stragglers import Scores, straggler_scores
+from phalanx.record.account.stragglers import StragglerScores, straggler_scores
 from phalanx.record.account.summary import Summary, summarize_run
 from phalanx.record.account.time_accounts import Effective, from_trail
 from phalanx.record.archive.history import Curve, RunHistory
@@ -24,7 +24,7 @@ POINTS = 400  # per curve: more than a plot of 640 pixels can tell apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SavedCheckpoint:
+class ReportedCheckpoint:
     """One checkpoint."""
 
     step: int
@@ -43,10 +43,10 @@ class RunReport:
     summary: Summary
     curves: dict[str, Curve]
     evaluations: tuple[tuple[int, float], ...]  # step, loss
-    saved: tuple[SavedCheckpoint, ...]
+    saved: tuple[ReportedCheckpoint, ...]
     marks: tuple[PlotMark, ...]  # on the axis of steps
     effective: Effective
-    scores: Scores
+    scores: StragglerScores
     memory_limit_bytes: float | None
     reasons: tuple[str, ...]  # of the plan: what it warned of
 
@@ -97,15 +97,15 @@ def _evaluation_points(history: RunHistory) -> tuple[tuple[int, float], ...]:
     return tuple(found)
 
 
-def saved_checkpoints(history: RunHistory) -> tuple[SavedCheckpoint, ...]:
+def saved_checkpoints(history: RunHistory) -> tuple[ReportedCheckpoint, ...]:
     """The checkpoints of a run; taking one and committing it are two events of one step."""
-    found: dict[int, SavedCheckpoint] = {}
+    found: dict[int, ReportedCheckpoint] = {}
     for event in history.events("checkpoint"):
         step = integer(event, "step")
         if step is None:
             continue
         before = found.get(step)
-        found[step] = SavedCheckpoint(
+        found[step] = ReportedCheckpoint(
             step=step,
             t=number(event, "t") or 0.0,
             blocked_s=_newer_value(number(event, "blocked_s"), before.blocked_s if before else None),
@@ -136,7 +136,7 @@ def timeline_marks(history: RunHistory) -> tuple[PlotMark, ...]:
     return tuple(found)
 
 
-def _duration_text(one: SavedCheckpoint) -> str:
+def _duration_text(one: ReportedCheckpoint) -> str:
     parts = [format_bytes(one.size_bytes)] if one.size_bytes else []
     parts += [f"training waited {format_seconds(one.blocked_s)}"] if one.blocked_s is not None else []
     return f": {', '.join(parts)}" if parts else ""

@@ -165,7 +165,7 @@ def _exposed_work(evidence: Evidence, count: int) -> Impact:
 
 def _judge_disk(evidence: Evidence, limits: Limits, seen: CheckpointFacts | None) -> tuple[Outcome, ...]:
     """Room for the checkpoints that are kept and the one being written, where somebody has looked."""
-    size, free, there = _disk_room(evidence, seen)
+    size, free, there = _disk_space(evidence, seen)
     if free is None or not math.isfinite(free) or not math.isfinite(size) or "://" in evidence.the_job.checkpoint.path:
         return ()
     keep = evidence.the_job.checkpoint.keep
@@ -191,7 +191,7 @@ def _judge_disk(evidence: Evidence, limits: Limits, seen: CheckpointFacts | None
     )
 
 
-def _disk_room(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[float, float | None, int]:
+def _disk_space(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[float, float | None, int]:
     """(bytes of a checkpoint, free bytes, checkpoints that are already there)."""
     planned = evidence.the_plan.reliability.checkpoint_bytes
     if seen is not None and seen.free_bytes is not None:

@@ -38,7 +38,7 @@ def _judge_first(evidence: Evidence, limits: Limits) -> Outcome:
     ):
         return missing
     set_s, longest = evidence.the_job.comm.init_timeout_s, _longest_at_first(evidence)
-    wanted_s = max(limits.number("init_most_s"), _with_room(longest))
+    wanted_s = max(limits.number("init_most_s"), _with_margin(longest))
     most_s = wanted_s  # a pause that takes longer moves the bound
     if evidence.is_foreign and not is_save_known(evidence) and set_s > most_s:
         return unknown(
@@ -116,7 +116,7 @@ def _longest_at_first(evidence: Evidence) -> Silence | None:
     return max((one for one in known if one is not None), key=lambda one: one.seconds, default=None)
 
 
-def _with_room(longest: Silence | None) -> float:
+def _with_margin(longest: Silence | None) -> float:
     """Whole seconds: what is proposed is also the bound."""
     return math.ceil(ROOM * longest.seconds) if longest is not None else 0.0
 
@@ -167,7 +167,7 @@ def _judge_steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     # A number that is proposed outlasts every silence, whoever trains with it.
     wanted_s = bounded_timeout_s(step_s, steps=limits.number("steps"), most_s=limits.number("train_most_s"))
     # Of another trainer a save is only predicted: nothing below the bound is proposed.
-    wanted_s = max(wanted_s, _with_room(longest), 0.0 if own else limits.number("train_most_s"))
+    wanted_s = max(wanted_s, _with_margin(longest), 0.0 if own else limits.number("train_most_s"))
     most_s = max(limits.number("train_most_s"), step_s, wanted_s)
     formula = (
         f"from min({limits.number('steps'):g} × {step_s:.3g} s {source}, {limits.number('train_most_s'):g} s) and at "
@@ -214,7 +214,7 @@ def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> 
             at="train.timeout_s",
         )
     statement = f"a rank waits {written:.4g} s for another in a steady step"
-    wanted_s = max(most_s, _with_room(longest_silence(evidence)))
+    wanted_s = max(most_s, _with_margin(longest_silence(evidence)))
     if evidence.is_foreign and not is_save_known(evidence):
         return unknown(
             f"{statement}; whether a save takes longer than that is not known",

@@ -130,13 +130,13 @@ def _unmapped_lines(report: CheckReport) -> Iterator[Line]:
 def _habit_lines(reports: Sequence[CheckReport]) -> Iterator[Line]:
     """What trainers do or lack, once for each of them and short; --json and phalanx explain have the rest."""
     for trainer in dict.fromkeys(one.trainer for one in reports if one.habits):
-        told: dict[str, str] = {}
+        lines: dict[str, str] = {}
         for report in reports:
             for one in report.habits if report.trainer == trainer else ():
-                told.setdefault(f"{one.rule.id} {one.outcome.at}", f"    {one.rule.id}  {one.outcome.what}")
+                lines.setdefault(f"{one.rule.id} {one.outcome.at}", f"    {one.rule.id}  {one.outcome.what}")
         yield "", ""
         yield "info", f"notes about {trainer} itself, the same for every file; no effect on the exit code"
-        yield from (("quiet", line) for line in told.values())
+        yield from (("quiet", line) for line in lines.values())
 
 
 def _passed_lines(report: CheckReport) -> Iterator[Line]:

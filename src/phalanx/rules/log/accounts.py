@@ -14,7 +14,7 @@ from phalanx.record.account.cost import Cost, run_cost
 from phalanx.record.account.incidents import Incident, read_incidents
 from phalanx.record.account.ledger import TROUBLES, LedgerStream, LedgerWalk, walk_ledger
 from phalanx.record.account.memberships import measured_mfu
-from phalanx.record.account.stragglers import Scores, straggler_scores
+from phalanx.record.account.stragglers import StragglerScores, straggler_scores
 from phalanx.record.account.time_accounts import from_trail
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
@@ -32,7 +32,7 @@ class Account:
     walked: LedgerWalk | None = None
     incidents: tuple[Incident, ...] = ()
     lowest_hour: float | None = None
-    scores: Scores | None = None
+    scores: StragglerScores | None = None
     cost: Cost | None = None
 
 

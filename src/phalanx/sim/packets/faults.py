@@ -18,7 +18,7 @@ Part = Literal["link", "t1_link", "t1_fall", "t0", "t1", "nic", "transceiver", "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
+class FabricFault:
     """A part that loses its speed (`left` of it remains) or some of its packets (`loss`) from `at_s` to `until_s`."""
 
     part: Part
@@ -45,7 +45,12 @@ class Change:
 
 
 def link_changes(
-    links: Links, faults: tuple[Fault, ...], *, slot_s: float, converge_s: float | None, denied: tuple[Fault, ...] = ()
+    links: Links,
+    faults: tuple[FabricFault, ...],
+    *,
+    slot_s: float,
+    converge_s: float | None,
+    denied: tuple[FabricFault, ...] = (),
 ) -> list[Change]:
     """Faults as changes of links in order of time; with `converge_s` routing follows that much later.
 
@@ -78,14 +83,14 @@ def _fault_slot(time_s: float, slot_s: float) -> int:
     return 1 + int(min(time_s / slot_s, 2**60))
 
 
-def denied_links(links: Links, denied: tuple[Fault, ...]) -> Ints:
+def denied_links(links: Links, denied: tuple[FabricFault, ...]) -> Ints:
     """The directed links that no path may use: of parts named as faults are, whose times and shares do not matter."""
     if any(part.part == "traffic" for part in denied):
         raise mistake("denied parts", "all traffic was named", fix="name links, T1s, T0s or NIC ports")
     return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *(fault_links(links, part) for part in denied)]))
 
 
-def fault_links(links: Links, fault: Fault) -> Ints:
+def fault_links(links: Links, fault: FabricFault) -> Ints:
     """The directed links that a fault takes."""
     at, hosts = (fault.plane, fault.number), np.arange(links.fabric.hosts)
     if fault.part == "traffic":  # every packet passes one link from its NIC
@@ -102,7 +107,7 @@ def fault_links(links: Links, fault: Fault) -> Ints:
     return np.flatnonzero(link_shares(links, broken) < 1)
 
 
-def _t1_link(links: Links, fault: Fault) -> Ints:
+def _t1_link(links: Links, fault: FabricFault) -> Ints:
     if not (
         0 <= fault.plane < links.fabric.planes and 0 <= fault.number < links.fabric.t1 and 0 <= fault.port < links.t1_up
     ):
@@ -117,7 +122,7 @@ def _t1_link(links: Links, fault: Fault) -> Ints:
     return np.concatenate([links.t1_up_link(*at), links.t1_down_link(*at)])
 
 
-def _check_fault(fault: Fault) -> None:
+def _check_fault(fault: FabricFault) -> None:
     where = f"fault of {fault.part} {fault.number}"
     if not 0 <= fault.at_s < fault.until_s:
         raise mistake(where, f"from {fault.at_s:g} s until {fault.until_s:g} s", fix="let it end after it begins")
@@ -128,7 +133,7 @@ def _check_fault(fault: Fault) -> None:
 # A controller's denylist: paths that senders never use, whatever probes say.
 
 
-def deny_paths(world: PacketWorld, denied: tuple[Fault, ...]) -> None:
+def deny_paths(world: PacketWorld, denied: tuple[FabricFault, ...]) -> None:
     """Deny every path over the links of the parts; raises UserError where a connection has no other."""
     from phalanx.sim.packets import kernel
 

@@ -58,7 +58,7 @@ def shuffled(slot: int) -> int:
 
 
 @part
-def room_for(number: int) -> int:
+def power_of_two_for(number: int) -> int:
     """The power of two that holds so many: numbers below it stay below it when their bits are flipped."""
     room = 1
     while room < number:

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.sim.fair_rates import compile_loop
 from phalanx.sim.packets import parts, roce_senders, roce_state, state
-from phalanx.sim.packets.parts import draw, nth, part, room_for, shuffled, stamp_of
+from phalanx.sim.packets.parts import draw, nth, part, power_of_two_for, shuffled, stamp_of
 from phalanx.sim.packets.roce_senders import events, timers, wake
 from phalanx.sim.packets.roce_state import (
     ACK,
@@ -177,7 +177,7 @@ def arrive(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pair
         rules.buffer,
         rules.pause_share,
     )
-    word, room = shuffled(slot), room_for(links)
+    word, room = shuffled(slot), power_of_two_for(links)
     for place in range(room):
         link = nth(place, word, room)
         if link >= links:

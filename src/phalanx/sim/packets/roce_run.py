@@ -13,7 +13,7 @@ from phalanx.errors import Problem, SystemFailure
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import Floats, Links, links_of
 from phalanx.sim.packets.build import PacketBudget, PacketCost, calendar_of, check_packet_budget, packet_cost
-from phalanx.sim.packets.faults import Change, Fault, link_changes
+from phalanx.sim.packets.faults import Change, FabricFault, link_changes
 from phalanx.sim.packets.result import PacketCourse, PacketResult
 from phalanx.sim.packets.roce_state import (
     ACTIVE,
@@ -51,8 +51,8 @@ def run_roce(
     traffic: Flows,
     roce: Roce,
     *,
-    faults: tuple[Fault, ...],
-    denied: tuple[Fault, ...],
+    faults: tuple[FabricFault, ...],
+    denied: tuple[FabricFault, ...],
     seed: int,
     budget: PacketBudget,
     limit: Callable[
@@ -68,7 +68,7 @@ def run_roce(
     world = roce_build(plan, fabric, traffic, roce, seed=seed)
     slot_s = world.slots.slot_s
     todo = link_changes(world.links, faults, slot_s=slot_s, converge_s=roce.converge_s, denied=denied)
-    clock = _Clock(
+    clock = _RoceClock(
         world=world,
         roce=roce,
         traffic=traffic,
@@ -85,7 +85,7 @@ def run_roce(
 
 
 @dataclass(kw_only=True, slots=True)
-class _Clock:
+class _RoceClock:
     """Advances the loop from one thing that happens outside of it to the next."""
 
     world: RoceWorld
@@ -140,7 +140,7 @@ class _Clock:
         self.course.keep(self.slot, int(w.totals[DELIVERED]), w.pairs.arrived[list(self.watch)])
 
 
-def _packet_result(clock: _Clock, stopped: str, cpu_s: float) -> PacketResult:
+def _packet_result(clock: _RoceClock, stopped: str, cpu_s: float) -> PacketResult:
     w, slot_s, roce = clock.world, clock.world.slots.slot_s, clock.roce
     time_s, total_gbps, watched_gbps = clock.course.gbps(slot_s, 8e-9 * roce.payload_bytes)
     done, lost = w.pairs.done.astype(np.float64), int(w.totals[LOST]) + int(w.totals[DROPPED])

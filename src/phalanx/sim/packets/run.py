@@ -11,7 +11,7 @@ from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import Ints
 from phalanx.sim.packets.build import PacketBudget, PacketWorld, build_world, check_packet_budget, sketch_run
-from phalanx.sim.packets.faults import Change, Fault, deny_paths, link_changes
+from phalanx.sim.packets.faults import Change, FabricFault, deny_paths, link_changes
 from phalanx.sim.packets.result import PacketCourse, PacketResult
 from phalanx.sim.packets.roce_run import run_roce
 from phalanx.sim.packets.schedule import Schedule, at_once, check_schedule
@@ -46,8 +46,8 @@ def run_connections(
     traffic: Flows,
     *,
     transport: Transport | Roce,
-    faults: tuple[Fault, ...] = (),
-    denied: tuple[Fault, ...] = (),
+    faults: tuple[FabricFault, ...] = (),
+    denied: tuple[FabricFault, ...] = (),
     seed: int = 0,
     budget: PacketBudget = BUDGET,
     limit_s: float | None = None,

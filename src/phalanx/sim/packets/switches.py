@@ -5,7 +5,7 @@ Compiled into the loop of `kernel.py`, whose head says what holds for every part
 
 from __future__ import annotations
 
-from phalanx.sim.packets.parts import draw, nth, part, room_for, shuffled
+from phalanx.sim.packets.parts import draw, nth, part, power_of_two_for, shuffled
 from phalanx.sim.packets.state import (
     ARRIVED,
     DELAY_BIT,
@@ -176,7 +176,7 @@ def from_nics(
     wire, ring, head, count, host_t0 = net.wire, net.ring, net.head, net.waiting, net.host_t0
     avoided, target, links, seed = net.avoided, traffic.target, traffic.links, knobs.seed
     now, hosts, queue, ports = slot % shape.wire, shape.hosts, shape.queue, shape.t0_up
-    word, room = shuffled(slot), room_for(min(shape.block, hosts))
+    word, room = shuffled(slot), power_of_two_for(min(shape.block, hosts))
     for start in range(0, hosts, shape.block):
         # The hosts of a T0 take turns at being first, or the last ones would find its queues full.
         size = min(shape.block, hosts - start)
@@ -218,7 +218,7 @@ def from_t0(
     now, queue, ports, per_pod = slot % shape.wire, shape.queue, shape.t0_up, shape.t0_per_pod
     ups, avoided, seed = shape.t0 * ports, net.avoided, knobs.seed
     up = base + 2 * shape.hosts
-    word, room = shuffled(slot), room_for(shape.t0)
+    word, room = shuffled(slot), power_of_two_for(shape.t0)
     for place in range(room):
         t0 = nth(place, word, room)
         if t0 >= shape.t0:
@@ -251,7 +251,7 @@ def from_t1(
     wire, ring, head, count, target = net.wire, net.ring, net.head, net.waiting, traffic.target
     now, queue, ports = slot % shape.wire, shape.queue, shape.t0_up
     fall, down = base + 2 * shape.hosts + shape.t0 * ports, base + shape.hosts
-    word, room = shuffled(slot), room_for(ports)
+    word, room = shuffled(slot), power_of_two_for(ports)
     for start in range(fall, fall + shape.t0 * ports, ports):
         for place in range(room):
             port = nth(place, word, room)
@@ -284,7 +284,7 @@ def over_t2(
     fall = base + 2 * shape.hosts + shape.t0 * shape.t0_up
     over = fall + shape.t0 * shape.t0_up
     half = (base + shape.per_plane - over) // 2
-    word, room = shuffled(slot), room_for(half)
+    word, room = shuffled(slot), power_of_two_for(half)
     for place in range(room):
         index = nth(place, word, room)
         if index >= half:

@@ -38,7 +38,7 @@ class NodePool:
     # ---- what there is -----------------------------------------------------------------------------------------------
 
     def domain_of(self, need: int, domain: Domain) -> Domain:
-        """Where a job's nodes must lie: its own wish, else what the packing demands of its size."""
+        """Where a job's nodes must lie: its own choice, else what the packing demands of its size."""
         if domain:
             return domain
         if self.packing != "required":

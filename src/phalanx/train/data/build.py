@@ -22,7 +22,7 @@ from phalanx.job.dataset import (
     MANIFEST,
     SPLITS,
     TOKENIZER,
-    Manifest,
+    DatasetManifest,
     Shard,
     Source,
     Split,
@@ -91,7 +91,7 @@ class _BuildState:
 
 def build_dataset(
     recipe: Recipe, out: Path, progress_for: Callable[[int], BuildProgress], *, wait_s: float = 0.0, reuse: bool = False
-) -> Manifest:
+) -> DatasetManifest:
     """Make the dataset `out`; raises UserError for bad input and SystemFailure for a full disk or another builder.
 
     With `reuse`, one that another process finished while we waited is taken.
@@ -131,13 +131,13 @@ class _Work:
         self.recipe, self.files, self.folder, self.progress = recipe, files, folder, progress
         self.state = self._resume_state()
 
-    def run(self) -> Manifest:
+    def run(self) -> DatasetManifest:
         """Tokenizer, then source by source; leaves every shard on disk."""
         tokenizer = self._get_tokenizer()
         self.progress.begin("tokens")
         for number, (origin, files) in enumerate(zip(self.recipe.origins, self.files, strict=True)):
             self._build_source(number, origin, files, tokenizer)
-        manifest = Manifest(
+        manifest = DatasetManifest(
             phalanx=_tokenizers_version(),
             vocab=tokenizer.vocab,
             dtype=_token_dtype(tokenizer),
@@ -405,7 +405,7 @@ def _nothing_found(recipe: Recipe) -> UserError:
     return mistake(where, "no document is left to train on", why="all are empty, missing or held out", fix=fix)
 
 
-def _publish_dataset(partial: Path, out: Path, manifest: Manifest) -> None:
+def _publish_dataset(partial: Path, out: Path, manifest: DatasetManifest) -> None:
     (partial / STATE).unlink(missing_ok=True)
     replace_text(partial / MANIFEST, manifest.dump())
     partial.rename(out)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.job.dataset import (
     TOKENIZER,
-    Manifest,
+    DatasetManifest,
     Shard,
     Source,
     Split,
@@ -29,7 +29,7 @@ Tokens = NDArray[np.int64]
 class _Stream:
     """The shards of a source as one run of tokens."""
 
-    def __init__(self, folder: Path, manifest: Manifest, shards: Sequence[Shard], reader: BlockReader) -> None:
+    def __init__(self, folder: Path, manifest: DatasetManifest, shards: Sequence[Shard], reader: BlockReader) -> None:
         self._files, self._reader = [reader.add(folder, shard, manifest) for shard in shards], reader
         self._ends = np.cumsum([0, *(shard.tokens for shard in shards)])
         self.tokens = int(self._ends[-1])
@@ -49,7 +49,7 @@ class TokenDataset:
     """One split of one or several dataset folders that share a tokenizer."""
 
     def __init__(
-        self, folders: Sequence[tuple[Path, Manifest]], split: Split, *, limit: TokenLimit | None = None
+        self, folders: Sequence[tuple[Path, DatasetManifest]], split: Split, *, limit: TokenLimit | None = None
     ) -> None:
         self.split: Split = split
         self.folders = tuple(folder for folder, _ in folders)
@@ -203,7 +203,7 @@ def check_dataset(dataset: TokenDataset, *, model_vocab: int, sequence: int) -> 
     return (*short, *bare)
 
 
-def _check_same_tokenizer(folders: Sequence[tuple[Path, Manifest]]) -> None:
+def _check_same_tokenizer(folders: Sequence[tuple[Path, DatasetManifest]]) -> None:
     (first, head), *others = folders
     for folder, manifest in others:
         if manifest.tokenizer_sha256 != head.tokenizer_sha256:

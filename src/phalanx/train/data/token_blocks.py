@@ -26,7 +26,7 @@ from phalanx.job.dataset import (
     BLOCK_BYTES,
     BLOCK_DIGEST_BYTES,
     REBUILD,
-    Manifest,
+    DatasetManifest,
     Shard,
     add_blocks,
     block_digest,
@@ -51,7 +51,7 @@ class TokenLimit:
 class _OpenShard:
     """One file of tokens and the digests of its blocks."""
 
-    def __init__(self, folder: Path, shard: Shard, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, shard: Shard, manifest: DatasetManifest) -> None:
         self.path = folder / shard.file
         self.size_bytes = shard.tokens * manifest.token_bytes
         self.block_bytes = manifest.block_bytes or BLOCK_BYTES
@@ -124,12 +124,12 @@ class BlockReader:
 
     def __init__(self, *, limit: TokenLimit | None = None, most_cache_bytes: int = MOST_CACHE_BYTES) -> None:
         self._limit, self._room = limit, most_cache_bytes
-        self._shards: list[tuple[Path, Shard, Manifest]] = []
+        self._shards: list[tuple[Path, Shard, DatasetManifest]] = []
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
         self._blocks: OrderedDict[tuple[int, int], RawTokens] = OrderedDict()
         self._lock = threading.Lock()
 
-    def add(self, folder: Path, shard: Shard, manifest: Manifest) -> int:
+    def add(self, folder: Path, shard: Shard, manifest: DatasetManifest) -> int:
         """A further shard, opened when it is first read; its number."""
         self._shards.append((folder, shard, manifest))
         return len(self._shards) - 1

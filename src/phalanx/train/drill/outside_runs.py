@@ -86,14 +86,14 @@ def _small_disk(stage: OutsideStage, stack: ExitStack, name: str, *, checkpoints
 
 
 def _full_disk_and_kill(stage: OutsideStage) -> OutsideFinding:
-    def told(result: DrillResult, history: DrillHistory) -> str:
+    def missing_warning(result: DrillResult, history: DrillHistory) -> str:
         warned = any("space" in str(event).lower() for event in history.ranks if event["event"] == "checkpoint")
         return "" if warned or _mentions_word(result.run, "space") else "nobody said that the disk is full"
 
     with ExitStack() as stack:
         folder = _small_disk(stage, stack, "full", checkpoints=20)
         faults = [f"fill-disk:step=6,for_s={LONG_S}", "kill:rank=2,step=12"]
-        return _judge_drill(stage.drill(faults, overrides=[f'checkpoint.path="{folder}"']), told)
+        return _judge_drill(stage.drill(faults, overrides=[f'checkpoint.path="{folder}"']), missing_warning)
 
 
 def _read_only_and_kill(stage: OutsideStage) -> OutsideFinding:
@@ -113,12 +113,12 @@ def _read_only_and_kill(stage: OutsideStage) -> OutsideFinding:
         return _judge_drill(found, written_elsewhere, state="failed")
 
 
-def _little_room(stage: OutsideStage) -> OutsideFinding:
+def _little_disk_space(stage: OutsideStage) -> OutsideFinding:
     """Room for three checkpoints and a half, where `keep` = 3 takes four at the moment of a save."""
 
     def refused(result: DrillResult, history: DrillHistory) -> str:
-        told = "\n".join([result.message, *map(str, history.incidents), _supervisor_text(result.run)])
-        return "" if "checkpoint.keep" in told else f"the refusal does not name checkpoint.keep: {told[:200]}"
+        text = "\n".join([result.message, *map(str, history.incidents), _supervisor_text(result.run)])
+        return "" if "checkpoint.keep" in text else f"the refusal does not name checkpoint.keep: {text[:200]}"
 
     with ExitStack() as stack:
         folder = _small_disk(stage, stack, "room", checkpoints=3.5)
@@ -189,7 +189,7 @@ def _left_out_replica(stage: OutsideStage) -> OutsideFinding:
     words = ["train", str(stage.job), "--steps", "100000", "--runs", str(runs), "--no-probe", "--no-check"]
     words += ["--set", "parallel.shard=2", "--set", 'fault.on_loss="leave-out"', "--set", "comm.init_timeout_s=300"]
 
-    def told(kind: str) -> list[dict[str, object]]:
+    def events_of_kind(kind: str) -> list[dict[str, object]]:
         found = next(iter(runs.glob("*/supervisor.jsonl")), None)
         return [event for event in read_events(found)[0] if event["event"] == kind] if found is not None else []
 
@@ -199,15 +199,15 @@ def _left_out_replica(stage: OutsideStage) -> OutsideFinding:
 
     def is_back() -> bool:
         if not killed and num_steps() >= 4:
-            members = [one for event in told("epoch") for one in event["members"] if one["rank"] == 3]  # type: ignore[attr-defined]
+            members = [one for event in events_of_kind("epoch") for one in event["members"] if one["rank"] == 3]  # type: ignore[attr-defined]
             os.kill(int(members[-1]["pid"]), signal.SIGKILL)
             killed.append(num_steps())
-        if len(killed) == 1 and len(told("replica")) >= 2:
+        if len(killed) == 1 and len(events_of_kind("replica")) >= 2:
             killed.append(num_steps() + 4)  # and some more steps with all of them
         return len(killed) == 2 and num_steps() >= killed[1]
 
     done = stage.command(*words, until=is_back, signals=[signal.SIGINT])
-    states, epochs = [(one["replica"], one["state"]) for one in told("replica")], len(told("epoch"))
+    states, epochs = [(one["replica"], one["state"]) for one in events_of_kind("replica")], len(events_of_kind("epoch"))
     wrong = [] if states == [(1, "left out"), (1, "rejoined")] else [f"of replicas was told: {states}"]
     wrong += [f"{epochs - 1} times everything was rebuilt"] if epochs != 1 else []
     wrong += [f"exit code {done.code}: {done.last}"] if done.code != 130 else []
@@ -319,7 +319,7 @@ RUN_DRILLS = (
         subject="state",
         tries="a disk with room for 3.5 checkpoints and checkpoint.keep = 3",
         must="refused before the first step, naming checkpoint.keep: a save takes room for four",
-        play=_little_room,
+        play=_little_disk_space,
     ),
     OutsideDrill(
         name="four-kills",

@@ -68,7 +68,7 @@ class InMemoryCheckpointer:
         self._replica = ReplicaSender(peer, secret=secret, hello=hello, bind=address) if peer is not None else None
         self._sender = JobThread("replica-send")
         self.skipped = 0
-        self._tell, self._told, self._check = tell, ("", False), check
+        self._tell, self._last_state, self._check = tell, ("", False), check
 
     @property
     def safe_step(self) -> int:
@@ -121,8 +121,8 @@ class InMemoryCheckpointer:
     def _tell_changes(self, step: int, *, is_skipped: bool) -> None:
         """When copies begin to fail or to be left out, and when they are well again; not at every step between."""
         now = (self.trouble, is_skipped)
-        if now != self._told:
-            self._told = now
+        if now != self._last_state:
+            self._last_state = now
             trouble = redact(now[0], os.environ)  # the text of a library, or of another host
             self._tell(step=step, trouble=trouble, is_skipped=is_skipped, skipped=self.skipped)
 

@@ -96,7 +96,7 @@ class RankFiles:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
+class CheckpointManifest:
     """A committed step: who wrote it, and the caller's own `meta`."""
 
     step: int
@@ -113,7 +113,7 @@ class Manifest:
         return sum(rank.data_bytes + rank.index_bytes for rank in self.ranks)
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: CheckpointManifest) -> bytes:
     """The text of a manifest, with the digest of the rest of it inside; raises ValueError for meta that is not JSON."""
     body = {
         "format": FORMAT,
@@ -129,7 +129,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return encode_json({**body, "sha256": hashlib.sha256(encode_json(body)).hexdigest()})
 
 
-def read_manifest(folder: CheckpointFolder) -> Manifest:
+def read_manifest(folder: CheckpointFolder) -> CheckpointManifest:
     """The manifest of a committed folder; raises DamagedCheckpoint when a single bit of it is not what was written."""
     path = folder.location / paths.MANIFEST
     try:
@@ -148,7 +148,7 @@ def read_manifest(folder: CheckpointFolder) -> Manifest:
     return manifest
 
 
-def _decode_manifest(data: bytes) -> Manifest:
+def _decode_manifest(data: bytes) -> CheckpointManifest:
     body = decode_json(data)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise ValueError(f"it does not say format {FORMAT}")
@@ -163,7 +163,7 @@ def _decode_manifest(data: bytes) -> Manifest:
             raise ValueError("an entry of ranks is not two sizes, a digest and a number of tensors")
     ranks = tuple(RankFiles(**row) for row in body["ranks"])
     known = {key: body[key] for key in ("step", "world", "attempt", "code", "meta")}
-    manifest = Manifest(ranks=ranks, epoch=body.get("epoch", 0), **known)
+    manifest = CheckpointManifest(ranks=ranks, epoch=body.get("epoch", 0), **known)
     if not is_count(manifest.step) or manifest.world != len(ranks) or not ranks or not isinstance(manifest.meta, dict):
         raise ValueError(
             f"it lists {plural(len(ranks), 'rank')} for step {manifest.step!r} of a world size of {manifest.world!r}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.plan.layout import Layout
-from phalanx.train.state.index import DamagedCheckpoint, Manifest, damaged_checkpoint, read_manifest
+from phalanx.train.state.index import CheckpointManifest, DamagedCheckpoint, damaged_checkpoint, read_manifest
 from phalanx.train.state.paths import Location, commit_step, data_name, index_name
 from phalanx.train.state.reader import list_commits, verify_checkpoint
 from phalanx.train.state.storage import open_folder
@@ -83,7 +83,7 @@ def _layout_name(meta: Mapping[str, Any]) -> str:
         return ""
 
 
-def _check_sizes(place: Path, manifest: Manifest) -> None:
+def _check_sizes(place: Path, manifest: CheckpointManifest) -> None:
     """Raises DamagedCheckpoint for the first file that is missing, or has another size than was written."""
     for rank, files in enumerate(manifest.ranks):
         for name, size in ((data_name(rank), files.data_bytes), (index_name(rank), files.index_bytes)):

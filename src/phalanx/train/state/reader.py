@@ -20,8 +20,8 @@ from phalanx.errors import Problem, SystemFailure
 from phalanx.train.state import paths
 from phalanx.train.state.index import (
     JSON,
+    CheckpointManifest,
     DamagedCheckpoint,
-    Manifest,
     RankIndex,
     check_coverage,
     check_same_tensor,
@@ -329,7 +329,7 @@ def own_first(
     return [*own, *others], said
 
 
-def _committed_checkpoint(location: Location, found: Manifest) -> CommittedCheckpoint:
+def _committed_checkpoint(location: Location, found: CheckpointManifest) -> CommittedCheckpoint:
     return CommittedCheckpoint(path=location, step=found.step, world=found.world, meta=found.meta, epoch=found.epoch)
 
 
@@ -344,7 +344,7 @@ def read_rank_meta(location: Location, rank: int) -> dict[str, Any]:
     return dict(CheckpointReader(location).index(rank).meta)
 
 
-def verify_checkpoint(location: Location) -> Manifest:
+def verify_checkpoint(location: Location) -> CheckpointManifest:
     """Read every byte and return the manifest, when all files are there and unchanged, no others are, and every tensor
     is whole; else raises DamagedCheckpoint."""
     reader = CheckpointReader(location)

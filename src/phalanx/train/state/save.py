@@ -25,7 +25,7 @@ from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state import paths
 from phalanx.train.state.index import (
     JSON,
-    Manifest,
+    CheckpointManifest,
     RankFiles,
     RankIndex,
     decode_json,
@@ -113,7 +113,7 @@ def save_checkpoint(
             ranks = wait_for_ranks(draft, step=step, world=world, timeout_s=timeout_s, abandoned=abandoned)
             total_bytes = sum(one.data_bytes + one.index_bytes for one in ranks)
             point("all")
-            manifest = Manifest(
+            manifest = CheckpointManifest(
                 step=step, world=world, attempt=attempt, epoch=epoch, code=_code_version(), meta=meta, ranks=ranks
             )
             _commit_draft(draft, manifest, fence, abandoned, point)
@@ -265,7 +265,7 @@ def _ranks_late(draft: CheckpointDraft, step: int, missing: Sequence[int], timeo
 
 def _commit_draft(
     draft: CheckpointDraft,
-    manifest: Manifest,
+    manifest: CheckpointManifest,
     fence: CommitFence,
     abandoned: Event,
     point: Callable[[str], None],

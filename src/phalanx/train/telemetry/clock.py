@@ -32,7 +32,7 @@ WORK = ("forward", "backward", "other", "optimizer")  # phases in which a rank w
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Phase:
+class StepPhase:
     """A stretch of a step, from the step's begin."""
 
     kind: str
@@ -46,16 +46,16 @@ class StepTime:
 
     compute_s: float
     wait_s: float
-    phases: tuple[Phase, ...]
+    phases: tuple[StepPhase, ...]
     cpu_s: float | None = None  # processor time of `compute_s`; None where a device computes
     core_wait_s: float | None = None  # for which the thread could have run and had no core
 
 
 class StepClock(Protocol):
-    """Begin, phases, settle, end: in this order in every step, inside `hearing`."""
+    """Begin, phases, settle, end: in this order in every step, inside `observe_waits`."""
 
-    def hearing(self) -> AbstractContextManager[None]:
-        """Around a step: hear of waits that nobody marks."""
+    def observe_waits(self) -> AbstractContextManager[None]:
+        """Around a step: also count waits that nobody marks."""
 
     def begin(self) -> None:
         """The step begins."""
@@ -106,10 +106,10 @@ class HostClock:
         self._core_wait = CoreWait()
         self._began_s = self._began_worked_s = self._waited_s = 0.0
         self._began_core_s: float | None = None
-        self._phases: list[Phase] = []
+        self._phases: list[StepPhase] = []
         self._stall = _HostStall(self)
 
-    def hearing(self) -> AbstractContextManager[None]:
+    def observe_waits(self) -> AbstractContextManager[None]:
         """Around a step."""
         return nullcontext() if self._compiled else marked_waits(self._stall)
 
@@ -126,7 +126,7 @@ class HostClock:
         try:
             yield
         finally:
-            self._phases.append(Phase(kind=kind, start_s=start_s - self._began_s, duration_s=self._now() - start_s))
+            self._phases.append(StepPhase(kind=kind, start_s=start_s - self._began_s, duration_s=self._now() - start_s))
 
     def stall(self) -> AbstractContextManager[None]:
         """Around a wait for others, wherever it is."""
@@ -196,8 +196,8 @@ class DeviceClock:
         self._core_wait = CoreWait()
         self._began_core_s: float | None = None
 
-    def hearing(self) -> AbstractContextManager[None]:
-        """Nothing to hear: the host's waits say nothing about the device."""
+    def observe_waits(self) -> AbstractContextManager[None]:
+        """Nothing to count: the host's waits say nothing about the device."""
         return nullcontext()
 
     def _lay_mark(self) -> Mark:
@@ -243,7 +243,7 @@ class DeviceClock:
     def end(self) -> StepTime:
         """After the read."""
         phases = [
-            Phase(kind=kind, start_s=_seconds_between(self._begin, start), duration_s=_seconds_between(start, end))
+            StepPhase(kind=kind, start_s=_seconds_between(self._begin, start), duration_s=_seconds_between(start, end))
             for kind, start, end in self._phases
         ]
         stalls_s = sum(_seconds_between(start, end) for start, end in self._stalls)
@@ -259,11 +259,11 @@ class DeviceClock:
             core_wait_s=core_s - before_s if core_s is not None and before_s is not None else None,
         )
 
-    def _update_phases(self, from_s: float) -> Iterator[Phase]:
+    def _update_phases(self, from_s: float) -> Iterator[StepPhase]:
         """The last step's update, where this step's will be."""
         for kind, start, end in self._before:
             length_s = _seconds_between(start, end)
-            yield Phase(kind=kind, start_s=from_s, duration_s=length_s)
+            yield StepPhase(kind=kind, start_s=from_s, duration_s=length_s)
             from_s += length_s
 
 

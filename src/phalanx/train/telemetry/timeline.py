@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from phalanx.record.provenance import redact
 from phalanx.train.parallel.dims import Meshes
-from phalanx.train.telemetry.clock import Phase
+from phalanx.train.telemetry.clock import StepPhase
 from phalanx.train.telemetry.collective_tap import CollectiveTap, Kernel, TappedCollective, kernels_of, timed_by
 from phalanx.train.tracing.recorder import axis_names, axis_of
 
@@ -48,7 +48,7 @@ class Sample:
         """Bytes of the tensors that were gathered, reduced, exchanged or sent."""
         return sum(call.nbytes for call in self._calls)
 
-    def fields(self, phases: Sequence[Phase], *, data_s: float, before_s: float) -> dict[str, Any]:
+    def fields(self, phases: Sequence[StepPhase], *, data_s: float, before_s: float) -> dict[str, Any]:
         """Of a `timeline` event. The step's first `before_s` were over when the engine began, `data_s` of it waiting
         for the batch.
         """
@@ -84,7 +84,7 @@ class Inside:
     timeline: dict[str, Any] | None = None  # fields of the event
 
 
-def _numbered_names(phases: Sequence[Phase]) -> Iterator[str]:
+def _numbered_names(phases: Sequence[StepPhase]) -> Iterator[str]:
     """forward 1, forward 2, …; what happens once has no number."""
     kinds = [phase.kind for phase in phases]
     seen: dict[str, int] = {}
@@ -172,7 +172,9 @@ class TimelineSampler:
         """What looking has held the training up by, since the beginning."""
         return self._spent_s
 
-    def inside(self, samples: Sequence[Sample], phases: Sequence[Phase], *, data_s: float, before_s: float) -> Inside:
+    def inside(
+        self, samples: Sequence[Sample], phases: Sequence[StepPhase], *, data_s: float, before_s: float
+    ) -> Inside:
         """What the samples of a step say, ready to be written; nothing where that cannot be had."""
         began_s = time.perf_counter()
         try:

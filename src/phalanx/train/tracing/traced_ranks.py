@@ -79,7 +79,7 @@ def trace_ranks(
     `still` is told now and then which ranks are being traced, and for how long this has been going on.
     """
     if len(ranks) == 1:
-        with _told_now_and_then(lambda seconds: still(ranks, seconds)):
+        with _reported_regularly(lambda seconds: still(ranks, seconds)):
             found = [_trace_rank(step, ranks[0])]
         done(found[0])
         return found
@@ -167,7 +167,7 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def _told_now_and_then(tell: Callable[[float], None]) -> Iterator[None]:
+def _reported_regularly(tell: Callable[[float], None]) -> Iterator[None]:
     """While this thread works, another one says for how long."""
     began_s, over = time.monotonic(), threading.Event()
 

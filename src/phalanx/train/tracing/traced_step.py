@@ -140,7 +140,7 @@ def _run_steps(engine: Engine, micro_batches: int, *, dry: bool) -> None:
 
 
 def constant_values(numbers: torch.Tensor) -> list[float]:
-    """In place of what the ranks would agree on: a finite norm, a loss, some tokens, and no wish to stop."""
+    """In place of what the ranks would agree on: a finite norm, a loss, some tokens, and no request to stop."""
     return [1.0, 1.0, 1.0] + [0.0] * (numbers.numel() - 3)
 
 

@@ -28,7 +28,7 @@ OF_LOSS, OF_NORM, LATER = 1, 4, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bounds:
+class Tolerances:
     """What still counts as equal.
 
     In float64 every layout we know to be right is within 1e-12 after 5 AdamW steps, and a wrong one beyond 1e-4
@@ -45,7 +45,7 @@ class Bounds:
     later: float = 1.0  # loss and norm after the first step: so many times as much
 
     @classmethod
-    def rounded(cls, compute: str, *, also: float = 0.0) -> Bounds:
+    def rounded(cls, compute: str, *, also: float = 0.0) -> Tolerances:
         """In a narrower format; `also` is the rounding of gradients that are sent compressed.
 
         The gradients of the first step are held tensor by tensor (the norm of the difference); parameters are not:
@@ -64,7 +64,7 @@ class Bounds:
         )
 
 
-IN_FLOAT64 = Bounds()
+IN_FLOAT64 = Tolerances()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ class OutcomeComparison:
     first: OutcomeDifference | None
 
 
-def compare_outcomes(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds = IN_FLOAT64) -> OutcomeComparison:
+def compare_outcomes(found: TrialOutcome, wanted: TrialOutcome, bounds: Tolerances = IN_FLOAT64) -> OutcomeComparison:
     """How far `found` is from `wanted`; shares of the value where the bounds are such."""
     last = _largest_differences(found.params[-1], wanted.params[-1]) if wanted.params else {}
     worst = max(last, key=lambda name: last[name], default="")
@@ -124,7 +124,7 @@ def compare_outcomes(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds =
     )
 
 
-def _outcome_differences(found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds) -> Iterator[OutcomeDifference]:
+def _outcome_differences(found: TrialOutcome, wanted: TrialOutcome, bounds: Tolerances) -> Iterator[OutcomeDifference]:
     """In the order in which a step computes: the first is nearest to the cause."""
     pairs = zip(_per_token(found.evaluations), _per_token(wanted.evaluations), strict=True)
     before = [_difference_size(a, b, bounds) for a, b in pairs]
@@ -139,7 +139,7 @@ def _outcome_differences(found: TrialOutcome, wanted: TrialOutcome, bounds: Boun
 
 
 def _step_differences(
-    found: TrialOutcome, wanted: TrialOutcome, bounds: Bounds, index: int
+    found: TrialOutcome, wanted: TrialOutcome, bounds: Tolerances, index: int
 ) -> Iterator[OutcomeDifference]:
     step, more = index + 1, bounds.later if index else 1.0
     if not (size := _difference_size(found.losses[index], wanted.losses[index], bounds)) <= bounds.loss * more:
@@ -162,7 +162,7 @@ def _step_differences(
         )
 
 
-def _first_shares(found: Mapping[str, Array], wanted: Mapping[str, Array], bounds: Bounds) -> dict[str, float]:
+def _first_shares(found: Mapping[str, Array], wanted: Mapping[str, Array], bounds: Tolerances) -> dict[str, float]:
     """How far each tensor's gradient as a whole is off, of its own length; what is next to nothing may be rounding."""
     floor = bounds.gradient_floor * math.hypot(*(_vector_length(values) for values in wanted.values()))
     return {
@@ -171,7 +171,7 @@ def _first_shares(found: Mapping[str, Array], wanted: Mapping[str, Array], bound
     }
 
 
-def _difference_size(found: float, wanted: float, bounds: Bounds) -> float:
+def _difference_size(found: float, wanted: float, bounds: Tolerances) -> float:
     """How far apart two numbers are; as a share of the wanted one where bounds are shares."""
     size = abs(found - wanted)
     return size / abs(wanted) if bounds.rounding and wanted else size

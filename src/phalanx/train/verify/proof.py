@@ -12,7 +12,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
 from phalanx.train.models.support import refuse_untrainable
 from phalanx.train.settings import Settings, refuse_layout
-from phalanx.train.verify.compare import Bounds, OutcomeComparison, compare_outcomes
+from phalanx.train.verify.compare import OutcomeComparison, Tolerances, compare_outcomes
 from phalanx.train.verify.ranks import LIMIT_S, TrialPlace
 from phalanx.train.verify.small_trial import (
     SizeChange,
@@ -49,7 +49,7 @@ class LayoutProof:
     comparison: OutcomeComparison
     again: OutcomeComparison | None  # of a second start, which finds the compiled code of the first in its cache
     cached: int  # graphs that the second start found there, of all ranks
-    bounds: Bounds
+    bounds: Tolerances
     one_s: float
     split_s: float
     total_s: float
@@ -88,7 +88,7 @@ def prove_layout(
     refuse_layout(trial.shape, trial.settings)
     small = trial.settings.layout
     refuse_ranks(terms, ranks=small.devices, gpus=gpus)
-    bounds = Bounds() if terms.precision == EXACT else Bounds.rounded(terms.precision)
+    bounds = Tolerances() if terms.precision == EXACT else Tolerances.rounded(terms.precision)
     with tempfile.TemporaryDirectory(prefix="phalanx-compiled-") as folder:
         place = TrialPlace(
             shared=terms.device == "cuda" and small.devices > gpus,
@@ -194,12 +194,12 @@ def _difference_lines(proof: LayoutProof) -> list[str]:
     return text_table([(head, "found", "allowed"), *cells], right=(1,), indent=2)
 
 
-def _allowed_text(size: float, bounds: Bounds) -> str:
+def _allowed_text(size: float, bounds: Tolerances) -> str:
     later = f" (later steps {size * bounds.later:.1e})" if bounds.rounding else ""
     return f"{_size_text(size, bounds)}{later}"
 
 
-def _size_text(size: float, bounds: Bounds) -> str:
+def _size_text(size: float, bounds: Tolerances) -> str:
     return f"{size:.1e}" if bounds.rounding else f"{size:.0e}"
 
 

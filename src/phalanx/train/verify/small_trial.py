@@ -58,7 +58,7 @@ def make_small_trial(
         small, shape, sequence = replace(layout, compression="none"), job.model, job.data.sequence
         recompute_layers = int(job.parallel.recompute_layers) if some else None
     else:
-        small = shrink_layout(job.model, layout, ranks=terms.ranks)
+        small = scale_down_layout(job.model, layout, ranks=terms.ranks)
         shape = shrink_model(job.model, layout, small, ulysses=kind == "ulysses")
         sequence = _round_up(SEQUENCE, 2 * small.context * small.tensor)
         recompute_layers = 1 if some else None
@@ -168,7 +168,7 @@ def features_left_out(job: Job, layout: Layout, trial: Trial, *, compiled: bool,
 # ---- the layout ------------------------------------------------------------------------------------------------------
 
 
-def shrink_layout(shape: ModelShape, real: Layout, *, ranks: int = RANKS) -> Layout:
+def scale_down_layout(shape: ModelShape, real: Layout, *, ranks: int = RANKS) -> Layout:
     """The same degrees where `ranks` ranks do; else 2 where there is a split, and 4 where groups lie in groups.
 
     Of ranks that are left, context, then tensor and pipeline get more: a ring of 2 has no rank that passes on. Rounds

@@ -9,7 +9,7 @@ import torch
 
 from phalanx.elastic.fence import begin_generation
 from phalanx.hardware.cluster import resolve_cluster
-from phalanx.job.run_sections import Checkpoint, Fault
+from phalanx.job.run_sections import Checkpoint, FaultSettings
 from phalanx.plan.reliability import daly_interval
 from phalanx.plan.reliability import predict_reliability as plan
 from phalanx.record.run import Run
@@ -75,7 +75,7 @@ def test_an_interval_of_the_job_stays(reliability):
 def reliability():
     cluster = resolve_cluster("8xH100:2")
     return plan(
-        cluster, checkpoint=Checkpoint(interval_s=60.0), fault=Fault(), state_bytes=1e12, devices=16, step_s=5.0
+        cluster, checkpoint=Checkpoint(interval_s=60.0), fault=FaultSettings(), state_bytes=1e12, devices=16, step_s=5.0
     )
 
 

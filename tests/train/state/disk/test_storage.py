@@ -133,10 +133,10 @@ def test_a_damaged_object_is_passed_over_with_the_same_words(kit, store, url):
 
 def test_a_forged_attempt_leads_nowhere(kit, store, url):
     """The one name an object store takes from a file: it must stay one name below the step."""
-    from phalanx.train.state.index import Manifest, encode_manifest
+    from phalanx.train.state.index import CheckpointManifest, encode_manifest
 
     path = kit.save_all(url, shards(kit), step=1).path
-    forged = Manifest(
+    forged = CheckpointManifest(
         step=1, world=1, attempt="../step-00000002/a1", code="", meta={}, ranks=verify_checkpoint(path).ranks[:1]
     )
     store.pipe_file(f"{path.key}/manifest.json", encode_manifest(forged))
