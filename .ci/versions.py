@@ -32,7 +32,7 @@ PYTHON_TESTS = [
         "tests/job",
         "tests/rules/foreign",
         "tests/rules/formats",
-        "tests/plan/test_parameter_counts.py",
+        "tests/job/test_parameter_counts.py",
         "tests/hardware",
         "tests/test_patterns.py",
     ),
