@@ -53,7 +53,7 @@ def test_how_a_run_should_end(story: Story, texts: list[str], minutes: float, st
     story.epoch(2, step=0, source="start")
     story.end(state)
     history = build_history(story.supervisor, story.ranks)
-    assert perform._ending_verdict(state, history, parse_faults(texts), minutes=minutes).ok is ok
+    assert perform._ending_verdict((state, ""), history, parse_faults(texts), minutes=minutes).ok is ok
 
 
 def test_a_replay_repeats_poisoned_steps_and_leaves_spikes_to_the_ranks() -> None:

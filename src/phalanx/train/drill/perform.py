@@ -213,11 +213,7 @@ def _drill_hosts(scene: DrillSettings, net: DrillNetwork | None) -> tuple[HostSp
 
 def _replay_drill(scene: DrillSettings, run: Run, history: DrillHistory) -> DrillHistory:
     """The same job with the same member sequence and no fault but those that all ranks agreed to skip."""
-    poisoned = [
-        one.step
-        for one in history.chain
-        if one.skipped and any(event.get("grad_norm") is None for event in one.ranks.values())  # not finite
-    ]
+    poisoned = [one.step for one in history.chain if one.skipped and _not_finite(one.ranks.values())]
     faults = [parse_fault(f"nan:rank=0,step={step}", id=number) for number, step in enumerate(poisoned)]
     again = _make_run(scene, run.path / "replay", faults, {"formations": layout_sequence(history)})
     scene.tell(f"  replay of {plural(len(history.chain), 'step')} without faults")
@@ -236,6 +232,10 @@ def expected_samples(plan: Plan) -> ExpectedSamples:
     sampler = dataset.sampler(job.data.sequence, job.data.seed)
     batches = BatchPlan.of(job.batch, sequence=job.data.sequence, tokens=plan.duration.tokens)
     return lambda step: [int(sample) for sample in sampler.indices(*batches.at(step))]
+
+
+def _not_finite(events: Iterable[Mapping[str, Any]]) -> bool:
+    return any(event.get("grad_norm") is None for event in events)
 
 
 def _ledger_verdict(run: Run) -> Verdict:
