@@ -129,7 +129,7 @@ def dry_run(
     """Plan and check everything that `train` would, start nothing, and return the Plan; options as of `train`.
 
     >>> dry_run("examples/first-run.toml").layout.devices  # doctest: +SKIP
-    2
+    4
     """
     from phalanx.elastic.launchers import find_rank
     from phalanx.train.prepare import need_torch
