@@ -177,7 +177,7 @@ def test_a_users_mistake_keeps_its_words_and_its_exit_code(make_run: MakeRun, fi
         "  it was cut",
         "  build it again",
     ]
-    assert "  said by rank 2, step 5\n  other ranks: 3 stopped by us\n  last good checkpoint: step 3; go on" in output
+    assert "  said by rank 2, step 5\n  other ranks: 3 stopped by us\n  last good checkpoint: step 3; resume with" in output
 
 
 def test_a_killed_rank_is_explained_with_memory(run: Run, finish: Finish) -> None:
@@ -306,7 +306,7 @@ def test_ctrl_c_while_the_ranks_form(run: Run, start: Start) -> None:
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 130
-    assert "stopped as asked: saved step 1; go on with" in output
+    assert "stopped as asked: saved step 1; resume with" in output
 
 
 def test_ctrl_c_during_recovery(make_run: MakeRun, start: Start) -> None:
@@ -316,7 +316,7 @@ def test_ctrl_c_during_recovery(make_run: MakeRun, start: Start) -> None:
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 130
-    assert "stopped as asked: saved step 3; go on with" in output
+    assert "stopped as asked: saved step 3; resume with" in output
     assert steps(run, epoch=2) == 1, "formed again, to save what memory holds"
 
 
@@ -329,7 +329,7 @@ def test_ctrl_c_while_there_is_no_coordinator(run: Run, start: Start) -> None:
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 130
-    assert re.search(r"stopped as asked: saved step \d+; go on with", output)
+    assert re.search(r"stopped as asked: saved step \d+; resume with", output)
 
 
 def test_a_second_ctrl_c_ends_it_at_once(make_run: MakeRun, start: Start) -> None:
