@@ -45,7 +45,7 @@ samples = 0
 [fault]
 digest_every = 1
 [comm]
-init_timeout_s = 300
+init_timeout_s = 800
 [cluster]
 spec = "local-cpu:2"
 """

@@ -177,14 +177,14 @@ def test_a_peer_that_is_away_for_a_while_gets_every_step(kit, stores, job, serve
     put(kit, keepers, 1, held=-1)
     port = job.servers["b"].port
     job.servers["b"].close()
-    for step in (2, 3, 4, 5):  # put returns at once, and leaves out what would push out the step that all hold
+    for step in (2, 3, 4, 5):  # put waits for nobody, and leaves out what would push out the step that all hold
         for keeper, shards in zip(keepers, kit.cut(kit.state(step), 4), strict=True):
-            assert keeper.put(step, shards, {"step": step}, held=1) < 1
+            keeper.put(step, shards, {"step": step}, held=1)
     assert [keeper.skipped for keeper in keepers] == [2, 2, 2, 2]
     wait_for(lambda: keepers[0].trouble and keepers[1].trouble, "they notice")
     assert keepers[0].trouble.startswith("127.0.0.1 does not take a copy: ")
     wait_for(lambda: [keeper.safe_step for keeper in keepers] == [1, 1, 3, 3], "the others go on")
-    assert newest(stores["a"], 0) == 3
+    wait_for(lambda: newest(stores["a"], 0) == 3, "its own host to have it")
     back = serve(stores["b"], "b")
     for keeper in keepers[:2]:
         keeper._replica._peer = ReplicaAddress(host="127.0.0.1", port=back.port, slot=keeper._rank)
