@@ -4,7 +4,7 @@ Ranks wait for each other, for time-outs and for files: six groups at a time use
 pytest, at most; what takes long is dealt to several, and those that take longest begin first. What no group names is in
 the last. Options go to all, as `-k kill` or `--durations=20`.
 
-Forty processes on two cores starve one another: a few tests that failed run once more, each alone, and the last lines
+Forty processes on two cores starve one another: up to eight tests that failed run once more, each alone, and the last lines
 name those that passed then. A test that fails alone fails the run, and so do more than a few.
 """
 
@@ -48,7 +48,7 @@ ENVIRON.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes start: eac
 SLOWEST = ("--durations=6", "--durations-min=8")
 NO_TESTS = 5  # pytest's code for "-k" that matched nothing
 TESTS_FAILED = 1  # pytest's code; others are an interrupt, an internal error, a test that cannot be collected
-MOST_AGAIN = 4  # so many may run again alone: more are a fault of the product, not of a busy machine
+MOST_AGAIN = 8  # so many may run again alone: more are a fault of the product, not of a busy machine
 
 
 def runs_of_tests() -> dict[str, list[str]]:
