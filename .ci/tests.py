@@ -4,8 +4,8 @@ Ranks wait for each other, for time-outs and for files: six groups at a time use
 pytest, at most; what takes long is dealt to several, and those that take longest begin first. What no group names is in
 the last. Options go to all, as `-k kill` or `--durations=20`.
 
-Forty processes on two cores starve one another: up to eight tests that failed run once more, each alone, and the last lines
-name those that passed then. A test that fails alone fails the run, and so do more than a few.
+Forty processes on two cores starve one another: up to eight tests that failed run once more, each alone, and the last
+lines name those that passed then. A test that fails alone fails the run, and so do more than eight.
 """
 
 from __future__ import annotations
