@@ -177,7 +177,10 @@ def test_a_users_mistake_keeps_its_words_and_its_exit_code(make_run: MakeRun, fi
         "  it was cut",
         "  build it again",
     ]
-    assert "  said by rank 2, step 5\n  other ranks: 3 stopped by us\n  last good checkpoint: step 3; resume with" in output
+    assert (
+        "  said by rank 2, step 5\n  other ranks: 3 stopped by us\n  last good checkpoint: step 3; resume with"
+        in output
+    )
 
 
 def test_a_killed_rank_is_explained_with_memory(run: Run, finish: Finish) -> None:
