@@ -42,8 +42,6 @@ FITTED = {  # value, log width of the prior
     "expert": (1.0, 0.3),
     "loss": (0.5, 0.5),
     "cast": (2.5, 0.6),  # rounded along rows and, in two passes, along columns: 3 + 5 bytes where the constant has 3
-    "recompute_elementwise": (2.0, 0.35),  # not compiled: eager PyTorch took 1.84 of what these constants say
-    "recompute_cast": (4.0, 0.7),
     "launch_s": (2.5e-5, 0.6),
     "launch_sharpness": (6.0, 0.5),
     "micro_s": (1e-3, 0.8),
@@ -56,9 +54,12 @@ FIXED = {  # read off the code
     "selective_attention": 0.0,  # train/parallel/recompute.py: attention and matrices are kept …
     "selective_streams": 1.0 / float(shipped_physics().selective),  # … and everything else is done again
     "early_stop": 1.0,  # torch.utils.checkpoint
+    # Fitted on 16 November, when layers that recompute were not compiled (benchmarks/2026-11-16-h200-profile.md).
+    "plain_elementwise": 2.586,
+    "plain_cast": 1.455,
 }
 MORE = (
-    "loss", "cast", "recompute_elementwise", "recompute_cast", *FIXED, "launch_sharpness", "accumulate_bytes",
+    "loss", "cast", *FIXED, "launch_sharpness", "accumulate_bytes",
 )  # fmt: skip
 SCALE = 0.03  # errors below count squared, above linearly
 LEAST_SCALE = 0.3
@@ -135,7 +136,8 @@ def scales(members: list[Case], profile: Profile) -> tuple[float, float]:
     times = batch.times(profile)
     errors = np.log(batch.step_s / times.step_s) * np.sqrt(len(members) / (len(members) - len(FITTED) / 2.0))
     table = interval_features(batch.table, times)
-    low, high = np.quantile(-errors / (table @ below), 0.9), np.quantile(errors / (table @ above), 0.9)
+    share = min(1.0, 0.9 * (1.0 + 1.0 / len(members)))  # of a new row, as in conformal prediction
+    low, high = np.quantile(-errors / (table @ below), share), np.quantile(errors / (table @ above), share)
     return max(LEAST_SCALE, float(low)), max(LEAST_SCALE, float(high))
 
 

@@ -226,7 +226,7 @@ def preload(args: argparse.Namespace) -> None:
         if done.returncode:
             print("the compiler is imported by every rank: its import starts CUDA", flush=True)
             return
-    PRELOAD[:] = [*PRELOAD, *COMPILER]
+    warm_up((*PRELOAD, *COMPILER))  # the server that later calls find running
 
 
 def about(args: argparse.Namespace, *, with_mps: bool) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def test_shipped_profiles_are_physical(name):
 def test_no_profile_is_a_table_of_rows():
     """Some scalars per framework, and none per source. Ten say what our own trainer does; others leave them."""
     ours = {
-        "loss", "cast", "recompute_elementwise", "recompute_cast", "selective_attention", "selective_streams",
+        "loss", "cast", "plain_elementwise", "plain_cast", "selective_attention", "selective_streams",
         "early_stop", "narrow_share", "launch_sharpness", "accumulate_bytes",
     }  # fmt: skip
     assert len(set(PROFILE_FIELDS) - ours) <= 25

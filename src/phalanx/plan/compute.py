@@ -178,10 +178,10 @@ def _elementwise_pass(c: Cases, k: Physics, f: Profile) -> Pass:
         * tokens
         * (2.0 * c.hidden + local_heads * c.v_dim + width)
     )
-    # Not compiled by our trainer: layers that recompute, and all layers where the backward pass is split in two.
-    plain = (c.recompute > 0) | ((c.schedule == ZERO_BUBBLE) & (c.pp > 1))
-    moved = moved * f.elementwise * np.where(plain, f.recompute_elementwise, 1.0)
-    cast = cast * f.cast * np.where(plain, f.recompute_cast, 1.0)
+    # Not compiled by our trainer: layers whose backward pass is split in two.
+    plain = (c.schedule == ZERO_BUBBLE) & (c.pp > 1)
+    moved = moved * f.elementwise * np.where(plain, f.plain_elementwise, 1.0)
+    cast = cast * f.cast * np.where(plain, f.plain_cast, 1.0)
     forward = (moved + cast) / (c.memory_bytes_per_s * k.memory)
     return Pass(forward=forward, backward=2.0 * forward)
 

@@ -75,8 +75,8 @@ class Profile:
     expert: Number = 1.0  # grouped matmul quality
     loss: Number = 1.0  # memory traffic of the loss; below 1 where it is fused
     cast: Number = 1.0  # quantising to fp8 and fp4
-    recompute_elementwise: Number = 1.0  # memory-bound work of layers that recompute (or run plain), relative to others
-    recompute_cast: Number = 1.0  # the same of quantising; above 1 where such layers are not compiled
+    plain_elementwise: Number = 1.0  # memory-bound work of layers that are not compiled, relative to those that are
+    plain_cast: Number = 1.0  # the same of quantising
     selective_attention: Number = 1.0  # share of attention's forward that selective recompute repeats
     selective_streams: Number = 1.0  # memory-bound work it repeats, relative to Physics.selective
     early_stop: Number = 0.0  # 1: full recompute stops before a layer's last matrix, whose result nobody needs

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
+from phalanx.train.parallel import float8
 from phalanx.train.parallel.recompute import offload_activations, recompute_blocks
 
 
@@ -68,3 +71,48 @@ def test_offloaded_activations_give_the_same_gradients():
     _, wanted = grads(lambda block: None, rows=512)
     for a, b in zip(found, wanted, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("product", ["linear", "fp8"])
+def test_compiled_blocks_recompute_too(product, monkeypatch):
+    """What a compiled block keeps for backward is in its forward graph: full recompute keeps inputs and weights only,
+    selective the matrix products as well. torch.compile passes over a `functools.partial` around `checkpoint`."""
+    if product == "fp8":  # CPUs have no fp8 products: exact ones take their place
+        monkeypatch.setattr(float8, "round_rows", lambda rows: (rows, rows))
+        monkeypatch.setattr(float8, "float8_columns", lambda rows: (rows.t(), rows))
+        monkeypatch.setattr(float8, "_multiply_fp8", lambda left, right, *_, **__: left[0] @ right[0].t())
+
+    class Plain(Block):
+        """Without the counter, which torch would not compile."""
+
+        def forward(self, x):
+            return x + self.down(torch.relu(self.up(x)))
+
+    def kept_between(kind):
+        kept = []
+
+        def split(joint, inputs, **options):
+            forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+            outputs = next(node for node in forward.graph.nodes if node.op == "output").args[0]
+            kept.append([tuple(one.meta["val"].shape) for one in outputs[1:] if one.op != "placeholder"])
+            return forward, backward
+
+        torch.manual_seed(0)
+        block = Plain().bfloat16()
+        if product == "fp8":
+            float8.use_float8([block], recomputed=1)
+        recompute_blocks([block], kind)
+        block.compile(backend=aot_autograd(fw_compiler=_as_it_is, bw_compiler=_as_it_is, partition_fn=split))
+        x = torch.ones(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        block(x).sum().backward()
+        return kept, [param.grad for param in block.parameters()]
+
+    full, selective = kept_between("full"), kept_between("selective")
+    assert full[0] == [[]]  # one graph
+    assert (32, 128) in selective[0][0]
+    for a, b in zip(full[1], selective[1], strict=True):
+        assert torch.equal(a, b)
+
+
+def _as_it_is(graph, _):
+    return make_boxed_func(graph.forward)

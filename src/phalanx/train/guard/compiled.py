@@ -235,19 +235,16 @@ def restore_after(engine: Engine) -> Iterator[None]:
 def run_eagerly(engine: Engine) -> Iterator[None]:
     """Run compiled modules uncompiled. Our own blocks recompute in backward, which bounds what they keep."""
     ours = [] if engine.outline is not None else engine.parts
-    blocks = [block for part in ours for block in part.model.layers.values() if block._compiled_call_impl]
-    own = [vars(block).get("forward") for block in blocks]
+    compiled = [block for part in ours for block in part.model.layers.values() if block._compiled_call_impl]
+    blocks = [block for block in compiled if "forward" not in vars(block)]  # the others recompute or offload as it is
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for block, forward in zip(blocks, own, strict=True):
-            if forward is None:
-                del block.forward  # not set again: compiled code looks whether it is the class's
-            else:
-                block.forward = forward
+        for block in blocks:
+            del block.forward  # not set again: compiled code looks whether it is the class's
 
 
 def _device_memory(engine: Engine) -> tuple[int, int]:

@@ -7,6 +7,9 @@ What backward needs of an input is kept as its rounded, transposed copy: half th
 
 Under tensor parallelism every rank multiplies its own part, with scales of its own part: where a product sums over what
 is split (rows of a matrix forward, columns backward), a row has a scale per rank instead of one, and none is exchanged.
+
+Blocks that recompute use the product as one operator. Inside an `autograd.Function`, torch 2.11 and 2.12 forget when they
+compile what was to be computed again: full recompute saved 11 % of the memory instead of 38 % (1.2B, an H200).
 """
 
 from __future__ import annotations
@@ -36,20 +39,24 @@ def refuse_without_float8(device: torch.device) -> None:
         )
 
 
-def use_float8(blocks: list[nn.Module]) -> None:
-    """Replace the linears of the blocks whose widths allow it; parameters and their names stay."""
-    for block in blocks:
+def use_float8(blocks: list[nn.Module], *, recomputed: int = 0) -> None:
+    """Replace the linears of the blocks whose widths allow it; parameters and their names stay.
+
+    The first `recomputed` blocks are computed again in backward.
+    """
+    for index, block in enumerate(blocks):
         for module in block.modules():
             for name, child in list(module.named_children()):
                 if type(child) is nn.Linear and not any(width % UNIT for width in part_shape(child.weight)):
-                    setattr(module, name, Float8Linear(child))
+                    setattr(module, name, Float8Linear(child, recomputed=index < recomputed))
 
 
 class Float8Linear(nn.Module):
     """A linear layer around the same weight."""
 
-    def __init__(self, plain: nn.Linear) -> None:
+    def __init__(self, plain: nn.Linear, *, recomputed: bool = False) -> None:
         super().__init__()
+        self.recomputed = recomputed
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.weight, self.bias = plain.weight, plain.bias
         # Tensor parallelism gathers inputs and scatters outputs in hooks.
@@ -57,11 +64,12 @@ class Float8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x Wᵀ, and the bias."""
-        out = _split_product(x, self.weight) if isinstance(self.weight, DTensor) else _fp8_product(x, self.weight)
+        product = _split_product if isinstance(self.weight, DTensor) else _fp8_product
+        out = product(x, self.weight, self.recomputed)
         return out if self.bias is None else out + self.bias
 
 
-def _split_product(x: Tensor, weight: DTensor) -> DTensor:
+def _split_product(x: Tensor, weight: DTensor, recomputed: bool) -> DTensor:
     """This rank's part: of a weight split by column, columns of the result; of one split by row, a summand of it."""
     assert isinstance(x, DTensor), "the hooks of tensor parallelism make it one"
     mesh, (place,) = weight.device_mesh, weight.placements
@@ -69,14 +77,16 @@ def _split_product(x: Tensor, weight: DTensor) -> DTensor:
     assert x.placements == ((Replicate(),) if by_column else (Shard(x.ndim - 1),))
     # Every rank's columns add to the gradient of a whole input.
     local_x = x.to_local(grad_placements=[Partial()]) if by_column else x.to_local()
-    out = _fp8_product(local_x, weight.to_local())
+    out = _fp8_product(local_x, weight.to_local(), recomputed)
     return DTensor.from_local(out, mesh, [Shard(out.ndim - 1) if by_column else Partial()], run_check=False)
 
 
-def _fp8_product(x: Tensor, weight: Tensor) -> Tensor:
+def _fp8_product(x: Tensor, weight: Tensor, recomputed: bool) -> Tensor:
     rows = x.flatten(0, -2)
-    if torch.is_grad_enabled():
-        out: Tensor = _Product.apply(rows, weight)
+    if recomputed:
+        out: Tensor = fp8_product(rows, weight)
+    elif torch.is_grad_enabled():
+        out = _Product.apply(rows, weight)
     else:
         out = _multiply_fp8(round_rows(rows), round_rows(weight), x.dtype)
     return out.unflatten(0, x.shape[:-1])
@@ -111,6 +121,45 @@ class _Product(torch.autograd.Function):
             return grad_x, grad_TO.t() @ kept[0]
         x_IT, scale_I1 = kept
         return grad_x, _multiply_fp8(float8_columns(grad_TO), (x_IT, scale_I1), grad_TO.dtype, fast_sums=False)
+
+
+@torch.library.custom_op("phalanx::fp8_product", mutates_args=())
+def fp8_product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """`_Product` as one operator: it keeps its input as it is, which a block that recomputes does not hold anyway."""
+    return _multiply_fp8(round_rows(x_TI), round_rows(weight_OI), x_TI.dtype)
+
+
+@fp8_product.register_fake
+def _product_shape(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    return x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0]))
+
+
+@torch.library.custom_op("phalanx::fp8_product_gradients", mutates_args=())
+def _product_gradients(grad_TO: Tensor, x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    grad_x = _multiply_fp8(round_rows(grad_TO), float8_columns(weight_OI), grad_TO.dtype)
+    if x_TI.shape[0] % UNIT:
+        return grad_x, grad_TO.t() @ x_TI
+    return grad_x, _multiply_fp8(float8_columns(grad_TO), float8_columns(x_TI), grad_TO.dtype, fast_sums=False)
+
+
+@_product_gradients.register_fake
+def _gradient_shapes(grad_TO: Tensor, x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    del grad_TO
+    return x_TI.new_empty(x_TI.shape), weight_OI.new_empty(weight_OI.shape)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _product_backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor] = _product_gradients(grad_TO, *ctx.saved_tensors)
+    return gradients
+
+
+fp8_product.register_autograd(_product_backward, setup_context=_save_inputs)
+FP8_PRODUCT = torch.ops.phalanx.fp8_product.default
 
 
 def _multiply_fp8(

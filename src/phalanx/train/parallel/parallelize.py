@@ -29,17 +29,16 @@ def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torc
         for block in model.layers.values():
             assert isinstance(block, Block)
             block.attn.core = core
+    blocks = list(model.layers.values())
+    recomputed = blocks[: settings.recompute_layers] if layout.recompute != "none" else []
     if settings.compute == "fp8":
         refuse_without_float8(device)
-        use_float8(list(model.layers.values()))
-    recompute_blocks(list(model.layers.values())[: settings.recompute_layers], layout.recompute)
+        use_float8(blocks, recomputed=len(recomputed))
+    recompute_blocks(recomputed, layout.recompute)
     if layout.offload == "activations":
-        offload_activations(model.layers.values())
+        offload_activations(blocks)
     if settings.compile:
-        # Blocks that recompute stay uncompiled: torch.compile passes over their checkpointed forward anyhow, without a
-        # word. What that costs (twice the step in fp8, benchmarks/2026-11-16-h200-profile.md) the plan counts in.
-        first = 0 if layout.recompute == "none" else (settings.recompute_layers or len(model.layers))
-        for block in list(model.layers.values())[first:]:
+        for block in blocks:
             block.compile(backend=settings.compile_backend)
     if dims.zero:
         shard_params(

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from phalanx.train.parallel.float8 import FP8_PRODUCT
+
 aten = torch.ops.aten
 
 # Kept by selective recompute: what costs more to do again than to hold. Norms, activations and casts are redone.
@@ -25,6 +27,8 @@ EXPENSIVE = (
     aten.addmm.default,
     aten.bmm.default,
     aten._scaled_mm.default,
+    FP8_PRODUCT,
+    torch.ops.phalanx.fp8_product.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
@@ -48,11 +52,20 @@ def recompute_blocks(blocks: Iterable[nn.Module], kind: str) -> None:
         if kind != "none" and next(block.buffers(), None) is not None:
             block.forward = _with_buffers_kept(block, block.forward)
         if kind == "full":
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = _checkpointed(block.forward)
         elif kind == "selective":
             SAC_IGNORED_OPS.update(NAMES)
             contexts = partial(create_selective_checkpoint_contexts, _policy_of(block))
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+            block.forward = _checkpointed(block.forward, context_fn=contexts)
+
+
+def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A function, because torch.compile follows it: a `partial` around `checkpoint` it passes over without a word."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return run
 
 
 def _with_buffers_kept(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
