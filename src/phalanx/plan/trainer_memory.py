@@ -138,7 +138,8 @@ def _counted_layer(c: Cases, f: MemoryProfile) -> dict[str, Floats]:
     # before and after they are reduced, and the gathered inputs.
     outputs = c.hidden * (1.0 / spread + 2.0 + tensors * (2.0 / spread + np.where(c.sp > 0, 2.0, 0.0)))
     # Compiled, nothing is kept that backward does not need: not the last matrix's output, which is in the next input.
-    outputs = outputs - np.where(_is_compiled(c, f), c.hidden / spread, 0.0)
+    last = (1.0 - moe_share) * c.gated * c.hidden * (1.0 + tensors / spread)
+    outputs = outputs - np.where(_is_compiled(c, f), last, 0.0)
     selective = outputs + attention + wide * inner + moved
     gradients = c.hidden * (2.0 + 3.0 / spread) + queries + keys + wide * inner + moved
     # In the backward of the last layer's MLP: the gradients of product, gate and up beside what is given back there.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -121,9 +122,23 @@ def _to_host(saved: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: host if host.device == device else host.to(device, non_blocking=True)
 
 
+_computed_again = 0  # how many `keep_nothing` are open
+
+
+@contextmanager
+def keep_nothing() -> Iterator[None]:
+    """Selective recompute keeps no product made here: for a traced step, which stands for a compiled one."""
+    global _computed_again
+    _computed_again += 1
+    try:
+        yield
+    finally:
+        _computed_again -= 1
+
+
 def _keep_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     del args, kwargs
-    keep = op in EXPENSIVE or getattr(op, "namespace", "") in COLLECTIVES
+    keep = (op in EXPENSIVE or getattr(op, "namespace", "") in COLLECTIVES) and not _computed_again
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -3,8 +3,9 @@
 RMSNorm always. On a GPU it is one kernel that keeps its input and one number per row; on a CPU torch composes it
 of casts and products and keeps three more copies of the hidden states in float32, 0.2 GB per layer of Llama 3 8B at
 4,096 tokens, which is a quarter of its activations. Where blocks and loss are compiled, also what the compiler fuses
-and a dry trace can tell: a gated MLP keeps gate, up and their product, not the activation between them, and the loss
-keeps the logits in their own format and nothing in float32 (measured on an H200, benchmarks/2026-11-16-memory.md).
+and a dry trace can tell: a gated MLP keeps gate, up and their product, not the activation between them, selective
+recompute keeps no last product of a block, and the loss keeps the logits in their own format and nothing in float32
+(measured on an H200, benchmarks/2026-11-16-memory.md and 2026-11-16-h200-profile.md).
 D model, F MLP width, V vocabulary.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from phalanx.train.models.layers import Mlp
+from phalanx.train.parallel.recompute import keep_nothing
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -103,7 +105,9 @@ def fused_products() -> Iterator[None]:
         if mlp.gate is None:
             return composed(mlp, x)
         up = mlp.up(x)
-        out: Tensor = mlp.down(_GatedProduct.apply(mlp.gate(x), up))  # type: ignore[no-untyped-call]
+        product = _GatedProduct.apply(mlp.gate(x), up)  # type: ignore[no-untyped-call]
+        with keep_nothing():  # the block's last product is in the next block's input: no backward needs it
+            out: Tensor = mlp.down(product)
         return out
 
     Mlp.forward = forward  # type: ignore[method-assign,assignment]
