@@ -83,8 +83,8 @@ LAYOUTS = {
     "compiled cp2 ring": {"compile": True, "compile_backend": "aot_eager", "context": 2},
     "compiled cp2 all-gather": {"compile": True, "compile_backend": "aot_eager", "context": 2,
                                 "context_kind": "allgather"},
-    "compiled recompute full": {"compile": True, "compile_backend": "aot_eager", "recompute": "full", "data": 2, "shard": 2,
-                                "zero": 3},
+    "compiled recompute full": {"compile": True, "compile_backend": "aot_eager", "recompute": "full", "data": 2,
+                                "shard": 2, "zero": 3},
     "compiled recompute selective × tp2": {"compile": True, "compile_backend": "aot_eager", "recompute": "selective"}
                                           | SP | FEW,
     "recompute one layer of each stage": {"recompute": "full", "recompute_layers": 1, "pipeline": 2},

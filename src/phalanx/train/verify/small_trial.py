@@ -102,7 +102,7 @@ def make_small_trial(
 def reference_trial(trial: Trial) -> Trial:
     """The same trial on one process, with nothing split or moved, nor recomputed.
 
-    Compiled, it recomputes as the trial does: what is computed again decides what is fused, and kernels must be the same.
+    Compiled, it recomputes as the trial does: that decides what is fused, and kernels must be the same.
     """
     layout = trial.settings.layout
     one = replace(
