@@ -19,18 +19,14 @@ from phalanx.train.state.training_state import checkpoint_meta, checkpoint_rank_
 from phalanx.train.step_result import StepRequest
 
 if TYPE_CHECKING:
-    from phalanx.train.loop import StepReport, TrainingLoop
-
-UNSAVED_BUFFER = (
-    "is changed by forward and registered with persistent=False: no checkpoint holds it, so after a restart it begins "
-    "as it was built"
-)
+    from phalanx.train.step_result import StepReport
+    from phalanx.train.training_context import TrainingContext
 
 
 class Checkpointing(Callback):
     """Comes last among callbacks, so that what it saves holds the state of all others after the same step."""
 
-    def __init__(self, training: TrainingLoop) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         control, plan = training.control, training.plan
         self._training, self._keeper, self._memory_every = training, control.keeper, plan.reliability.memory_every
         self._leaves_at, self._run_id = control.leaves_at, training.folder.run_id
@@ -80,7 +76,7 @@ class Checkpointing(Callback):
         """Whether this rank's newest copy in memory has not reached its replica yet."""
         return self._keeper is None or self._copied_step < 0 or self._keeper.safe_step < self._copied_step
 
-    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+    def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """Tell of the save that ended, copy to memory, and save where some rank asked for it."""
         self.tell_saved()
         self._copy_to_memory(training)
@@ -98,7 +94,7 @@ class Checkpointing(Callback):
         """Newest step of which this rank made a copy in memory."""
         return self._copied_step
 
-    def _copy_to_memory(self, training: TrainingLoop) -> None:
+    def _copy_to_memory(self, training: TrainingContext) -> None:
         """Copy the state to host memory: what a lost rank is restored from."""
         step, keeper, every = training.step, self._keeper, self._memory_every
         if keeper is None or not every or (step % every and step not in self._leaves_at):
@@ -120,7 +116,7 @@ class Checkpointing(Callback):
         training = self._training
         tokens = training.batch_plan.tokens_before(training.step)
         meta = checkpoint_meta(
-            training.engine, step=training.step, tokens=tokens, data=training.data_digest, run_id=self._run_id
+            training.engine, step=training.step, tokens=tokens, data=training.batches.digest, run_id=self._run_id
         )
         position = training.batches.position(training.step)
         return meta if position is None else {**meta, "data_position": position}
@@ -146,7 +142,6 @@ class Checkpointing(Callback):
         training.pause()
         self.tell_saved()
         meta, rank_meta = self._checkpoint_meta(), self._rank_meta()
-        training.warn_of_buffers(training.engine.changed_unsaved(), UNSAVED_BUFFER)
         try:
             self.saver.save(step=step, shards=checkpoint_shards(training.engine), meta=meta, rank_meta=rank_meta)
         except SystemFailure as error:  # of the save before; this one has begun
