@@ -113,7 +113,7 @@ class RankSlots:
             if slot.rank < 0:
                 continue
             beat, progress[slot.number] = self.board.last(slot.number), None
-            if slot.pid and beat.epoch == slot.generation:
+            if slot.pid and beat.generation == slot.generation:
                 is_locked = now_s - beat.answered_s > self.locked_s
                 slot.locked_s = now_s if is_locked else slot.locked_s
                 # Once the lock is free again, the rank has as long as any other for what it is at.

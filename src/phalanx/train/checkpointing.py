@@ -38,7 +38,7 @@ class Checkpointing(Callback):
             keep=training.job.checkpoint.keep,
             point=control.hooks.save_point,
             fence=control.fence,
-            epoch=control.epoch,
+            generation=control.generation,
             copies=control.copies,
         )
         self._interval = CheckpointInterval.of(
@@ -154,7 +154,7 @@ class Checkpointing(Callback):
         training.events.write(
             "checkpoint",
             step=step,
-            epoch=training.control.epoch,
+            epoch=training.control.generation,
             phase="stage",
             reason=reason,
             blocked_s=blocked_s,
@@ -185,7 +185,7 @@ class Checkpointing(Callback):
             self._training.events.write(
                 "checkpoint",
                 step=saved.step,
-                epoch=self._training.control.epoch,
+                epoch=self._training.control.generation,
                 phase="commit",
                 reason=self._reason,
                 path=saved.path.name,
@@ -203,7 +203,7 @@ class Checkpointing(Callback):
         """A save that failed is told, and tried again when the next is due; the one before it is intact."""
         self._saved_step = -1
         text = redact(str(error), os.environ).splitlines()[0]  # a store's library may quote its keys
-        self._training.events.write("checkpoint", step=step, epoch=self._training.control.epoch, error=text)
+        self._training.events.write("checkpoint", step=step, epoch=self._training.control.generation, error=text)
         if self._is_last:  # nothing would be left of what came since
             raise error
 

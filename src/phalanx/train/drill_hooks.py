@@ -21,10 +21,10 @@ class DrillHooks:
 
     records_samples = False  # whether step events list the samples they learnt from
 
-    def joining(self, epoch: int, rank: int) -> None:
-        """Before this rank of a new epoch meets the others."""
+    def joining(self, generation: int, rank: int) -> None:
+        """Before this rank of a new generation meets the others."""
 
-    def restoring(self, epoch: int, rank: int) -> None:
+    def restoring(self, generation: int, rank: int) -> None:
         """Before it takes up its state."""
 
     def step_begins(self, step: int) -> None:

@@ -25,7 +25,9 @@ def run_training(training: TrainingContext, first: int) -> str:
 def _run_steps(training: TrainingContext, first: int) -> str:
     total, leaving = training.batch_plan.steps, ""
     training.step = first
-    training.events.write("run_start", step=first, steps=total, world=training.world_size, epoch=training.control.epoch)
+    training.events.write(
+        "run_start", step=first, steps=total, world=training.world_size, epoch=training.control.generation
+    )
     training.callbacks.call("on_start", training)
     if first:
         training.callbacks.call("on_resume", training)

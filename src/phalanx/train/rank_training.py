@@ -92,11 +92,11 @@ def train_rank(
         store,
         engine.meshes.group_times,
         joined_s=joined_s,
-        epoch=control.epoch,
+        generation=control.generation,
         device=device,
         notes=notes,
     )
-    control.hooks.restoring(control.epoch, across.rank if across is not None else dist.get_rank())
+    control.hooks.restoring(control.generation, across.rank if across is not None else dist.get_rank())
     if dist.get_rank() == 0 and (across is None or across.replica == 0) and built is None:
         remove_drafts(folder.checkpoints)  # what dead processes left half done
         if at_most is not None:
@@ -121,7 +121,7 @@ def train_rank(
         events.write(
             "ready",
             step=restored.step,
-            epoch=control.epoch,
+            epoch=control.generation,
             source=source,
             seconds=time.monotonic() - began_s,
             warnings=warnings,

@@ -313,7 +313,9 @@ class LogStream:
             repeated.append("end")
         if any(one.states.count("done") > starts for one in ranks):
             repeated.append(ENDS)
-        if self._supervisor.read_bytes and any(one.begun_again for one in ranks):  # no membership has another's epoch
+        if self._supervisor.read_bytes and any(
+            one.begun_again for one in ranks
+        ):  # no membership has another's generation
             repeated.append(BEGINS)
         return tuple(missing), tuple(repeated)
 

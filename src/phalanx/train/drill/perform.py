@@ -263,7 +263,7 @@ def _ending_verdict(
 def _drill_numbers(plan: Plan, run: Run, history: DrillHistory, found: Sequence[FaultOutcome]) -> DrillNumbers:
     times = [one.recovered_s for one in found if one.recovered_s is not None]
     effective, trained_s = _measured_effective(run)
-    failures = len({one.epoch for one in found if one.recovered_s is not None})
+    failures = len({one.generation for one in found if one.recovered_s is not None})
     return DrillNumbers(
         wall_s=_wall_s(history),
         steps=len(history.chain),
@@ -285,7 +285,9 @@ def _planned_effective(plan: Plan, *, mtbf_s: float) -> float:
 
 
 def _wall_s(history: DrillHistory) -> float:
-    moments = [float(event["t"]) for event in history.ranks] + [epoch.began_s for epoch in history.epochs[:1]]
+    moments = [float(event["t"]) for event in history.ranks] + [
+        generation.began_s for generation in history.generations[:1]
+    ]
     if not moments:  # no membership came to be
         return 0.0
     return max([*moments, *([float(history.end["t"])] if history.end is not None else [])]) - min(moments)

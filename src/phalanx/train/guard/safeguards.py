@@ -51,7 +51,7 @@ class CompiledCodeCheck(Callback):
         training.events.write(
             "compile_check",
             step=step,
-            epoch=control.epoch,
+            epoch=control.generation,
             seconds=time.perf_counter() - began_s,
             compile_s=compiled_s() - compiled,
             **event_fields(found),

@@ -98,7 +98,7 @@ class StepTelemetry(Callback):
         training.events.write(
             "step",
             step=report.step,
-            epoch=training.control.epoch,
+            epoch=training.control.generation,
             loss=result.loss,
             tokens=result.tokens,
             duration_s=report.duration_s,
@@ -128,7 +128,7 @@ class StepTelemetry(Callback):
         )
         if inside.timeline is not None:
             fields = {"seconds": report.duration_s, **inside.timeline}
-            training.events.write("timeline", step=report.step, epoch=training.control.epoch, **fields)
+            training.events.write("timeline", step=report.step, epoch=training.control.generation, **fields)
         self._spent_s = timeline.spent_s - (time.perf_counter() - began_s)
         checkpoints.copy_s = None
         if training.control.hooks.records_samples:  # a kill must not take the proof along
