@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from phalanx.api.jobs import AnyJob, override_texts
-from phalanx.api.progress_line import teller
-from phalanx.api.results import Overrides, PublicResult, Tell, silent
+from phalanx.api.results import Overrides, PublicResult, Tell, silent, teller
 from phalanx.api.train_inputs import TrainCall, check_call, plan_call, ready_to_start
 from phalanx.errors import mistake
 from phalanx.job.load import ResolvedJob

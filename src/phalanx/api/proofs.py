@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import AnyJob, override_texts, read_job
-from phalanx.api.results import Overrides, PublicResult, Tell, silent, warn
+from phalanx.api.results import Overrides, PublicResult, Tell, teller, warn
 from phalanx.errors import mistake
 from phalanx.hardware.local import MOST_RANKS_PER_GPU
 from phalanx.hardware.types import Cluster
@@ -74,7 +74,7 @@ def verify(
     steps: int = 5,
     timeout: float | None = None,
     allow_code: bool = False,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> VerifyResult:
     """Prove on this machine that a job's layout computes what a single process computes.
 
@@ -85,6 +85,7 @@ def verify(
     >>> verify("job.toml", cluster="8xH100:1").holds  # doctest: +SKIP
     True
     """
+    tell = teller(progress)
     where = "phalanx verify"
     if not 1 <= steps <= MOST_STEPS:
         raise mistake(where, f"--steps {steps} is not between 1 and {MOST_STEPS:,}", fix="use 5")
@@ -282,7 +283,7 @@ def trace(
     against_plan: bool = False,
     workers: int = 0,
     allow_code: bool = False,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> Trace:
     """Trace the real training step of one rank on fake tensors, for a job of any size, on this machine.
 
@@ -295,6 +296,7 @@ def trace(
     from phalanx.plan.make import make_plan
     from phalanx.train.prepare import check_code, need_torch, with_absolute_files
 
+    tell = teller(progress)
     need_torch()
     if workers < 0:
         raise mistake("phalanx trace", f"--workers {workers} is below 0", fix="use 1 or more")

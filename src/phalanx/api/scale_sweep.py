@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import AnyJob, read_job
-from phalanx.api.progress_line import teller
-from phalanx.api.results import Overrides, PublicResult, Tell
+from phalanx.api.results import Overrides, PublicResult, Tell, teller
 from phalanx.errors import mistake
 from phalanx.io.tables import text_table
 from phalanx.job.load import ResolvedJob

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.results import PublicResult, Tell, silent
+from phalanx.api.results import PublicResult, Tell, teller
 from phalanx.api.runs import AnyRun, run
 from phalanx.errors import SystemFailure, mistake
 from phalanx.io.codec import json_values
@@ -73,7 +73,7 @@ def metrics(
     interval: float = INTERVAL_S,
     ranks: int = 64,
     serving: Callable[[str, str | None], None] = lambda url, token: None,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> MetricsSnapshot | ExportedMetrics:
     """A run's numbers for Prometheus (`listen`), OTLP, TensorBoard, MLflow or W&B; without a target, as they are now.
 
@@ -81,6 +81,7 @@ def metrics(
 
     >>> phalanx.metrics("runs/first-run", tensorboard="tb", follow=True)  # doctest: +SKIP
     """
+    tell = teller(progress)
     targets = {"listen": listen, "otlp": otlp, "tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
     named = [name for name, value in targets.items() if value is not None]
     if len(named) > 1:
@@ -197,7 +198,7 @@ def web(
     listen: str = "127.0.0.1:8337",
     token: str | None = None,
     serving: Callable[[WebAddress], None] = lambda address: None,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> None:
     """Serve the dashboard over a folder of runs, or one run, until Ctrl-C; read-only, on this machine unless told.
 
@@ -206,6 +207,7 @@ def web(
 
     >>> phalanx.web("runs", serving=lambda address: print(address.open))  # doctest: +SKIP
     """
+    tell = teller(progress)
     _require_web()
     from urllib.parse import quote
 

@@ -300,7 +300,7 @@ def _plan_allocation(
         if machine is None:
             return None, text, batch
         try:
-            plan = make_plan(job, machine, hopeless=True)
+            plan = make_plan(job, machine, allow_unfinishable=True)
         except UserError as error:
             if attempt == BATCH_TRIES:
                 notes.append(f"the planner cannot place it: {str(error).splitlines()[0]}")

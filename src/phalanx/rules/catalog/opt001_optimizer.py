@@ -74,7 +74,7 @@ def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
         value=optim.lr,
         threshold=most * usual,
         at="optim.lr",
-        severity="error" if ratio > limits.number("hopeless") * most else "warning",
+        severity="error" if ratio > limits.number("error_factor") * most else "warning",
         impact=DIVERGES,
         fix=f"about {usual:.1g}, unless a run of this model and parameterisation shows otherwise",
     )
@@ -184,7 +184,7 @@ All thresholds are our choice, far outside of what is published.
 """,
     limits={
         "most_rate": Limit(value=10.0, unit="x", note="of the usual learning rate of the size: our choice"),
-        "hopeless": Limit(value=20.0, unit="x", note="beyond that bound it is an error: our choice"),
+        "error_factor": Limit(value=20.0, unit="x", note="beyond that bound it is an error: our choice"),
         "muon": Limit(value=10.0, unit="x", note="larger rates of Muon's normalised updates: our choice"),
         "most_warmup": Limit(value=0.5, note="of the tokens: our choice"),
         "most_decay": Limit(value=0.5, note="weight decay; twice as much is an error: our choice"),
