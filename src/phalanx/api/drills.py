@@ -156,7 +156,10 @@ def drill(
     need_torch()
     plan = drill_plan(call)
     if call.chaos:
-        parsed = _draw_faults(call, plan)
+        from phalanx.train.drill.schedule import DrillTarget, draw_faults
+
+        stage = DrillTarget(world=plan.layout.devices, hosts=call.hosts, spares=call.spares)
+        parsed = draw_faults(rate_per_min=call.rate, minutes=call.minutes, seed=call.seed, target=stage)
     elif not parsed:
         parsed = parse_faults([USUAL_FAULT])
     needy = [fault.text for fault in parsed if fault.of.host]
@@ -234,13 +237,6 @@ def drill_plan(call: DrillCall) -> Plan:
     found = prepare.check_inputs(plan.job, resolved, base, fresh=True)
     warn((*found.warnings, *prepare.check_data(plan)), call.tell)
     return plan
-
-
-def _draw_faults(call: DrillCall, plan: Plan) -> tuple[Fault, ...]:
-    from phalanx.train.drill.schedule import DrillTarget, draw_faults
-
-    stage = DrillTarget(world=plan.layout.devices, hosts=call.hosts, spares=call.spares)
-    return draw_faults(rate_per_min=call.rate, minutes=call.minutes, seed=call.seed, target=stage)
 
 
 def make_scene(call: DrillCall, plan: Plan) -> DrillSettings:

@@ -16,7 +16,7 @@ from phalanx.errors import mistake
 from phalanx.hardware.local import MOST_RANKS_PER_GPU
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
-from phalanx.job.schema import Job, PluginReferences
+from phalanx.job.schema import PluginReferences
 from phalanx.units import format_seconds, plural
 
 if TYPE_CHECKING:
@@ -113,7 +113,9 @@ def verify(
 
     refuse_own_model(made.job)
     refuse_untrainable(made.job.model)
-    check_code(_proven_code(made.job), allowed=allow_code)
+    # Of the user's own code a proof runs loss and optimizer only.
+    plugins = PluginReferences(loss=made.job.plugins.loss, optimizer=made.job.plugins.optimizer)
+    check_code(replace(made.job, plugins=plugins), allowed=allow_code)
     refuse_plugins(made.job.plugins, made.layout, loss_parallel=made.job.parallel.loss_parallel)
     terms, gpus = _proof_terms(
         made, device=device, precision=precision, compile=compile, full_size=full_size, share=ranks_per_gpu, tell=tell
@@ -135,12 +137,6 @@ def verify(
         began_s=began_s,
     )
     return VerifyResult(proof=proof)
-
-
-def _proven_code(job: Job) -> Job:
-    """The job with that code of the user's own alone which a proof runs: loss and optimizer."""
-    plugins = PluginReferences(loss=job.plugins.loss, optimizer=job.plugins.optimizer)
-    return replace(job, plugins=plugins)
 
 
 def _verify_plan(

@@ -100,8 +100,10 @@ def metrics(
     found = run(path)
     if named and named[0] not in ("listen", "otlp"):
         from phalanx.metrics.step_export import StepExporter
+        from phalanx.metrics.trackers import OPENERS
 
-        with _metrics_sink(found, named[0], str(targets[named[0]])) as sink:
+        opened: TrackerSink = OPENERS[named[0]](found, str(targets[named[0]]))
+        with opened as sink:
             exporter = StepExporter(found, sink, every=every)
             _repeat(exporter.export, found, follow=follow, interval_s=interval)
         return ExportedMetrics(values={"steps": exporter.written, "where": str(sink.where)})
@@ -144,13 +146,6 @@ def _push_metrics(readings: Readings, url: str, *, follow: bool, interval_s: flo
 
         count = _repeat(push, readings.run, follow=follow, interval_s=interval_s)
     return ExportedMetrics(values={"pushes": count})
-
-
-def _metrics_sink(found: Run, target: str, folder: str) -> TrackerSink:
-    from phalanx.metrics.trackers import OPENERS
-
-    opened: TrackerSink = OPENERS[target](found, folder)
-    return opened
 
 
 def _repeat(act: Callable[[], object], found: Run, *, follow: bool, interval_s: float) -> int:
@@ -209,6 +204,7 @@ def web(
     """
     tell = teller(progress)
     _require_web()
+    import socket
     from urllib.parse import quote
 
     from phalanx.io.listen import bound_address, open_socket, parse_address
@@ -220,7 +216,7 @@ def web(
     store, address, secret = open_run_store(str(folder)), parse_address(listen), web_token(token, tell)
     with open_socket(address, guarded=secret is not None) as listener:
         bound = bound_address(listener)
-        url = f"http://{bound if not is_any(bound) else f'{_own_name()}:{bound.port}'}/"
+        url = f"http://{bound if not is_any(bound) else f'{socket.gethostname()}:{bound.port}'}/"
         visit = f"{url}?token={quote(secret, safe='')}" if secret else url
         serving(WebAddress(url=url, token=secret, open=visit, runs=len(store.runs())))
         key = AccessKey(secret, port=bound.port) if secret else None
@@ -254,9 +250,3 @@ def web_token(choice: str | None, tell: Tell) -> str | None:
     if choice != "auto" and os.stat(choice).st_mode & (stat.S_IRGRP | stat.S_IROTH):
         tell(f"warning: {choice}: others on this machine can read the token; chmod 600 keeps it yours")
     return token
-
-
-def _own_name() -> str:
-    import socket
-
-    return socket.gethostname()

@@ -30,9 +30,12 @@ class Checkpointing(Callback):
         control, plan = training.control, training.plan
         self._training, self._keeper, self._memory_every = training, control.keeper, plan.reliability.memory_every
         self._leaves_at, self._run_id = control.leaves_at, training.folder.run_id
+        # A name for this start of the job that all ranks share and no earlier start had.
+        number = torch.tensor([time.time_ns() // 1000], device=training.engine.device)
+        dist.broadcast(number, src=0)
         self.saver = AsyncSaver(
             training.folder.checkpoints,
-            attempt=_attempt_name(training.engine.device),
+            attempt=f"{int(number.item()):x}",
             rank=dist.get_rank(),
             world=dist.get_world_size(),
             keep=training.job.checkpoint.keep,
@@ -235,10 +238,3 @@ def _since_last_commit(folder: Run, went_s: float | None) -> float:
     steps = folder.saved_steps()
     saved_s = folder.saved_at(max(steps)) if steps else 0.0
     return max(0.0, now_s - max(now_s if went_s is None else went_s, saved_s))
-
-
-def _attempt_name(device: torch.device) -> str:
-    """A name for this start of the job that all ranks share and no earlier start had."""
-    number = torch.tensor([time.time_ns() // 1000], device=device)
-    dist.broadcast(number, src=0)
-    return f"{int(number.item()):x}"

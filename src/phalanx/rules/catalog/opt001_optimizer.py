@@ -54,16 +54,12 @@ def _parameters(evidence: Evidence) -> float | None:
     return float(count_parameters(evidence.the_job.model).total)
 
 
-def _batch_tokens(evidence: Evidence) -> float | None:
-    batch = evidence.the_job.batch.global_tokens
-    return float(batch) if batch and evidence.plan is not None else None
-
-
 def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     optim = evidence.the_job.optim
     if not evidence.stated("optim.lr"):
         return
-    usual = usual_rate(_parameters(evidence), _batch_tokens(evidence))
+    batch = evidence.the_job.batch.global_tokens
+    usual = usual_rate(_parameters(evidence), float(batch) if batch and evidence.plan is not None else None)
     most = limits.number("most_rate") * (limits.number("muon") if optim.name == "muon" else 1.0)
     ratio = optim.lr / usual
     if ratio <= most:

@@ -113,7 +113,10 @@ def perform_drill(
     found = fault_outcomes(history, faults, shots, patience_s=patience_s)
     verdicts.append(judge_noticed(found, asked=len(faults), patience_s=patience_s, drawn=scene.drawn))
     verdicts += judge_refused(history, found, drawn=scene.drawn)
-    verdicts.append(_ledger_verdict(run))
+    try:
+        verdicts.append(judge.judge_ledger(run))
+    except (PhalanxError, ImportError, KeyError, ValueError) as error:
+        verdicts.append(Verdict(name="the ledger closes", ok=False, evidence=f"{type(error).__name__}: {error}"))
     verdicts.append(_ending_verdict(ended, history, faults, minutes=scene.minutes))
     counts = Counter(one.id for one in shots)
     missing = [fault.text for fault in faults if not counts[fault.id]]
@@ -236,13 +239,6 @@ def expected_samples(plan: Plan) -> ExpectedSamples:
 
 def _not_finite(events: Iterable[Mapping[str, Any]]) -> bool:
     return any(event.get("grad_norm") is None for event in events)
-
-
-def _ledger_verdict(run: Run) -> Verdict:
-    try:
-        return judge.judge_ledger(run)
-    except (PhalanxError, ImportError, KeyError, ValueError) as error:
-        return Verdict(name="the ledger closes", ok=False, evidence=f"{type(error).__name__}: {error}")
 
 
 def _ending_verdict(
