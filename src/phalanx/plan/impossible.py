@@ -147,9 +147,10 @@ def _what_would_fit(request: PlanRequest, scores: LayoutScores) -> str:
     if request.fixed and _fits_on(free, 1, offload=("none", "optimizer")):
         way = 'set parallel.mode = "auto"' if _fixed_mode(request) else "remove the sizes under [parallel]"
         return f"{way}: the planner then finds layouts that fit"
+    if more := _more_devices(free):
+        return more
     gap = float(scores.memory_bytes.min()) - scores.usable_bytes
-    more = f"use devices with at least {format_bytes(gap)} more memory, or a smaller model or sequence"
-    return _more_devices(free) or more
+    return f"use devices with at least {format_bytes(gap)} more memory, or a smaller model or sequence"
 
 
 def _fixed_mode(request: PlanRequest) -> bool:
