@@ -19,6 +19,13 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+CHECKED = (
+    "drill.toml",
+    "first-run.toml",
+    "llama-3-8b-64xH100.toml",
+    "bloom-176b-48x8xA100.toml",
+    "deepseek-v3-2048xH800.toml",
+)
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
@@ -31,8 +38,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "plan drill.toml, local": ["plan", drill],
         "plan first-run.toml, local": ["plan", first],
         "plan of Llama 3 70B, 8xH100:16": ["plan", big, "--cluster", "8xH100:16", "--set", "model.preset=llama-3-70b"],
-        "check llama-3-8b-64xH100.toml": ["check", big],
-        "check drill.toml": ["check", drill],
+        **{f"check {name}": ["check", str(ROOT / "examples" / name)] for name in CHECKED},
         "fabric design --gpus 16384 --nic-gbps 400": ["fabric", "design", "--gpus", "16384", "--nic-gbps", "400"],
         "init": ["init", str(folder / "new.toml"), "--force"],
     }
@@ -64,6 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("old", type=Path)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="commands that begin with this")
     parser.add_argument("--measured", type=Path, help="a folder with HOST.steps.json, as phalanx plan keeps it")
     args = parser.parse_args()
     sources = {"old": args.old.resolve(), "now": ROOT / "src"}
@@ -75,6 +82,8 @@ def main() -> None:
                 shutil.copytree(args.measured, home / "data/phalanx/profiles", dirs_exist_ok=True)
         print("| command | old | now | ratio |\n|---|---|---|---|")
         for name, words in commands(Path(folder)).items():
+            if not name.startswith(args.only):
+                continue
             seconds: dict[str, list[float]] = {one: [] for one in sources}
             codes = {one: run_once(words, source, homes[one])[1] for one, source in sources.items()}
             for _ in range(args.repeats):

@@ -264,10 +264,10 @@ class Bench:
             sizes = [path.stat().st_size for path in (run / "flight").glob("*")] if (run / "flight").is_dir() else []
             print(f"stopped: files of recorders and their bytes {sizes}", flush=True)
             told_epochs = sorted({path.name.split("-rank")[0] for path in (run / "flight").glob("*")})
-            from phalanx.record.account.flight_records import find_culprit, read_flights, recorded_epochs
+            from phalanx.record.account.flight_records import find_culprit, read_flights, recorded_generations
             from phalanx.record.run import open_run
 
-            for epoch in recorded_epochs(open_run(run)):
+            for epoch in recorded_generations(open_run(run)):
                 print(f"stopped: {told_epochs}: {find_culprit(read_flights(open_run(run), epoch))}", flush=True)
             print((run / "flight").joinpath(sorted(os.listdir(run / "flight"))[0]).read_text()[:2600], flush=True)
             incidents = [one for one in events_of(run / "supervisor.jsonl") if one["event"] == "incident"]

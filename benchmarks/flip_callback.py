@@ -17,7 +17,7 @@ import torch
 from phalanx.train.callbacks import Callback
 
 if TYPE_CHECKING:
-    from phalanx.train.loop import TrainingLoop
+    from phalanx.train.training_context import TrainingContext
 
 FLIPS = 10  # of weights, and as many of moments, in every step of every rank
 
@@ -28,11 +28,11 @@ class FlipBits(Callback):
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
-    def on_start(self, training: TrainingLoop) -> None:
+    def on_start(self, training: TrainingContext) -> None:
         """Memory is compared in every step, as in runs without callbacks of their own."""
         training.comparison.guard._each_step = True
 
-    def on_step_begin(self, training: TrainingLoop) -> None:
+    def on_step_begin(self, training: TrainingContext) -> None:
         """Between the last update and the next."""
         guard, draw = training.comparison.guard, random.Random(training.step * 1000 + training.rank)
         if not guard.remembers:
@@ -52,7 +52,7 @@ class FlipBits(Callback):
                 guard._sums._kept = kept
                 self.counts[f"{what}: {'caught' if is_named else 'silent'}"] += 1
 
-    def on_end(self, training: TrainingLoop, state: str) -> None:
+    def on_end(self, training: TrainingContext, state: str) -> None:
         """Write the counts down."""
         path = training.folder.path / f"flips-{training.rank}.json"
         path.write_text(json.dumps(self.counts))

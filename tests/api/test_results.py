@@ -174,7 +174,7 @@ def test_a_column_keeps_its_kind() -> None:
 
 
 def test_progress_goes_where_it_is_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
-    from phalanx.api.progress_line import teller
+    from phalanx.api.results import teller
 
     said: list[str] = []
     teller(said.append)("a")

@@ -30,7 +30,7 @@ def row(fabric: Fabric) -> JobStep:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make_plan(load(JOB), hopeless=True)
+    return make_plan(load(JOB), allow_unfinishable=True)
 
 
 def test_one_of_each_kind(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

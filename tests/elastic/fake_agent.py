@@ -71,8 +71,8 @@ class Part:
 
         def is_there(slot: int) -> bool:
             beat = self.link.board.last(slot)
-            is_gone = beat.epoch != self.epoch and not self.is_deaf
-            return is_gone or (beat.step >= step and beat.epoch == self.epoch)
+            is_gone = beat.generation != self.epoch and not self.is_deaf
+            return is_gone or (beat.step >= step and beat.generation == self.epoch)
 
         is_over = lambda: self.link.is_over(self.epoch) and not self.is_deaf  # noqa: E731
         wait_for(lambda: all(is_there(slot) for slot in slots), is_over)

@@ -212,7 +212,7 @@ def test_the_heart_beats_whatever_the_training_does(line: Line) -> None:
     line.link.enter(4)
     line.link.progress(7, Phase.TRAINING)
     first = line.board.last(SLOT)
-    assert (first.epoch, first.step, first.phase) == (4, 7, Phase.TRAINING)
+    assert (first.generation, first.step, first.phase) == (4, 7, Phase.TRAINING)
     until = time.monotonic() + 300
     while line.board.last(SLOT).answered_s <= first.answered_s and time.monotonic() < until:
         time.sleep(0.01)

@@ -266,6 +266,7 @@ def test_code_of_the_users_own_is_looked_at_without_running_it(tmp_path: Path) -
         ("plugins.data=broken.py:x", f'"broken.py:x": {tmp_path / "broken.py"}:2: is not Python: '),
         ('plugins.metrics=["no_such_package.a:b"]', '"no_such_package.a:b": no package no_such_package is installed'),
         ('plugins.callbacks=["nobody"]', "\"nobody\": no installed package offers 'nobody' as an entry point of"),
+        ("model.module=nobody", "\"nobody\": no installed package offers 'nobody' as an entry point of phalanx.models"),
         ("model.module=mine.py:build", f'"mine.py:build": {tmp_path / "mine.py"} has no build'),
     ):
         (problem,) = look(tmp_path, setting).missing

@@ -128,7 +128,7 @@ def test_parts_add_up(layout, offload):
     assert sum(parts.values()) == pytest.approx(memory.total.item())
     assert min(parts.values()) >= 0, parts
     assert memory.first_stage <= memory.total
-    assert memory.margin.item() == pytest.approx(1 - memory.total.item() / memory.usable.item())
+    assert memory.headroom.item() == pytest.approx(1 - memory.total.item() / memory.usable.item())
 
 
 @settings(max_examples=80, deadline=None)

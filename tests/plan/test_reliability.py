@@ -100,7 +100,7 @@ def test_a_job_may_bring_its_own_rate():
     assert never.spares == 0
 
 
-def test_hopeless_is_zero_not_negative():
+def test_a_run_that_never_gets_on_is_zero_not_negative():
     assert predict(failures_per_host_day=10.0).effective_time == 0.0
 
 

@@ -39,7 +39,7 @@ def test_the_best_is_the_fastest_that_fits_up_to_a_tie(make_ask):
 )
 def test_scores_of_a_grid_equal_prices_one_by_one(make_ask, preset, settings):
     request = make_ask(preset, cluster="8xH100:2", batch=16, **settings)
-    scores = score_layouts(build_space(request), hopeless=np.inf)
+    scores = score_layouts(build_space(request), memory_cutoff=np.inf)
     rows = np.linspace(0, scores.base.size - 1, 200, dtype=int)
     _, times, memory = price_layouts(request, [scores.layout(int(row)) for row in rows])
     assert np.allclose(times.step_s, scores.step_s[rows], rtol=1e-12, atol=0)
@@ -56,7 +56,7 @@ def test_scores_are_in_the_order_of_the_tables(make_ask):
 def test_where_nothing_comes_near_only_the_smallest_is_kept(make_ask, monkeypatch):
     monkeypatch.setattr("phalanx.plan.space.GRID_CELLS", 500)
     space = build_space(make_ask())
-    everything, least = score_layouts(space, hopeless=np.inf), score_layouts(space, hopeless=1e-3)
+    everything, least = score_layouts(space, memory_cutoff=np.inf), score_layouts(space, memory_cutoff=1e-3)
     smallest = everything.memory_bytes == everything.memory_bytes.min()
     assert least.legal == everything.legal
     assert least.base.tolist() == everything.base[smallest].tolist()

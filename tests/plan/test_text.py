@@ -138,7 +138,7 @@ def test_columns_of_a_comparison_are_headed_by_their_files(make_job):
 
 
 def test_a_plan_prints_as_its_page_and_shows_as_one_line_or_html(make_job):
-    plan = phalanx.plan(make_job(), cluster="8xH100:2", hopeless=False, calibration=None)
+    plan = phalanx.plan(make_job(), cluster="8xH100:2", allow_unfinishable=False, calibration=None)
     assert str(plan) == plan_text(plan)
     assert repr(plan).startswith("<Plan test on 8xH100-80GB-SXM:2: ")
     assert "\n" not in repr(plan)

@@ -45,7 +45,7 @@ def test_one_question_one_answer(mib, tmp_path, capsys):
     low, high = size["expected_interval_s"]
     assert low < size["expected_s"] < high
 
-    plan = make_plan(load(path), hopeless=True)
+    plan = make_plan(load(path), allow_unfinishable=True)
     (data,) = (one for one in plan.mapping if one.axis == "data")
     assert (data.algorithm, data.protocol) == (pick["algorithm"], pick["protocol"])
     assert data.message_bytes == mib * 2**20
@@ -65,7 +65,7 @@ def test_one_question_one_answer(mib, tmp_path, capsys):
 def test_a_group_inside_the_node_is_asked_for_as_one(tmp_path):
     path = tmp_path / "job.toml"
     path.write_text(JOB.format(mib=25, data=8, tensor=8, preset="llama-3-8b"))
-    plan = make_plan(load(path), hopeless=True)
+    plan = make_plan(load(path), allow_unfinishable=True)
     tensor = next(one for one in plan.mapping if one.axis == "tensor")
     alone = expect_collective(
         group_system(plan.cluster, nodes=1, per_node=8), tensor.message_bytes, operation="all-gather"

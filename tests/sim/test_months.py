@@ -474,7 +474,7 @@ def test_llama_3_without_copies_in_memory(llama):
 
 
 def test_131072_gpus(huge):
-    plan = make_plan(huge, "8xH100:16384", hopeless=True)
+    plan = make_plan(huge, "8xH100:16384", allow_unfinishable=True)
     assert plan.layout.devices == 131_072
 
     def effective(restart_s, *, edge):

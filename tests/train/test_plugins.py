@@ -63,6 +63,9 @@ class Opens(Callback):
 def test_code_of_a_job_needs_consent_and_an_entry_point_none(job):
     named = PluginReferences(callbacks=(f"{MINE}:Diary",), loss="torch.nn:CrossEntropyLoss", data="web-text")
     assert needs_consent(replace(job, plugins=named)) == ["plugins.callbacks", "plugins.loss"]
+    assert needs_consent(replace(job, model=replace(job.model, module="net.py:build"))) == ["model.module"]
+    assert needs_consent(replace(job, model=replace(job.model, module="tiny-net"))) == []
+    assert attach_plugins(job, model='tiny-net {"width": 8}').model.module == "tiny-net"
     said = refusal(load_plugins, replace(job, plugins=named), allow_code=False)
     assert "is code that this job wants to run" in said
     assert "give --allow-code" in said

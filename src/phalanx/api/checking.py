@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from phalanx.api.jobs import look_at_files, override_texts
-from phalanx.api.results import Overrides, PublicResult, Tell, silent, warn
+from phalanx.api.results import Overrides, PublicResult, Tell, teller, warn
 from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Job
@@ -48,7 +48,7 @@ def check(
     rules: Iterable[RuleSource] = (),
     allow_code: bool = False,
     require_evidence: bool = False,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> CheckReport:
     """What the training specification says of a job, a plan, a run, or another trainer's configuration.
 
@@ -63,6 +63,7 @@ def check(
     """
     from phalanx.rules.foreign.detect import trainer_of_file
 
+    tell = teller(progress)
     request = _check_request(
         overrides=overrides,
         cluster=cluster,
@@ -88,12 +89,12 @@ def check(
     if path.is_file() and not is_plan(path) and not (request.source or trainer_of_file(path)):
         # whether the files of a job fit it; no rule reads files of that size
         warn(look_at_files(load(path, overrides=request.overrides), tell).warnings, tell)
-    progress = ReadProgress(str(target), tell)
+    reading = ReadProgress(str(target), tell)
     try:
-        return check_path(str(target), request=request, progress=progress, **applied)
+        return check_path(str(target), request=request, progress=reading, **applied)
     except KeyboardInterrupt:
-        if progress.read:
-            tell(progress.read)
+        if reading.read:
+            tell(reading.read)
         raise
 
 
@@ -229,7 +230,7 @@ class FixedJob(PublicResult):
 
 
 def fix(
-    target: str | Path, *, unsafe: bool = False, write: bool = True, tell: Tell = silent, **options: Any
+    target: str | Path, *, unsafe: bool = False, write: bool = True, progress: bool | Tell = False, **options: Any
 ) -> FixedJob:
     """Edit a job file so that findings of `check` go away; `unsafe` also makes edits that change the training.
 
@@ -240,6 +241,7 @@ def fix(
     """
     from phalanx.rules.fixes import edited_text, find_fix, read_exactly, unified_difference, write_exactly
 
+    tell = teller(progress)
     path = Path(target)
     _refuse_unmendable(path, options.get("source", ""))
 
@@ -251,7 +253,7 @@ def fix(
             tell(text)
 
     def checked(sets: Sequence[str] = ()) -> CheckReport:
-        return check(target, overrides=tuple(sets), tell=tell_once, **options)
+        return check(target, overrides=tuple(sets), progress=tell_once, **options)
 
     before = read_exactly(path)
     cure = find_fix(checked, unsafe=unsafe)
@@ -404,7 +406,7 @@ def explain(
     *,
     rules: Iterable[RuleSource] = (),
     allow_code: bool = False,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
     **evidence: Unpack[EvidenceOptions],
 ) -> Explanation:
     """One rule by id or name: what it demands, why, and its sources; with a target, also what it says of that.
@@ -416,8 +418,9 @@ def explain(
     """
     from phalanx.rules.explain import explain as explain_rule
 
+    tell = teller(progress)
     if target is None:
         return explain_rule(rule, rules=rules)
-    progress = ReadProgress(str(target), tell)
+    reading = ReadProgress(str(target), tell)
     request = _check_request(**evidence)
-    return explain_rule(rule, target, rules=rules, allow_code=allow_code, request=request, progress=progress)
+    return explain_rule(rule, target, rules=rules, allow_code=allow_code, request=request, progress=reading)

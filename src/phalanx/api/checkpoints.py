@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.results import PublicResult, Tell, silent
+from phalanx.api.results import PublicResult, Tell, teller
 from phalanx.api.runs import AnyRun, run
 from phalanx.errors import mistake
 from phalanx.io.checksums import CHECKSUMS, read_checksums, verify_checksums
@@ -136,7 +136,9 @@ class WeightFolder(PublicResult):
         return {"path": str(self.path), "files": self.files, "verified": self.verified, "damage": damage}
 
 
-def checkpoints(path: AnyRun, *, checksum: bool = False, tell: Tell = silent) -> CheckpointTable | WeightFolder:
+def checkpoints(
+    path: AnyRun, *, checksum: bool = False, progress: bool | Tell = False
+) -> CheckpointTable | WeightFolder:
     """The checkpoints of a run: steps, sizes of the whole, layouts, age and damage.
 
     With `checksum` every byte is read and compared with its digest. `path` may also be a folder that `phalanx export`
@@ -144,6 +146,7 @@ def checkpoints(path: AnyRun, *, checksum: bool = False, tell: Tell = silent) ->
 
     >>> print(checkpoints("runs/first-run", checksum=True))  # doctest: +SKIP
     """
+    tell = teller(progress)
     folder = path.path if isinstance(path, Run) else Path(path)
     if not (folder / "plan.json").is_file() and (folder / CHECKSUMS).is_file():
         if not checksum:
@@ -188,7 +191,7 @@ class ExportedWeights(PublicResult):
 
 
 def export(
-    path: AnyRun, out: str | Path, *, step: int | None = None, dtype: str = "bf16", tell: Tell = silent
+    path: AnyRun, out: str | Path, *, step: int | None = None, dtype: str = "bf16", progress: bool | Tell = False
 ) -> ExportedWeights:
     """Write the weights of a run (safetensors, config.json, tokenizer.json) for transformers and others.
 
@@ -199,6 +202,7 @@ def export(
     """
     from phalanx.train.prepare import need_torch
 
+    tell = teller(progress)
     need_torch()
     from phalanx.train.export import export_weights
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.api.results import PublicResult, Tell, silent
+from phalanx.api.results import PublicResult, Tell, teller
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.hardware.catalog import accelerators as known_accelerators
 from phalanx.hardware.catalog import matmul_flops
@@ -207,7 +207,7 @@ def probe(
     seconds: float = 30.0,
     disk: str | Path = ".",
     engine: str = "auto",
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> ProbeResult:
     """Measure this machine and store a profile, which later plans for `local` use.
 
@@ -216,6 +216,7 @@ def probe(
     >>> print(probe(seconds=10))  # doctest: +SKIP
     >>> phalanx.plan("job.toml", "local")  # doctest: +SKIP
     """
+    tell = teller(progress)
     if not LEAST_S <= seconds <= MOST_S:
         why = "a shorter probe is too noisy, a longer one is no more accurate"
         raise mistake("--seconds", f"{seconds:g} is out of range", why=why, fix=f"use {LEAST_S:g} to {MOST_S:g}")

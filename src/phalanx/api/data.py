@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.results import PublicResult, Tell, silent
+from phalanx.api.results import PublicResult, Tell, teller
 from phalanx.errors import mistake
 from phalanx.io.codec import json_values
 from phalanx.units import format_bytes, format_count, format_seconds, parse_count, plural
@@ -97,7 +97,7 @@ def build(
     split_on: str = "file",
     end_of_text: str = "",
     shard_tokens: Count | None = None,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> Dataset:
     """Make a dataset folder from text, .jsonl or .parquet files, or from a corpus that is fetched.
 
@@ -115,6 +115,7 @@ def build(
     from phalanx.train.data.documents import Reading
     from phalanx.train.data.progress import on_stderr
 
+    tell = teller(progress)
     if corpus and sources:
         what = "--corpus and SOURCE are both given"
         raise mistake("phalanx data build", what, fix="build them one by one with the same --tokenizer")

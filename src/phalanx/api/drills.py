@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import override_texts
-from phalanx.api.results import Overrides, PublicResult, Tell, silent, warn
+from phalanx.api.results import Overrides, PublicResult, Tell, silent, teller, warn
 from phalanx.errors import SystemFailure, mistake
 from phalanx.io.codec import json_values
 from phalanx.io.tables import text_table
@@ -101,7 +101,7 @@ def drill(
     ranks_per_gpu: int | None = None,
     allow_code: bool = False,
     out: str | Path | None = None,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> DrillPage:
     """Train a job, inject faults such as "kill:rank=1,step=5" (docs/drills.md lists them), and judge what came of it.
 
@@ -113,6 +113,7 @@ def drill(
     >>> page.ok  # doctest: +SKIP
     True
     """
+    tell = teller(progress)
     named = (faults,) if isinstance(faults, str) else tuple(faults)
     if chaos and named:
         raise mistake(WHERE, "--chaos and --fault exclude each other", fix="give one of them")
@@ -155,7 +156,10 @@ def drill(
     need_torch()
     plan = drill_plan(call)
     if call.chaos:
-        parsed = _draw_faults(call, plan)
+        from phalanx.train.drill.schedule import DrillTarget, draw_faults
+
+        stage = DrillTarget(world=plan.layout.devices, hosts=call.hosts, spares=call.spares)
+        parsed = draw_faults(rate_per_min=call.rate, minutes=call.minutes, seed=call.seed, target=stage)
     elif not parsed:
         parsed = parse_faults([USUAL_FAULT])
     needy = [fault.text for fault in parsed if fault.of.host]
@@ -233,13 +237,6 @@ def drill_plan(call: DrillCall) -> Plan:
     found = prepare.check_inputs(plan.job, resolved, base, fresh=True)
     warn((*found.warnings, *prepare.check_data(plan)), call.tell)
     return plan
-
-
-def _draw_faults(call: DrillCall, plan: Plan) -> tuple[Fault, ...]:
-    from phalanx.train.drill.schedule import DrillTarget, draw_faults
-
-    stage = DrillTarget(world=plan.layout.devices, hosts=call.hosts, spares=call.spares)
-    return draw_faults(rate_per_min=call.rate, minutes=call.minutes, seed=call.seed, target=stage)
 
 
 def make_scene(call: DrillCall, plan: Plan) -> DrillSettings:
@@ -382,7 +379,7 @@ def drill_suite(
     runs: str | Path = "runs",
     ranks_per_gpu: int | None = None,
     allow_code: bool = False,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> DrillSuite:
     """Run the standard drills, which answer rules of `check`; the same for everybody, so that records compare.
 
@@ -391,6 +388,7 @@ def drill_suite(
     from phalanx.train.drill.schedule import LEAST_WORLD, suite_parts
     from phalanx.train.prepare import need_torch
 
+    tell = teller(progress)
     _refuse_launcher()
     need_torch()
     began_s = time.monotonic()

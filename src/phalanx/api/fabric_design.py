@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.fabric_inputs import named_fabric
-from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, silent, warn
+from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, teller, warn
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.io.codec import json_values
 from phalanx.units import parse_count, plural
@@ -107,7 +107,7 @@ def design(
     years: float | None = None,
     recovery_s: float | None = None,
     top: int = 6,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> FabricDesigns:
     """Every fabric that joins `gpus` GPUs with one NIC of `nic_gbps` (800) each, and which to take.
 
@@ -121,6 +121,7 @@ def design(
     from phalanx.network.fabric.design import DesignRequest, design_fabrics
     from phalanx.network.fabric.design_verdict import choose_design
 
+    tell = teller(progress)
     if top < 1:
         raise mistake(WHERE, f"--top {top} shows nothing", fix="use 1 or more")
     switches: tuple[Switch, ...] = ()
@@ -243,7 +244,7 @@ def _job_plan(job: AnyJob, overrides: Overrides, cluster: str | None, tell: Tell
     from phalanx.api.jobs import read_job
     from phalanx.plan.make import make_plan
 
-    made = make_plan(read_job(job, overrides, where="phalanx.fabric.design"), cluster, hopeless=True)
+    made = make_plan(read_job(job, overrides, where="phalanx.fabric.design"), cluster, allow_unfinishable=True)
     warn((Problem(where="", what=line) for line in made.warnings), tell)
     return made
 
@@ -359,7 +360,7 @@ def decisions(
     paths: int = 256,
     recovery_s: float | None = None,
     restart_s: float | None = None,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> FabricDecisions:
     """Planes, paths per connection and recovery, for a number of GPUs or for a fabric that exists.
 
@@ -371,6 +372,7 @@ def decisions(
     from phalanx.network.fabric.decisions import fabric_decisions as decide
     from phalanx.network.fabric.failure_budget import EDGE_RECOVERY_S, RESTART_S
 
+    tell = teller(progress)
     where = "phalanx fabric decisions"
     bypass_s = EDGE_RECOVERY_S if recovery_s is None else recovery_s
     start_s = RESTART_S[0] if restart_s is None else restart_s
@@ -420,12 +422,13 @@ class FabricPage(PublicResult):
         return {"fabric": fabric_values(one), **json_values(values)}
 
 
-def show(fabric: str | Path, *, tell: Tell = silent) -> FabricPage:
+def show(fabric: str | Path, *, progress: bool | Tell = False) -> FabricPage:
     """One fabric by its short form, file or name.
 
     >>> show("clos2:131072x800G/8p/512").fabric.planes
     8
     """
+    tell = teller(progress)
     return FabricPage(fabric=named_fabric(str(fabric), tell))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api import traffic_text as text
-from phalanx.api.results import PublicResult, Tell, silent
+from phalanx.api.results import PublicResult, Tell, silent, teller
 from phalanx.errors import mistake
 from phalanx.io.visible import one_line
 from phalanx.units import format_bytes, parse_count, plural
@@ -115,7 +115,7 @@ def _plan_flows(name: str, fabric: Fabric, tell: Tell) -> Flows:
 
     match = _JOB.match(name.strip())
     assert match is not None, "says_bytes() said so"
-    plan = make_plan(load(match["file"]), hopeless=True)
+    plan = make_plan(load(match["file"]), allow_unfinishable=True)
     if plan.layout.devices > fabric.hosts:
         what = f"the plan runs on {plural(plan.layout.devices, 'device')}, {fabric.name} joins {fabric.hosts:,}"
         raise mistake("--traffic", what, fix=f"use a fabric of at least {plan.layout.devices:,} NICs")
@@ -166,7 +166,7 @@ def export(
     traffic: str | None = None,
     nbytes: str | int | None = None,
     seed: int = 0,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> HtsimFiles:
     """Write a fabric (.topo) and its traffic (.cm) for the packet simulator htsim.
 
@@ -176,6 +176,7 @@ def export(
     from phalanx.sim.htsim.connection_matrix import matrix_of, write_cm
     from phalanx.sim.htsim.topology import write_topo
 
+    tell = teller(progress)
     where = "phalanx fabric export"
     if not topo and not cm:
         raise mistake(where, "nothing to write", fix="add --topo FILE.topo, --cm FILE.cm or both")

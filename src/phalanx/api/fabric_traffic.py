@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.api import traffic_text as text
 from phalanx.api.fabric_inputs import FabricTraffic, load_fabric, load_matrix, load_traffic, says_bytes
-from phalanx.api.results import INTERRUPTED, PublicResult, Tell, silent
+from phalanx.api.results import INTERRUPTED, PublicResult, Tell, teller
 from phalanx.errors import mistake
 from phalanx.io.codec import json_values
 from phalanx.units import format_seconds, plural
@@ -102,7 +102,7 @@ def simulate(
     dcqcn: bool | None = None,
     each_plane: bool = False,
     cpu: float | None = None,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> TrafficSimulation:
     """Send traffic over a fabric, whole or with failed parts, by fair rates (fluid) or packet by packet.
 
@@ -113,6 +113,7 @@ def simulate(
     >>> simulate("clos2:16x400G/2p/8", traffic="ring", nbytes="1M")
     <TrafficSimulation: clos2:16x400G/2p/8: ring, 16 flows of 1.00 MB, 16.0 MB in all>
     """
+    tell = teller(progress)
     call = TrafficCall(
         fabric=str(fabric),
         engine=engine,

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from phalanx.api.jobs import AnyJob, override_texts
-from phalanx.api.progress_line import teller
-from phalanx.api.results import Overrides, PublicResult, Tell, silent
+from phalanx.api.results import Overrides, PublicResult, Tell, silent, teller
 from phalanx.api.train_inputs import TrainCall, check_call, plan_call, ready_to_start
 from phalanx.errors import mistake
 from phalanx.job.load import ResolvedJob
@@ -163,6 +162,7 @@ def launch(
     >>> print(launched)  # doctest: +SKIP
     """
     from phalanx.launch.book import job_digest
+    from phalanx.launch.settings import launch_settings
 
     listed: list[AnyJob] = list(jobs) if isinstance(jobs, list | tuple) else [cast(AnyJob, jobs)]
     tell = teller(progress)
@@ -172,7 +172,7 @@ def launch(
         for job in listed
     ]
     chosen = {"on": on, "queue": queue, "flavour": flavour, "hosts": hosts, "time_s": time_s}
-    settings = [_launch_settings(one.plan, chosen) for one in prepared]
+    settings = [launch_settings(one.plan.job.launch, os.environ, **chosen) for one in prepared]
     if len({one.on for one in settings}) > 1:
         raise mistake(
             WHERE, "the jobs name several launch systems", fix="launch them separately, or choose one with --on"
@@ -351,12 +351,6 @@ def _plan_job(
     plan, resolved, _ = plan_call(call, here=False)
     check_before_training(resolved, plan, refuse=check, tell=silent if not check else tell)
     return _Prepared(plan=plan, resolved=resolved, call=call, name=name or plan.job.name)
-
-
-def _launch_settings(plan: Plan, chosen: Mapping[str, Any]) -> Any:
-    from phalanx.launch.settings import launch_settings
-
-    return launch_settings(plan.job.launch, os.environ, **chosen)
 
 
 def _open_system(name: str) -> LaunchSystem:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.results import PublicResult, Tell, silent
+from phalanx.api.results import PublicResult, Tell, teller
 from phalanx.io.tables import text_table
 from phalanx.units import format_seconds, plural
 
@@ -85,7 +85,9 @@ def list_outside_drills() -> OutsideList:
     return OutsideList(rows=tuple((one.name, one.subject, one.tries, one.must) for one in outside_drills()))
 
 
-def drill_outside(only: str | Sequence[str] = (), *, runs: str | Path = "runs", tell: Tell = silent) -> OutsideSuite:
+def drill_outside(
+    only: str | Sequence[str] = (), *, runs: str | Path = "runs", progress: bool | Tell = False
+) -> OutsideSuite:
     """Run the suite `outside`, or `only` the drills of these names, on a small job of its own in a new folder.
 
     Frozen coordinators, full disks, kills in a row, flipped bits in every kind of file and in live state, changed data,
@@ -97,6 +99,7 @@ def drill_outside(only: str | Sequence[str] = (), *, runs: str | Path = "runs", 
     from phalanx.train.drill.outside import perform_outside, select_drills
     from phalanx.train.prepare import need_torch
 
+    tell = teller(progress)
     need_torch()
     drills = select_drills((only,) if isinstance(only, str) else tuple(only))
     began_s = time.monotonic()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import AnyJob, look_at_files, read_job
-from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, silent
+from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, teller
 from phalanx.errors import mistake
 from phalanx.hardware.cluster import LOCAL_SPEC, resolve_cluster
 from phalanx.hardware.types import Cluster
@@ -37,8 +37,8 @@ def plan(
     overrides: Overrides = (),
     calibration: str | Path | CalibrationNote | None = None,
     measure: bool = False,
-    hopeless: bool = False,
-    tell: Tell = silent,
+    allow_unfinishable: bool = False,
+    progress: bool | Tell = False,
 ) -> Plan:
     """Find the best layout of a job on a cluster, with its time, memory, cost and reasons.
 
@@ -46,13 +46,14 @@ def plan(
     job's own by default. `calibration` is what `calibrate` wrote. `measure` times this machine's cores first, as
     `phalanx plan` does for the cluster `local` (about 20 s, once).
 
-    Raises UserError when no layout fits and, unless `hopeless`, for a run that would never finish.
+    Raises UserError when no layout fits and, unless `allow_unfinishable`, for a run that would never finish.
 
     >>> import phalanx
     >>> made = phalanx.plan("examples/llama-3-8b-64xH100.toml", "8xH100:4")
     >>> made.layout.devices, made.memory.total_bytes < made.memory.usable_bytes
     (32, True)
     """
+    tell = teller(progress)
     resolved = read_job(job, overrides, where="phalanx.plan")
     note = calibration
     if isinstance(note, str | Path):
@@ -62,7 +63,7 @@ def plan(
     found = look_at_files(resolved, tell)
 
     def make() -> Plan:
-        return make_plan(resolved, cluster, calibration=note, hopeless=hopeless)
+        return make_plan(resolved, cluster, calibration=note, allow_unfinishable=allow_unfinishable)
 
     target = "" if isinstance(cluster, Cluster) else str(cluster or resolved.job.cluster.target).strip()
     if not measure or not LOCAL_SPEC.match(target):  # only this machine can be measured
@@ -202,7 +203,7 @@ def backtest(
     draw: int = 0,
     seed: int = 0,
     simulate: bool = False,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> Backtest | NetworkBacktest:
     """Predict a table of published measurements, and report the error.
 
@@ -217,6 +218,7 @@ def backtest(
     from phalanx.validate.throughput_score import draw_known, predict_table, score_predictions
     from phalanx.validate.throughput_table import read_table
 
+    tell = teller(progress)
     if is_network_table(Path(table)):
         if calibration or draw:
             fix = "leave --predictions, --calibrate and --draw out"

@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from phalanx.api.results import Tell, silent
+from phalanx.api.results import Tell, tell_stderr
 from phalanx.io.visible import visible
 from phalanx.record.report.live import Follower
 from phalanx.record.run import Run
@@ -19,18 +19,6 @@ if TYPE_CHECKING:
 
 PLAIN_S = 5.0  # between lines where there is no terminal
 REDRAW_S = 0.2
-
-
-def tell_stderr(text: str) -> None:
-    """A line of progress or advice for a person."""
-    print(visible(text), file=sys.stderr, flush=True)
-
-
-def teller(progress: bool | Tell) -> Tell:
-    """Where lines of progress go: to stderr, nowhere, or to a function of the caller."""
-    if callable(progress):
-        return progress
-    return tell_stderr if progress else silent
 
 
 class ProgressLine:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.api.checking import check
 from phalanx.api.jobs import override_texts
-from phalanx.api.results import Overrides, PublicResult, Tell, silent
+from phalanx.api.results import Overrides, PublicResult, Tell, teller
 from phalanx.errors import PhalanxError, mistake
 from phalanx.io.tables import text_table
 from phalanx.units import plural
@@ -96,7 +96,7 @@ def check_project(
     source: str = "",
     rules: Iterable[RuleSource] = (),
     allow_code: bool = False,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
     **options: Any,
 ) -> ProjectReport:
     """Check files and folders as `phalanx check` does; in a folder, every file that can be judged.
@@ -112,6 +112,7 @@ def check_project(
     from phalanx.rules.baseline import write_baseline as write_known
     from phalanx.rules.project import find_config, find_files, read_config
 
+    tell = teller(progress)
     given = tuple(rules)
     reports: list[CheckReport] = []
     failures: list[PhalanxError] = []
@@ -134,7 +135,7 @@ def check_project(
             if chosen is None:
                 continue
             try:
-                reports.append(check(file, rules=own, allow_code=allow_code, tell=tell, **chosen, **options))
+                reports.append(check(file, rules=own, allow_code=allow_code, progress=tell, **chosen, **options))
             except PhalanxError as error:
                 failures.append(error)
                 tell(str(error))

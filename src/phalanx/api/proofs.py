@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import AnyJob, override_texts, read_job
-from phalanx.api.results import Overrides, PublicResult, Tell, silent, warn
+from phalanx.api.results import Overrides, PublicResult, Tell, teller, warn
 from phalanx.errors import mistake
 from phalanx.hardware.local import MOST_RANKS_PER_GPU
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
-from phalanx.job.schema import Job, PluginReferences
+from phalanx.job.schema import PluginReferences
 from phalanx.units import format_seconds, plural
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def verify(
     steps: int = 5,
     timeout: float | None = None,
     allow_code: bool = False,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> VerifyResult:
     """Prove on this machine that a job's layout computes what a single process computes.
 
@@ -85,6 +85,7 @@ def verify(
     >>> verify("job.toml", cluster="8xH100:1").holds  # doctest: +SKIP
     True
     """
+    tell = teller(progress)
     where = "phalanx verify"
     if not 1 <= steps <= MOST_STEPS:
         raise mistake(where, f"--steps {steps} is not between 1 and {MOST_STEPS:,}", fix="use 5")
@@ -112,7 +113,9 @@ def verify(
 
     refuse_own_model(made.job)
     refuse_untrainable(made.job.model)
-    check_code(_proven_code(made.job), allowed=allow_code)
+    # Of the user's own code a proof runs loss and optimizer only.
+    plugins = PluginReferences(loss=made.job.plugins.loss, optimizer=made.job.plugins.optimizer)
+    check_code(replace(made.job, plugins=plugins), allowed=allow_code)
     refuse_plugins(made.job.plugins, made.layout, loss_parallel=made.job.parallel.loss_parallel)
     terms, gpus = _proof_terms(
         made, device=device, precision=precision, compile=compile, full_size=full_size, share=ranks_per_gpu, tell=tell
@@ -134,12 +137,6 @@ def verify(
         began_s=began_s,
     )
     return VerifyResult(proof=proof)
-
-
-def _proven_code(job: Job) -> Job:
-    """The job with that code of the user's own alone which a proof runs: loss and optimizer."""
-    plugins = PluginReferences(loss=job.plugins.loss, optimizer=job.plugins.optimizer)
-    return replace(job, plugins=plugins)
 
 
 def _verify_plan(
@@ -282,7 +279,7 @@ def trace(
     against_plan: bool = False,
     workers: int = 0,
     allow_code: bool = False,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> Trace:
     """Trace the real training step of one rank on fake tensors, for a job of any size, on this machine.
 
@@ -295,6 +292,7 @@ def trace(
     from phalanx.plan.make import make_plan
     from phalanx.train.prepare import check_code, need_torch, with_absolute_files
 
+    tell = teller(progress)
     need_torch()
     if workers < 0:
         raise mistake("phalanx trace", f"--workers {workers} is below 0", fix="use 1 or more")

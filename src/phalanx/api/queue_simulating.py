@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.results import Overrides, PublicResult, Tell, silent
+from phalanx.api.results import Overrides, PublicResult, Tell, teller
 from phalanx.errors import mistake
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.types import Cluster
@@ -62,7 +62,7 @@ def simulate_queue(
     days: float | None = None,
     load: float | None = None,
     seed: int = 0,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> QueueSimulation:
     """Simulate a cluster that serves a queue of jobs of all sizes, with failures and drains.
 
@@ -78,6 +78,7 @@ def simulate_queue(
     from phalanx.sim.queue.queue_report import queue_report
     from phalanx.sim.queue.simulate_queue import simulate_jobs
 
+    tell = teller(progress)
     rules = read_policy(policy, overrides)
     machines = cluster if isinstance(cluster, Cluster) else resolve_cluster(cluster)
     found = _trace(trace, machines, rules, jobs, days, load, seed)

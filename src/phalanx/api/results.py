@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,20 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 def silent(text: str) -> None:
     """Where nobody asked to be told."""
+
+
+def tell_stderr(text: str) -> None:
+    """A line of progress or advice for a person."""
+    from phalanx.io.visible import visible
+
+    print(visible(text), file=sys.stderr, flush=True)
+
+
+def teller(progress: bool | Tell) -> Tell:
+    """Where lines of progress go, as a public function's `progress` says: to stderr, nowhere, to a function."""
+    if callable(progress):
+        return progress
+    return tell_stderr if progress else silent
 
 
 def warn(problems: Iterable[Problem], tell: Tell) -> None:

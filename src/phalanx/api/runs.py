@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.results import PublicResult, Tell, own_version, silent, warn
+from phalanx.api.results import PublicResult, Tell, own_version, teller, warn
 from phalanx.errors import SystemFailure, UserError, mistake
 from phalanx.io.codec import json_values
 from phalanx.record.run import Run, list_runs, open_run
@@ -226,7 +226,7 @@ class RunComparison(PublicResult):
         return 1 if self.differences else 0
 
 
-def diff(a: AnyRun, b: AnyRun, *, within: float = 0.0, tell: Tell = silent) -> RunComparison:
+def diff(a: AnyRun, b: AnyRun, *, within: float = 0.0, progress: bool | Tell = False) -> RunComparison:
     """What differs between two runs, plans (JSON) or jobs (TOML).
 
     Measured numbers that are closer than the share `within` count as equal.
@@ -237,6 +237,7 @@ def diff(a: AnyRun, b: AnyRun, *, within: float = 0.0, tell: Tell = silent) -> R
     """
     from phalanx.record.report.diff import compare_sides, of_runs
 
+    tell = teller(progress)
     if not 0.0 <= within < 1.0:
         raise mistake("phalanx diff", f"--within {within} is not a share", fix="use a number from 0 to 1, as 0.05")
     names = [str(one.path) if isinstance(one, Run) else str(one) for one in (a, b)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.api.scale_allocate import SizedRun, allocate
 from phalanx.api.scale_fit import FittedLaw, fit
-from phalanx.api.scale_predict import RunBesideLaw, predict
+from phalanx.api.scale_predict import ForecastComparison, predict
 from phalanx.api.scale_sweep import Sweep, sweep
 
-__all__ = ["FittedLaw", "RunBesideLaw", "SizedRun", "Sweep", "allocate", "fit", "predict", "sweep"]
+__all__ = ["FittedLaw", "ForecastComparison", "SizedRun", "Sweep", "allocate", "fit", "predict", "sweep"]

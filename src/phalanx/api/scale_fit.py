@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.api.results import PublicResult, Tell, silent
+from phalanx.api.results import PublicResult
 from phalanx.errors import Problem, SystemFailure, mistake, nearest
 from phalanx.io.codec import json_text, json_values
 from phalanx.io.files import write_text
@@ -68,7 +68,6 @@ def fit(
     repeated: bool = False,
     draws: int = 400,
     seed: int = 0,
-    tell: Tell = silent,
 ) -> FittedLaw:
     """Fit a scaling law to a CSV table, a run folder or a folder of runs.
 

@@ -20,7 +20,7 @@ MOST_SHOWN = 12  # evaluations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class RunBesideLaw(PublicResult):
+class ForecastComparison(PublicResult):
     """A run's loss beside the law's band; the exit code is 1 when it is outside.
 
     >>> phalanx.scale.predict("law.json", "runs/first-run").forecast.verdict  # doctest: +SKIP
@@ -56,7 +56,7 @@ class RunBesideLaw(PublicResult):
         return 0 if self.forecast.verdict == "inside" else 1
 
 
-def predict(fit: str | Path | FittedLaw, run: str | Path, *, allowance: float = 0.05) -> RunBesideLaw:
+def predict(fit: str | Path | FittedLaw, run: str | Path, *, allowance: float = 0.05) -> ForecastComparison:
     """Hold a run's loss against the band of a law, while it trains or after.
 
     `run` is a run folder, or a CSV table of one run's params, tokens and loss. `allowance` is how far a run that still
@@ -87,7 +87,7 @@ def predict(fit: str | Path | FittedLaw, run: str | Path, *, allowance: float = 
             allowance=allowance,
             notes=notes,
         )
-        return RunBesideLaw(forecast=forecast)
+        return ForecastComparison(forecast=forecast)
     points = read_points(path, TableOptions(repeated=True))
     if len(set(points.params.tolist())) > 1:
         raise mistake(str(path), "holds more than one model size", fix="give the rows of one run")
@@ -103,4 +103,4 @@ def predict(fit: str | Path | FittedLaw, run: str | Path, *, allowance: float = 
         allowance=allowance,
         notes=("a table does not say when the run ends: it is taken as going on",),
     )
-    return RunBesideLaw(forecast=forecast)
+    return ForecastComparison(forecast=forecast)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import AnyJob, read_job
-from phalanx.api.progress_line import teller
-from phalanx.api.results import Overrides, PublicResult, Tell
+from phalanx.api.results import Overrides, PublicResult, Tell, teller
 from phalanx.errors import mistake
 from phalanx.io.tables import text_table
 from phalanx.job.load import ResolvedJob
@@ -176,13 +175,15 @@ def sweep(
     grid = [replace(one, job=_local_job(one.job, on_gpu=gpus > 0)) for one in grid]
     folder = SweepFolder(path=Path(out) if out is not None else Path("runs") / f"sweep-{resolved.job.name}")
     identity: dict[str, Any] = {}
-    if not dry_run or _data_is_here(resolved):
+    paths = [resolved.path.parent / one for one in resolved.job.data.paths]
+    if not dry_run or (paths and all(path.is_dir() for path in paths)):  # a dry run builds no dataset
         grid, identity = _with_data(grid, resolved, tell)
     data = str(identity.get("data", ""))
     outcomes = [folder.outcome(one, decides_digest(one, data=data)) for one in grid]
     plans = _plan_all([one.run for one in outcomes], resolved)
     predicted = _predicted_seconds([one.run for one in outcomes], plans, devices=max(gpus, 1))
-    usd = _predicted_money(sum(predicted), plans, devices=max(gpus, 1))
+    price = plans[0].bill.usd_per_device_hour
+    usd = None if not price else price[1] * max(gpus, 1) * sum(predicted) / 3600.0
     found = Sweep(
         folder=str(folder.path),
         table=str(folder.table),
@@ -241,12 +242,6 @@ def _local_job(job: Job, *, on_gpu: bool) -> Job:
     )
 
 
-def _data_is_here(resolved: ResolvedJob) -> bool:
-    """Whether the dataset is built already: a dry run builds nothing."""
-    paths = [resolved.path.parent / one for one in resolved.job.data.paths]
-    return bool(paths) and all(path.is_dir() for path in paths)
-
-
 def _with_data(grid: list[SweepRun], resolved: ResolvedJob, tell: Tell) -> tuple[list[SweepRun], dict[str, Any]]:
     """The runs with their dataset, built now if the job names a corpus, and what identifies it in the table."""
     from phalanx.job.dataset import read_manifest
@@ -296,11 +291,6 @@ def _predicted_seconds(grid: list[SweepRun], plans: list[Plan], *, devices: int)
         plan.prediction.step_s * (one.steps - trunks.get(one.trunk, 0)) / devices
         for one, plan in zip(grid, plans, strict=True)
     ]
-
-
-def _predicted_money(seconds: float, plans: list[Plan], *, devices: int) -> float | None:
-    price = plans[0].bill.usd_per_device_hour
-    return None if not price else price[1] * devices * seconds / 3600.0
 
 
 def _train_grid(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.results import PublicResult, Tell, silent
+from phalanx.api.results import PublicResult, Tell, teller
 from phalanx.api.runs import AnyRun, run
 from phalanx.errors import SystemFailure, mistake
 from phalanx.io.codec import json_values
@@ -73,7 +73,7 @@ def metrics(
     interval: float = INTERVAL_S,
     ranks: int = 64,
     serving: Callable[[str, str | None], None] = lambda url, token: None,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> MetricsSnapshot | ExportedMetrics:
     """A run's numbers for Prometheus (`listen`), OTLP, TensorBoard, MLflow or W&B; without a target, as they are now.
 
@@ -81,6 +81,7 @@ def metrics(
 
     >>> phalanx.metrics("runs/first-run", tensorboard="tb", follow=True)  # doctest: +SKIP
     """
+    tell = teller(progress)
     targets = {"listen": listen, "otlp": otlp, "tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
     named = [name for name, value in targets.items() if value is not None]
     if len(named) > 1:
@@ -99,8 +100,10 @@ def metrics(
     found = run(path)
     if named and named[0] not in ("listen", "otlp"):
         from phalanx.metrics.step_export import StepExporter
+        from phalanx.metrics.trackers import OPENERS
 
-        with _metrics_sink(found, named[0], str(targets[named[0]])) as sink:
+        opened: TrackerSink = OPENERS[named[0]](found, str(targets[named[0]]))
+        with opened as sink:
             exporter = StepExporter(found, sink, every=every)
             _repeat(exporter.export, found, follow=follow, interval_s=interval)
         return ExportedMetrics(values={"steps": exporter.written, "where": str(sink.where)})
@@ -143,13 +146,6 @@ def _push_metrics(readings: Readings, url: str, *, follow: bool, interval_s: flo
 
         count = _repeat(push, readings.run, follow=follow, interval_s=interval_s)
     return ExportedMetrics(values={"pushes": count})
-
-
-def _metrics_sink(found: Run, target: str, folder: str) -> TrackerSink:
-    from phalanx.metrics.trackers import OPENERS
-
-    opened: TrackerSink = OPENERS[target](found, folder)
-    return opened
 
 
 def _repeat(act: Callable[[], object], found: Run, *, follow: bool, interval_s: float) -> int:
@@ -197,7 +193,7 @@ def web(
     listen: str = "127.0.0.1:8337",
     token: str | None = None,
     serving: Callable[[WebAddress], None] = lambda address: None,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> None:
     """Serve the dashboard over a folder of runs, or one run, until Ctrl-C; read-only, on this machine unless told.
 
@@ -206,7 +202,9 @@ def web(
 
     >>> phalanx.web("runs", serving=lambda address: print(address.open))  # doctest: +SKIP
     """
+    tell = teller(progress)
     _require_web()
+    import socket
     from urllib.parse import quote
 
     from phalanx.io.listen import bound_address, open_socket, parse_address
@@ -218,7 +216,7 @@ def web(
     store, address, secret = open_run_store(str(folder)), parse_address(listen), web_token(token, tell)
     with open_socket(address, guarded=secret is not None) as listener:
         bound = bound_address(listener)
-        url = f"http://{bound if not is_any(bound) else f'{_own_name()}:{bound.port}'}/"
+        url = f"http://{bound if not is_any(bound) else f'{socket.gethostname()}:{bound.port}'}/"
         visit = f"{url}?token={quote(secret, safe='')}" if secret else url
         serving(WebAddress(url=url, token=secret, open=visit, runs=len(store.runs())))
         key = AccessKey(secret, port=bound.port) if secret else None
@@ -252,9 +250,3 @@ def web_token(choice: str | None, tell: Tell) -> str | None:
     if choice != "auto" and os.stat(choice).st_mode & (stat.S_IRGRP | stat.S_IROTH):
         tell(f"warning: {choice}: others on this machine can read the token; chmod 600 keeps it yours")
     return token
-
-
-def _own_name() -> str:
-    import socket
-
-    return socket.gethostname()

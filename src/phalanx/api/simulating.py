@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.api.fabric_inputs import named_fabric
 from phalanx.api.jobs import AnyJob, read_job
-from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, silent, warn
+from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, teller, warn
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
@@ -85,7 +85,7 @@ def simulate(
     planned_per_day: float | None = None,
     repair_hours: float = 24.0,
     levers: bool = False,
-    tell: Tell = silent,
+    progress: bool | Tell = False,
 ) -> StepSimulation | MonthsForecast | MonthsComparison:
     """Simulate one step of a plan on a fabric or, with `days`, months of running with failures.
 
@@ -98,6 +98,7 @@ def simulate(
     >>> 0 < forecast.forecast.effective.mean <= 1
     True
     """
+    tell = teller(progress)
     months = MonthsCall(
         runs=runs,
         seed=seed,
@@ -118,7 +119,7 @@ def simulate(
     if isinstance(plan, Plan):
         made = plan
     else:
-        made = make_plan(read_job(plan, overrides, where="phalanx.simulate"), cluster, hopeless=True)
+        made = make_plan(read_job(plan, overrides, where="phalanx.simulate"), cluster, allow_unfinishable=True)
         warn((Problem(where="", what=line) for line in made.warnings), tell)
     found = named_fabric(str(fabric), tell) if isinstance(fabric, str | Path) else fabric
     if days is None:

@@ -11,8 +11,7 @@ from typing import Any
 
 from phalanx.api.checking import check_before_training
 from phalanx.api.jobs import AnyJob, override_texts, read_job
-from phalanx.api.progress_line import tell_stderr
-from phalanx.api.results import Overrides, Tell, warn
+from phalanx.api.results import Overrides, Tell, tell_stderr, warn
 from phalanx.errors import mistake
 from phalanx.job.load import ResolvedJob
 from phalanx.job.schema import Job

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import AnyJob, read_job
-from phalanx.api.progress_line import ProgressLine, teller
-from phalanx.api.results import Overrides, Tell
+from phalanx.api.progress_line import ProgressLine
+from phalanx.api.results import Overrides, Tell, teller
 from phalanx.api.train_inputs import (
     WHERE,
     TrainCall,

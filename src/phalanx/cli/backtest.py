@@ -42,7 +42,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 def run_command(args: argparse.Namespace) -> int:
     """Predict, write, score, print."""
     found = phalanx.backtest(
-        args.table, calibration=args.calibrate, draw=args.draw, seed=args.seed, simulate=args.simulate, tell=note
+        args.table, calibration=args.calibrate, draw=args.draw, seed=args.seed, simulate=args.simulate, progress=note
     )
     if args.predictions:
         from phalanx.api.planning import Backtest

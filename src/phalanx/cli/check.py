@@ -107,7 +107,7 @@ def run_command(args: argparse.Namespace) -> int:
     failures: list[PhalanxError] = []
     for target in args.targets:
         try:
-            fixed = phalanx.fix(target, unsafe=args.unsafe_fixes, write=not args.diff, tell=note, **options)
+            fixed = phalanx.fix(target, unsafe=args.unsafe_fixes, write=not args.diff, progress=note, **options)
         except PhalanxError as error:
             failures.append(error)
             note(str(error))
@@ -129,7 +129,7 @@ def _check_targets(args: argparse.Namespace, form: str, options: dict[str, Any])
         config=args.config,
         baseline=args.baseline,
         write_baseline=args.write_baseline,
-        tell=note,
+        progress=note,
         **options,
     )
     shown = [one for one in found.reports if one.problems or not found.searched or form != "text" or args.verbose]

@@ -19,4 +19,4 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     """List; exit 1 when something is damaged or gone."""
-    return show(phalanx.checkpoints(args.run, checksum=args.checksum, tell=note), as_json=args.json)
+    return show(phalanx.checkpoints(args.run, checksum=args.checksum, progress=note), as_json=args.json)

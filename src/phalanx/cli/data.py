@@ -84,7 +84,7 @@ def run_command(args: argparse.Namespace) -> int:
                 split_on=args.split_on,
                 end_of_text=args.end_of_text,
                 shard_tokens=args.shard_tokens,
-                tell=note,
+                progress=note,
             ),
             as_json=args.json,
         )

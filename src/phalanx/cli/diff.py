@@ -26,4 +26,4 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     """Print the differences; exit 0 when there are none, 1 when there are."""
-    return show(phalanx.diff(args.a, args.b, within=args.within, tell=note), as_json=args.json)
+    return show(phalanx.diff(args.a, args.b, within=args.within, progress=note), as_json=args.json)

@@ -74,14 +74,14 @@ def run_command(args: argparse.Namespace) -> int:
         _check_outside(args)
         if args.list:
             return show(phalanx.list_outside_drills(), as_json=args.json)
-        return show(phalanx.drill_outside(args.only, runs=args.runs, tell=note), as_json=args.json)
+        return show(phalanx.drill_outside(args.only, runs=args.runs, progress=note), as_json=args.json)
     _check_call(args)
     if args.read_record:
         return show(phalanx.read_drill_record(args.read_record), as_json=args.json)
     names = ("cluster", "overrides", "runs", "ranks_per_gpu", "allow_code")
     options = {name: getattr(args, name) for name in names}
     if args.suite:
-        return show(phalanx.drill_suite(args.job, tell=note, **options), as_json=args.json)
+        return show(phalanx.drill_suite(args.job, progress=note, **options), as_json=args.json)
     found = phalanx.drill(
         args.job,
         args.faults,
@@ -95,7 +95,7 @@ def run_command(args: argparse.Namespace) -> int:
         replay=not args.no_replay,
         shrink=not args.no_shrink,
         out=args.out,
-        tell=note,
+        progress=note,
         **options,
     )
     code = show(found, as_json=args.json)

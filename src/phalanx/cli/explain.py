@@ -21,7 +21,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     """Print the page. The exit code says nothing about the job: that is what check is for."""
-    page = phalanx.explain(args.rule, args.target, overrides=args.overrides, tell=note, **evidence_options(args))
+    page = phalanx.explain(args.rule, args.target, overrides=args.overrides, progress=note, **evidence_options(args))
     if args.json:
         print_json(page.to_dict())
     else:

@@ -22,7 +22,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     """Export one checkpoint."""
-    made = phalanx.export(args.run, args.out, step=args.step, dtype=args.dtype, tell=note)
+    made = phalanx.export(args.run, args.out, step=args.step, dtype=args.dtype, progress=note)
     if not args.json:
         note(f"exported step {made.step:,} of {args.run}")
     return show(made, as_json=args.json)

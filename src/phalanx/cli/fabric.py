@@ -123,7 +123,7 @@ def _configure_design(parser: argparse.ArgumentParser) -> None:
 def _run_design(args: argparse.Namespace) -> int:
     names = ("gpus", "nic_gbps", "switch", "tiers", "planes", "oversubscription", "rails", "catalogue", "job")
     money = ("cluster", "overrides", "gpu_hour_usd", "kwh_usd", "years", "recovery_s", "top")
-    found = phalanx.fabric.design(**{name: getattr(args, name) for name in (*names, *money)}, tell=note)
+    found = phalanx.fabric.design(**{name: getattr(args, name) for name in (*names, *money)}, progress=note)
     if args.csv:
         found.write_csv(args.csv)
         note(f"wrote {args.csv}: {plural(len(found.designs), 'design')}")
@@ -166,7 +166,7 @@ def _run_decisions(args: argparse.Namespace) -> int:
         fix = "use a name such as decisions.svg"
         raise mistake("phalanx fabric decisions", what, why="the picture is an SVG", fix=fix)
     names = ("gpus", "fabric", "nic_gbps", "switch", "planes", "paths", "recovery_s", "restart_s")
-    found = phalanx.fabric.decisions(**{name: getattr(args, name) for name in names}, tell=note)
+    found = phalanx.fabric.decisions(**{name: getattr(args, name) for name in names}, progress=note)
     if args.picture:
         from phalanx.io.files import write_text
 
@@ -178,7 +178,7 @@ def _run_decisions(args: argparse.Namespace) -> int:
 def _run_show(args: argparse.Namespace) -> int:
     if args.fabric is None:
         return _show_folded(phalanx.fabric.catalogue(), as_json=args.json)
-    return _show_folded(phalanx.fabric.show(args.fabric, tell=note), as_json=args.json)
+    return _show_folded(phalanx.fabric.show(args.fabric, progress=note), as_json=args.json)
 
 
 # ---- traffic ---------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def _run_simulate(args: argparse.Namespace) -> int:
     more = ("recovery", "converge", "compare", "scenario", "wire", "transport", "pfc", "dcqcn", "each_plane", "cpu")
     try:
         options = {name: getattr(args, name) for name in (*names, *more)}
-        return show(phalanx.fabric.simulate(args.fabric, tell=note, **options), as_json=args.json)
+        return show(phalanx.fabric.simulate(args.fabric, progress=note, **options), as_json=args.json)
     except KeyboardInterrupt:
         note("stopped (interrupted): nothing is finished yet")
         return INTERRUPTED
@@ -276,7 +276,7 @@ def _run_simulate(args: argparse.Namespace) -> int:
 
 def _run_export(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in ("topo", "cm", "traffic", "nbytes", "seed")}
-    return show(phalanx.fabric.export(args.fabric, tell=note, **options), as_json=args.json)
+    return show(phalanx.fabric.export(args.fabric, progress=note, **options), as_json=args.json)
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------

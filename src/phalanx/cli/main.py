@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from phalanx.cli.signals import CommandSignals
     from phalanx.errors import PhalanxError
 
+# A full disk, quota or file-size limit, or a failing device, behind stdout.
+FULL_STDOUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # verb -> (module with `configure_parser(parser)` and `run_command(args) -> exit code`, public functions, help)
 VERBS: dict[str, tuple[str, str, str]] = {
     "init": ("phalanx.cli.init", "init", "write a commented job file for this machine or a cluster"),
@@ -179,18 +182,11 @@ def _report_failure(error: Exception) -> int:
     if isinstance(error, PhalanxError):
         print(error, file=sys.stderr)
         return error.exit_code
-    if isinstance(error, OSError) and error.filename is None and _is_full(error):
+    if isinstance(error, OSError) and error.filename is None and error.errno in FULL_STDOUT:
         _drop_output()
         print(f"phalanx: cannot write the output: {error.strerror}", file=sys.stderr)
         return 3
     return _report_bug(error)
-
-
-def _is_full(error: OSError) -> bool:
-    """A full disk, quota or file-size limit, or a failing device, behind stdout."""
-    import errno
-
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _dispatch_verb(arguments: list[str]) -> int:

@@ -51,5 +51,5 @@ def run_command(args: argparse.Namespace) -> int:
 
     targets = ("listen", "token", "otlp", "tensorboard", "mlflow", "wandb")
     options = {name: getattr(args, name) for name in (*targets, "follow", "every", "interval", "ranks")}
-    found = phalanx.metrics(args.run, serving=serving, tell=note, **options)
+    found = phalanx.metrics(args.run, serving=serving, progress=note, **options)
     return show(found, as_json=args.json) if args.listen is None else 0

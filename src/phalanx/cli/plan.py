@@ -51,7 +51,7 @@ def run_command(args: argparse.Namespace) -> int:
             overrides=args.overrides,
             calibration=args.calibration,
             measure=not args.no_probe,
-            tell=note,
+            progress=note,
         )
         for job in jobs
     ]

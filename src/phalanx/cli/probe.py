@@ -26,6 +26,6 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     """Measure, store, print."""
-    found = phalanx.probe(out=args.out, seconds=args.seconds, disk=args.disk, engine=args.engine, tell=note)
+    found = phalanx.probe(out=args.out, seconds=args.seconds, disk=args.disk, engine=args.engine, progress=note)
     note(f"profile stored in {found.path}; {found.note}")
     return show(found, as_json=args.json)

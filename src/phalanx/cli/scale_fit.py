@@ -73,7 +73,6 @@ def run_command(args: argparse.Namespace) -> int:
         repeated=args.repeated,
         draws=args.draws,
         seed=args.seed,
-        tell=note,
     )
     if args.out:
         found.write(args.out)

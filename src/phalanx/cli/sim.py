@@ -102,7 +102,7 @@ def run_command(args: argparse.Namespace) -> int:
         raise mistake("phalanx sim", what, fix="leave one of them out")
     names = ("overrides", "fabric", "days", "routing", "broken", "runs", "seed", "edge_recovery", "planes", "compare")
     options = {name: getattr(args, name) for name in (*names, "weibull", "planned_per_day", "repair_hours", "levers")}
-    found = phalanx.simulate(args.job, args.cluster, outage_s=args.outage, tell=note, **options)
+    found = phalanx.simulate(args.job, args.cluster, outage_s=args.outage, progress=note, **options)
     if args.trace and isinstance(found, StepSimulation):
         note(f"wrote {args.trace}: {found.write_trace(args.trace)}; ui.perfetto.dev opens it")
     return show(found, as_json=args.json)
@@ -135,6 +135,6 @@ def _simulate_queue(args: argparse.Namespace) -> int:
         days=args.days,
         load=args.load,
         seed=args.seed,
-        tell=note,
+        progress=note,
     )
     return show(found, as_json=args.json)

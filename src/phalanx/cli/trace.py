@@ -51,7 +51,7 @@ def run_command(args: argparse.Namespace) -> int:
         against_plan=args.against_plan,
         workers=args.workers,
         allow_code=args.allow_code,
-        tell=note,
+        progress=note,
     )
     if args.log:
         write_text(Path(args.log), "".join(found.log_lines()), fix="name another --log")

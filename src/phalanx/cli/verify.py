@@ -47,4 +47,4 @@ def run_command(args: argparse.Namespace) -> int:
     """0 when the layout is proven, 1 when something differs."""
     names = ("cluster", "plan", "device", "ranks_per_gpu", "compile", "precision", "full_size", "steps", "timeout")
     options = {name: getattr(args, name) for name in (*names, "allow_code")}
-    return show(phalanx.verify(args.job, overrides=args.overrides, tell=note, **options), as_json=args.json)
+    return show(phalanx.verify(args.job, overrides=args.overrides, progress=note, **options), as_json=args.json)

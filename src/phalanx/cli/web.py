@@ -45,5 +45,5 @@ def run_command(args: argparse.Namespace) -> int:
             if not webbrowser.open(address.open):
                 note("no browser could be opened; open the address yourself")
 
-    phalanx.web(args.runs, listen=args.listen, token=args.token, serving=serving, tell=note)
+    phalanx.web(args.runs, listen=args.listen, token=args.token, serving=serving, progress=note)
     return 0

@@ -171,11 +171,10 @@ class AgentConnections:
                 self._gauge.listen()
             else:
                 self._listen(key.data, key.fileobj, heard)  # type: ignore[arg-type]
-        return heard + self._take_joins() if is_due else heard
-
-    def _take_joins(self) -> list[tuple[str, dict[str, Any]]]:
+        if not is_due:
+            return heard
         self._pumped_s = time.monotonic()
-        return [one for channel in self._listener.pump() for one in self._admit(channel)]
+        return heard + [one for channel in self._listener.pump() for one in self._admit(channel)]
 
     @property
     def is_measuring(self) -> bool:

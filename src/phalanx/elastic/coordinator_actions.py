@@ -31,7 +31,7 @@ from phalanx.elastic.coordinator_state import (
 from phalanx.elastic.decide import decide, initial_state
 from phalanx.elastic.decision import FAILED
 from phalanx.elastic.fence import begin_generation, current_generation
-from phalanx.record.account.flight_records import find_culprit, read_flights, recorded_epochs
+from phalanx.record.account.flight_records import find_culprit, read_flights, recorded_generations
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run
 
@@ -136,14 +136,14 @@ class Coordinator:
 
         The last membership that trained need not be the one before this: some may have failed before they began.
         """
-        recorded = recorded_epochs(self._run)
-        new = [epoch for epoch in recorded if self._recorded_evidence < epoch < action.generation]
+        recorded = recorded_generations(self._run)
+        new = [generation for generation in recorded if self._recorded_evidence < generation < action.generation]
         self._recorded_evidence = max(new, default=self._recorded_evidence)
         found = find_culprit(read_flights(self._run, new[0], most=MOST_FLIGHTS)) if new else None
         if action.last_collectives or found is not None:
             told = {"finding": found.sentence, "culprits": list(found.culprits)} if found is not None else {}
-            epoch = new[0] if new else action.generation - 1
-            self._events.write("evidence", epoch=epoch, last_collectives=action.last_collectives, **told)
+            generation = new[0] if new else action.generation - 1
+            self._events.write("evidence", epoch=generation, last_collectives=action.last_collectives, **told)
 
 
 def complete_message(run: Run, end: EndRun) -> tuple[str, Mapping[str, Any]]:

@@ -212,16 +212,14 @@ def _give_up_hosts(decision: Decision) -> None:
         is_waiting = now - max(state.began_s, state.arrived_s) < patience_s
         if is_waiting and state.num_here < state.membership.num_hosts:
             return
-        missing = _missing_hosts(state)
+        missing = [
+            name for name in state.membership.hosts if (host := state.hosts.get(name)) is None or not host.is_here
+        ]
         if is_waiting and missing:
             return
         state.takes_over = False
         for name in missing:
             _lose_host(decision, name, "did not come back")
-
-
-def _missing_hosts(state: CoordinatorState) -> list[str]:
-    return [name for name in state.membership.hosts if (host := state.hosts.get(name)) is None or not host.is_here]
 
 
 def _give_up_silent_hosts(decision: Decision) -> None:

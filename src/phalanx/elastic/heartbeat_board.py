@@ -21,7 +21,7 @@ _STOP, _REFORM = 0, 1  # bytes of the flags
 _WORD = 8  # bytes; every value is one word, written at once: a reader never sees half of it
 _FIRST = 2  # word of slot 0
 # Words of a slot; clocks are monotonic, one for all of a host.
-_ANSWERED, _MUTED, _EPOCH, _STEP, _PHASE, _PROGRESS = range(6)
+_ANSWERED, _MUTED, _GENERATION, _STEP, _PHASE, _PROGRESS = range(6)
 _LINE = 6
 NO_STEP = -1
 
@@ -40,7 +40,7 @@ class Phase(IntEnum):
 class Heartbeat:
     """The last signs of life of a slot; times of the monotonic clock."""
 
-    epoch: int
+    generation: int
     step: int  # NO_STEP before the first one
     phase: Phase
     progress_s: float
@@ -60,7 +60,7 @@ class HeartbeatBoard:
 
     def reset(self, slot: int) -> None:
         """A new process takes the slot."""
-        self.progress(slot, epoch=0, step=NO_STEP, phase=Phase.IDLE)
+        self.progress(slot, generation=0, step=NO_STEP, phase=Phase.IDLE)
         self.answer(slot)
 
     def answer(self, slot: int) -> None:
@@ -72,19 +72,19 @@ class HeartbeatBoard:
         """From now on the process of a slot counts as one that shows no sign of life, until it answers again."""
         self._counts[_FIRST + _LINE * slot + _MUTED] = 1
 
-    def progress(self, slot: int, *, epoch: int, step: int, phase: Phase) -> None:
+    def progress(self, slot: int, *, generation: int, step: int, phase: Phase) -> None:
         """The training of a slot got somewhere."""
         first = _FIRST + _LINE * slot
-        for word, value in ((_EPOCH, epoch), (_STEP, step), (_PHASE, int(phase))):
+        for word, value in ((_GENERATION, generation), (_STEP, step), (_PHASE, int(phase))):
             self._counts[first + word] = value
         self._clocks[first + _PROGRESS] = time.monotonic()
 
     def last(self, slot: int) -> Heartbeat:
         """The last signs of life of a slot."""
         first = _FIRST + _LINE * slot
-        epoch, step, phase = (self._counts[first + word] for word in (_EPOCH, _STEP, _PHASE))
+        generation, step, phase = (self._counts[first + word] for word in (_GENERATION, _STEP, _PHASE))
         return Heartbeat(
-            epoch=epoch,
+            generation=generation,
             step=step,
             phase=Phase(phase),
             progress_s=self._clocks[first + _PROGRESS],

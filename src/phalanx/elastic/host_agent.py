@@ -356,7 +356,9 @@ class HostAgent:
         elif kind == "reform":
             self.board.ask_to_reform(True)
         elif kind == "where":
-            self._tell_where()
+            ranks = {slot.rank: slot for slot in self._slots if slot.pid and slot.rank >= 0}
+            found = find_ranks(self.run, {rank: slot.pid for rank, slot in ranks.items()}, host=self.host)
+            self._say("where", ranks={ranks[rank].number: [where.waits, where.place] for rank, where in found.items()})
         elif kind == "kill" and int(message["epoch"]) == self._generation:
             self._ranks.kill_hung(self._slots[int(message["slot"])], message)
         elif kind == "seat" and int(message["epoch"]) == self._generation > self._went:
@@ -484,11 +486,6 @@ class HostAgent:
             self._say("stop", count=count, hurry=self.stop_requests.first == signal.SIGTERM)
         if count >= 2 or (self._by_hand and not self._joined):
             self._over = STOPPED
-
-    def _tell_where(self) -> None:
-        ranks = {slot.rank: slot for slot in self._slots if slot.pid and slot.rank >= 0}
-        found = find_ranks(self.run, {rank: slot.pid for rank, slot in ranks.items()}, host=self.host)
-        self._say("where", ranks={ranks[rank].number: [where.waits, where.place] for rank, where in found.items()})
 
     def _forget(self) -> None:
         """In a forked child: what is the agent's alone."""

@@ -44,7 +44,9 @@ class Listener:
         self._secret, self._hello = secret, hello
         self._half_open, self._hello_s, self._stall_s = half_open, hello_s, stall_s
         self._guests: OrderedDict[socket.socket, _Guest] = OrderedDict()  # oldest first
-        self._sock = _listen(address or LOOPBACK, port, half_open)
+        family, _, _, _, place = socket.getaddrinfo(address or LOOPBACK, port, type=socket.SOCK_STREAM)[0]
+        self._sock = socket.create_server(place, family=family, backlog=max(BACKLOG, half_open))
+        self._sock.setblocking(False)
         tune(self._sock, stall_s)  # the kernel gives every connection that it takes the same
         # One descriptor for the door and everybody in the hall: a loop that watches it wakes for both.
         self._selector = selectors.DefaultSelector()
@@ -176,10 +178,3 @@ class _Guest:
         """Tell a guest who speaks our language that it is not let in: it need not try again."""
         say(self.sock, ANSWER.pack(0))
         raise Refused(why)
-
-
-def _listen(address: str, port: int, half_open: int) -> socket.socket:
-    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    sock = socket.create_server(place, family=family, backlog=max(BACKLOG, half_open))
-    sock.setblocking(False)
-    return sock

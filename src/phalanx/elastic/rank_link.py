@@ -135,7 +135,7 @@ class RankLink:
     def progress(self, step: int, phase: Phase) -> None:
         """The training got somewhere."""
         self.step = step
-        self.board.progress(self.slot, epoch=self._generation, step=step, phase=phase)
+        self.board.progress(self.slot, generation=self._generation, step=step, phase=phase)
 
     # ---- the thread ------------------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class RankSlots:
             if slot.rank < 0:
                 continue
             beat, progress[slot.number] = self.board.last(slot.number), None
-            if slot.pid and beat.epoch == slot.generation:
+            if slot.pid and beat.generation == slot.generation:
                 is_locked = now_s - beat.answered_s > self.locked_s
                 slot.locked_s = now_s if is_locked else slot.locked_s
                 # Once the lock is free again, the rank has as long as any other for what it is at.
@@ -240,7 +240,10 @@ class RankSlots:
                 slot.silent_s = slot.silent_s + turn_s if slot.silent_s else min(now - slot.seen_s, 2 * ANSWER_S)
             asked_s = now - slot.asked_s if slot.rank >= 0 and slot.ready is None else 0.0
             if slot.silent_s > self._dead_after_s:
-                self._kill(slot, _silent(slot.pid, slot.silent_s))
+                from phalanx.units import format_seconds
+
+                stopped = " in a stopped process (state T)" if state_of(slot.pid) == "T" else ""
+                self._kill(slot, f"stopped answering {format_seconds(slot.silent_s)} ago{stopped}")
             elif slot.is_leaving and asked_s > (bound_s := self._leaves_within_s(beat)):
                 held = " (native code holds its interpreter lock)" if now - beat.answered_s > self.locked_s else ""
                 bound = f"{bound_s:g} s" if bound_s < self._dead_after_s else f"fault.dead_after_s = {bound_s:g} s"
@@ -301,10 +304,3 @@ def _seen_s(pid: int, beat: Heartbeat, now_s: float) -> float | None:
     if now_s - beat.answered_s < ANSWER_S:
         return beat.answered_s
     return now_s if state_of(pid) not in STOPPED_STATES else None
-
-
-def _silent(pid: int, silent_s: float) -> str:
-    from phalanx.units import format_seconds
-
-    stopped = " in a stopped process (state T)" if state_of(pid) == "T" else ""
-    return f"stopped answering {format_seconds(silent_s)} ago{stopped}"

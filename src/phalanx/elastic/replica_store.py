@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 from phalanx.elastic.restore_point import KINDS, Kind, ReplicaInfo
 from phalanx.errors import Problem, SystemFailure
@@ -67,10 +66,6 @@ def decode_header(data: bytes) -> SegmentHeader | None:
     if _CRC.unpack(data[_FIELDS.size :])[0] != zlib.crc32(data[: _FIELDS.size]):
         return None
     _, *values = _FIELDS.unpack(data[: _FIELDS.size])
-    return _named(values)
-
-
-def _named(values: list[Any]) -> SegmentHeader:
     names = SegmentHeader.__dataclass_fields__
     return SegmentHeader(**dict(zip(names, values, strict=True)))
 

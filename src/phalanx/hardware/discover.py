@@ -26,9 +26,10 @@ def discover(*, root: Path = Path("/"), environ: Mapping[str, str] | None = None
     cpuinfo = _read_text(root / "proc/cpuinfo")
     sockets, cores = _count_cores(cpuinfo)
     gpus = see_gpus(root=root, visible=env.get("CUDA_VISIBLE_DEVICES"))
+    match = re.search(r"^(?:model name|Model|Hardware)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     return Machine(
         hostname=platform.node() or "localhost",
-        cpu_model=_cpu_model(cpuinfo),
+        cpu_model=match.group(1).strip() if match else platform.processor() or platform.machine() or "unknown CPU",
         sockets=sockets,
         cores=cores,
         usable_cores=usable_cores(root, cores),
@@ -58,11 +59,6 @@ def _matching_paths(folder: Path, pattern: str) -> list[Path]:
         return sorted(entry for entry in folder.iterdir() if re.fullmatch(pattern, entry.name))
     except OSError:
         return []
-
-
-def _cpu_model(cpuinfo: str) -> str:
-    match = re.search(r"^(?:model name|Model|Hardware)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    return match.group(1).strip() if match else platform.processor() or platform.machine() or "unknown CPU"
 
 
 def _count_cores(cpuinfo: str) -> tuple[int, int]:

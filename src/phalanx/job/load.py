@@ -129,7 +129,11 @@ def _build_job(draft: Draft) -> Job:
     _fill_batch(draft, sections["batch"], preset, sequence=sections["data"].get("sequence"))
     example = 'ramp = [{ until_tokens = "100B", global_tokens = "4M" }]'
     _fill_list(draft, sections["batch"], "batch.ramp", RampStage, example=example)
-    _fill_cluster(draft, sections["cluster"])
+    cluster = sections["cluster"]
+    if cluster.get("spec") and cluster.get("file"):
+        draft.complain("cluster.file", "[cluster] gives both a spec and a file", fix="keep one of the two")
+    elif not cluster.get("file") and not draft.bad & {"cluster.spec", "cluster.file"} and not cluster.get("spec"):
+        cluster["spec"] = DEFAULT_CLUSTER
     built = {name: cls(**_sound_values(sections[name])) for name, cls in SECTIONS.items()}
     return Job(model=model, **({"name": "refused"} | _sound_values(top)), **built)
 
@@ -301,13 +305,6 @@ def _fill_list(draft: Draft, table: dict[str, Any], key: str, kind_of: type[Any]
         table[name] = tuple(kind_of(**item) for item in items)
     else:
         draft.bad.add(key)
-
-
-def _fill_cluster(draft: Draft, cluster: dict[str, Any]) -> None:
-    if cluster.get("spec") and cluster.get("file"):
-        draft.complain("cluster.file", "[cluster] gives both a spec and a file", fix="keep one of the two")
-    elif not cluster.get("file") and not draft.bad & {"cluster.spec", "cluster.file"} and not cluster.get("spec"):
-        cluster["spec"] = DEFAULT_CLUSTER
 
 
 def _in_order(problems: Sequence[Problem]) -> list[Problem]:

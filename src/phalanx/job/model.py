@@ -62,7 +62,7 @@ class ModelShape:
     rope_low_factor: float = 1.0  # llama3: wavelengths above original / low are stretched in full
     rope_high_factor: float = 4.0  # llama3: wavelengths below original / high are left alone
     rope_original_positions: int = 0  # longest sequence before stretching
-    module: str = ""  # "file.py:build" or "package.module:build": the user's own network; the shape still counts it
+    module: str = ""  # code of the user's own network: "file.py:build", "package.module:build" or an entry point
     arguments: str = ""  # what build() receives, as a JSON object; a table in the job file
 
     @property

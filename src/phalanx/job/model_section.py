@@ -30,7 +30,8 @@ _NUMBERS = {
     "routed_scale": rules.number("factor on what the routed experts add", above=True, most=1e6),
     "balance_rate": rules.number("coefficient of the loss, or step of the bias", most=1e3),
 }
-MODULE_PATTERN = r"(?:[^:]+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*|"
+# "file.py:build", "package.module:build", the name of an entry point, or nothing. A file alone is no entry point.
+MODULE_PATTERN = r"(?:[^:]+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*|[A-Za-z0-9][A-Za-z0-9._-]{0,99}(?<!\.py)|"
 MOST_ARGUMENTS = 100_000  # characters
 
 
@@ -46,7 +47,7 @@ def _shape_rule(name: str, kind: str, required: bool) -> KeyRule:
     if name in _NUMBERS:
         return rule_of(_NUMBERS[name])
     if name == "module":
-        expects = '"file.py:function" or "package.module:function"'
+        expects = '"file.py:function", "package.module:function" or the name of an entry point'
         return rule_of(rules.text("code that builds the network", pattern=MODULE_PATTERN, expects=expects))
     if name == "arguments":
         return KeyRule(

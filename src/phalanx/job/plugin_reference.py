@@ -13,13 +13,23 @@ from phalanx.job.schema import PluginReferences
 
 SOURCE_MODULE = "phalanx_job_source"  # the name of the module that the job carries
 ENTRY_POINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-PLUGIN_GROUPS = {
+PLUGIN_GROUPS = {  # of entry points, by key of [plugins]
     "callbacks": "phalanx.callbacks",
     "loss": "phalanx.losses",
     "optimizer": "phalanx.optimizers",
     "data": "phalanx.datasets",
     "metrics": "phalanx.metrics",
 }
+MODEL_GROUP = "phalanx.models"  # the same for model.module
+
+
+def runs_named_code(text: str) -> bool:
+    """Whether a reference names a file or module, which takes consent; an entry point was installed on purpose.
+
+    >>> runs_named_code('net.py:build {"width": 8}'), runs_named_code("tiny-net"), runs_named_code("")
+    (True, False, False)
+    """
+    return ":" in text.partition("{")[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import PhalanxError, UserError, mistake
+from phalanx.errors import PhalanxError, mistake
 from phalanx.io.codec import json_text
 from phalanx.io.files import replace_text
 from phalanx.io.values import number, text
@@ -77,15 +77,11 @@ def find_record(job: str, environ: Mapping[str, str], *, system: str = "") -> La
     records = read_records(environ, system=system)
     same = [one for one in records if job == one.id or _is_run(job, one.run)]
     if not same:
-        raise _unknown_job(job, records)
+        known = ", ".join(one.id for one in records[-5:])
+        fix = f"phalanx queue lists them; the newest are {known}" if known else "phalanx launch JOB launches one"
+        raise mistake("phalanx", f"no launched job has the id {job[:80]!r}", fix=fix)
     return same[-1]
 
 
 def _is_run(job: str, run: str) -> bool:
     return bool(run) and (job == Path(run).name or ("/" in job and Path(job).resolve() == Path(run)))
-
-
-def _unknown_job(job: str, records: list[LaunchRecord]) -> UserError:
-    known = ", ".join(one.id for one in records[-5:])
-    fix = f"phalanx queue lists them; the newest are {known}" if known else "phalanx launch JOB launches one"
-    return mistake("phalanx", f"no launched job has the id {job[:80]!r}", fix=fix)

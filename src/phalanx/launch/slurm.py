@@ -71,7 +71,9 @@ class SlurmSystem:
 
     def check(self, requests: Sequence[LaunchRequest]) -> list[str]:
         """Hold the requests against partition, nodes, GPUs, time limit, storage and Python of the live cluster."""
-        partitions = self._partitions()
+        lines = self._ask("scontrol", "show", "partition", "--oneliner").splitlines()
+        tables = [_key_values(line) for line in lines]
+        partitions = {one["PartitionName"]: one for one in tables if "PartitionName" in one}
         problems: list[Problem] = []
         remarks: list[str] = []
         for request in requests:
@@ -129,11 +131,6 @@ class SlurmSystem:
                 f"{request.name} saves a checkpoint, is requeued and resumes"
             )
         return problems, remarks
-
-    def _partitions(self) -> dict[str, dict[str, str]]:
-        lines = self._ask("scontrol", "show", "partition", "--oneliner").splitlines()
-        tables = [_key_values(line) for line in lines]
-        return {one["PartitionName"]: one for one in tables if "PartitionName" in one}
 
     def _nodes(self, partition: str) -> list[dict[str, str]]:
         lines = self._ask("sinfo", "-h", "-N", "-p", partition, "-o", "%N|%T|%G|%n").splitlines()

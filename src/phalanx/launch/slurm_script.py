@@ -43,6 +43,7 @@ def batch_script(requests: Sequence[LaunchRequest], facts: SlurmFacts) -> str:
         options += [f"--chdir={first.run}", "--output=logs/slurm-%j.log"]
     options += settings.options
     spares = f", {first.spares} of them spare" if first.spares else ""
+    container = _container_options(first)
     lines = [
         "#!/bin/bash",
         f"# phalanx launch: {first.group or first.name}, one agent on each of {first.all_hosts} nodes{spares}.",
@@ -56,8 +57,9 @@ def batch_script(requests: Sequence[LaunchRequest], facts: SlurmFacts) -> str:
         _BODY.format(
             python=shlex.quote(first.agent[0]),
             module=NODE_MODULE,
-            container=_container_options(first),
-            first_node=_first_node(first),
+            container=container,
+            # With a container, what runs once needs it too.
+            first_node=f'srun --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"{container} ' if container else "",
             interface=shlex.quote(settings.interface),
             hosts=first.hosts,
             slots=first.devices_per_host,
@@ -141,9 +143,3 @@ def _container_options(request: LaunchRequest) -> str:
         return ""
     mounts = ",".join(dict.fromkeys((f"{request.run}:{request.run}", *settings.mounts)))
     return f" --container-image={shlex.quote(settings.image)} --container-mounts={shlex.quote(mounts)}"
-
-
-def _first_node(request: LaunchRequest) -> str:
-    """With a container, what runs once needs it too."""
-    container = _container_options(request)
-    return f'srun --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"{container} ' if container else ""

@@ -148,14 +148,11 @@ class StepExporter:
         if step is None or t is None:
             return None
         known = {metric.name: number(event, metric.field) for metric in names.STEP}
-        rate, scale = number(event, "tokens_per_s"), self._mfu_per_token(step)
+        # The layout that did this step: a run may have had several.
+        found = next((one for one in reversed(self._segments) if one.first <= step), None)
+        rate, scale = number(event, "tokens_per_s"), (found.mfu_per_token if found is not None else None)
         known[names.MFU.name] = rate * scale if rate is not None and rate >= 0.0 and scale is not None else None
         return StepRow(step=step + 1, t=t, values={name: value for name, value in known.items() if value is not None})
-
-    def _mfu_per_token(self, step: int) -> float | None:
-        """Of the layout that did a step: a run may have had several."""
-        found = next((one for one in reversed(self._segments) if one.first <= step), None)
-        return found.mfu_per_token if found is not None else None
 
     def _evaluation_rows(self) -> Iterator[StepRow]:
         for event in self._history.events("evaluate"):

@@ -147,7 +147,10 @@ def _what_would_fit(request: PlanRequest, scores: LayoutScores) -> str:
     if request.fixed and _fits_on(free, 1, offload=("none", "optimizer")):
         way = 'set parallel.mode = "auto"' if _fixed_mode(request) else "remove the sizes under [parallel]"
         return f"{way}: the planner then finds layouts that fit"
-    return _more_devices(free) or _more_memory(scores)
+    if more := _more_devices(free):
+        return more
+    gap = float(scores.memory_bytes.min()) - scores.usable_bytes
+    return f"use devices with at least {format_bytes(gap)} more memory, or a smaller model or sequence"
 
 
 def _fixed_mode(request: PlanRequest) -> bool:
@@ -189,8 +192,3 @@ def _devices_needed(request: PlanRequest, offload: tuple[str, ...]) -> int:
 def _fits_on(request: PlanRequest, growth: int, *, offload: tuple[str, ...]) -> bool:
     larger = replace(request.cluster, domains=request.cluster.domains * growth)
     return bool(score_layouts(build_space(replace(request, cluster=larger), offload=offload)).fits.any())
-
-
-def _more_memory(scores: LayoutScores) -> str:
-    gap = float(scores.memory_bytes.min()) - scores.usable_bytes
-    return f"use devices with at least {format_bytes(gap)} more memory, or a smaller model or sequence"

@@ -30,7 +30,14 @@ from phalanx.job.draft import Origin
 from phalanx.job.hf_config import read_config
 from phalanx.job.model import ModelShape
 from phalanx.job.parameter_counts import count_parameters
-from phalanx.job.plugin_reference import PLUGIN_GROUPS, SOURCE_MODULE, PluginReference, list_references
+from phalanx.job.plugin_reference import (
+    MODEL_GROUP,
+    PLUGIN_GROUPS,
+    SOURCE_MODULE,
+    PluginReference,
+    list_references,
+    runs_named_code,
+)
 from phalanx.job.schema import Job
 from phalanx.plan.prediction import token_budget
 from phalanx.units import format_count, plural
@@ -123,8 +130,11 @@ class _Look:
     def at_code(self) -> None:
         """Code of the user's own is there: the model, plug-ins, rules. Nothing of it is run."""
         job = self.job
-        named = [("model.module", job.model.module), *(("rules", name) for name in job.rules)]
-        found = [(key, name, missing_code(name, self.base)) for key, name in named if name]
+        found = [("rules", name, missing_code(name, self.base)) for name in job.rules if name]
+        if module := job.model.module:
+            is_named = runs_named_code(module)
+            problem = missing_code(module, self.base) if is_named else missing_entry_point(module, MODEL_GROUP)
+            found.insert(0, ("model.module", module, problem))
         for kind, text in list_references(job.plugins):
             reference = PluginReference.parse(text, key=f"plugins.{kind}")
             if reference.place == SOURCE_MODULE:

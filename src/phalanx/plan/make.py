@@ -45,12 +45,12 @@ def make_plan(
     cluster: Cluster | str | Path | None = None,
     *,
     calibration: CalibrationNote | str | Path | None = None,
-    hopeless: bool = False,
+    allow_unfinishable: bool = False,
 ) -> Plan:
     """Plan a job, or the job in a file, on a cluster (the job's own by default).
 
     `calibration` is a file that `phalanx calibrate` wrote. Raises UserError when nothing legal fits, and, unless
-    `hopeless` asks for it, for a run that would never finish. `print(plan)` is the page of `phalanx plan`.
+    `allow_unfinishable` asks for it, for a run that would never finish. `print(plan)` is the page of `phalanx plan`.
 
     >>> import phalanx
     >>> job = phalanx.load("examples/llama-3-8b-64xH100.toml")          # doctest: +SKIP
@@ -80,7 +80,11 @@ def make_plan(
     request, advice = request_from_job(asked, cluster, origins=origins)
     noted = (*noted, *advice)
     return _make_plan(
-        asked, _with_calibration(request, calibration), noted=noted, calibration=calibration, hopeless=hopeless
+        asked,
+        _with_calibration(request, calibration),
+        noted=noted,
+        calibration=calibration,
+        allow_unfinishable=allow_unfinishable,
     )
 
 
@@ -93,7 +97,12 @@ def _with_calibration(request: PlanRequest, note: CalibrationNote | None) -> Pla
 
 
 def _make_plan(
-    job: Job, request: PlanRequest, *, noted: Sequence[Problem], calibration: CalibrationNote | None, hopeless: bool
+    job: Job,
+    request: PlanRequest,
+    *,
+    noted: Sequence[Problem],
+    calibration: CalibrationNote | None,
+    allow_unfinishable: bool,
 ) -> Plan:
     cluster = request.cluster
     started = time.perf_counter()
@@ -111,7 +120,7 @@ def _make_plan(
         step_s=prediction.step_s,
     )
     trouble = replace(trouble, replica_loss=_price_loss(job, cluster, layout, trouble, prediction))
-    if trouble.effective_time <= 0 and not hopeless:
+    if trouble.effective_time <= 0 and not allow_unfinishable:
         raise _never_finishes(request, trouble)
     budget = token_budget(job.data.tokens, prediction.parameters)
     lasting, uneven = run_duration(

@@ -46,7 +46,7 @@ class MemoryUse:
         return (self.total <= self.usable) & self.runs
 
     @property
-    def margin(self) -> Floats:
+    def headroom(self) -> Floats:
         """Free share of the usable memory; negative when it does not fit."""
         return 1.0 - self.total / self.usable
 

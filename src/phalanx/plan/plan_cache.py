@@ -36,13 +36,13 @@ def cached_plan(resolved: ResolvedJob, cluster: Cluster, *, environ: Mapping[str
     """
     folder = plan_cache_folder(environ)
     if folder is None:
-        return make_plan(resolved, cluster, hopeless=True)
+        return make_plan(resolved, cluster, allow_unfinishable=True)
     path = folder / f"{_inputs_digest(resolved, cluster)}.json"
     known = _read_plan(path)
     if known is not None and known.job == resolved.job and known.cluster == cluster:
         return known
     began_s = time.perf_counter()
-    found = make_plan(resolved, cluster, hopeless=True)
+    found = make_plan(resolved, cluster, allow_unfinishable=True)
     if time.perf_counter() - began_s >= LEAST_S:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)

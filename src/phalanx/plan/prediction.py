@@ -60,7 +60,7 @@ class MemoryReport:
     device_bytes: float
 
     @property
-    def margin(self) -> float:
+    def headroom(self) -> float:
         """Free share of the usable memory."""
         return 1.0 - self.total_bytes / self.usable_bytes
 

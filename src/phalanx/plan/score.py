@@ -18,7 +18,7 @@ from phalanx.plan.space import Bools, Grid, Ints, Space
 from phalanx.plan.step import StepSum, StepTimes, predict_step, predict_step_sum
 
 # Layouts that need more than this many times the usable memory are counted but not kept: no such device is sold.
-HOPELESS = 2.0
+MEMORY_CUTOFF = 2.0
 
 Part = TypeVar("Part", MemoryUse, MostMemory, StepSum, StepTimes)
 
@@ -51,7 +51,7 @@ class LayoutScores:
         return self.space.layout(int(self.base[row]), int(self.choice[row]))
 
 
-def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> LayoutScores:
+def score_layouts(space: Space, *, memory_cutoff: float = MEMORY_CUTOFF) -> LayoutScores:
     """Price every legal layout: memory first, then the time of those that come near fitting."""
     parts: list[tuple[Ints, Ints, Floats, Floats]] = []
     legal, usable, bound = 0, 0.0, np.inf
@@ -65,12 +65,12 @@ def score_layouts(space: Space, *, hopeless: float = HOPELESS) -> LayoutScores:
             grid, runs = grid.around(runs)
             table = build_cases(space.request, grid.columns)
         legal += int(np.count_nonzero(runs))
-        memory = most_memory(space.request, table, limit_bytes=hopeless * usable)
+        memory = most_memory(space.request, table, limit_bytes=memory_cutoff * usable)
         total = np.broadcast_to(memory.total, grid.shape)
-        near = runs & (total <= hopeless * usable)
+        near = runs & (total <= memory_cutoff * usable)
         if near.any():
-            bound = hopeless * usable
-        elif bound > hopeless * usable:
+            bound = memory_cutoff * usable
+        elif bound > memory_cutoff * usable:
             # The smallest of all is kept in any case: an answer to "what is the least it needs?".
             total = np.broadcast_to(most_memory(space.request, table).total, grid.shape)
             bound = min(bound, float(np.min(total, where=runs, initial=np.inf)))

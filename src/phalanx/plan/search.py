@@ -238,7 +238,7 @@ def _pareto_layouts(request: PlanRequest, scores: LayoutScores) -> tuple[Candida
             break
         devices = domains * request.cluster.domain_devices
         space = build_space(request, devices=devices, offload=_offload_kinds(scores), most_micro=SMALLER_MICRO_BATCH)
-        found += _time_memory_front(score_layouts(space, hopeless=1.0))
+        found += _time_memory_front(score_layouts(space, memory_cutoff=1.0))
     return tuple(one for one in found if not any(_dominates_other(other, one) for other in found))
 
 
@@ -287,8 +287,8 @@ def _crowded_memory(
     request: PlanRequest, scores: LayoutScores, best: int, everything: LayoutScores
 ) -> tuple[Problem, ...]:
     """A plan closer to the end of memory than memory can be predicted, and the next layout with room."""
-    step_s, margin = float(scores.step_s[best]), 1.0 - float(scores.memory_bytes[best]) / scores.usable_bytes
-    if margin >= 1.0 - FULL_MEMORY:
+    step_s, headroom = float(scores.step_s[best]), 1.0 - float(scores.memory_bytes[best]) / scores.usable_bytes
+    if headroom >= 1.0 - FULL_MEMORY:
         return ()
     counted = bool(np.any(np.asarray(request.memory.counted) > 0))  # our own trainer, whose step can be traced
     why = (
@@ -299,7 +299,7 @@ def _crowded_memory(
     return (
         Problem(
             where=request.cluster.name,
-            what=f"{scores.layout(best).name} leaves {margin:.1%} of the usable memory free",
+            what=f"{scores.layout(best).name} leaves {headroom:.1%} of the usable memory free",
             why=why,
             fix=_roomy_layout(scores, step_s) or _roomy_layout(everything, step_s) or NO_ROOM,
         ),

@@ -75,7 +75,9 @@ class Space:
         columns = {name: value[base.max(axis=0)] for name, value in self.base.items()}
         columns["ep"] = self.experts[used[3]][:, None]
         for name in ("zero", "group", "offload", "compression"):
-            columns[name] = _single_value(self.choice[name][choice[:, 0, 0]][:, None, None, None, None])
+            # A column of one value as a scalar, so that it widens no term that looks at it.
+            column = self.choice[name][choice[:, 0, 0]][:, None, None, None, None]
+            columns[name] = column.reshape(-1)[0:1].reshape(()) if (column == column.flat[0]).all() else column
         columns["shard"] = shard_size(self.request, columns)
         columns["recompute"] = self.choice["recompute"][choice[0, :, 0]][:, None, None, None]
         columns["sp"] = self.choice["sp"][choice[0, 0, :]][:, None, None]
@@ -294,11 +296,6 @@ def _zero_stages(request: PlanRequest) -> tuple[int, ...]:
     if request.fixed.get("offload") == "parameters":
         return (3,)
     return (0,) if request.fixed.get("compression") == "powersgd" else request.limits.zero
-
-
-def _single_value(column: Ints) -> Ints:
-    """A column of one value as a scalar, so that it widens no term that looks at it."""
-    return column.reshape(-1)[0:1].reshape(()) if (column == column.flat[0]).all() else column
 
 
 # Layouts as products of short lists: what the search prices at once.

@@ -88,7 +88,7 @@ def _simpler_lines(plan: Plan) -> list[str]:
     lead = plan.prediction.step_s / s.fastest_step_s - 1.0
     pace = "as fast" if lead < LEAST_LEAD else f"{lead:.1%} faster"
     filled = s.fastest_memory_bytes / plan.memory.usable_bytes
-    if filled > FULL_MEMORY >= 1.0 - plan.memory.margin:
+    if filled > FULL_MEMORY >= 1.0 - plan.memory.headroom:
         return _wrap_line(
             f"{s.fastest.short} is {pace} on paper but fills {filled:.1%} of the memory; chose one with headroom", WIDTH
         )
@@ -157,7 +157,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     lines = text_table(rows, right=(1, 2))
     return [
         *lines,
-        f"{format_bytes(m.usable_bytes)} of {format_bytes(m.device_bytes)} are usable: {m.margin:.1%} headroom",
+        f"{format_bytes(m.usable_bytes)} of {format_bytes(m.device_bytes)} are usable: {m.headroom:.1%} headroom",
     ]
 
 

@@ -142,7 +142,8 @@ class EventWriter:
             return
         # O_APPEND: a write of whole lines lands whole, also when a run is resumed by another process.
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        if _is_torn(self._file):
+        size = os.fstat(self._file).st_size
+        if size > 0 and os.pread(self._file, 1, size - 1) != b"\n":
             self._pending.append(b"\n")  # ends the line that a killed process left half written
         if self._rank >= 0:  # the supervisor's few events need no index
             self._index = self._make_index(os.fstat(self._file).st_ino)
@@ -230,11 +231,6 @@ def _encode_line(line: Event) -> bytes:
     ):  # looking for numbers that are not finite costs more than the rest: only where needed
         text = _JSON.encode(json_values(line))
     return text.encode("utf-8", errors="replace") + b"\n"
-
-
-def _is_torn(file: int) -> bool:
-    size = os.fstat(file).st_size
-    return size > 0 and os.pread(file, 1, size - 1) != b"\n"
 
 
 _PART = re.compile(r"(.+)-(\d{4,9})(\.[^.]+)", re.DOTALL)

@@ -232,13 +232,13 @@ class Run:
         """Why one rank failed."""
         return self.path / "errors" / f"rank-{rank:05d}.json"
 
-    def flight(self, epoch: int, rank: int) -> Path:
+    def flight(self, generation: int, rank: int) -> Path:
         """The collectives a rank had begun last, when a membership ended badly (record/account/incidents.py)."""
-        return self.path / "flight" / f"epoch-{epoch:05d}-rank-{rank:05d}.json"
+        return self.path / "flight" / f"epoch-{generation:05d}-rank-{rank:05d}.json"
 
     @property
     def supervisor(self) -> Path:
-        """The events of the supervisor: hosts, epochs, incidents."""
+        """The events of the supervisor: hosts, generations, incidents."""
         return self.path / "supervisor.jsonl"
 
     def event_files(self) -> list[Path]:

@@ -288,12 +288,12 @@ class _Trial:
             return "with which the job can no longer be planned"
         before = {one.rule.id for one in self.first.findings if _is_error(one)}
         new = [one for one in report.findings if _is_error(one) and one.rule.id not in before]
-        hopeless = [
+        broken = [
             one.rule.id
             for one in new
             if not one.outcome.edits or any(not (edit.safe or self.unsafe) for edit in one.outcome.edits)
         ]
-        return f"which breaks {', '.join(dict.fromkeys(hopeless))}" if hopeless else ""
+        return f"which breaks {', '.join(dict.fromkeys(broken))}" if broken else ""
 
 
 def _is_error(finding: Finding) -> bool:

@@ -300,7 +300,7 @@ def _plan_allocation(
         if machine is None:
             return None, text, batch
         try:
-            plan = make_plan(job, machine, hopeless=True)
+            plan = make_plan(job, machine, allow_unfinishable=True)
         except UserError as error:
             if attempt == BATCH_TRIES:
                 notes.append(f"the planner cannot place it: {str(error).splitlines()[0]}")
@@ -315,19 +315,16 @@ def _plan_allocation(
     raise AssertionError("unreachable")
 
 
-def _fit_digest(fit: ScalingFit) -> str:
-    """The beginning of the data's digest; a fit is a file that anybody may have written."""
-    return "".join(one for one in fit.data.sha256 if one in "0123456789abcdef")[:16]
-
-
 def job_text(settings: _Settings, shape: ModelShape, tokens: float, lr: float, batch: int, spec: str) -> str:
     """The job file."""
     steps = max(1, round(tokens / batch))
     warmup = min(2000, max(10, steps // 100)) * batch
     fit = settings.fit
+    # A fit is a file that anybody may have written.
+    digest = "".join(one for one in fit.data.sha256 if one in "0123456789abcdef")[:16]
     cluster = f'\n[cluster]\nspec = "{spec}"\n' if spec != "local" else ""
     return f"""\
-# Sized by phalanx scale allocate from a law of {fit.data.rows} runs ({fit.method}, data sha256 {_fit_digest(fit)}).
+# Sized by phalanx scale allocate from a law of {fit.data.rows} runs ({fit.method}, data sha256 {digest}).
 spec = "2026.1"
 name = "{settings.name}"
 

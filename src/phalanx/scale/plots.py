@@ -39,11 +39,6 @@ def _powers_of_ten(unit: str) -> Callable[[float], str]:
     return lambda value: f"{10.0**value:.0e} {unit}".replace("e+", "e")
 
 
-def _predicted_losses(fit: ScalingFit, points: ScalingPoints) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    rows = zip(points.params, points.tokens, strict=True)
-    return np.array([law_loss(fit.method, fit.values(), n, d) for n, d in rows])
-
-
 def _isoflop_plot(fit: ScalingFit, points: ScalingPoints) -> str:
     """Loss over size, for budgets spread over those there are: points, and the law dashed."""
     budgets = group_budgets(points)
@@ -68,7 +63,8 @@ def _isoflop_plot(fit: ScalingFit, points: ScalingPoints) -> str:
 def _residual_plot(fit: ScalingFit, points: ScalingPoints) -> str:
     """Measured over predicted, by compute."""
     x = np.log10(points.flops)
-    off = 100.0 * (points.loss / _predicted_losses(fit, points) - 1.0)
+    rows = zip(points.params, points.tokens, strict=True)
+    off = 100.0 * (points.loss / np.array([law_loss(fit.method, fit.values(), n, d) for n, d in rows]) - 1.0)
     order = np.argsort(x)
     zero = PlotLine(label="law", x=[float(x.min()), float(x.max())], mean=[0.0, 0.0], style=PLANNED_STYLE)
     dots = PlotLine(label="measured", x=x[order].tolist(), mean=off[order].tolist(), style="1", dots=True)

@@ -33,7 +33,8 @@ def nearest_shape(params: float, *, counted: str, vocab: int, name: str = "scale
     best, least = None, math.inf
     for shape in _candidate_shapes(params, vocab=vocab, name=name):
         size = math.log(counted_params(shape, counted) / params)
-        aspect = math.log(shape.hidden / shape.layers / _wanted_aspect(shape.hidden))
+        # Small models are relatively deeper: 64 wide has 4 to 6 layers, 1,024 about 16.
+        aspect = math.log(shape.hidden / shape.layers / min(ASPECT, 16.0 + shape.hidden / 20.0))
         cost = abs(size) + ASPECT_PRICE * abs(aspect) + _depth_price(shape.layers)
         if abs(aspect) < MOST_ASPECT_DISTANCE and cost < least:
             best, least = shape, cost
@@ -45,11 +46,6 @@ def nearest_shape(params: float, *, counted: str, vocab: int, name: str = "scale
 def _depth_price(layers: int) -> float:
     """Depths that pipelines split evenly are worth a few per cent of size, which cost next to no loss."""
     return 0.0 if layers % 8 == 0 else 0.01 if layers % 4 == 0 else 0.04
-
-
-def _wanted_aspect(hidden: int) -> float:
-    """Small models are relatively deeper: 64 wide has 4 to 6 layers, 1,024 about 16."""
-    return min(ASPECT, 16.0 + hidden / 20.0)
 
 
 def _candidate_shapes(params: float, *, vocab: int, name: str) -> Iterator[ModelShape]:

@@ -205,6 +205,8 @@ def recovery_values(question: RecoveryQuestion, run: RecoveryRun, healthy: Recov
     at_s = min((fault.at_s for fault in faults), default=math.inf)
     back_s = at_s + _recovered_s(run, faults) if faults else math.inf
     done = run.times_s[np.isfinite(run.times_s)]
+    # How much later the flow is that suffers most; infinite where one is never done.
+    both = np.isfinite(healthy.times_s)
     return {
         **asked_for(str(run.more["engine"]), question.fabric, question.traffic, question.flows, question.seed),
         "transport": run.name,
@@ -226,7 +228,7 @@ def recovery_values(question: RecoveryQuestion, run: RecoveryRun, healthy: Recov
         "healthy_tail_s": float(healthy.times_s.max()),
         "healthy_lost": round(healthy.lost),
         "healthy_touched_flows": healthy.touched,
-        "later_s": _later_s(run.times_s, healthy.times_s),
+        "later_s": float(np.max(run.times_s[both] - healthy.times_s[both])) if both.any() else math.nan,
         "finished_flows": len(done),
         "lost": round(run.lost),
         "touched_flows": run.touched,
@@ -236,12 +238,6 @@ def recovery_values(question: RecoveryQuestion, run: RecoveryRun, healthy: Recov
         "stopped": run.stopped,
         **run.more,
     }
-
-
-def _later_s(times_s: Floats, healthy_s: Floats) -> float:
-    """How much later the flow is that suffers most; infinite where one is never done."""
-    both = np.isfinite(healthy_s)
-    return float(np.max(times_s[both] - healthy_s[both])) if both.any() else math.nan
 
 
 def _watched_rates(question: RecoveryQuestion, run: RecoveryRun) -> dict[str, float]:

@@ -3,7 +3,7 @@
 A callback subclasses `Callback` and overrides the moments it wants; a moment nobody overrides costs nothing. Every rank
 has its own instance and calls the same moments in the same order, so a callback may use collectives where all ranks
 reach them alike. The trainer's own features (comparison of replicas, telemetry, evaluation, checkpoints) are callbacks
-too: `TrainingLoop` lists them. This module imports no torch, so that a job can be prepared where there is none.
+too: `TrainingContext` lists them. This module imports no torch, so that a job can be prepared where there is none.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from phalanx.errors import PhalanxError, Problem, SystemFailure
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from phalanx.train.engine import Engine
     from phalanx.train.evaluate import Score
-    from phalanx.train.loop import StepReport, TrainingLoop
+    from phalanx.train.step_result import StepReport
+    from phalanx.train.training_context import TrainingContext
 
 MOMENTS = (
     "on_start",
@@ -40,7 +42,7 @@ MOMENTS = (
 
 
 class Callback:
-    """Override the moments you need. `training` is the `TrainingLoop`: step, lr, engine, job, plan, events, rank.
+    """Override the moments you need. `training` is the `TrainingContext`: step, lr, engine, job, plan, events, rank.
 
     >>> class LossLog(Callback):
     ...     def __init__(self, every: int = 10) -> None:
@@ -60,40 +62,40 @@ class Callback:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave; on a changed number of ranks, what rank 0 gave."""
 
-    def on_start(self, training: TrainingLoop) -> None:
+    def on_start(self, training: TrainingContext) -> None:
         """Before the first step of this membership; again after every recovery."""
 
-    def on_resume(self, training: TrainingLoop) -> None:
+    def on_resume(self, training: TrainingContext) -> None:
         """After `on_start`, where the state came from a checkpoint on disk or in memory."""
 
-    def on_step_begin(self, training: TrainingLoop) -> None:
+    def on_step_begin(self, training: TrainingContext) -> None:
         """Before the batch of step `training.step` is fetched; counted in the step's time."""
 
-    def on_gradients_ready(self, training: TrainingLoop, gradients: Sequence[Tensor]) -> None:
+    def on_gradients_ready(self, training: TrainingContext, gradients: Sequence[Tensor]) -> None:
         """This rank's shards of the summed gradients, before their norm; they may be changed in place."""
 
-    def on_before_update(self, training: TrainingLoop, gradients: Sequence[Tensor]) -> None:
+    def on_before_update(self, training: TrainingContext, gradients: Sequence[Tensor]) -> None:
         """The gradients as the optimizer gets them: averaged and clipped. Not called for a skipped step."""
 
-    def on_after_update(self, training: TrainingLoop) -> None:
+    def on_after_update(self, training: TrainingContext) -> None:
         """The weights are updated. Not called for a skipped step."""
 
-    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+    def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """`report.step` is done and recorded; `training.step` steps are done in all."""
 
-    def on_evaluate(self, training: TrainingLoop, score: Score) -> None:
+    def on_evaluate(self, training: TrainingContext, score: Score) -> None:
         """The model was evaluated on held-out text."""
 
-    def on_checkpoint_taken(self, training: TrainingLoop, step: int) -> None:
+    def on_checkpoint_taken(self, training: TrainingContext, step: int) -> None:
         """The state after `step` steps is copied, and is being written."""
 
-    def on_checkpoint_saved(self, training: TrainingLoop, step: int) -> None:
+    def on_checkpoint_saved(self, training: TrainingContext, step: int) -> None:
         """The checkpoint of `step` is committed."""
 
-    def on_failure(self, training: TrainingLoop, error: BaseException) -> None:
+    def on_failure(self, training: TrainingContext, error: BaseException) -> None:
         """Training leaves the loop with an error, here or on another rank. No collectives: peers may be gone."""
 
-    def on_end(self, training: TrainingLoop, state: str) -> None:
+    def on_end(self, training: TrainingContext, state: str) -> None:
         """After the last checkpoint: the run is "done" or "stopped"."""
 
 
@@ -116,7 +118,16 @@ class CallbackList:
         """Whether anybody overrides a moment."""
         return bool(self._methods[moment])
 
-    def call(self, moment: str, training: TrainingLoop, *arguments: Any) -> None:
+    def attach_to(self, engine: Engine, training: TrainingContext) -> None:
+        """Let the engine call the moments inside its step; one that nobody overrides it does not even prepare."""
+        if self.wants("on_gradients_ready"):
+            engine.on_gradients_ready = lambda grads: self.call("on_gradients_ready", training, grads)
+        if self.wants("on_before_update"):
+            engine.on_before_update = lambda grads: self.call("on_before_update", training, grads)
+        if self.wants("on_after_update"):
+            engine.on_after_update = lambda: self.call("on_after_update", training)
+
+    def call(self, moment: str, training: TrainingContext, *arguments: Any) -> None:
         """Call a moment of every callback that overrides it, in order."""
         for callback, method in self._methods[moment]:
             try:
@@ -127,7 +138,7 @@ class CallbackList:
                     raise
                 raise self._callback_failed(name, moment, f"step {training.step:,}", error) from error
 
-    def call_after_failure(self, training: TrainingLoop, error: BaseException) -> list[str]:
+    def call_after_failure(self, training: TrainingContext, error: BaseException) -> list[str]:
         """`on_failure` of every callback; what goes wrong in one is told, and hides neither the error nor the rest."""
         problems = []
         for callback, method in self._methods["on_failure"]:

@@ -19,30 +19,29 @@ from phalanx.train.state.training_state import checkpoint_meta, checkpoint_rank_
 from phalanx.train.step_result import StepRequest
 
 if TYPE_CHECKING:
-    from phalanx.train.loop import StepReport, TrainingLoop
-
-UNSAVED_BUFFER = (
-    "is changed by forward and registered with persistent=False: no checkpoint holds it, so after a restart it begins "
-    "as it was built"
-)
+    from phalanx.train.step_result import StepReport
+    from phalanx.train.training_context import TrainingContext
 
 
 class Checkpointing(Callback):
     """Comes last among callbacks, so that what it saves holds the state of all others after the same step."""
 
-    def __init__(self, training: TrainingLoop) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         control, plan = training.control, training.plan
         self._training, self._keeper, self._memory_every = training, control.keeper, plan.reliability.memory_every
         self._leaves_at, self._run_id = control.leaves_at, training.folder.run_id
+        # A name for this start of the job that all ranks share and no earlier start had.
+        number = torch.tensor([time.time_ns() // 1000], device=training.engine.device)
+        dist.broadcast(number, src=0)
         self.saver = AsyncSaver(
             training.folder.checkpoints,
-            attempt=_attempt_name(training.engine.device),
+            attempt=f"{int(number.item()):x}",
             rank=dist.get_rank(),
             world=dist.get_world_size(),
             keep=training.job.checkpoint.keep,
             point=control.hooks.save_point,
             fence=control.fence,
-            epoch=control.epoch,
+            generation=control.generation,
             copies=control.copies,
         )
         self._interval = CheckpointInterval.of(
@@ -80,7 +79,7 @@ class Checkpointing(Callback):
         """Whether this rank's newest copy in memory has not reached its replica yet."""
         return self._keeper is None or self._copied_step < 0 or self._keeper.safe_step < self._copied_step
 
-    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+    def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """Tell of the save that ended, copy to memory, and save where some rank asked for it."""
         self.tell_saved()
         self._copy_to_memory(training)
@@ -98,7 +97,7 @@ class Checkpointing(Callback):
         """Newest step of which this rank made a copy in memory."""
         return self._copied_step
 
-    def _copy_to_memory(self, training: TrainingLoop) -> None:
+    def _copy_to_memory(self, training: TrainingContext) -> None:
         """Copy the state to host memory: what a lost rank is restored from."""
         step, keeper, every = training.step, self._keeper, self._memory_every
         if keeper is None or not every or (step % every and step not in self._leaves_at):
@@ -120,7 +119,7 @@ class Checkpointing(Callback):
         training = self._training
         tokens = training.batch_plan.tokens_before(training.step)
         meta = checkpoint_meta(
-            training.engine, step=training.step, tokens=tokens, data=training.data_digest, run_id=self._run_id
+            training.engine, step=training.step, tokens=tokens, data=training.batches.digest, run_id=self._run_id
         )
         position = training.batches.position(training.step)
         return meta if position is None else {**meta, "data_position": position}
@@ -146,7 +145,6 @@ class Checkpointing(Callback):
         training.pause()
         self.tell_saved()
         meta, rank_meta = self._checkpoint_meta(), self._rank_meta()
-        training.warn_of_buffers(training.engine.changed_unsaved(), UNSAVED_BUFFER)
         try:
             self.saver.save(step=step, shards=checkpoint_shards(training.engine), meta=meta, rank_meta=rank_meta)
         except SystemFailure as error:  # of the save before; this one has begun
@@ -159,7 +157,7 @@ class Checkpointing(Callback):
         training.events.write(
             "checkpoint",
             step=step,
-            epoch=training.control.epoch,
+            epoch=training.control.generation,
             phase="stage",
             reason=reason,
             blocked_s=blocked_s,
@@ -190,7 +188,7 @@ class Checkpointing(Callback):
             self._training.events.write(
                 "checkpoint",
                 step=saved.step,
-                epoch=self._training.control.epoch,
+                epoch=self._training.control.generation,
                 phase="commit",
                 reason=self._reason,
                 path=saved.path.name,
@@ -208,7 +206,7 @@ class Checkpointing(Callback):
         """A save that failed is told, and tried again when the next is due; the one before it is intact."""
         self._saved_step = -1
         text = redact(str(error), os.environ).splitlines()[0]  # a store's library may quote its keys
-        self._training.events.write("checkpoint", step=step, epoch=self._training.control.epoch, error=text)
+        self._training.events.write("checkpoint", step=step, epoch=self._training.control.generation, error=text)
         if self._is_last:  # nothing would be left of what came since
             raise error
 
@@ -240,10 +238,3 @@ def _since_last_commit(folder: Run, went_s: float | None) -> float:
     steps = folder.saved_steps()
     saved_s = folder.saved_at(max(steps)) if steps else 0.0
     return max(0.0, now_s - max(now_s if went_s is None else went_s, saved_s))
-
-
-def _attempt_name(device: torch.device) -> str:
-    """A name for this start of the job that all ranks share and no earlier start had."""
-    number = torch.tensor([time.time_ns() // 1000], device=device)
-    dist.broadcast(number, src=0)
-    return f"{int(number.item()):x}"

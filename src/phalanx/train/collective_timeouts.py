@@ -18,7 +18,8 @@ from phalanx.plan.plan import Plan
 from phalanx.train.callbacks import Callback
 
 if TYPE_CHECKING:
-    from phalanx.train.loop import StepReport, TrainingLoop
+    from phalanx.train.step_result import StepReport
+    from phalanx.train.training_context import TrainingContext
 
 WARM_UP_STEPS = 5  # of a membership, before its steps count as steady: as NVIDIA's resiliency extension
 
@@ -54,11 +55,11 @@ class CollectiveTimeouts(Callback):
             steady_s = max(steady_s, job.fault.dead_after_s)
         return cls(first_s=job.comm.init_timeout_s, steady_s=steady_s, measured=auto)
 
-    def on_start(self, training: TrainingLoop) -> None:
+    def on_start(self, training: TrainingContext) -> None:
         """All groups are made: none is to wait for longer than the job says."""
         self._apply(self.timeout_s)
 
-    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+    def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """A step is done: after a few of them waits are short."""
         self.count_step(report.duration_s)
 

@@ -11,8 +11,9 @@ from phalanx.train.callbacks import Callback
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from phalanx.train.loop import StepReport, TrainingLoop
     from phalanx.train.parallel.tensor_shard import TensorShard
+    from phalanx.train.step_result import StepReport
+    from phalanx.train.training_context import TrainingContext
 
 
 class DrillHooks:
@@ -20,10 +21,10 @@ class DrillHooks:
 
     records_samples = False  # whether step events list the samples they learnt from
 
-    def joining(self, epoch: int, rank: int) -> None:
-        """Before this rank of a new epoch meets the others."""
+    def joining(self, generation: int, rank: int) -> None:
+        """Before this rank of a new generation meets the others."""
 
-    def restoring(self, epoch: int, rank: int) -> None:
+    def restoring(self, generation: int, rank: int) -> None:
         """Before it takes up its state."""
 
     def step_begins(self, step: int) -> None:
@@ -49,15 +50,15 @@ class DrillFaults(Callback):
     def __init__(self, hooks: DrillHooks) -> None:
         self._hooks = hooks
 
-    def on_step_begin(self, training: TrainingLoop) -> None:
+    def on_step_begin(self, training: TrainingContext) -> None:
         """Kill, stop or slow this rank."""
         self._hooks.step_begins(training.step)
 
-    def on_gradients_ready(self, training: TrainingLoop, gradients: Sequence[Tensor]) -> None:
+    def on_gradients_ready(self, training: TrainingContext, gradients: Sequence[Tensor]) -> None:
         """Poison gradients."""
         self._hooks.gradients(training.step, gradients)
 
-    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+    def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """Damage weights or moments."""
         self._hooks.updated(report.step, training.engine.shards, training.engine.optimizer.state())
 

@@ -26,7 +26,8 @@ from phalanx.train.state.reader import newest_checkpoint
 from phalanx.train.state.whole_tensors import read_state
 
 if TYPE_CHECKING:
-    from phalanx.train.loop import StepReport, TrainingLoop
+    from phalanx.train.step_result import StepReport
+    from phalanx.train.training_context import TrainingContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,18 +94,18 @@ def _open_heldout(folders: Sequence[Path], *, vocab: int) -> TokenDataset | None
 class Evaluator(Callback):
     """Scores the model every `train.evaluate_every` steps, and at the end."""
 
-    def __init__(self, training: TrainingLoop, *, metrics: Mapping[str, TokenSum]) -> None:
+    def __init__(self, training: TrainingContext, *, metrics: Mapping[str, TokenSum]) -> None:
         self._every, self._metrics = training.job.train.evaluate_every, metrics
         folders = training.dataset.folders if training.dataset is not None else ()
         sequences = training.job.train.evaluate_sequences if folders else 0
         self._scorer = HeldoutScorer(folders, training.engine, sequences=sequences)
 
-    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+    def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """Where it is due; the end of the run has its own."""
         if self._every and training.step % self._every == 0 and training.step < training.batch_plan.steps:
             self.evaluate(training)
 
-    def evaluate(self, training: TrainingLoop) -> None:
+    def evaluate(self, training: TrainingContext) -> None:
         """Score the model now, and tell. Every rank must call this together."""
         training.pause()
         score = self._scorer.score(self._metrics)
@@ -132,7 +133,7 @@ TEMPERATURE, TOP = 0.8, 40  # Fan et al. 2018: only the likeliest forty
 class TextSamples(Callback):
     """Rank 0 lets the finished model write `train.samples` texts."""
 
-    def on_end(self, training: TrainingLoop, state: str) -> None:
+    def on_end(self, training: TrainingContext, state: str) -> None:
         """Only of a run that is done."""
         if state == "done" and training.rank == 0 and training.job.train.samples and training.dataset is not None:
             for text in sample_texts(training.folder.checkpoints, training.job, training.dataset):

@@ -30,8 +30,8 @@ _MESSAGE = re.compile(r"(send|recv)\D*(\d+)\s*(?:->|<-)\s*(\d+)")
 class FlightRecord:
     """Writes the recorder of one rank in one membership down, once."""
 
-    def __init__(self, run: Run, *, rank: int, epoch: int) -> None:
-        self._run, self._rank, self._epoch = run, rank, epoch
+    def __init__(self, run: Run, *, rank: int, generation: int) -> None:
+        self._run, self._rank, self._generation = run, rank, generation
         self._began_ns = time.time_ns()  # the ring also holds what this process did in memberships before
         self._lock, self._is_begun = threading.Lock(), False
 
@@ -53,7 +53,7 @@ class FlightRecord:
             entries = trim_entries([one for one in recorded if one.get("time_created_ns", 0) >= self._began_ns], groups)
             if not entries:
                 return
-            path = self._run.flight(self._epoch, self._rank)
+            path = self._run.flight(self._generation, self._rank)
             path.parent.mkdir(exist_ok=True)
             data = {"v": 1, "t": round(time.time(), 3), "rank": self._rank, "groups": groups, "entries": entries}
             replace_text(path, json.dumps(data) + "\n")

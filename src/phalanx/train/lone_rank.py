@@ -34,7 +34,8 @@ from phalanx.train.state.reader import list_commits
 
 if TYPE_CHECKING:
     from phalanx.train.evaluate import Score
-    from phalanx.train.loop import StepReport, TrainingLoop
+    from phalanx.train.step_result import StepReport
+    from phalanx.train.training_context import TrainingContext
 
 SMOOTH = 0.9  # of the running mean of the loss
 PATIENCE = 20  # steps before a loss is judged
@@ -103,12 +104,12 @@ class SweepWatch(Callback):
         self.loss = math.nan
         self._mean, self._lowest, self._seen = 0.0, math.inf, 0
 
-    def on_step_begin(self, training: TrainingLoop) -> None:
+    def on_step_begin(self, training: TrainingContext) -> None:
         """A save that is asked for here is made with the step that follows."""
         if self.save_at and training.step == self.save_at - 1:
             training.save()
 
-    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+    def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """Stop a run that is lost."""
         self.loss = report.result.loss
         self._seen += 1
@@ -127,10 +128,10 @@ class SweepWatch(Callback):
         elif self._mean > self._lowest + RISEN:
             self._give_up(training, f"loss rose from {self._lowest:.2f} to {self._mean:.2f} by step {report.step:,}")
 
-    def on_evaluate(self, training: TrainingLoop, score: Score) -> None:
+    def on_evaluate(self, training: TrainingContext, score: Score) -> None:
         """The last one counts."""
         self.score = score
 
-    def _give_up(self, training: TrainingLoop, why: str) -> None:
+    def _give_up(self, training: TrainingContext, why: str) -> None:
         self.diverged = self.diverged or why
         training.stop()

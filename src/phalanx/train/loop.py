@@ -2,264 +2,114 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from phalanx.elastic.heartbeat_board import Phase
-from phalanx.plan.plan import Plan
-from phalanx.record.events import EventWriter
-from phalanx.record.run import Run
-from phalanx.train.callbacks import CallbackList
-from phalanx.train.checkpointing import Checkpointing
-from phalanx.train.collective_timeouts import CollectiveTimeouts
-from phalanx.train.data.batches import BatchPlan
-from phalanx.train.data.sources import open_batches
-from phalanx.train.drill_hooks import DrillFaults
-from phalanx.train.engine import Engine
-from phalanx.train.evaluate import Evaluator, TextSamples
-from phalanx.train.guard.safeguards import CompiledCodeCheck, ReplicaComparison, SkippedSteps, StalledTraining
-from phalanx.train.memory import MemoryMeter
 from phalanx.train.optim.learning_rate import learning_rate
 from phalanx.train.parallel.across_replicas import ReplicaLost
-from phalanx.train.plugins import LoadedPlugins
-from phalanx.train.rank_control import RankControl
-from phalanx.train.step_result import MemoryChanged, StepRequest, StepResult
-from phalanx.train.telemetry.clock import compiled_s
-from phalanx.train.telemetry.step_events import StepTelemetry
-from phalanx.train.telemetry.timeline import Sample
+from phalanx.train.step_result import MemoryChanged, StepReport, StepRequest, StepResult
+from phalanx.train.training_context import TrainingContext
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepReport:
-    """A step that was taken, and where its time went."""
-
-    step: int  # its number, from 0
-    result: StepResult
-    lr: float
-    duration_s: float  # from its begin to the end of the update, less what it was held up to be looked into
-    data_s: float  # of it waiting for the batch
-    before_s: float  # of it until the engine began
-    own_s: float  # of it this rank's own time: computing, and what surrounds it, with a core or without
-    cpu_s: float | None  # processor time of this rank's thread; None where a device computes
-    compile_s: float | None  # compiling, in the middle of it; None when nothing was
-    samples: Sequence[Sample]  # one when the step was looked into
+def run_training(training: TrainingContext, first: int) -> str:
+    """Take every step from `first` on; "done", or "stopped" or "reform" when all ranks were asked to leave."""
+    try:
+        return _run_steps(training, first)
+    except BaseException as error:
+        for text in training.callbacks.call_after_failure(training, error):
+            training.events.write("remark", step=training.step, text=text, is_warning=True)
+        raise
 
 
-class TrainingLoop:
-    """Everything a run needs between its first and its last step; what callbacks get as `training`."""
-
-    def __init__(
-        self,
-        folder: Run,
-        plan: Plan,
-        engine: Engine,
-        events: EventWriter,
-        memory: MemoryMeter,
-        control: RankControl,
-        plugins: LoadedPlugins | None = None,
-    ) -> None:
-        self.folder, self.plan, self.job, self.engine, self.events = folder, plan, plan.job, engine, events
-        self.control, self.memory = control, memory
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        if engine.across is not None:  # each replica is a torch world of its own
-            self.rank, self.world_size = engine.across.rank, engine.across.replicas.layout.devices
-        self.step = 0  # steps that are done, and so the number of the step that is being taken
-        self.lr = 0.0  # of that step
-        plugins = plugins or LoadedPlugins()
-        self.batch_plan = BatchPlan.of(self.job.batch, sequence=self.job.data.sequence, tokens=plan.duration.tokens)
-        self.batches, self.dataset = open_batches(folder.path, self.job, self.batch_plan, engine, plugins.data)
-        self.timeouts = CollectiveTimeouts.of(plan)
-        # Callbacks of the user's own may change weights after an update: not between every two, as far as we know.
-        self.comparison = ReplicaComparison(self, each_step=not plugins.callbacks)
-        self.telemetry = StepTelemetry(self)
-        self.evaluation = Evaluator(self, metrics=plugins.metrics)
-        self.checkpoints = Checkpointing(self)
-        self.callbacks = CallbackList(
-            [
-                self.timeouts,
-                CompiledCodeCheck(),
-                *([DrillFaults(control.hooks)] if control.hooks.records_samples else []),  # those below find its damage
-                self.comparison,  # before anything is written down
-                self.telemetry,
-                StalledTraining(),
-                SkippedSteps(self.job.train.skipped_steps),
-                *plugins.callbacks,
-                self.evaluation,
-                self.checkpoints,  # last: it saves what all others have become
-                TextSamples(),
-            ],
-            own=plugins.callbacks,
-            rank=self.rank,
-        )
-        if self.callbacks.wants("on_gradients_ready"):
-            engine.on_gradients_ready = lambda grads: self.callbacks.call("on_gradients_ready", self, grads)
-        if self.callbacks.wants("on_before_update"):
-            engine.on_before_update = lambda grads: self.callbacks.call("on_before_update", self, grads)
-        if self.callbacks.wants("on_after_update"):
-            engine.on_after_update = lambda: self.callbacks.call("on_after_update", self)
-        if control.rounds is not None:
-            engine.wants_round = control.rounds.is_due
-        self._stop_requested = False
-        self._warned: set[tuple[str, str]] = set()
-
-    def restore_extras(self, extras: Mapping[str, Any]) -> None:
-        """Take up what a checkpoint holds beside the engine's state: states of callbacks, the position in the data."""
-        self.callbacks.load_state_dict(extras.get("callbacks") or {})
-        self.batches.restore_position(extras.get("data_position"))
-
-    def run(self, first: int) -> str:
-        """Take every step from `first` on; "done", or "stopped" or "reform" when all ranks were asked to leave."""
+def _run_steps(training: TrainingContext, first: int) -> str:
+    total, leaving = training.batch_plan.steps, ""
+    training.step = first
+    training.events.write(
+        "run_start", step=first, steps=total, world=training.world_size, epoch=training.control.generation
+    )
+    training.callbacks.call("on_start", training)
+    if first:
+        training.callbacks.call("on_resume", training)
+    while training.step < total and not leaving:
         try:
-            return self._run_steps(first)
-        except BaseException as error:
-            for text in self.callbacks.call_after_failure(self, error):
-                self.events.write("remark", step=self.step, text=text, is_warning=True)
-            raise
+            report = take_step(training)
+        except ReplicaLost:
+            _regroup_replicas(training)
+            continue
+        except MemoryChanged:
+            raise training.comparison.memory_changed(training) from None
+        training.step += 1
+        training.callbacks.call("on_step_end", training, report)
+        leaving = _leaving_state(training, report.result)
+        training.control.progress(training.step, Phase.TRAINING)
+        if report.result.is_round_due and not leaving:
+            _regroup_replicas(training)
+        elif leaving == "reform" and not _are_replicas_here(training):
+            _regroup_replicas(training)
+            leaving = ""  # the request stands, and is met with the next step
+    if leaving == "reform" and training.step < total:
+        training.checkpoints.leave_membership()
+        return leaving
+    return _finish_run(training, "stopped" if leaving and training.step < total else "done")
 
-    def _run_steps(self, first: int) -> str:
-        total, leaving = self.batch_plan.steps, ""
-        self.step = first
-        self.events.write("run_start", step=first, steps=total, world=self.world_size, epoch=self.control.epoch)
-        self.callbacks.call("on_start", self)
-        if first:
-            self.callbacks.call("on_resume", self)
-        while self.step < total and not leaving:
-            try:
-                report = self._take_step()
-            except ReplicaLost:
-                self._regroup_replicas()
-                continue
-            except MemoryChanged:
-                raise self.comparison.memory_changed(self) from None
-            self.step += 1
-            self.callbacks.call("on_step_end", self, report)
-            leaving = self._leaving_state(report.result)
-            self.control.progress(self.step, Phase.TRAINING)
-            if report.result.is_round_due and not leaving:
-                self._regroup_replicas()
-            elif leaving == "reform" and not self._are_replicas_here():
-                self._regroup_replicas()
-                leaving = ""  # the request stands, and is met with the next step
-        if leaving == "reform" and self.step < total:
-            self.checkpoints.leave_membership()
-            return leaving
-        return self._finish_run("stopped" if leaving and self.step < total else "done")
 
-    def _regroup_replicas(self) -> None:
-        """A replica was lost, or is back: go on with those that are present, from what the furthest of them has."""
-        assert self.control.rounds is not None
-        self.pause()
-        self.step = self.control.rounds.regroup(self.engine, self.step)
-        self.comparison.guard.forget()  # the state may be another's
-        self.checkpoints.forget_unwritten()
-        self.control.check()
-        self.control.progress(self.step, Phase.BUILDING)
+def take_step(training: TrainingContext) -> StepReport:
+    """One step: its batch, its learning rate, the engine; every rank hears what any rank asks for."""
+    step, checkpoints = training.step, training.checkpoints
+    timer = training.telemetry.begin_step(step)
+    training.callbacks.call("on_step_begin", training)  # within the step: what a drill slows down is slow
+    with timer.data():
+        tokens, targets = (torch.from_numpy(rows) for rows in training.batches.get(step))
+    seen = training.batch_plan.tokens_before(step + 1)
+    training.lr = learning_rate(training.job.optim, tokens_seen=seen, total_tokens=training.plan.duration.tokens)
+    copied_step = checkpoints.copied_step  # of which this rank's request speaks
+    with timer.engine():
+        result = training.engine.step(tokens, targets, lr=training.lr, requests=training.rank_requests)
+    training.control.check()
+    checkpoints.confirm_copies(copied_step, result.requests)
+    return timer.report(result, lr=training.lr)
 
-    def _are_replicas_here(self) -> bool:
-        """Whether all replicas of the round came as far as this, so that none is left behind that needs another.
 
-        All ranks of a replica get the same answer.
-        """
-        across = self.engine.across
-        if across is None:
-            return True
-        lost = torch.tensor([across.gather(torch.tensor([self.step])) is None], dtype=torch.int32)
-        lost = lost.to(self.engine.device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(lost, op=dist.ReduceOp.MAX)
-        return not lost.item()
+def _leaving_state(training: TrainingContext, result: StepResult) -> str:
+    if result.requests[StepRequest.STOP]:
+        return "stopped"
+    is_left = result.requests[StepRequest.REFORM] or training.step in training.control.leaves_at
+    return "reform" if is_left else ""
 
-    def _take_step(self) -> StepReport:
-        step, began_s, compiled = self.step, time.perf_counter(), compiled_s()
-        began_cpu_s = time.thread_time()
-        self.callbacks.call("on_step_begin", self)  # within the step: what a drill slows down is slow
-        asked_s = time.perf_counter()
-        tokens, targets = (torch.from_numpy(rows) for rows in self.batches.get(step))
-        data_s = time.perf_counter() - asked_s
-        seen = self.batch_plan.tokens_before(step + 1)
-        self.lr = learning_rate(self.job.optim, tokens_seen=seen, total_tokens=self.plan.duration.tokens)
-        copied_step, ready_s = self.checkpoints.copied_step, time.perf_counter()
-        before_cpu_s = time.thread_time() - began_cpu_s
-        with self.telemetry.observe(step) as samples:
-            entered_s = time.perf_counter()
-            result = self.engine.step(tokens, targets, lr=self.lr, requests=self._rank_requests)
-            ended_s = time.perf_counter()
-        self.control.check()
-        self.checkpoints.confirm_copies(copied_step, result.requests)
-        opening_s = self.telemetry.timeline.opening_s  # telemetry's own: no part of the step
-        return StepReport(
-            step=step,
-            result=result,
-            lr=self.lr,
-            duration_s=ended_s - began_s - opening_s,
-            data_s=data_s,
-            before_s=entered_s - began_s - opening_s,
-            own_s=result.compute_s + ready_s - began_s - data_s,
-            cpu_s=result.cpu_s + before_cpu_s if result.cpu_s is not None else None,
-            compile_s=compiled_s() - compiled or None,
-            samples=samples,
-        )
 
-    def _rank_requests(self) -> tuple[bool, ...]:
-        """What this rank asks of all ranks, by StepRequest; they hear of it with the step's numbers."""
-        stop = self._stop_requested or self.control.stop()
-        return stop, self.checkpoints.is_due(), self.control.reform(), self.checkpoints.is_copy_unsafe()
+def _are_replicas_here(training: TrainingContext) -> bool:
+    rounds = training.control.rounds
+    return rounds is None or rounds.are_all_here(training.engine, training.step)
 
-    def _leaving_state(self, result: StepResult) -> str:
-        if result.requests[StepRequest.STOP]:
-            return "stopped"
-        return "reform" if result.requests[StepRequest.REFORM] or self.step in self.control.leaves_at else ""
 
-    def _finish_run(self, state: str) -> str:
-        self.batches.close()
-        if state == "done":
-            self.evaluation.evaluate(self)
-        self.pause()
-        self.checkpoints.save_last("stop" if state == "stopped" else "end")
-        while not self._are_replicas_here():  # one was lost: perhaps the one that was saving, or before its last step
-            self._regroup_replicas()
-            self.checkpoints.save_last("stop" if state == "stopped" else "end")
-        self.pause()
-        dist.barrier()
-        self.control.check()
-        if state == "stopped":
-            self.events.write("stop", step=self.step, reason="asked to stop")
-        self.callbacks.call("on_end", self, state)
-        self.events.write("run_end", step=self.step, state=state)
-        return state
+def _regroup_replicas(training: TrainingContext) -> None:
+    """A replica was lost, or is back: go on with those that are present, from what the furthest of them has."""
+    control = training.control
+    assert control.rounds is not None
+    training.pause()
+    training.step = control.rounds.regroup(training.engine, training.step)
+    training.comparison.guard.forget()  # the state may be another's
+    training.checkpoints.forget_unwritten()
+    control.check()
+    control.progress(training.step, Phase.BUILDING)
 
-    def close(self) -> None:
-        """Give up what runs beside the steps; this membership is over."""
-        self.checkpoints.saver.abandon()
-        self.batches.close()
 
-    # ---- for callbacks ---------------------------------------------------------------------------------------------
-
-    @property
-    def data_digest(self) -> str:
-        """Names what is learnt from: a resumed run must find the same."""
-        return self.batches.digest
-
-    def stop(self) -> None:
-        """End the run after the step that follows, with a checkpoint: one rank that asks is enough."""
-        self._stop_requested = True
-
-    def save(self) -> None:
-        """Save a checkpoint after the step that follows: one rank that asks is enough."""
-        self.checkpoints.request_save()
-
-    def pause(self) -> None:
-        """No step for a while: the coordinator and the other ranks are to wait longer."""
-        self.control.progress(self.step, Phase.RESTING)
-        self.timeouts.lengthen()
-
-    def warn_of_buffers(self, names: Iterable[str], what: str) -> None:
-        """Tell of each buffer of the user's own network once."""
-        for name, said in sorted({(name, what) for name in names} - self._warned):
-            self._warned.add((name, said))
-            self.events.write("remark", step=max(self.step - 1, 0), text=f"the buffer {name} {said}", is_warning=True)
+def _finish_run(training: TrainingContext, state: str) -> str:
+    training.batches.close()
+    if state == "done":
+        training.evaluation.evaluate(training)
+    training.pause()
+    reason = "stop" if state == "stopped" else "end"
+    training.checkpoints.save_last(reason)
+    while not _are_replicas_here(training):  # one was lost: perhaps the one that was saving, or before its last step
+        _regroup_replicas(training)
+        training.checkpoints.save_last(reason)
+    training.pause()
+    dist.barrier()
+    training.control.check()
+    if state == "stopped":
+        training.events.write("stop", step=training.step, reason="asked to stop")
+    training.callbacks.call("on_end", training, state)
+    training.events.write("run_end", step=training.step, state=state)
+    return state

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import UserError, mistake, nearest
 from phalanx.io.code_names import missing_entry_point
 from phalanx.io.user_code import find_neighbours
-from phalanx.job.plugin_reference import PLUGIN_GROUPS, SOURCE_MODULE, PluginReference, list_references
+from phalanx.job.plugin_reference import PLUGIN_GROUPS, SOURCE_MODULE, PluginReference, list_references, runs_named_code
 from phalanx.job.schema import Job, PluginReferences
 from phalanx.plan.layout import Layout
 from phalanx.train.callbacks import Callback
@@ -53,10 +53,8 @@ class LoadedPlugins:
 
 def needs_consent(job: Job) -> list[str]:
     """Keys of the job that name code which is run only with consent: all but entry points."""
-    found = ["model.module"] if job.model.module else []
-    for key, text in list_references(job.plugins):
-        if PluginReference.parse(text, key=f"plugins.{key}").place:
-            found.append(f"plugins.{key}")
+    found = ["model.module"] if runs_named_code(job.model.module) else []
+    found += [f"plugins.{key}" for key, text in list_references(job.plugins) if runs_named_code(text)]
     if job.plugins.source:
         found.append("plugins.source")
     return list(dict.fromkeys(found))
@@ -166,7 +164,7 @@ def refuse_plugins(plugins: PluginReferences, layout: Layout, *, loss_parallel: 
 def _find_plugin(reference: PluginReference, text: str, *, kind: str, allow_code: bool) -> Any:
     key = f"plugins.{kind}"
     if not reference.place:
-        return _entry_point(reference.name, kind=kind)
+        return load_entry_point(reference.name, PLUGIN_GROUPS[kind], key=key)
     if not allow_code:
         raise code_refused(key, text)
     try:
@@ -262,10 +260,10 @@ def code_refused(key: str, text: str) -> UserError:
     )
 
 
-def _entry_point(name: str, *, kind: str) -> Any:
-    group = PLUGIN_GROUPS[kind]
+def load_entry_point(name: str, group: str, *, key: str) -> Any:
+    """What an installed package offers under a name; `key` of the job asks for it."""
     if problem := missing_entry_point(name, group):
-        raise mistake(f"plugins.{kind}", problem[0], fix=problem[1])
+        raise mistake(key, problem[0], fix=problem[1])
     return next(iter(importlib.metadata.entry_points(group=group, name=name))).load()
 
 

@@ -20,17 +20,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankControl:
-    """Of one rank in one epoch. Without an agent (torchrun, srun) most of it is silent."""
+    """Of one rank in one generation. Without an agent (torchrun, srun) most of it is silent."""
 
     stop: Callable[[], bool]  # the run is to end after this step
     progress: Callable[[int, Phase], None]  # called after every step, and before and after everything that takes long
-    epoch: int = 0
+    generation: int = 0
     went_s: float | None = None  # Unix time at which this launch began to train; None is now
     reform: Callable[[], bool] = lambda: False  # the membership is to be left after this step
     leaves_at: frozenset[int] = frozenset()  # steps after which it is left in any case: replays
     keeper: InMemoryCheckpointer | None = None  # copies in host memory
-    case: Divergence | None = None  # copies that differed before this epoch, and which of them was wrong is not known
-    copies: HostCopies = field(default_factory=HostCopies)  # host memory that saves copy into, from epoch to epoch
+    case: Divergence | None = (
+        None  # copies that differed before this generation, and which of them was wrong is not known
+    )
+    copies: HostCopies = field(
+        default_factory=HostCopies
+    )  # host memory that saves copy into, from generation to generation
     compared: set[str] = field(default_factory=set)  # compiled code that was held against eager code in this process
     hooks: DrillHooks = field(default_factory=DrillHooks)
     fence: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to commit a checkpoint

@@ -22,7 +22,7 @@ from phalanx.train.callbacks import Callback
 from phalanx.train.engine import Engine
 from phalanx.train.guard.spikes import SpikeDetector
 from phalanx.train.listeners import listening_sockets, refuse_strangers
-from phalanx.train.loop import TrainingLoop
+from phalanx.train.loop import run_training
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.models.own_model import build_outline, differs_from_shape
 from phalanx.train.plugins import load_plugins, refuse_plugins
@@ -41,6 +41,7 @@ from phalanx.train.state.training_state import (
     restore_newest_checkpoint,
 )
 from phalanx.train.telemetry.communicators import tell_communicators
+from phalanx.train.training_context import TrainingContext
 
 
 def train_rank(
@@ -91,11 +92,11 @@ def train_rank(
         store,
         engine.meshes.group_times,
         joined_s=joined_s,
-        epoch=control.epoch,
+        generation=control.generation,
         device=device,
         notes=notes,
     )
-    control.hooks.restoring(control.epoch, across.rank if across is not None else dist.get_rank())
+    control.hooks.restoring(control.generation, across.rank if across is not None else dist.get_rank())
     if dist.get_rank() == 0 and (across is None or across.replica == 0) and built is None:
         remove_drafts(folder.checkpoints)  # what dead processes left half done
         if at_most is not None:
@@ -107,31 +108,31 @@ def train_rank(
         restored, source = _restore_state(engine, folder, copies, at_most)
         if job.train.weights and not restored.step:
             load_hf_weights(engine, Path(job.train.weights))
-    loop = TrainingLoop(folder, plan, engine, events, memory, control, plugins)
+    training = TrainingContext(folder, plan, engine, events, memory, control, plugins)
     try:
         if control.rounds is not None:
             restored = _meet_replicas(control, engine, restored, built, enter_round)
             if built is not None:  # what the process before left in memory is in that of the other replicas too
-                loop.checkpoints.safe_step = restored.step
-        if restored.data and restored.data != loop.data_digest:
-            raise _data_changed(job, before=restored.data, now=loop.data_digest)
-        loop.restore_extras(engine.restored_extras)
+                training.checkpoints.safe_step = restored.step
+        if restored.data and restored.data != training.batches.digest:
+            raise _data_changed(job, before=restored.data, now=training.batches.digest)
+        training.restore_extras(engine.restored_extras)
         warnings = [*restored.warnings, *_size_warning(job, engine.settings)]
         events.write(
             "ready",
             step=restored.step,
-            epoch=control.epoch,
+            epoch=control.generation,
             source=source,
             seconds=time.monotonic() - began_s,
             warnings=warnings,
         )
         if control.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
             control.keeper.reserve(checkpoint_shards(engine))
-            loop.checkpoints.saver.reserve(checkpoint_shards(engine))
+            training.checkpoints.saver.reserve(checkpoint_shards(engine))
         control.progress(restored.step, Phase.BUILDING)  # the first step may compile
-        return loop.run(restored.step), loop.step
+        return run_training(training, restored.step), training.step
     finally:
-        loop.close()
+        training.close()
 
 
 def _meet_replicas(

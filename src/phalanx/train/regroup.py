@@ -75,6 +75,16 @@ class ReplicaRounds:
                 return reached
             self._is_dirty = self._is_dirty or (reached is not None and reached != step)
 
+    def are_all_here(self, engine: Engine, step: int) -> bool:
+        """Whether all replicas of the round came as far as `step`, so that none is left behind that needs another.
+
+        All ranks of a replica get the same answer.
+        """
+        lost = torch.tensor([self.across.gather(torch.tensor([step])) is None], dtype=torch.int32, device=engine.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(lost, op=dist.ReduceOp.MAX)
+        return not lost.item()
+
     def _enter_next(self, engine: Engine, step: int) -> int | None:
         """Connect in the next round; the steps that are done, or None where somebody was lost meanwhile."""
         while True:

@@ -1,12 +1,17 @@
-"""What the ranks of a step ask of each other, and what the step gave."""
+"""What the ranks of a step ask of each other, what the step gave, and where its time went."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from phalanx.train.telemetry.clock import StepPhase
 from phalanx.train.telemetry.noise import Noise
+
+if TYPE_CHECKING:
+    from phalanx.train.telemetry.timeline import Sample
 
 
 class StepRequest(IntEnum):
@@ -43,3 +48,19 @@ class StepResult:
     noise_samples: float | None = None  # the noise scale in sequences, from the last hundred steps or so
     phases: tuple[StepPhase, ...] = ()  # what this rank worked on, and when
     is_round_due: bool = False  # whether some rank knows of model replicas that come back
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """A step that was taken, and where its time went."""
+
+    step: int  # its number, from 0
+    result: StepResult
+    lr: float
+    duration_s: float  # from its begin to the end of the update, less what it was held up to be looked into
+    data_s: float  # of it waiting for the batch
+    before_s: float  # of it until the engine began
+    own_s: float  # of it this rank's own time: computing, and what surrounds it, with a core or without
+    cpu_s: float | None  # processor time of this rank's thread; None where a device computes
+    compile_s: float | None  # compiling, in the middle of it; None when nothing was
+    samples: Sequence[Sample]  # one when the step was looked into

@@ -106,15 +106,15 @@ class Rank:
         self._close_events()
 
     def _take_part(self, membership: HostMembership, rank: int) -> None:
-        epoch = membership.generation
+        generation = membership.generation
         local_world = len(membership.ranks) if self._task is None else self._local_world
         log = self.run.host_log(self.host) if self._shares_files else None
         take_rank(self.run, rank, world=membership.world, slot=self._local_rank, local_world=local_world, host_log=log)
-        self.link.record = FlightRecord(self.run, rank=rank, epoch=epoch)
+        self.link.record = FlightRecord(self.run, rank=rank, generation=generation)
         abort = self.link.abort = CommunicatorAbort()
         left: dict[str, Any] = {"step": NO_STEP, "why": ""}
         try:
-            self.link.enter(epoch)
+            self.link.enter(generation)
             self.link.progress(NO_STEP, Phase.BUILDING)
             state, step = self._train_membership(membership, rank)
             left |= {"state": state, "step": step}
@@ -122,7 +122,7 @@ class Rank:
             pass
         except UntrustedState as error:
             if rank == 0 or rank in error.suspects:  # rank 0 may be of another model replica, and not know
-                self._delete_untrusted(epoch, error.sound)
+                self._delete_untrusted(generation, error.sound)
             left |= {
                 "step": error.step,
                 "why": str(error),
@@ -133,18 +133,18 @@ class Rank:
             }
         except BaseException as error:
             # A peer is gone, and with it the connection; or the error is our own, and the agent will hear of it.
-            if not (self.link.is_over(epoch) or is_lost_peer(error)):
+            if not (self.link.is_over(generation) or is_lost_peer(error)):
                 raise
             left |= {"step": self.link.step, "why": redact(f"{type(error).__name__}: {error}", os.environ)}
         # Not while an error is handled: its traceback holds the engine, and with it the memory of the device.
-        self._leave_membership(epoch, abort, left)
+        self._leave_membership(generation, abort, left)
 
-    def _delete_untrusted(self, epoch: int, sound: int) -> None:
+    def _delete_untrusted(self, generation: int, sound: int) -> None:
         """Delete checkpoints of a state that was found astray, before anything else: the run may end here."""
-        with suppress(PhalanxError, OSError), commit_fence(self.run, epoch):  # else the next membership does it
+        with suppress(PhalanxError, OSError), commit_fence(self.run, generation):  # else the next membership does it
             delete_commits_after(self.run.checkpoints, sound)
 
-    def _leave_membership(self, epoch: int, abort: CommunicatorAbort, left: Mapping[str, Any]) -> None:
+    def _leave_membership(self, generation: int, abort: CommunicatorAbort, left: Mapping[str, Any]) -> None:
         if "state" not in left:  # it did not come out of its loop by itself
             self.link.record()
         self.link.may_beat = lambda: True
@@ -154,7 +154,7 @@ class Rank:
         forget_groups()
         gc.collect()  # engines hold each other in circles
         check_device()
-        self.link.send("left", epoch=epoch, last_collective=collective, **left)
+        self.link.send("left", epoch=generation, last_collective=collective, **left)
 
     def _train_membership(self, membership: HostMembership, rank: int) -> tuple[str, int]:
         hooks = drill_hooks_of(self.run, rank, self.link.slot)
@@ -209,7 +209,7 @@ class Rank:
             control = RankControl(
                 stop=lambda: self.link.board.stopping,
                 progress=self.link.progress,
-                epoch=membership.generation,
+                generation=membership.generation,
                 went_s=float(go["went_s"]),
                 reform=lambda: self.link.board.reforming,
                 leaves_at=frozenset(int(one["from_step"]) for one in self.run.launch().get("formations", ())) - {0},
@@ -293,7 +293,7 @@ class Rank:
             telemetry=self.plan.job.telemetry,
             layout=membership.layout,
             rank=rank,
-            epoch=membership.generation,
+            generation=membership.generation,
             sharers=self._count_sharers(membership, device),
         )
 
@@ -304,12 +304,12 @@ class Rank:
         share = -(-self._local_world // torch.cuda.device_count()) if self._task.shares_gpu else 1
         return Sharers(host=self._local_world, device=share if device.type == "cuda" else self._local_world)
 
-    def _replica_port(self, epoch: int) -> int:
+    def _replica_port(self, generation: int) -> int:
         if not self.plan.reliability.memory_every:
             return 0
         if self._server is None:
             self._server = ReplicaServer(self.replica_store, secret=self._secret, address=self.address, host=self.host)
-        self._server.admit(epoch)
+        self._server.admit(generation)
         return self._server.port
 
     def _memory_checkpointer(
@@ -338,8 +338,8 @@ class Rank:
             check=partial(self._check_over, membership.generation),
         )
 
-    def _check_over(self, epoch: int) -> None:
-        if self.link.is_over(epoch):
+    def _check_over(self, generation: int) -> None:
+        if self.link.is_over(generation):
             raise Interrupted
 
     def _announce_copies(

@@ -130,7 +130,8 @@ def score_claims(
     found: dict[int, ClaimOutcome] = {}
     interrupted = False
     try:
-        for index in _cheapest_first(rows):
+        needs = [simulation_of(row) for row in rows]
+        for index in sorted(range(len(rows)), key=lambda index: one.cpu_s if (one := needs[index]) else 0.0):
             found[index] = attempt_claim(rows[index], context)
             if progress is not None:
                 progress(len(found), len(rows))
@@ -138,11 +139,6 @@ def score_claims(
         interrupted = True
     outcomes = [found.get(index) or skipped(row, "interrupted") for index, row in enumerate(rows)]
     return count_outcomes(outcomes, interrupted=interrupted)
-
-
-def _cheapest_first(rows: Sequence[Claim]) -> list[int]:
-    needs = [simulation_of(row) for row in rows]
-    return sorted(range(len(rows)), key=lambda index: one.cpu_s if (one := needs[index]) else 0.0)
 
 
 def attempt_claim(row: Claim, context: ClaimContext) -> ClaimOutcome:

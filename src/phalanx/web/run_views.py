@@ -241,7 +241,7 @@ def marks_view(store: RunStore, name: str) -> Json:
         "incidents": parts.read("incidents", lambda: _incident_marks(store, found, fallen), []) if fallen else [],
         "checkpoints": saved[-MOST_MARKS:],
         "evaluations": seen[-MOST_MARKS:],
-        "epochs": parts.read("epochs", lambda: [_epoch_mark(one, restored) for one in formed], [])[-MOST_MARKS:],
+        "epochs": parts.read("epochs", lambda: [_generation_mark(one, restored) for one in formed], [])[-MOST_MARKS:],
     }
     return {"count": count, **rest, "damage": parts.damage}
 
@@ -297,17 +297,17 @@ def _evaluation_mark(event: Event) -> Json:
     return {**_event_place(event), "text": f"held-out {', '.join(words)}".strip(), "loss": loss, "bits_per_byte": bits}
 
 
-def _epoch_mark(event: Event, restored: Mapping[int | None, int | None]) -> Json:
-    epoch, world, reason = integer(event, "epoch"), integer(event, "world"), text(event, "reason")
-    words = f"generation {epoch}: " if epoch is not None else ""
+def _generation_mark(event: Event, restored: Mapping[int | None, int | None]) -> Json:
+    generation, world, reason = integer(event, "epoch"), integer(event, "world"), text(event, "reason")
+    words = f"generation {generation}: " if generation is not None else ""
     words += plural(world, "rank") if world is not None else "ranks join"
     words += f" ({reason})" if reason else ""
-    step = restored.get(epoch, integer(event, "step"))
+    step = restored.get(generation, integer(event, "step"))
     return {
         **_event_place(event),
         "step": step,
         "text": words,
-        "epoch": epoch,
+        "epoch": generation,
         "world": world,
         "layout": event.get("layout"),
     }

@@ -81,7 +81,10 @@ class NewsHub:
                 yield chunk
         finally:
             self._streams -= 1
-            self._leave_watch(name, watch)
+            watch.listeners -= 1
+            if not watch.listeners and watch.task is not None:
+                watch.task.cancel()
+                self._watches.pop(name, None)
 
     async def _tell_news(self, watch: _Watch, last_id: str) -> AsyncIterator[bytes]:
         yield b"retry: 2000\n\n"
@@ -127,12 +130,6 @@ class NewsHub:
         if watch.task is None:
             watch.task = asyncio.create_task(self._poll_run(name, watch))
         return watch
-
-    def _leave_watch(self, name: str, watch: _Watch) -> None:
-        watch.listeners -= 1
-        if not watch.listeners and watch.task is not None:
-            watch.task.cancel()
-            self._watches.pop(name, None)
 
     async def _poll_run(self, name: str, watch: _Watch) -> None:
         while not self._closing.is_set():

@@ -213,7 +213,7 @@ def test_a_run_of_one_layout_has_one_segment(tmp_path: Path) -> None:
     script.launch(4, FOUR, first=8, plan_number=1, reason="rank 1 fell")
     script.steps(4, range(8, 20), step_s=0.3, memory=1e9)
     [found] = layout_spans(run, RunHistory.open(run))
-    assert (found.first, found.last, found.epochs) == (0, 19, (1, 2))
+    assert (found.first, found.last, found.generations) == (0, 19, (1, 2))
     assert "LAYOUTS" not in render_text(summarize_run(run))
 
 

@@ -521,8 +521,8 @@ def test_a_missing_supervisor_is_told(small: Run) -> None:
     what = "incidents and memberships are unknown"
     small.supervisor.unlink()
     small.set_launch(**{key: value for key, value in small.launch().items() if key != "launched"})
-    assert supervisor_damage(small, (0, 1), epoch=0) == [], "torchrun has no supervisor, and counts no epochs"
-    assert len(supervisor_damage(small, (0, 1), epoch=1)) == 1
+    assert supervisor_damage(small, (0, 1), generation=0) == [], "torchrun has no supervisor, and counts no generations"
+    assert len(supervisor_damage(small, (0, 1), generation=1)) == 1
     small.set_launch(**small.launch(), launched=1000.0)
     assert told(RunHistory.open(small)) == {f"supervisor.jsonl: is missing: {what}": 1}
     small.supervisor.mkdir()

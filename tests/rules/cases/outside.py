@@ -246,7 +246,7 @@ FLIPS = [
     ),
     Flip(
         rule="OPT001",
-        limit="hopeless",
+        limit="error_factor",
         value=1e9,
         evidence=lambda: evidence(WARM, "optim.lr=10"),
         before="error",

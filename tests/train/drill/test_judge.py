@@ -50,7 +50,7 @@ def test_a_commit_whose_teller_died_is_believed(survived: Story) -> None:
 
 def test_the_chain_is_what_restores_left(survived: Story) -> None:
     told = history(survived)
-    assert [(one.step, one.epoch) for one in told.chain] == [
+    assert [(one.step, one.generation) for one in told.chain] == [
         *((step, 1) for step in range(3)),
         (3, 2),
         (4, 2),
@@ -58,7 +58,7 @@ def test_the_chain_is_what_restores_left(survived: Story) -> None:
         (6, 3),
         (7, 3),
     ]
-    assert [(one.step, one.epoch) for one in told.undone] == [(3, 1)]
+    assert [(one.step, one.generation) for one in told.undone] == [(3, 1)]
     assert [one.step for one in told.chain if one.skipped] == [6]
     assert [(one["from_step"], one["layout"]["data"]) for one in layout_sequence(told)] == [(0, 4), (3, 3), (5, 4)]
 
@@ -242,7 +242,7 @@ def test_the_order_of_files_does_not_matter(survived: Story) -> None:
 
 
 def test_an_epoch_that_never_came_to_be_undoes_nothing(survived: Story) -> None:
-    """A rank fell before all had answered: the epoch is announced, and nothing is restored in it."""
+    """A rank fell before all had answered: the generation is announced, and nothing is restored in it."""
     story = survived
     announced = dict(find(story, "epoch", epoch=3))
     for one in [*story.ranks, *story.supervisor]:
@@ -267,7 +267,7 @@ def test_a_killed_rank_takes_along_what_a_full_disk_refused(story: Story) -> Non
     story.step(8)
     story.end()
     past = history(story)
-    pid = next(one.pid for one in past.epochs[0].members if one.rank == 2)
+    pid = next(one.pid for one in past.generations[0].members if one.rank == 2)
 
     def samples(begin_s: float, end_s: float, pid: int = pid) -> Verdict:
         full = [FullDisk(pid=pid, begin_s=begin_s, end_s=end_s)]

@@ -157,7 +157,7 @@ def test_nobody_else_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def outcome(fault: str) -> FaultOutcome:
     return FaultOutcome(
-        fault=fault, kind=fault.partition(":")[0], fired_s=0.0, rank=0, epoch=1, step=1, note="", detected_s=None,
+        fault=fault, kind=fault.partition(":")[0], fired_s=0.0, rank=0, generation=1, step=1, note="", detected_s=None,
         blamed=None, recovered_s=None, steps_lost=None, steps_redone=None, source="", world=None,
     )  # fmt: skip
 

@@ -56,8 +56,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def phalanx(folder: Path, *arguments: str) -> str:
+def phalanx(folder: Path, *arguments: str, packages: str = "") -> str:
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    if packages:
+        environ["PYTHONPATH"] = os.pathsep.join([packages, *filter(None, [environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "phalanx", *arguments]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -90,3 +92,21 @@ def test_trained_resumed_and_exported(folder: Path) -> None:
     assert state["layers.0.first.num_batches_tracked"] == 6 * 4
     told = json.loads((folder / "out" / "model.json").read_text())
     assert (told["step"], told["module"]) == (6, f"{folder / 'own_networks.py'}:batch_norm")
+
+
+def test_a_network_of_an_installed_package_needs_no_consent(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    site = tmp_path_factory.mktemp("site")
+    (folder / "own_networks.py").rename(site / "tiny_nets.py")
+    info = site / "tiny_nets-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-nets\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[phalanx.models]\ntiny-net = tiny_nets:batch_norm\n")
+    (folder / "job.toml").write_text(JOB.replace("own_networks.py:batch_norm", "tiny-net"))
+    said = phalanx(folder, "train", "job.toml", "--no-check", "--no-probe", packages=str(site))
+    assert "tiny-net built 25,900 parameters, the shape says" in said
+    (run,) = (folder / "runs").iterdir()
+    assert open_run(str(run)).status()["state"] == "done"
+    phalanx(folder, "export", str(run), "out", packages=str(site))
+    assert json.loads((folder / "out" / "model.json").read_text())["module"] == "tiny-net"

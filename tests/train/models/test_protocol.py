@@ -174,6 +174,31 @@ def test_code_is_not_run_unless_allowed(folder: Path) -> None:
     assert not Path("ran").exists()
 
 
+def test_an_entry_point_needs_no_consent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = folder / "tiny_nets-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-nets\nVersion: 1.0\n")
+    points = {"tiny-net": "tiny_nets:build", "number": "tiny_nets:COUNT", "gone": "tiny_gone:build"}
+    lines = "\n".join(f"{name} = {target}" for name, target in points.items())
+    (info / "entry_points.txt").write_text(f"[phalanx.models]\n{lines}\n")
+    (folder / "tiny_nets.py").write_text(CODE + "\nCOUNT = 3\n")
+    monkeypatch.syspath_prepend(str(folder))
+    model = build_model(replace(SHAPE, module="tiny-net"), seed=4)
+    same = build_model(SHAPE, allow_code=True, folder=folder, seed=4)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True))
+
+    def said(name: str) -> str:
+        return complaint(replace(SHAPE, module=name), folder)
+
+    assert said("tiny-nte").splitlines() == [
+        "model.module: no installed package offers 'tiny-nte' as an entry point of phalanx.models",
+        "  did you mean tiny-net?",
+    ]
+    assert "the entry point 'number' of phalanx.models is of type int, which cannot be called" in said("number")
+    assert "gone cannot be imported: ModuleNotFoundError: No module named 'tiny_gone'" in said("gone")
+    sys.modules.pop("tiny_nets", None)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -61,7 +61,7 @@ def test_samples_at_the_interval_and_one_at_the_end(tmp_path: Path, events: Even
     sensors = Prepared(
         SensorReading(utilization=0.5, utilization_source="cpu-time", energy_j=10.0, energy_source="rapl")
     )
-    monitor = Monitor(events, lambda: sensors, sharers=Sharers(host=4), interval_s=0.02, epoch=3)
+    monitor = Monitor(events, lambda: sensors, sharers=Sharers(host=4), interval_s=0.02, generation=3)
     monitor.start()
     until(lambda: len(sensors.asked) >= 3)
     monitor.close()

@@ -53,7 +53,7 @@ def membership(tmp_path: Path, dims: ParallelDims, **changes: Any) -> Iterator[l
         ranks = []
         for rank in range(dims.world):
             events = EventWriter(tmp_path / f"events-{rank:05d}.jsonl", rank=rank)
-            settings = {"epoch": 7, "secret": SECRET, **changes.get(f"rank_{rank}", {})}
+            settings = {"generation": 7, "secret": SECRET, **changes.get(f"rank_{rank}", {})}
             one = Peers(events, board, rank=rank, dims=dims, address="127.0.0.1", **{"every_s": 0.5, **settings})
             stack.callback(events.close)
             stack.callback(one.close)
@@ -106,8 +106,8 @@ def test_a_short_run_tells_at_its_end(tmp_path: Path) -> None:
     assert [event["pairs"][0]["count"] >= 1 for event in told(tmp_path, 0)] == [True]
 
 
-def test_a_peer_of_another_epoch_or_run_gets_no_answer(tmp_path: Path) -> None:
-    with membership(tmp_path, ParallelDims(data=3), rank_1={"epoch": 6}, rank_2={"secret": b"o" * 32}) as ranks:
+def test_a_peer_of_another_generation_or_run_gets_no_answer(tmp_path: Path) -> None:
+    with membership(tmp_path, ParallelDims(data=3), rank_1={"generation": 6}, rank_2={"secret": b"o" * 32}) as ranks:
         until(lambda: ranks[0].strangers and ranks[1].strangers and ranks[2].strangers)
         until(lambda: all(told(tmp_path, rank) for rank in range(3)))
     for rank in range(3):
@@ -117,7 +117,7 @@ def test_a_peer_of_another_epoch_or_run_gets_no_answer(tmp_path: Path) -> None:
 def test_a_peer_that_never_comes_costs_nothing(tmp_path: Path) -> None:
     events = EventWriter(tmp_path / "events-00000.jsonl", rank=0)
     dims = ParallelDims(data=2)
-    one = Peers(events, Board(), rank=0, dims=dims, epoch=1, secret=SECRET, address="127.0.0.1", every_s=0.2)
+    one = Peers(events, Board(), rank=0, dims=dims, generation=1, secret=SECRET, address="127.0.0.1", every_s=0.2)
     one.start()
     until(lambda: told(tmp_path, 0))
     one.close()
@@ -127,7 +127,7 @@ def test_a_peer_that_never_comes_costs_nothing(tmp_path: Path) -> None:
 
 
 def test_packets_are_refused_unless_every_bit_is_right() -> None:
-    packet = Packet(kind=PONG, epoch=9, source=1, target=2, nonce=b"n" * 16, held_ns=5)
+    packet = Packet(kind=PONG, generation=9, source=1, target=2, nonce=b"n" * 16, held_ns=5)
     data = packet.encode(KEY)
     assert len(data) == PACKET_BYTES == 64
     assert Packet.decode(data, KEY) == packet
@@ -178,11 +178,11 @@ def test_an_answer_says_how_long_it_was_held(monkeypatch: pytest.MonkeyPatch) ->
     """The time that a busy rank takes to answer is not the network's: it counts from when the kernel saw the ping."""
     board, dims = Board(), ParallelDims(data=2)
     events: Any = None
-    one = Peers(events, board, rank=0, dims=dims, epoch=1, secret=SECRET, address="127.0.0.1", every_s=1e9)
+    one = Peers(events, board, rank=0, dims=dims, generation=1, secret=SECRET, address="127.0.0.1", every_s=1e9)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         asking.bind(("127.0.0.1", 0))
         asking.settimeout(300)
-        ping = Packet(kind=PING, epoch=1, source=1, target=0, nonce=b"n" * 16)
+        ping = Packet(kind=PING, generation=1, source=1, target=0, nonce=b"n" * 16)
         sent_ns = time.time_ns()
         asking.sendto(ping.encode(one._key), one._sock.getsockname())
         select.select([one._sock], [], [])  # it lies there, and the rank is busy: its thread is not running

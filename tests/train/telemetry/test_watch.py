@@ -90,7 +90,7 @@ def test_whatever_cannot_be_started_is_told_and_the_rank_goes_on(
         telemetry=OFTEN,
         layout=TWO,
         rank=0,
-        epoch=0,
+        generation=0,
         sharers=Sharers(),
     ):
         went_on = True

@@ -36,7 +36,7 @@ def watch(
         telemetry=telemetry,
         layout=layout,
         rank=rank,
-        epoch=4,
+        generation=4,
         sharers=sharers,
     ):
         end_s = time.monotonic() + 300

@@ -144,7 +144,9 @@ def fabric_decisions(
         given = ", ".join(map(str, sorted(choices)))
         why = f"{box} splits a {nic_gbps:g} Gb/s NIC only into whole ports"
         raise mistake(WHERE, plural(chosen, "plane"), why=why, fix=f"use one of {given}")
-    fabric = _flat_fabric(gpus, nic_gbps, choices[chosen], chosen)
+    switch = choices[chosen]
+    tiers = _fewest_tiers(gpus, switch.radix, chosen) or MOST_TIERS
+    fabric = size_fabric(gpus, nic_gbps, switch, ClosShape(planes=chosen, tiers=tiers), where=WHERE)
     return _make_decisions(fabric, choices, paths, recovery_s, restart_s)
 
 
@@ -246,11 +248,6 @@ def _plane_choices(box: str, nic_gbps: float) -> dict[int, Switch]:
 def _fewest_tiers(gpus: int, radix: int, planes: int) -> int:
     tiers = range(2, MOST_TIERS + 1)
     return next((one for one in tiers if most_hosts(radix, ClosShape(planes=planes, tiers=one)) >= gpus), 0)
-
-
-def _flat_fabric(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> Fabric:
-    tiers = _fewest_tiers(gpus, switch.radix, planes) or MOST_TIERS
-    return size_fabric(gpus, nic_gbps, switch, ClosShape(planes=planes, tiers=tiers), where=WHERE)
 
 
 def _plane_row(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> PlaneRow:

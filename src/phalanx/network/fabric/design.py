@@ -250,6 +250,9 @@ def fabric_toml(fabric: Fabric) -> str:
     """The file that parse_fabric reads back as the same fabric, but for its name."""
     switch = fabric.switch
     shipped = switch in known_switches()
+    # As it was asked for, where that splits a T0's ports in the same way.
+    asked = nominal_ratio(fabric)
+    same = split_t0(fabric.switch.radix, fabric.tiers, asked) == (fabric.t0_down, fabric.t0_up)
     values: dict[str, object] = {
         "hosts": fabric.hosts,
         "nic_gbps": fabric.nic_gbps,
@@ -259,18 +262,11 @@ def fabric_toml(fabric: Fabric) -> str:
         **({"watts": switch.watts} if switch.watts and not shipped else {}),
         **({"usd": list(switch.usd)} if switch.usd and not shipped else {}),
         **({"kind": switch.kind} if switch.kind != KINDS[0] and not shipped else {}),
-        "oversubscription": _asked_ratio(fabric),
+        "oversubscription": asked if same else fabric.oversubscription,
         "rails": fabric.rails,
     }
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
     return "\n".join([f"# {fabric.switches:,} switches: {fabric.name}", *lines]) + "\n"
-
-
-def _asked_ratio(fabric: Fabric) -> float:
-    """As it was asked for, where that splits a T0's ports in the same way."""
-    asked = nominal_ratio(fabric)
-    same = split_t0(fabric.switch.radix, fabric.tiers, asked) == (fabric.t0_down, fabric.t0_up)
-    return asked if same else fabric.oversubscription
 
 
 def designs_csv(found: Sequence[Design]) -> str:

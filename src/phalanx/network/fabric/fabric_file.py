@@ -183,7 +183,10 @@ def parse_fabric(text: str) -> Fabric:
     if named is not None:
         return _parse_short_form(named[0], name=text.lower())
     if text.lower().endswith(".toml"):
-        return _from_file(Path(text))
+        path = Path(text)
+        asked = read_fabric_file(path)
+        built = _build_fabric(asked.hosts, asked.nic_gbps, asked.shape, asked.switch, name=asked.name, where=str(path))
+        return replace(built, switch=_own_switch(asked, built.switch)) if asked.switch.isdecimal() else built
     if text.lower().startswith("clos"):
         return _parse_short_form(text)
     near = nearest(text, named_fabrics())
@@ -274,12 +277,6 @@ def _check_split(nic_gbps: float, planes: int, where: str) -> None:
         why="a NIC is split into equal ports of a speed that switches have",
         fix=f"use {' or '.join(map(str, near))} plane{'s' if near != [1] else ''}",
     )
-
-
-def _from_file(path: Path) -> Fabric:
-    asked = read_fabric_file(path)
-    built = _build_fabric(asked.hosts, asked.nic_gbps, asked.shape, asked.switch, name=asked.name, where=str(path))
-    return replace(built, switch=_own_switch(asked, built.switch)) if asked.switch.isdecimal() else built
 
 
 def _own_switch(asked: FabricFile, ports: Switch) -> Switch:

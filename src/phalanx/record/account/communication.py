@@ -30,7 +30,7 @@ class GroupMade:
 class MembershipGroups:
     """The process groups of one membership."""
 
-    epoch: int
+    generation: int
     seconds: float
     groups: tuple[GroupMade, ...]
 
@@ -99,7 +99,7 @@ def communication_lines(found: Communication) -> list[str]:
     lines += [f"library  {one}" for one in found.libraries[:MOST_SHOWN]]
     lines += [f"preloaded  {one}" for one in found.preloaded[:MOST_SHOWN]]
     for one in found.formations[-3:]:
-        lines.append(f"generation {one.epoch}: process groups made in {format_seconds(one.seconds)}")
+        lines.append(f"generation {one.generation}: process groups made in {format_seconds(one.seconds)}")
         lines += [
             f"  {group.group}: {plural(group.count, 'group')} of {plural(group.ranks, 'rank')}, "
             f"{format_seconds(group.seconds)}"
@@ -131,7 +131,7 @@ def check_lines(found: Communication) -> list[str]:
 def _membership_groups(event: Event) -> MembershipGroups:
     groups = [one for one in event["groups"] if isinstance(one, dict)]
     return MembershipGroups(
-        epoch=integer(event, "epoch") or 0,
+        generation=integer(event, "epoch") or 0,
         seconds=number(event, "seconds") or 0.0,
         groups=tuple(
             GroupMade(

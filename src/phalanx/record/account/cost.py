@@ -258,10 +258,10 @@ def _is_sane(energy: float | None) -> bool:
 
 
 def counted_energy(readings: Iterable[tuple[int | None, float | None]]) -> float:
-    """The sum over epochs of a counter that begins anew in each: the last value of every one.
+    """The sum over generations of a counter that begins anew in each: the last value of every one.
 
-    Its first value in an epoch holds what was used while nobody looked, and need not be lower than the last one before.
-    Without epochs only a lower one tells.
+    Its first value in a generation holds what was used while nobody looked, and need not be lower than the last one
+    before. Without generations only a lower one tells.
 
     >>> counted_energy([(None, 1.0), (None, 5.0), (None, None), (None, 2.0), (None, 3.0)])
     8.0
@@ -270,11 +270,11 @@ def counted_energy(readings: Iterable[tuple[int | None, float | None]]) -> float
     """
     total = last = 0.0
     known: int | None = None
-    for epoch, value in readings:
+    for generation, value in readings:
         if value is not None and _is_sane(value):
-            begins = value < last or (epoch != known and epoch is not None and known is not None)
+            begins = value < last or (generation != known and generation is not None and known is not None)
             total, last = (total + last, value) if begins else (total, value)
-            known = known if epoch is None else epoch
+            known = known if generation is None else generation
     return total + last
 
 
@@ -287,8 +287,8 @@ def _exact_energy(history: RunHistory, known: Iterable[int]) -> Iterable[float]:
 def _coarse_energy(history: RunHistory) -> Iterable[float]:
     """To within a column of the run: its last value is the mean of the last one.
 
-    A mesh has no epochs: a counter that begins anew above its last value is not seen to, and what it had counted until
-    then is missing.
+    A mesh has no generations: a counter that begins anew above its last value is not seen to, and what it had counted
+    until then is missing.
     """
     for values in history.mesh("energy_j", columns=COLUMNS).values:
         if any(_is_sane(value) for value in values):

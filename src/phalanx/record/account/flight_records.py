@@ -210,7 +210,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {few}"
 
 
-def recorded_epochs(run: Run) -> list[int]:
+def recorded_generations(run: Run) -> list[int]:
     """Memberships whose ranks left something, in order."""
     try:
         matches = [FILE.fullmatch(name) for name in os.listdir(run.path / "flight")]
@@ -219,7 +219,7 @@ def recorded_epochs(run: Run) -> list[int]:
     return sorted({int(match.group(1)) for match in matches if match is not None})
 
 
-def read_flights(run: Run, epoch: int, *, most: int = MOST_FILES) -> list[Flight]:
+def read_flights(run: Run, generation: int, *, most: int = MOST_FILES) -> list[Flight]:
     """What the ranks of a membership left; files that are none are passed over. Nothing where more than `most` are.
 
     Not some of them: ranks whose file was not read would look as if they had left none.
@@ -228,7 +228,7 @@ def read_flights(run: Run, epoch: int, *, most: int = MOST_FILES) -> list[Flight
         matches = [FILE.fullmatch(name) for name in sorted(os.listdir(run.path / "flight"))]
     except OSError:
         return []
-    mine = [match for match in matches if match is not None and int(match.group(1)) == epoch]
+    mine = [match for match in matches if match is not None and int(match.group(1)) == generation]
     found = []
     for match in mine if len(mine) <= most else ():
         try:

@@ -64,7 +64,7 @@ def _recorded_finding(run: Run, fell_in: int, events: Sequence[Event]) -> str:
 def _make_incident(run: Run, event: Event, events: Sequence[Event], span: Recovery | None) -> Incident:
     fell_in = integer(event, "epoch") or 0
     later = [one for one in events if (integer(one, "epoch") or 0) > fell_in]
-    epoch = next((one for one in later if one["event"] == "epoch"), {})
+    generation = next((one for one in later if one["event"] == "epoch"), {})
     restore = next((one for one in later if one["event"] == "restore"), {})
     took_s = span.after_s - span.before_s if span is not None and span.after_s is not None else None
     return Incident(
@@ -73,7 +73,7 @@ def _make_incident(run: Run, event: Event, events: Sequence[Event], span: Recove
         host=text(event, "host"),
         what=_cause_text(at(event, "cause")),
         step=integer(event, "step") or 0,
-        world=integer(epoch, "world"),
+        world=integer(generation, "world"),
         source=text(restore, "source"),
         restored_step=integer(restore, "step"),
         recovery_s=max(0.0, took_s) if took_s is not None else None,

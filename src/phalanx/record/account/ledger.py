@@ -253,8 +253,8 @@ class _MarkMerger:
         self._lines = MarkReader()
         self._reported, self._next = list(self._lines.read(event_files_of(run.supervisor))), 0
         self.book = open_book(run, known, history)
-        self._numbers = {one.epoch: count for count, one in enumerate(known)}
-        self._epoch: int | None = None
+        self._numbers = {one.generation: count for count, one in enumerate(known)}
+        self._generation: int | None = None
         self._clock = Clock()
         self._unreadable = 0
 
@@ -296,13 +296,13 @@ class _MarkMerger:
             self._unreadable += 1
             return
         time_s = self._clock.time(event)
-        self._epoch = integer(event, "epoch") if "epoch" in event else self._epoch
+        self._generation = integer(event, "epoch") if "epoch" in event else self._generation
         self._take_supervisor(time_s)
         if (count := self._membership_number()) >= 0:
             self.book.take(time_s, count, event)
 
     def _membership_number(self) -> int:
-        return self._numbers.get(self._epoch, -1) if self._epoch is not None else -1
+        return self._numbers.get(self._generation, -1) if self._generation is not None else -1
 
     def _take_supervisor(self, until_s: float) -> None:
         while self._next < len(self._reported) and self._reported[self._next][0] < until_s:
@@ -312,8 +312,12 @@ class _MarkMerger:
 
     def _step_stretch(self, columns: EventColumns, few: slice) -> StepStretch | None:
         """As columns; None where a time, a step, a membership or a duration is not as it should be."""
-        epochs, times, steps, taken = (columns.get(name)[few] for name in ("epoch", "t", "step", "duration_s"))
-        if self._membership_number() < 0 or epochs.count(self._epoch) < len(epochs) or not self._clock.is_even:
+        generations, times, steps, taken = (columns.get(name)[few] for name in ("epoch", "t", "step", "duration_s"))
+        if (
+            self._membership_number() < 0
+            or generations.count(self._generation) < len(generations)
+            or not self._clock.is_even
+        ):
             return None
         if not {*map(type, times), *map(type, taken)} <= _NUMBERS or {*map(type, steps)} != {int}:
             return None

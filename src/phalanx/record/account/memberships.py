@@ -44,9 +44,9 @@ _KIND = re.compile(rb'"event"\s*:\s*"([^"\\]*)"')
 
 @dataclass(kw_only=True, slots=True)
 class RecordedMembership:
-    """One epoch, as far as its members' steps depend on others."""
+    """One generation, as far as its members' steps depend on others."""
 
-    epoch: int
+    generation: int
     world: int
     from_step: int | None = None
     fallen: set[int] = field(default_factory=set)
@@ -78,28 +78,28 @@ def _supervised_memberships(run: Run, starts: Callable[[int], Iterable[Event]]) 
     found: dict[int, RecordedMembership] = {}
     recorded = tuple(itertools.islice(run.recorded(), MOST_WITNESSES))
     for _, event in MarkReader().read(event_files_of(run.supervisor)):
-        kind, epoch = event["event"], integer(event, "epoch")
-        if kind == "epoch" and epoch is not None:
+        kind, generation = event["event"], integer(event, "epoch")
+        if kind == "epoch" and generation is not None:
             world = max(1, integer(event, "world") or 1)
-            found[epoch] = RecordedMembership(epoch=epoch, world=world, recorded=recorded)
-        elif kind == "restore" and epoch in found:
-            found[epoch].from_step = integer(event, "step")
-        elif kind == "incident" and epoch in found:
+            found[generation] = RecordedMembership(generation=generation, world=world, recorded=recorded)
+        elif kind == "restore" and generation in found:
+            found[generation].from_step = integer(event, "step")
+        elif kind == "incident" and generation in found:
             others = event.get("others")
             ranks = [event.get("rank"), *(others if isinstance(others, list) else ())]
-            found[epoch].fallen.update(rank for rank in ranks if isinstance(rank, int))
+            found[generation].fallen.update(rank for rank in ranks if isinstance(rank, int))
     for rank in sorted({one.witness for one in found.values()}):
         for event in starts(rank):
-            epoch = integer(event, "epoch")
-            if epoch in found and found[epoch].witness == rank:
-                found[epoch].from_step = integer(event, "step")  # where a damaged checkpoint made it fall back to
+            generation = integer(event, "epoch")
+            if generation in found and found[generation].witness == rank:
+                found[generation].from_step = integer(event, "step")  # where a damaged checkpoint made it fall back to
     return list(found.values())
 
 
 def _started_memberships(run: Run) -> Iterator[RecordedMembership]:
     for count, event in enumerate(_start_events(run, next(run.recorded(), 0))):
         world = max(1, integer(event, "world") or 1)
-        yield RecordedMembership(epoch=count, world=world, from_step=integer(event, "step"))
+        yield RecordedMembership(generation=count, world=world, from_step=integer(event, "step"))
 
 
 def _start_events(run: Run, rank: int) -> Iterator[Event]:
@@ -121,7 +121,7 @@ def merged_marks(run: Run, known: Sequence[RecordedMembership], lines: MarkReade
     """The marks of supervisor and witnesses in the order of time."""
     if not run.supervisor.is_file():
         return _unsupervised_marks(run, lines)
-    numbers = {one.epoch: count for count, one in enumerate(known)}
+    numbers = {one.generation: count for count, one in enumerate(known)}
     files = [_rank_marks(run, rank, known, numbers, lines) for rank in sorted({one.witness for one in known})]
     supervisor = ((time_s, -1, event) for time_s, event in lines.read(event_files_of(run.supervisor)))
     return heapq.merge(*files, supervisor, key=lambda mark: mark[0])  # at the same time, ranks before its end
@@ -131,11 +131,11 @@ def _rank_marks(
     run: Run, rank: int, known: Sequence[RecordedMembership], numbers: Mapping[int, int], lines: MarkReader
 ) -> Iterator[Mark]:
     """Events of a rank in the memberships it is the witness of."""
-    mine = {epoch: count for epoch, count in numbers.items() if known[count].witness == rank}
-    epoch: int | None = None
+    mine = {generation: count for generation, count in numbers.items() if known[count].witness == rank}
+    generation: int | None = None
     for time_s, event in lines.read(files_of(run, rank)):
-        epoch = integer(event, "epoch") if "epoch" in event else epoch
-        count = mine.get(epoch, -1) if epoch is not None else -1
+        generation = integer(event, "epoch") if "epoch" in event else generation
+        count = mine.get(generation, -1) if generation is not None else -1
         if count >= 0:
             yield time_s, count, event
 
@@ -257,7 +257,7 @@ class LayoutSpan:
     world: int
     first: int
     last: int
-    epochs: tuple[int, ...]  # memberships that did them
+    generations: tuple[int, ...]  # memberships that did them
     plan: Table  # of this layout; empty where there is none
     under: Table  # the plan that the run had then, of whatever layout: its count of FLOPs, its devices and their price
 
@@ -342,7 +342,7 @@ def _find_spans(
     plans = _Plans(run)
     found: list[LayoutSpan] = []
     for one in known:
-        event = reported.get(one.epoch, {})
+        event = reported.get(one.generation, {})
         plan, under = plans.of(event)
         layout = at(event, "layout") or at(under, "layout")
         # A start on record without a number of ranks counts as one rank: the layout knows better.
@@ -357,7 +357,7 @@ def _find_spans(
             world=world,
             first=max(first, begin),
             last=end,
-            epochs=(one.epoch,),
+            generations=(one.generation,),
             plan=plan,
             under=under,
         )
@@ -368,7 +368,7 @@ def _find_spans(
                 world=world,
                 first=before.first,
                 last=end,
-                epochs=(*before.epochs, one.epoch),
+                generations=(*before.generations, one.generation),
                 plan=plan,
                 under=under,
             )
@@ -378,7 +378,9 @@ def _find_spans(
     plan = plans.newest
     world = run.world() or 1
     return [
-        LayoutSpan(layout=at(plan, "layout"), world=world, first=first, last=last, epochs=(), plan=plan, under=plan)
+        LayoutSpan(
+            layout=at(plan, "layout"), world=world, first=first, last=last, generations=(), plan=plan, under=plan
+        )
     ]
 
 

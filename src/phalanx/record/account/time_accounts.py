@@ -106,7 +106,7 @@ class EffectiveTrail:
 class Recovery:
     """From the last step before a failure to the first one after it, as Unix times."""
 
-    epoch: int
+    generation: int
     before_s: float
     after_s: float | None = None
 
@@ -137,7 +137,7 @@ class LedgerBuilder:
     ) -> None:
         self._launches, self._memberships, self._supervised = sorted(launches), memberships, supervised
         self._waited = waited  # seconds of a step that slow ranks cost
-        self._numbers = {one.epoch: count for count, one in enumerate(memberships)}
+        self._numbers = {one.generation: count for count, one in enumerate(memberships)}
         self._spent_s = dict.fromkeys((one.name for one in fields(Accounts)), 0.0)
         self.wall_s = self.overlap_s = 0.0
         self._phase = "off"  # off, init, training, down: what goes on until the next step
@@ -172,7 +172,7 @@ class LedgerBuilder:
         made = self._membership_at(generation)
         plain = self._phase == "training" and generation >= self._newest and at_s == self._stepped_s
         launched = bisect_right(self._launches, end_s) != bisect_right(self._launches, self._last_s)
-        pending = bool(self._recovering) and self._recovering[0].epoch < made.epoch
+        pending = bool(self._recovering) and self._recovering[0].generation < made.generation
         if not plain or launched or pending or int(steps.step.max()) >= made.floor:
             return False
         gap_s = np.diff(steps.time_s, prepend=at_s)
@@ -213,7 +213,11 @@ class LedgerBuilder:
 
     def _membership_at(self, count: int) -> RecordedMembership:
         """Of a run whose start was not recorded there is none: then nothing is known to be undone."""
-        return self._memberships[count] if count < len(self._memberships) else RecordedMembership(epoch=count, world=1)
+        return (
+            self._memberships[count]
+            if count < len(self._memberships)
+            else RecordedMembership(generation=count, world=1)
+        )
 
     # ---- launches
 
@@ -258,7 +262,7 @@ class LedgerBuilder:
         elif event["event"] == "incident":
             self.incidents += 1
             before_s = time_s if self._stepped_s is None else self._stepped_s
-            self.recoveries.append(Recovery(epoch=integer(event, "epoch") or 0, before_s=before_s))
+            self.recoveries.append(Recovery(generation=integer(event, "epoch") or 0, before_s=before_s))
             self._recovering.append(self.recoveries[-1])
             if self._phase == "training":
                 self._spend_until(max(self._at_s, time_s - (seconds(event, "waited_s") or 0.0)), "detect")
@@ -305,7 +309,7 @@ class LedgerBuilder:
         if compared_s or time_s > self._at_s:
             self._spend_until(time_s, "guard")
         self._phase, self._stepped_s, self._loose_s = "training", time_s, 0.0
-        while self._recovering and self._recovering[0].epoch < membership.epoch:
+        while self._recovering and self._recovering[0].generation < membership.generation:
             self._recovering.popleft().after_s = time_s
         self._note_point(time_s, self.wall_s + self._at_s - self._began_s)
 

@@ -117,7 +117,9 @@ def _micro_batch_spans(plan: Mapping[str, Any], parts: Mapping[str, float], rank
     stages = _axis_size(layout, "pipeline")
     count = _axis_size(layout, "accumulation")
     drawn = min(count, MOST_MICRO_BATCHES)
-    order = _stage_order(drawn, stages, _rank_stage(layout, stages, rank))
+    # Ranks of a stage are neighbours, the first stage first.
+    each = _axis_size(layout, "data") * _axis_size(layout, "context") * _axis_size(layout, "tensor")
+    order = _stage_order(drawn, stages, min(max(rank, 0) // each, stages - 1))
     work_s = sum(parts.get(name, 0.0) for name in WORK)
     forward_s = work_s * FORWARD_SHARE / drawn
     backward_s = (work_s * (1 - FORWARD_SHARE) + parts.get(AGAIN, 0.0)) / drawn
@@ -186,12 +188,6 @@ def _traffic_bytes(plan: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(axis, str) and nbytes is not None and nbytes >= 0:
             found[axis] = found.get(axis, 0.0) + nbytes
     return found
-
-
-def _rank_stage(layout: Mapping[str, Any], stages: int, rank: int) -> int:
-    """Ranks of a stage are neighbours, the first stage first."""
-    each = _axis_size(layout, "data") * _axis_size(layout, "context") * _axis_size(layout, "tensor")
-    return min(max(rank, 0) // each, stages - 1)
 
 
 def _micro_batch_numbers(place: int, drawn: int, count: int) -> str:

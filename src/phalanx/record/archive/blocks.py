@@ -114,7 +114,11 @@ class BlockMaker:
         if offset + length - self.start > MOST_BYTES or len(self._rows["monitor"]) >= MOST_MONITORS:
             self.cut()
             self._last, rows = self._step if kind == "step" else -1, self._rows.get(kind)
-        self._note_time(event_number(event.get("t")))
+        t = event_number(event.get("t"))
+        if math.isfinite(t):
+            first, last = self._t
+            self._jumps = min(0xFFFF, self._jumps + (t < last - JUMP_S))
+            self._t = (t if math.isnan(first) else first, t)
         self._kinds |= _BITS.get(kind, UNKNOWN_BIT)
         self._unknown += kind not in _BITS
         if rows is not None:
@@ -129,12 +133,6 @@ class BlockMaker:
             self._places.append((offset, length, kind_code(kind), known))
         if kind == "run_start" and type(step) is int and abs(step) < 2**62:
             self._step = step
-
-    def _note_time(self, t: float) -> None:
-        if math.isfinite(t):
-            first, last = self._t
-            self._jumps = min(0xFFFF, self._jumps + (t < last - JUMP_S))
-            self._t = (t if math.isnan(first) else first, t)
 
     def skip(self, end: int, *, unreadable: int = 1) -> None:
         """Lines that are no events, up to `end`."""

@@ -71,13 +71,13 @@ def _has_started(run: Run, ranks: Sequence[int]) -> bool:
     return bool(ranks) or run.status().get("state") not in ("created", "launching", None)
 
 
-def supervisor_damage(run: Run, ranks: Sequence[int], *, epoch: int) -> list[Damage]:
-    """Whether supervisor.jsonl is missing; `epoch`: of the newest start, which only a supervisor counts up from 0."""
+def supervisor_damage(run: Run, ranks: Sequence[int], *, generation: int) -> list[Damage]:
+    """Whether supervisor.jsonl is missing; `generation` of the newest start: only a supervisor counts it up from 0."""
     try:
         launched = "launched" in run.launch()
     except UserError:
         launched = False
-    if run.supervisor.is_file() or not _has_started(run, ranks) or not (launched or epoch):
+    if run.supervisor.is_file() or not _has_started(run, ranks) or not (launched or generation):
         return []
     how = "is not a file" if run.supervisor.exists() else "is missing"
     return [Damage(where=run.supervisor.name, what=f"{how}: incidents and memberships are unknown", count=1)]

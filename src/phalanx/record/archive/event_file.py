@@ -67,7 +67,8 @@ class EventFile:
         """Look what is new; whether there was anything."""
         size = _file_size(self.path)
         self.is_odd = not size and self.path.exists() and not self.path.is_file()
-        stamp = _file_stamp(self.path.with_suffix(SUFFIX))
+        found = stat_events(self.path.with_suffix(SUFFIX))
+        stamp = (found.size, found.mtime_ns) if found is not None else None
         if (size, stamp) == (self.size, self._stamp):
             return False
         if size < self.size:
@@ -237,11 +238,6 @@ def _file_size(path: Path) -> int:
     """Bytes; none when it is no file."""
     found = stat_events(path)
     return found.size if found is not None and found.is_file else 0
-
-
-def _file_stamp(path: Path) -> tuple[int, int] | None:
-    found = stat_events(path)
-    return (found.size, found.mtime_ns) if found is not None else None
 
 
 def _take_lines(maker: BlockMaker, lines: list[bytes], at: int, first_end: int) -> None:

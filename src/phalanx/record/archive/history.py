@@ -136,7 +136,9 @@ class RunHistory:
         if not self._starts_known and known is not None and known.unread <= MOST_BYTES:
             events = known.events(("run_start",))
             reported = [(integer(event, "epoch"), integer(event, "step")) for event in events]
-            self._starts = tuple((epoch, step) for epoch, step in reported if epoch is not None and step is not None)
+            self._starts = tuple(
+                (generation, step) for generation, step in reported if generation is not None and step is not None
+            )
             self._starts_known = True
         return self._starts
 
@@ -414,7 +416,7 @@ class RunHistory:
             self._troubles[rank] = file.troubles() | self._troubles.get(rank, Counter())
         start = self.latest("run_start") or {}
         found = folder_damage(self.run, self.ranks)
-        found += supervisor_damage(self.run, self.ranks, epoch=integer(start, "epoch") or 0)
+        found += supervisor_damage(self.run, self.ranks, generation=integer(start, "epoch") or 0)
         found += of_ranks(self._troubles)
         skipped = self._supervisor.skipped
         if self.run.status().get("state") in ENDED:  # nobody is going to write more

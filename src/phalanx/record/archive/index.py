@@ -207,7 +207,10 @@ def read_index(events: Path) -> Index:
     good = record_checks(records) == records["check"] if len(records) else np.zeros(0, bool)
     good &= (records["start"] < records["end"]) & (records["end"] <= size)
     blocks = take_blocks(records, good & (records["type"] == BLOCK_TYPE))
-    blocks, twice = _in_order(blocks)
+    # Blocks that begin before an earlier one ends are left out, and counted.
+    reached = np.concatenate([[np.uint64(0)], np.maximum.accumulate(blocks["end"])])[: len(blocks)]
+    fits = blocks["start"] >= reached
+    blocks, twice = (blocks, 0) if fits.all() else (take_blocks(blocks, fits), int((~fits).sum()))
     lists = take_blocks(records, good & (records["type"] == PLACES_TYPE)).view(PLACES)
     columns = {name: number for number, name in enumerate(names)}
     refused = int(len(records) - good.sum()) + twice
@@ -249,13 +252,6 @@ def _read_tail(path: str) -> bytes:
         return b""
     finally:
         os.close(file)
-
-
-def _in_order(blocks: NDArray[np.void]) -> tuple[NDArray[np.void], int]:
-    """Without blocks that begin before an earlier one ends, and how many those were."""
-    reached = np.concatenate([[np.uint64(0)], np.maximum.accumulate(blocks["end"])])[: len(blocks)]
-    fits = blocks["start"] >= reached
-    return (blocks, 0) if fits.all() else (take_blocks(blocks, fits), int((~fits).sum()))
 
 
 def _believed_places(lists: NDArray[np.void], blocks: NDArray[np.void]) -> NDArray[np.void]:

@@ -20,7 +20,7 @@ MOST_EVENTS = 20_000  # told at once; a run has a few hundred rare ones per rank
 MOST_CACHED = 256  # blocks whose rows are kept: 16 MB
 FOREVER = 2**62
 
-Start = tuple[int, int]  # epoch, and the step it went on from
+Start = tuple[int, int]  # generation, and the step it went on from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,8 +144,10 @@ class RankFile:
         """The lowest step that a membership after this rank's last one went on from."""
         if len(self._starts) < 2 or (start := self.latest("run_start")) is None:
             return FOREVER
-        epoch = integer(start, "epoch")
-        return min((step for later, step in self._starts if epoch is not None and later > epoch), default=FOREVER)
+        generation = integer(start, "epoch")
+        return min(
+            (step for later, step in self._starts if generation is not None and later > generation), default=FOREVER
+        )
 
     def rows(self, number: int) -> Rows:
         """The numbers of one of the kept blocks, without the steps that were undone."""

@@ -268,7 +268,9 @@ class Watcher:
         """What there is now."""
         if self._history.refresh():
             self._changed_s = self._clock()
-        state = self._run_state()
+        state = str(self.run.status().get("state", "unknown"))
+        if state not in ENDED and is_run_over(self.run, heard_s=self._changed_s, now_s=self._clock()):
+            state = "gone"
         dear = self._read_costly(force=state in OVER)
         saved = [event for event in self._history.events("checkpoint") if event.get("path") and not event.get("error")]
         saved_s = number(saved[-1], "t") if saved else None
@@ -307,11 +309,6 @@ class Watcher:
         took_s = time.monotonic() - began_s
         self._next_s = time.monotonic() + max(LEAST_S, took_s / SHARE)
         return self._dear
-
-    def _run_state(self) -> str:
-        state = str(self.run.status().get("state", "unknown"))
-        is_gone = state not in ENDED and is_run_over(self.run, heard_s=self._changed_s, now_s=self._clock())
-        return "gone" if is_gone else state
 
     def _run_progress(self) -> Progress | None:
         last = self._history.last_step

@@ -34,7 +34,9 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         at="" if evidence.is_foreign else "batch.micro",  # a habit of that trainer, whatever its batch
         severity="error" if unequal else "warning",
         impact=Impact(note="no time lost, but the model learns from other weights than those of one large batch"),
-        fix=_accumulation_fix(practice.trainer),
+        fix="set --calculate-per-token-loss (calculate_per_token_loss: true)"
+        if practice.trainer in ("megatron", "nemo")
+        else "divide the summed loss by the valid tokens of the whole batch, or pack sequences so that all are full",
     )
 
 
@@ -44,12 +46,6 @@ def _uneven_sequences(evidence: Evidence) -> bool:
     if steps is None or not steps.tokens or evidence.job is None:
         return False
     return any(size % max(1, evidence.job.data.sequence) for size in steps.tokens)
-
-
-def _accumulation_fix(trainer: str) -> str:
-    if trainer in ("megatron", "nemo"):
-        return "set --calculate-per-token-loss (calculate_per_token_loss: true)"
-    return "divide the summed loss by the valid tokens of the whole batch, or pack sequences so that all are full"
 
 
 RULE = Rule(

@@ -37,7 +37,10 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if ratio <= most:
         return passed(statement, formula=formula, value=ratio, threshold=most)
     wanted = math.ceil(left * (layout.pipeline - 1) / (chunks * most)) if most > 0 else count
-    smaller = _smaller_micro(layout.micro_batch, count, wanted)
+    # The largest smaller micro-batch that makes enough of them; 0 where there is none.
+    share = layout.micro_batch * count
+    sizes = [size for size in range(1, layout.micro_batch) if share % size == 0 and share // size >= wanted]
+    smaller = max(sizes, default=0)
     return failed(
         f"{statement}, more than {most:.0%}",
         formula=formula,
@@ -60,13 +63,6 @@ def _bubble_fix(evidence: Evidence, wanted: int, *, drained: bool) -> str:
     theirs = evidence.their_keys.get("batch.fill", "")
     said = f" ({theirs})" if theirs else ""
     return f"{wanted:,} micro-batches before it is drained{said}, smaller ones, or fewer stages"
-
-
-def _smaller_micro(size_now: int, count: int, wanted: int) -> int:
-    """The largest smaller micro-batch that makes enough of them; 0 where there is none."""
-    share = size_now * count
-    sizes = [size for size in range(1, size_now) if share % size == 0 and share // size >= wanted]
-    return max(sizes, default=0)
 
 
 RULE = Rule(

@@ -46,9 +46,11 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             fix=f"{best.name}; phalanx plan shows it beside its rivals. The threshold of {most:g}x is ours",
         )
     if floor > NOT_JUDGED and mfu < share * floor:
+        name, seconds = max(plan.prediction.breakdown_s.items(), key=lambda item: item[1], default=("", 0.0))
+        largest = f"the largest part of a step is {name.removesuffix('_s').replace('_', ' ')}, {seconds:.3g} s"
         return failed(
             f"MFU {mfu:.1%} is predicted, and published jobs on {evidence.profile.name} reach {floor:.0%} and more",
-            formula=(*formula, f"{mfu:.3f} < {share:g} × {floor:g}; {_largest_part(plan)}"),
+            formula=(*formula, f"{mfu:.3f} < {share:g} × {floor:g}; {largest}"),
             value=mfu,
             threshold=share * floor,
             at=at,
@@ -67,11 +69,6 @@ def fastest_layout(plan: Plan) -> tuple[Layout, float]:
         known.append((plan.search.fastest, plan.search.fastest_step_s))
     known += [(one.layout, one.step_s) for one in plan.alternatives if one.fits]
     return min((one for one in known if math.isfinite(one[1]) and one[1] > 0), key=lambda one: one[1])
-
-
-def _largest_part(plan: Plan) -> str:
-    name, seconds = max(plan.prediction.breakdown_s.items(), key=lambda item: item[1], default=("", 0.0))
-    return f"the largest part of a step is {name.removesuffix('_s').replace('_', ' ')}, {seconds:.3g} s"
 
 
 RULE = Rule(

@@ -101,7 +101,10 @@ def _judge_findings(evidence: Evidence, log: LogFacts, limits: Limits) -> tuple[
         if digests is not None and digests.alone:
             statement = f"nobody holds a copy of these weights: {plural(digests.alone, 'digest')}, none to compare with"
             return (exempt(f"{statement}; each rank compares its own between two updates"),)
-        if _too_short(evidence, log):
+        # No comparison was due yet, or none was to be made (which is a finding already).
+        plan = evidence.the_plan
+        every = digest_every(evidence.the_job.fault, plan.reliability, plan.prediction, wall_s=plan.duration.wall_s)
+        if every <= 0 or log.steps is None or log.steps.count <= every:
             return ()
         due = "the log holds no comparison, though some were due"
         return (unknown(due, fix="look at the digests of events-*.jsonl"),)
@@ -120,13 +123,6 @@ def _judge_findings(evidence: Evidence, log: LogFacts, limits: Limits) -> tuple[
             fix="the incident names the rank: take its device out of service, and go back to a checkpoint before it",
         ),
     )
-
-
-def _too_short(evidence: Evidence, log: LogFacts) -> bool:
-    """Whether the run had no comparison due yet, or was told to make none (which is a finding already)."""
-    plan = evidence.the_plan
-    every = digest_every(evidence.the_job.fault, plan.reliability, plan.prediction, wall_s=plan.duration.wall_s)
-    return every <= 0 or log.steps is None or log.steps.count <= every
 
 
 RULE = Rule(

@@ -54,16 +54,12 @@ def _parameters(evidence: Evidence) -> float | None:
     return float(count_parameters(evidence.the_job.model).total)
 
 
-def _batch_tokens(evidence: Evidence) -> float | None:
-    batch = evidence.the_job.batch.global_tokens
-    return float(batch) if batch and evidence.plan is not None else None
-
-
 def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     optim = evidence.the_job.optim
     if not evidence.stated("optim.lr"):
         return
-    usual = usual_rate(_parameters(evidence), _batch_tokens(evidence))
+    batch = evidence.the_job.batch.global_tokens
+    usual = usual_rate(_parameters(evidence), float(batch) if batch and evidence.plan is not None else None)
     most = limits.number("most_rate") * (limits.number("muon") if optim.name == "muon" else 1.0)
     ratio = optim.lr / usual
     if ratio <= most:
@@ -74,7 +70,7 @@ def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
         value=optim.lr,
         threshold=most * usual,
         at="optim.lr",
-        severity="error" if ratio > limits.number("hopeless") * most else "warning",
+        severity="error" if ratio > limits.number("error_factor") * most else "warning",
         impact=DIVERGES,
         fix=f"about {usual:.1g}, unless a run of this model and parameterisation shows otherwise",
     )
@@ -184,7 +180,7 @@ All thresholds are our choice, far outside of what is published.
 """,
     limits={
         "most_rate": Limit(value=10.0, unit="x", note="of the usual learning rate of the size: our choice"),
-        "hopeless": Limit(value=20.0, unit="x", note="beyond that bound it is an error: our choice"),
+        "error_factor": Limit(value=20.0, unit="x", note="beyond that bound it is an error: our choice"),
         "muon": Limit(value=10.0, unit="x", note="larger rates of Muon's normalised updates: our choice"),
         "most_warmup": Limit(value=0.5, note="of the tokens: our choice"),
         "most_decay": Limit(value=0.5, note="weight decay; twice as much is an error: our choice"),

@@ -12,7 +12,9 @@ AUTO = Edit(key="precision.loss_scale", value="auto", safe=False, note="found wh
 def check(evidence: Evidence, limits: Limits) -> Outcome:
     """The format of the products against the kind of scale."""
     compute, kind = evidence.the_job.precision.compute, _scale_kind(evidence)
-    formula = (f"compute = {compute}; loss scale = {_scaling_text(evidence, kind)}",)
+    scale = evidence.the_job.precision.loss_scale
+    shown = f'"auto", {kind or "not known"}' if isinstance(scale, str) else f"{scale:g}, {kind}"
+    formula = (f"compute = {compute}; loss scale = {shown}",)
     if kind is None:
         return unknown(
             f"it is not known how {evidence.practice.trainer} scales the loss in {compute}",
@@ -33,11 +35,6 @@ def _scale_kind(evidence: Evidence) -> str | None:
         return "none"
     # "auto" is dynamic by the job's own schema; another trainer goes by its own habits.
     return evidence.practice.loss_scale or ("dynamic" if evidence.practice.trainer == "phalanx" else None)
-
-
-def _scaling_text(evidence: Evidence, kind: str | None) -> str:
-    scale = evidence.the_job.precision.loss_scale
-    return f'"auto", {kind or "not known"}' if isinstance(scale, str) else f"{scale:g}, {kind}"
 
 
 def _judge_scaled(compute: str, kind: str, formula: tuple[str, ...]) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import PurePosixPath
 
-from phalanx.job.plugin_reference import list_references
+from phalanx.job.plugin_reference import list_references, runs_named_code
 from phalanx.job.schema import NAME_PATTERN
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Impact, Outcome, failed, passed
@@ -100,9 +100,9 @@ def _judge_paths(evidence: Evidence) -> Outcome:
 
 def _judge_code(evidence: Evidence) -> tuple[Outcome, ...]:
     job = evidence.the_job
-    # An entry point was installed on purpose, and runs without being asked for.
-    plugins = ((f"plugins.{key}", text) for key, text in list_references(job.plugins) if ":" in text.partition("{")[0])
-    named = [("model.module", job.model.module), *(("rules", name) for name in job.rules), *plugins]
+    model = [("model.module", job.model.module)] if runs_named_code(job.model.module) else []
+    plugins = ((f"plugins.{key}", text) for key, text in list_references(job.plugins) if runs_named_code(text))
+    named = [*model, *(("rules", name) for name in job.rules), *plugins]
     return tuple(
         failed(
             f"{key} = {_shown_text(name)} runs code of its own",

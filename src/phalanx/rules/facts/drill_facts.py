@@ -206,6 +206,7 @@ def _drill_facts(read: _Record, *, key: bytes | None, ours: str, alone: bool, ot
         fired.discard("corrupt")
     versions = record.get("versions")
     made_by = _plain_word(versions.get("phalanx")) if isinstance(versions, dict) else ""
+    made_s = number(record, "made_s")
     return DrillFacts(
         path=str(path),
         signed=not wrong,
@@ -225,13 +226,9 @@ def _drill_facts(read: _Record, *, key: bytes | None, ours: str, alone: bool, ot
         world=max(0, integer(record, "world") or 0),
         job=_plain_word(at(record, "subject").get("job")),
         other=other,
-        made=_day_text(number(record, "made_s")),
+        made=time.strftime("%Y-%m-%d", time.gmtime(made_s)) if made_s is not None and 0 < made_s < 1e11 else "",
         replayed=any(one.get("name") == REPLAY for one in _record_list(record, "verdicts")),
     )
-
-
-def _day_text(made_s: float | None) -> str:
-    return time.strftime("%Y-%m-%d", time.gmtime(made_s)) if made_s is not None and 0 < made_s < 1e11 else ""
 
 
 def _record_faults(read: _Record, key: bytes | None, *, alone: bool) -> list[str]:

@@ -61,14 +61,14 @@ class StepFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DigestFacts:
-    """Digests of the replicated weights: one per (epoch, step), whoever computed it."""
+    """Digests of the replicated weights: one per (generation, step), whoever computed it."""
 
-    compared: int  # (epoch, step) pairs of which two or more ranks that hold the same weights reported
+    compared: int  # (generation, step) pairs of which two or more ranks that hold the same weights reported
     every_steps: int | None  # usual distance between two
     differing: int = 0
     differing_spot: Spot | None = None
     alone: int = 0  # digests of weights that one rank holds: nothing to compare them with
-    stale: int = 0  # steps for an epoch older than one the rank had reported, or long after the next one began
+    stale: int = 0  # steps for a generation older than one the rank had reported, or long after the next one began
     stale_spot: Spot | None = None
 
 

@@ -30,7 +30,7 @@ class Practice:
     heartbeat_s: float | None = None  # how often a rank says that it lives; 0: it never does
     memory_copies: str | None = None  # where: "other rack" (if there is one), "other host", "other process", "none"
     preflight: bool | None = None  # every (re)start looks at its hosts first
-    step_transaction: bool | None = None  # old epochs are fenced, steps commit or do not
+    step_transaction: bool | None = None  # old generations are fenced, steps commit or do not
     bounded_restarts: int | None = None  # failures in a row before it gives up
     telemetry: tuple[str, ...] | None = None  # series it writes: utilization, memory, peers, noise, energy, steps
     listens: tuple[str, ...] | None = None  # addresses it listens on by default

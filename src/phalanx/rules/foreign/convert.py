@@ -206,7 +206,9 @@ def _with_interval(config: Conversion, steps: JobSetting | None, found: Cluster 
     from phalanx.plan.make import make_plan  # numpy: only for those who save by steps
 
     try:
-        made = make_plan(_without_ramp(resolved), found)
+        # Every stage of a ramp is priced on its own; the seconds of a full step need none.
+        job = resolved.job
+        made = make_plan(replace(resolved, job=replace(job, batch=replace(job.batch, ramp=()))), found)
     except UserError:
         _leave_steps(config, steps)  # there is no plan, and gathering will say why
         return resolved
@@ -218,12 +220,6 @@ def _with_interval(config: Conversion, steps: JobSetting | None, found: Cluster 
     config.values["checkpoint.interval_s"] = JobSetting(value=seconds, key=steps.key, note=note, line=steps.line)
     config.mark_used(steps.key, by="checkpoint.interval_s")
     return _load_converted(config)
-
-
-def _without_ramp(resolved: ResolvedJob) -> ResolvedJob:
-    """Every stage of a ramp is priced on its own; the seconds of a full step need none."""
-    job = resolved.job
-    return replace(resolved, job=replace(job, batch=replace(job.batch, ramp=())))
 
 
 def _leave_steps(config: Conversion, steps: JobSetting | None) -> None:

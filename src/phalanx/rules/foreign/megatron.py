@@ -221,7 +221,9 @@ def _read_deepspeed(config: Conversion) -> None:
         stage, name = config.read_whole(STAGE) or 0, STAGE
     config.set_value("parallel.zero", stage or 0, name, note="DeepSpeed")
     config.mark_used("zero_stage", by="parallel.zero")
-    _read_offload(config)
+    names = (f"{JSON}zero_optimization.offload_optimizer.device", f"{JSON}zero_optimization.cpu_offload")
+    if config.read_word(names[0]) in ("cpu", "nvme") or config.read_flag(names[1]):
+        config.set_value("parallel.offload", "optimizer", *names)
     if str(config.job_value("precision.compute")) == "fp16" and "precision.loss_scale" in config.values:
         scale = config.read_number(f"{JSON}fp16.loss_scale")
         if scale is not None:
@@ -231,12 +233,6 @@ def _read_deepspeed(config: Conversion) -> None:
     for key in config.leaves:
         if key.startswith(JSON) and key not in config.settled:
             config.skip_leaf(key, "as the arguments say, or a detail of DeepSpeed")
-
-
-def _read_offload(config: Conversion) -> None:
-    names = (f"{JSON}zero_optimization.offload_optimizer.device", f"{JSON}zero_optimization.cpu_offload")
-    if config.read_word(names[0]) in ("cpu", "nvme") or config.read_flag(names[1]):
-        config.set_value("parallel.offload", "optimizer", *names)
 
 
 def _read_machines(config: Conversion) -> None:

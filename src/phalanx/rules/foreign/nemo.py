@@ -177,7 +177,10 @@ def translate_config(config: Conversion) -> None:
         config.rename_leaf("use_distributed_optimizer", config.read_as["optimizer"].key, True)
     mcore.translate_config(config, whole=False)
     _read_amp(config)
-    _read_chunk(config)
+    for key in ("model.grad_allreduce_chunk_size_mb", "model.optim.bucket_cap_mb"):
+        if (size := config.read_number(key)) is not None and size > 0:
+            config.set_value("comm.bucket_mib", size, key)
+    config.mark_used("model.optim.overlap_grad_sync", by="comm.bucket_mib")
     _drop_shadowed(config)
     config.settle_rest(
         irrelevant=IRRELEVANT,
@@ -319,10 +322,3 @@ def _read_amp(config: Conversion) -> None:
         config.set_value("precision.grad_reduce", "fp32", key, note=note)
         config.practice.pop("sums_in", None)
     config.mark_used(key, by="precision.grad_reduce")
-
-
-def _read_chunk(config: Conversion) -> None:
-    for key in ("model.grad_allreduce_chunk_size_mb", "model.optim.bucket_cap_mb"):
-        if (size := config.read_number(key)) is not None and size > 0:
-            config.set_value("comm.bucket_mib", size, key)
-    config.mark_used("model.optim.overlap_grad_sync", by="comm.bucket_mib")

@@ -22,7 +22,7 @@ MOST_OFFSETS = 64  # of a rank
 MOST_GAPS = 1_000  # different distances; skipped steps that are compared
 LATE_S = 5.0  # by which clocks of hosts may differ, and more: those that differ by a second are a finding (TEL005)
 
-Key = tuple[int, int]  # epoch, step
+Key = tuple[int, int]  # generation, step
 Holder = tuple[int, ...]  # ranks of the same holder hold the same weights
 
 
@@ -32,40 +32,40 @@ class LoggedMemberships:
     def __init__(self, planned: Mapping[str, Any]) -> None:
         self._planned = planned  # the plan's layout, where no membership is known
         self._reported: dict[int, Mapping[str, Any]] = {}
-        self._epochs: list[int] = []
+        self._generations: list[int] = []
         self._begins: list[float] = []
 
-    def tell(self, epoch: int, layout: Mapping[str, Any]) -> None:
+    def tell(self, generation: int, layout: Mapping[str, Any]) -> None:
         """The layout of a membership."""
         if len(self._reported) < MOST_MEMBERSHIPS:
-            self._reported[epoch] = layout
+            self._reported[generation] = layout
 
-    def layout(self, epoch: int) -> Mapping[str, Any]:
+    def layout(self, generation: int) -> Mapping[str, Any]:
         """Of a membership; empty where nobody told."""
-        return self._reported.get(epoch, {})
+        return self._reported.get(generation, {})
 
-    def begin(self, epoch: int, time_s: float) -> None:
+    def begin(self, generation: int, time_s: float) -> None:
         """Its members may go: all of them have left what they did before."""
-        if len(self._epochs) < MOST_MEMBERSHIPS and (not self._epochs or epoch > self._epochs[-1]):
-            self._epochs.append(epoch)
+        if len(self._generations) < MOST_MEMBERSHIPS and (not self._generations or generation > self._generations[-1]):
+            self._generations.append(generation)
             self._begins.append(time_s)
 
-    def over_s(self, epoch: int) -> float:
+    def over_s(self, generation: int) -> float:
         """When the next membership began."""
-        place = bisect_right(self._epochs, epoch)
+        place = bisect_right(self._generations, generation)
         return self._begins[place] if place < len(self._begins) else math.inf
 
-    def knows(self, epoch: int) -> bool:
+    def knows(self, generation: int) -> bool:
         """Whether there is a layout."""
-        return bool(self._reported.get(epoch) or self._planned)
+        return bool(self._reported.get(generation) or self._planned)
 
-    def holder(self, epoch: int, rank: int) -> Holder | None:
+    def holder(self, generation: int, rank: int) -> Holder | None:
         """Whose weights a rank holds; None where no other rank is known to hold the same.
 
         Along data and context, weights are copies, but for ZeRO and experts, where they are parts. ZeRO of any stage:
         the weights that a rank updates and digests are its shard (docs/decisions/0010).
         """
-        layout = self._reported.get(epoch) or self._planned
+        layout = self._reported.get(generation) or self._planned
         if not layout or (integer(layout, "expert") or 1) > 1:
             return None
         places, sizes = {}, {}
@@ -113,21 +113,21 @@ class Digests:
     ) -> None:
         """The steps of a rank that have one."""
         self.is_reported = True
-        steps, epochs = columns.get("step"), columns.get("epoch")
+        steps, generations = columns.get("step"), columns.get("epoch")
         for place, digest in enumerate(columns.get("digest")):
             if digest is None:
                 continue
-            epoch, step = epochs[place] or 0, steps[place]
+            generation, step = generations[place] or 0, steps[place]
             if witness:
                 if self._last is not None and step > self._last and len(self._gaps) < MOST_GAPS:
                     self._gaps[step - self._last] += 1
                 self._last = step
-            holder = where.holder(epoch, rank)
+            holder = where.holder(generation, rank)
             if holder is None:
-                self._alone += where.knows(epoch)
+                self._alone += where.knows(generation)
             elif not _mixed_bits(step) & self._mask:
                 said = (rank, hash(digest))  # of 64 bits: a few bytes instead of a hundred
-                self._add_digest((epoch, step), holder, said, Spot(file=file, line=lines[place]))
+                self._add_digest((generation, step), holder, said, Spot(file=file, line=lines[place]))
 
     def past(self, count: int, spot: Spot) -> None:
         """Steps of a membership that was over."""
@@ -188,8 +188,8 @@ class Clocks:
 
     def know(self, columns: EventColumns) -> None:
         """The witness's times."""
-        for step, epoch, time_s in self._picked_steps(columns):
-            self._times[epoch, step] = time_s
+        for step, generation, time_s in self._picked_steps(columns):
+            self._times[generation, step] = time_s
         while len(self._times) > MOST_TIMES:
             self._every *= 2
             self._times = {key: time_s for key, time_s in self._times.items() if key[1] % self._every == 0}
@@ -198,17 +198,21 @@ class Clocks:
         """Another rank's; what it is ahead by goes into `offsets`."""
         if len(offsets) >= MOST_OFFSETS:
             return
-        found = ((epoch, step, time_s) for step, epoch, time_s in self._picked_steps(columns))
-        offsets += [time_s - self._times[epoch, step] for epoch, step, time_s in found if (epoch, step) in self._times]
+        found = ((generation, step, time_s) for step, generation, time_s in self._picked_steps(columns))
+        offsets += [
+            time_s - self._times[generation, step]
+            for generation, step, time_s in found
+            if (generation, step) in self._times
+        ]
 
     def _picked_steps(self, columns: EventColumns) -> Iterable[tuple[int, int, float]]:
-        steps, epochs, times = columns.get("step"), columns.get("epoch"), columns.get("t")
+        steps, generations, times = columns.get("step"), columns.get("epoch"), columns.get("t")
         first = -steps[0] % self._every
         picked = zip(
-            steps[first :: self._every], epochs[first :: self._every], times[first :: self._every], strict=True
+            steps[first :: self._every], generations[first :: self._every], times[first :: self._every], strict=True
         )
         # Where steps are missing, others than multiples come: they meet none.
-        return [(step, epoch or 0, time_s) for step, epoch, time_s in picked]
+        return [(step, generation or 0, time_s) for step, generation, time_s in picked]
 
 
 def clock_skew(offsets: Iterable[Sequence[float]]) -> float | None:

@@ -25,11 +25,11 @@ class Gaps:
     A rank that sleeps through a tenth of its life has slept too long, however many samples stand before that.
     """
 
-    __slots__ = ("_epoch", "_first_step_s", "_last_s", "_last_step_s", "_taken")
+    __slots__ = ("_first_step_s", "_generation", "_last_s", "_last_step_s", "_taken")
 
     def __init__(self) -> None:
         self._taken: dict[int, float] = {}  # bins of 1 %, few of them: the time in gaps of that length
-        self._epoch: Any = None
+        self._generation: Any = None
         self._last_s: float | None = None
         self._first_step_s: float | None = None
         self._last_step_s = 0.0
@@ -44,15 +44,15 @@ class Gaps:
         self._first_step_s = times[0] if self._first_step_s is None else self._first_step_s
         self._last_step_s = times[-1]
 
-    def take(self, times: Sequence[float], epochs: Sequence[Any]) -> None:
+    def take(self, times: Sequence[float], generations: Sequence[Any]) -> None:
         """Some more events."""
         before_s = self._first_step_s if self._last_s is None else self._last_s
-        if before_s is not None and (self._last_s is None or epochs[0] == self._epoch):
-            times, epochs = (before_s, *times), (epochs[0], *epochs)
-        for sooner, later, before, now in zip(times, times[1:], epochs, epochs[1:], strict=False):
+        if before_s is not None and (self._last_s is None or generations[0] == self._generation):
+            times, generations = (before_s, *times), (generations[0], *generations)
+        for sooner, later, before, now in zip(times, times[1:], generations, generations[1:], strict=False):
             if before == now:
                 _put_gap(self._taken, later - sooner)
-        self._epoch, self._last_s = epochs[-1], times[-1]
+        self._generation, self._last_s = generations[-1], times[-1]
 
     def _tail_s(self) -> float:
         """From the last sample to the last step."""
@@ -86,20 +86,22 @@ def usual_s(gaps: Iterable[Gaps]) -> float | None:
 class Meter:
     """The energy counter of one rank: it begins anew in every membership."""
 
-    __slots__ = ("_epoch", "_last", "_total")
+    __slots__ = ("_generation", "_last", "_total")
 
     def __init__(self) -> None:
         self._total = self._last = 0.0
-        self._epoch: Any = None
+        self._generation: Any = None
 
-    def take(self, epochs: Sequence[Any], values: Sequence[Any]) -> None:
+    def take(self, generations: Sequence[Any], values: Sequence[Any]) -> None:
         """Some more readings; the same rule as record.account.energy.counted."""
-        for epoch, value in zip(epochs, values, strict=True):
+        for generation, value in zip(generations, values, strict=True):
             if value is None or not 0.0 <= value <= MOST_J:
                 continue
-            if value < self._last or (epoch != self._epoch and epoch is not None and self._epoch is not None):
+            if value < self._last or (
+                generation != self._generation and generation is not None and self._generation is not None
+            ):
                 self._total += self._last
-            self._last, self._epoch = value, self._epoch if epoch is None else epoch
+            self._last, self._generation = value, self._generation if generation is None else generation
 
     @property
     def energy_j(self) -> float:
@@ -118,9 +120,9 @@ class Monitors:
 
     def take(self, columns: EventColumns, meter: Meter) -> None:
         """Some more of a rank."""
-        epochs, times = columns.get("epoch"), columns.get("t")
+        generations, times = columns.get("epoch"), columns.get("t")
         self._hours.add(times, columns.get("utilization"))
-        meter.take(epochs, columns.get("energy_j"))
+        meter.take(generations, columns.get("energy_j"))
         for name, found in self._sources.items():
             for source in set(columns.get(f"{name}_source")) - {None}:
                 if len(found) < MOST_SOURCES:

@@ -20,7 +20,7 @@ from phalanx.rules.log.secrets import Secrets
 from phalanx.rules.log.steps import Steps
 
 MOST_SKIPS = 256  # of a rank
-MOST_EPOCHS = 256
+MOST_GENERATIONS = 256
 MOST_S = 1e9  # of a step: 30 years are a damaged number
 STARTS = frozenset(("ready", "run_start"))
 # Kinds without free text, and with many events: only what a writer added to them is looked through for credentials.
@@ -46,12 +46,12 @@ class RankLog:
         self._last_s = 0.0
         self._last_step = -1
         self._is_begun = True  # a start was told since the last step: the next may be an earlier one
-        self._epoch = self._late_epoch = -1
+        self._generation = self._late_generation = -1
         self.kinds: dict[str, int] = {}  # how many of each known kind
         self.states: list[str] = []  # of `run_end`
-        self._started = -1  # newest epoch of a `run_start`
-        self.begun_again = 0  # `run_start`s of an epoch that this rank had begun, or left behind
-        self.spans: dict[int, tuple[int, int]] = {}  # epoch to first and last step, while steps follow each other
+        self._started = -1  # newest generation of a `run_start`
+        self.begun_again = 0  # `run_start`s of a generation that this rank had begun, or left behind
+        self.spans: dict[int, tuple[int, int]] = {}  # generation to first and last step, while steps follow each other
         self.is_whole = True  # no line and no step is missing
         self.skips: dict[Key, Spot] = {}
         self.offsets: list[float] = []
@@ -143,14 +143,14 @@ class RankLog:
         self.monitor_gaps.begin()
         self.peer_gaps.begin()
         if kind == "run_start":
-            epoch = columns.get("epoch")[0] or 0
-            self.begun_again += epoch <= self._started
-            self._started = max(self._started, epoch)
-            self._in_layout(columns.get("world")[0], self._all.memberships.layout(epoch))
+            generation = columns.get("epoch")[0] or 0
+            self.begun_again += generation <= self._started
+            self._started = max(self._started, generation)
+            self._in_layout(columns.get("world")[0], self._all.memberships.layout(generation))
         if self._is_witness:
             self._all.steps.begin()
             restore = restore_of(columns.events[0], Spot(file=file, line=lines[0])) if kind == "ready" else None
-            if restore is not None and restore[1] != "start" and len(self.restores) < MOST_EPOCHS:
+            if restore is not None and restore[1] != "start" and len(self.restores) < MOST_GENERATIONS:
                 self.restores.append(restore)
 
     def _in_layout(self, world: Any, layout: Mapping[str, Any]) -> None:
@@ -190,7 +190,7 @@ class RankLog:
             columns, lines = columns.pick(keep), [lines[place] for place in keep]
             steps = columns.get("step")
         self._is_begun, self._last_step = False, steps[-1]
-        self._note_epochs(columns, file, lines)
+        self._note_generations(columns, file, lines)
         self._note_skips(columns, file, lines)
         self._sum_times(columns)
         self.monitor_gaps.step(columns.get("t"))
@@ -217,23 +217,25 @@ class RankLog:
                 self._all.grammar.disorder(file, lines[place])
         return keep
 
-    def _note_epochs(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
-        steps, epochs, times = columns.get("step"), columns.get("epoch"), columns.get("t")
-        for epoch in dict.fromkeys(epochs):
-            first = epochs.index(epoch)
-            last = len(epochs) - 1 - epochs[::-1].index(epoch)
-            known = epoch or 0
+    def _note_generations(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
+        steps, generations, times = columns.get("step"), columns.get("epoch"), columns.get("t")
+        for generation in dict.fromkeys(generations):
+            first = generations.index(generation)
+            last = len(generations) - 1 - generations[::-1].index(generation)
+            known = generation or 0
             over_s = self._all.memberships.over_s(known) + LATE_S
-            if known < self._epoch:
-                self._all.digests.past(epochs.count(epoch), Spot(file=file, line=lines[first]))
+            if known < self._generation:
+                self._all.digests.past(generations.count(generation), Spot(file=file, line=lines[first]))
             elif times[last] > over_s:
-                late = [place for place, one in enumerate(epochs) if one == epoch and times[place] > over_s]
-                more = late[self._late_epoch != known :]  # one may be told late: a process that was stopped was in it
-                self._late_epoch = known
+                late = [place for place, one in enumerate(generations) if one == generation and times[place] > over_s]
+                more = late[
+                    self._late_generation != known :
+                ]  # one may be told late: a process that was stopped was in it
+                self._late_generation = known
                 if more:
                     self._all.digests.past(len(more), Spot(file=file, line=lines[more[0]]))
-            self._epoch = max(self._epoch, known)
-            if known in self.spans or len(self.spans) < MOST_EPOCHS:
+            self._generation = max(self._generation, known)
+            if known in self.spans or len(self.spans) < MOST_GENERATIONS:
                 begin = self.spans.get(known, (steps[first], 0))[0]
                 self.spans[known] = (min(begin, steps[first]), steps[last])
 
@@ -241,10 +243,10 @@ class RankLog:
         skipped = columns.get("skipped")
         if not any(skipped):
             return
-        steps, epochs = columns.get("step"), columns.get("epoch")
+        steps, generations = columns.get("step"), columns.get("epoch")
         for place, one in enumerate(skipped):
             if one is True and len(self.skips) < MOST_SKIPS:
-                self.skips[epochs[place] or 0, steps[place]] = Spot(file=file, line=lines[place])
+                self.skips[generations[place] or 0, steps[place]] = Spot(file=file, line=lines[place])
 
     def _sum_times(self, columns: EventColumns) -> None:
         """Time in steps, and in steps waiting for others; the first steps of a rank are not its usual ones."""
@@ -310,9 +312,9 @@ class Supervisor:
             restore = restore_of(event, spot)
             if restore is not None:
                 self.restores.append(restore)
-            epoch, time_s = integer(event, "epoch"), number(event, "t")
-            if epoch is not None and time_s is not None:
-                self._known.begin(epoch, time_s)
+            generation, time_s = integer(event, "epoch"), number(event, "t")
+            if generation is not None and time_s is not None:
+                self._known.begin(generation, time_s)
         elif kind == "incident":
             self.most_in_a_row = max(self.most_in_a_row, integer(event, "in_a_row") or 1)
             self.failures.append((number(event, "t") or 0.0, number(event, "waited_s") or 0.0))
@@ -340,6 +342,6 @@ class Supervisor:
         # Ranks of the newest launch: one that was resumed with fewer is a smaller job, one that lost some is not.
         world = integer(event, "world") or 0
         self.world = world if event.get("reason") == "start" else max(self.world, world)
-        epoch = integer(event, "epoch")
-        if epoch is not None:
-            self._known.tell(epoch, at(event, "layout"))
+        generation = integer(event, "epoch")
+        if generation is not None:
+            self._known.tell(generation, at(event, "layout"))

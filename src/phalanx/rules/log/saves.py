@@ -27,12 +27,12 @@ Restore = tuple[int, str, Spot]  # step, source, where it was told
 class Pending:
     """The checkpoints of one rank that are taken and not yet safe."""
 
-    __slots__ = ("epoch", "last_s", "late", "steps", "unsure")
+    __slots__ = ("generation", "last_s", "late", "steps", "unsure")
 
     def __init__(self) -> None:
         self.steps: set[int] = set()
         self.late: set[int] = set()  # those that another was taken after, before they were safe
-        self.epoch: Any = None
+        self.generation: Any = None
         self.last_s: float | None = None  # when the last one was safe, in this membership
         # Of a record that gives no reasons, what the newest save took: the last of a membership may be a Ctrl-C's.
         self.unsure: list[tuple[Histogram, float]] = []
@@ -56,12 +56,12 @@ class Saves:
         self.is_reported = True
         for event, line in zip(columns.events, lines, strict=True):
             spot = Spot(file=file, line=line)
-            if event.get("epoch") != pending.epoch:  # what a membership had not finished nobody will
+            if event.get("epoch") != pending.generation:  # what a membership had not finished nobody will
                 pending.steps.clear()
                 pending.late.clear()
                 pending.unsure.clear()
                 pending.last_s = None  # what lies between two memberships is no interval
-                pending.epoch = event.get("epoch")
+                pending.generation = event.get("epoch")
             if event.get("error"):
                 self._errors += 1
                 self._error_spot = self._error_spot or spot

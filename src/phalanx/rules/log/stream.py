@@ -153,12 +153,14 @@ class LogStream:
         reported = self._reported if self._supervisor.read_bytes else None
         walked = known.walked
         step_s = steps.duration_s.p50 if steps is not None and steps.duration_s is not None else None
+        text = self.run.status().get("message", "")
+        lines = str(text).splitlines() if isinstance(text, str) else []
         made = LogFacts(
             run=self.run.name,
             folder=self._shown,
             state=printable(self.run.status().get("state", ""), most=40),
             is_over=ended,
-            message=_first_line(self.run.status().get("message", "")),
+            message=printable(lines[0], most=200) if lines else "",
             world=min(self._world_size(), MOST_WORLD),
             ranks=tuple(self._recorded),
             ranks_read=len(self._ranks),
@@ -313,7 +315,9 @@ class LogStream:
             repeated.append("end")
         if any(one.states.count("done") > starts for one in ranks):
             repeated.append(ENDS)
-        if self._supervisor.read_bytes and any(one.begun_again for one in ranks):  # no membership has another's epoch
+        if self._supervisor.read_bytes and any(
+            one.begun_again for one in ranks
+        ):  # no membership has another's generation
             repeated.append(BEGINS)
         return tuple(missing), tuple(repeated)
 
@@ -337,11 +341,6 @@ def read_log(run: Run, *, progress: Progress | None = None) -> LogFacts:
     stream = LogStream(run)
     stream.refresh(progress=progress)
     return stream.facts()
-
-
-def _first_line(text: object) -> str:
-    lines = str(text).splitlines() if isinstance(text, str) else []
-    return printable(lines[0], most=200) if lines else ""
 
 
 def _plan_layout(run: Run) -> dict[str, object]:

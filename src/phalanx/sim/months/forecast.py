@@ -246,7 +246,10 @@ def possible_changes(plan: Plan, policy: MonthsPolicy) -> Iterator[tuple[str, Mo
     if policy.detect_s > QUICK_DETECT_S:
         yield f"detect in {QUICK_DETECT_S:g} s", dataclasses.replace(policy, detect_s=QUICK_DETECT_S)
     if not policy.network.edge and plan.reliability.hosts > 1:
-        yield _edge_policy(plan, policy)
+        network = dataclasses.replace(policy.network, edge=True)
+        mix, mtbf_s = job_causes(plan, network)
+        name = f"edge recovery, {plural(network.planes, 'plane')}"
+        yield name, dataclasses.replace(policy, mix=mix, mtbf_s=mtbf_s, network=network)
     if not math.isfinite(saving.copy_every_s):
         copied = dataclasses.replace(saving, copy_every_s=plan.prediction.step_s)
         yield "an in-memory checkpoint every step, at no cost", dataclasses.replace(policy, saving=copied)
@@ -254,13 +257,6 @@ def possible_changes(plan: Plan, policy: MonthsPolicy) -> Iterator[tuple[str, Mo
     if policy.planned_per_day:
         yield "no planned restarts", dataclasses.replace(policy, planned_per_day=0.0)
     yield "half the failures", dataclasses.replace(policy, mtbf_s=2 * policy.mtbf_s)
-
-
-def _edge_policy(plan: Plan, policy: MonthsPolicy) -> tuple[str, MonthsPolicy]:
-    network = dataclasses.replace(policy.network, edge=True)
-    mix, mtbf_s = job_causes(plan, network)
-    name = f"edge recovery, {plural(network.planes, 'plane')}"
-    return name, dataclasses.replace(policy, mix=mix, mtbf_s=mtbf_s, network=network)
 
 
 def try_levers(

@@ -84,7 +84,9 @@ def sketch_run(fabric: Fabric, flows: Flows, transport: Transport, *, alike: boo
     _check_hosts(fabric, flows)
     slots = in_slots(part, transport, planes=part.planes)
     packets = np.ceil(np.minimum(flows.nbytes / transport.payload_bytes / copies, 2.0**62)).astype(np.int64)
-    hops = _path_links(links, flows)
+    here, there = links.host_t0(flows.source), links.host_t0(flows.target)
+    same_pod = here // links.t0_per_pod == there // links.t0_per_pod
+    hops = np.where(here == there, 2, np.where(same_pod, 4, 6)).astype(np.int32)
     paths = max(1, transport.paths // copies)
     pool = int(min(len(flows) * math.ceil(slots.window), packets.sum(dtype=np.float64)) + 1024)
     return Sketch(
@@ -271,12 +273,6 @@ def calendar_of(ring: int, pool: int) -> Calendar:
         next=following,
         free=np.zeros(1, dtype=np.int32),
     )
-
-
-def _path_links(links: Links, flows: Flows) -> Ints32:
-    here, there = links.host_t0(flows.source), links.host_t0(flows.target)
-    same_pod = here // links.t0_per_pod == there // links.t0_per_pod
-    return np.where(here == there, 2, np.where(same_pod, 4, 6)).astype(np.int32)
 
 
 def _check_hosts(fabric: Fabric, flows: Flows) -> None:

@@ -16,7 +16,7 @@ from phalanx.network.fabric.fabric_types import Fabric, Switch
 from phalanx.network.fabric.failure_budget import can_spray
 from phalanx.plan.layout import Layout
 from phalanx.plan.traffic import Groups
-from phalanx.sim.fabric_links import NOTHING, BrokenParts, Floats, Ints, Links, links_of
+from phalanx.sim.fabric_links import NOTHING, BrokenParts, Floats, Ints, links_of
 from phalanx.sim.fabric_links import link_shares as working
 from phalanx.sim.fluid import solve_rates
 from phalanx.sim.plan_flows import phase_pairs
@@ -150,7 +150,7 @@ def _axis_path(fabric: Fabric, axis: str, source: Ints, target: Ints, transport:
     return AxisPath(
         axis=axis,
         share=float(shares.min()),
-        hops=_longest_path(links, near, far),
+        hops=5 if (near // links.t0_per_pod != far // links.t0_per_pod).any() else 3 if (near != far).any() else 1,
         flows=len(source),
         crossing=int((near != far).sum()),
         touched=touched,
@@ -191,12 +191,6 @@ def _plane_routing(count: int, planes: int, *, edge: bool) -> tuple[int, Routing
     if edge:
         return 1, Routing(spread="adaptive", paths=min(max(SPRAYED_PATHS // planes, 1), most), recovery="edge")
     return min(max(HASHED_QPS // planes, 1), most), Routing(spread="flow", recovery="conventional")
-
-
-def _longest_path(links: Links, near: Ints, far: Ints) -> int:
-    if (near // links.t0_per_pod != far // links.t0_per_pod).any():
-        return 5
-    return 3 if (near != far).any() else 1
 
 
 def on_fabric(groups: Groups, paths: dict[str, AxisPath], fabric: Fabric, *, nic: float) -> Groups:

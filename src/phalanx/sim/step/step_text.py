@@ -25,7 +25,11 @@ def timeline_picture(timeline: Timeline) -> list[str]:
     taken: dict[int, list[dict[str, float]]] = {stage: [defaultdict(float) for _ in range(COLUMNS)] for stage in shown}
     for span in timeline.spans:
         if span.track == DEVICE and span.stage in taken:
-            _paint_span(taken[span.stage], span, timeline.step_s / COLUMNS)
+            column_s = timeline.step_s / COLUMNS
+            first, last = (min(int(at_s / column_s), COLUMNS - 1) for at_s in (span.start_s, span.end_s))
+            for index in range(first, last + 1):
+                inside_s = min(span.end_s, (index + 1) * column_s) - max(span.start_s, index * column_s)
+                taken[span.stage][index][_span_letter(span)] += inside_s
     width = len(str(shown[-1]))
     lines = [f"stage {stage:{width}}  {''.join(map(_main_letter, taken[stage]))}" for stage in shown]
     return [*lines, LEGEND]
@@ -40,13 +44,6 @@ def drawn_stages(stages: int) -> list[int]:
     if stages <= MOST_STAGES:
         return list(range(stages))
     return [round(index * (stages - 1) / (MOST_STAGES - 1)) for index in range(MOST_STAGES)]
-
-
-def _paint_span(columns: list[dict[str, float]], span: Span, column_s: float) -> None:
-    first, last = (min(int(at_s / column_s), COLUMNS - 1) for at_s in (span.start_s, span.end_s))
-    for index in range(first, last + 1):
-        inside_s = min(span.end_s, (index + 1) * column_s) - max(span.start_s, index * column_s)
-        columns[index][_span_letter(span)] += inside_s
 
 
 def _span_letter(span: Span) -> str:

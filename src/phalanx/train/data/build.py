@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -269,13 +270,12 @@ class _Chunk:
         before = self.tokens
         for split, documents in sides.items():
             if documents:
-                self._shard_writer(split).write(documents, self.tokenizer.end_of_text)
+                if split not in self.writers:
+                    self.writers[split] = ShardWriter(
+                        self.folder, self.stems[split], split, _token_dtype(self.tokenizer)
+                    )
+                self.writers[split].write(documents, self.tokenizer.end_of_text)
         self.last_tokens = self.tokens - before
-
-    def _shard_writer(self, split: Split) -> ShardWriter:
-        if split not in self.writers:
-            self.writers[split] = ShardWriter(self.folder, self.stems[split], split, _token_dtype(self.tokenizer))
-        return self.writers[split]
 
     def close(self, tally: Tally) -> Source:
         """The source with these shards added."""
@@ -418,18 +418,13 @@ def _publish_dataset(partial: Path, out: Path, manifest: DatasetManifest) -> Non
 
 def _cannot_write(out: Path, error: OSError) -> SystemFailure:
     what = f"cannot be written: {error.strerror or error}"
-    free = _free_bytes(out.parent)
+    free = None
+    with suppress(OSError):
+        free = shutil.disk_usage(out.parent).free
     why = f"{free:,} bytes are free there; what is finished is kept" if free is not None else ""
     return SystemFailure(
         Problem(where=str(out), what=what, why=why, fix="make room and run the same command: it goes on")
     )
-
-
-def _free_bytes(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
 
 
 def _stored_state(path: Path) -> _BuildState | None:

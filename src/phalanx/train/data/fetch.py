@@ -75,8 +75,11 @@ def _download_command(package: Package, folder: Path) -> Sequence[str]:
     """
     if package.kind == "wheel":
         what = f"{package.name}=={package.version}"
+        # This Python's pip, or the one on the path where there is none (environments made by uv).
+        own = [sys.executable, "-m", "pip"]
+        found = subprocess.run([*own, "--version"], stdin=subprocess.DEVNULL, capture_output=True)
         return [
-            *_pip_command(),
+            *(own if found.returncode == 0 else [shutil.which("pip") or shutil.which("pip3") or "pip"]),
             "download",
             "--quiet",
             "--no-deps",
@@ -87,13 +90,6 @@ def _download_command(package: Package, folder: Path) -> Sequence[str]:
             what,
         ]
     return ["npm", "pack", "--silent", "--ignore-scripts", f"{package.name}@{package.version}"]
-
-
-def _pip_command() -> Sequence[str]:
-    """This Python's pip, or the one on the path where there is none (environments made by uv)."""
-    own = [sys.executable, "-m", "pip"]
-    found = subprocess.run([*own, "--version"], stdin=subprocess.DEVNULL, capture_output=True)
-    return own if found.returncode == 0 else [shutil.which("pip") or shutil.which("pip3") or "pip"]
 
 
 def _download_failed(package: Package, why: str) -> SystemFailure:

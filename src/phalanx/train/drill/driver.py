@@ -65,7 +65,7 @@ class FaultDriver:
         self._agents: dict[str, int] = {}  # host -> process
         self._pids: dict[int, int] = {}  # rank -> process
         self._later: list[tuple[float, Callable[[], object]]] = []
-        self.epoch, self.step = 0, -1
+        self.generation, self.step = 0, -1
         self._first_s: float | None = None
         self._patience_s, self._moved_s = patience_s, time.monotonic()
         self._ended_s: float | None = None
@@ -103,7 +103,7 @@ class FaultDriver:
         self._moved_s = time.monotonic()
         if event["event"] != "epoch":
             return
-        self.epoch = int(event["epoch"])
+        self.generation = int(event["epoch"])
         self._pids = {int(one["rank"]): int(one.get("pid") or 0) for one in event.get("members") or ()}
         for member in event.get("members") or ():
             agent = parent_of(int(member.get("pid") or 0))
@@ -176,7 +176,7 @@ class FaultDriver:
         return self._hit_link(fault, host)
 
     def _claim_fault(self, fault: Fault, *, host: str = "", note: str = "") -> bool:
-        return firings.claim_firing(self._run, fault, host=host, epoch=self.epoch, step=self.step, note=note)
+        return firings.claim_firing(self._run, fault, host=host, epoch=self.generation, step=self.step, note=note)
 
     def _signal_processes(self, fault: Fault, pids: list[int], number: signal.Signals, host: str = "") -> bool:
         if self._claim_fault(fault, host=host, note=f"{number.name} to {plural(len(pids), 'process')}"):
@@ -242,7 +242,9 @@ class FaultDriver:
         if any(parent_of(pid) is None for pid in pids.values()):
             return False  # it was replaced: the next membership has its successor
         for rank, pid in pids.items():
-            if firings.claim_firing(self._run, fault, whom=rank, rank=rank, epoch=self.epoch, step=self.step, pid=pid):
+            if firings.claim_firing(
+                self._run, fault, whom=rank, rank=rank, epoch=self.generation, step=self.step, pid=pid
+            ):
                 self._undo_later(fault, BusyCore(pid, fault.share).close)
         return bool(pids)
 

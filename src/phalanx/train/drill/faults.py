@@ -14,8 +14,8 @@ from phalanx.errors import Problem, UserError, mistake, nearest
 
 # Points of train.state.save, in its order; mid-save faults name one of them.
 SAVE_POINTS = ("begin", "data", "index", "done", "all", "manifest", "set-aside", "commit", "prune")
-# Where a rank can be hit. `init`: before it meets the others, in any epoch. `restore`: while it takes up its state in
-# an epoch after the first, so during a recovery. `collective`: by a timer, while the step runs.
+# Where a rank can be hit. `init`: before it meets the others, in any generation. `restore`: while it takes up its state
+# in a generation after the first, so during a recovery. `collective`: by a timer, while the step runs.
 POINTS = ("init", "restore", "step", "collective", *(f"save-{name}" for name in SAVE_POINTS))
 EVERY_TIME = 10**6
 MOST = 10**9
@@ -30,7 +30,7 @@ class FaultKind:
     inside: bool = True  # brought about by the rank itself; else by the drill's own process
     hows: tuple[str, ...] = ()  # choices of `how`, the first is taken when none is named
     host: bool = False  # hits a host, not a rank
-    ends: bool = True  # somebody must recover: a new epoch follows, or the end of the run
+    ends: bool = True  # somebody must recover: a new generation follows, or the end of the run
 
 
 _WHEN = ("step", "at_s", "epoch", "times")
@@ -155,7 +155,7 @@ class Fault:
     host: int = 0
     step: int | None = None
     at_s: float | None = None
-    epoch: int | None = None  # only in this epoch
+    epoch: int | None = None  # only in this generation of the membership; the key of a fault since 0.1
     point: str = ""
     how: str = ""
     for_s: float = 0.0  # 0: for good

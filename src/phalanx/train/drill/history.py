@@ -20,8 +20,8 @@ START = "start"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EpochMember:
-    """A rank of an epoch, and where it ran."""
+class GenerationMember:
+    """A rank of a generation, and where it ran."""
 
     rank: int
     host: str
@@ -31,9 +31,9 @@ class EpochMember:
 
 @dataclass(slots=True)
 class StepExecution:
-    """One step in one epoch, as its ranks told it. `step` is the step's number, from 0."""
+    """One step in one generation, as its ranks told it. `step` is the step's number, from 0."""
 
-    epoch: int
+    generation: int
     step: int
     world: int
     lineage: str = ""
@@ -64,14 +64,14 @@ class StepExecution:
 
 
 @dataclass(slots=True)
-class EpochHistory:
+class GenerationHistory:
     """One membership: what it began from and what it did."""
 
     number: int
     began_s: float
     layout: dict[str, Any]
     world: int
-    members: tuple[EpochMember, ...]
+    members: tuple[GenerationMember, ...]
     reason: str = ""
     restore_step: int = 0
     source: str = START  # memory, disk or start
@@ -79,23 +79,23 @@ class EpochHistory:
     went_s: float | None = None  # when all members had left what they were in, and were let go
     found: dict[int, tuple[int, str]] = field(default_factory=dict)  # step and source, as each rank found them
     steps: dict[int, StepExecution] = field(default_factory=dict)
-    undone: list[StepExecution] = field(default_factory=list)  # of earlier epochs, by this one's restore
-    kept: dict[int, str] = field(default_factory=dict)  # checkpoint step -> lineage, as this epoch found it
+    undone: list[StepExecution] = field(default_factory=list)  # of earlier generations, by this one's restore
+    kept: dict[int, str] = field(default_factory=dict)  # checkpoint step -> lineage, as this generation found it
 
     @property
     def membership_key(self) -> str:
-        """Two epochs of the same membership compute alike."""
+        """Two generations of the same membership compute alike."""
         return json.dumps(self.layout, sort_keys=True)
 
 
 @dataclass(slots=True)
 class DrillHistory:
-    """All epochs, and the chain of executions that stayed: index = step."""
+    """All generations, and the chain of executions that stayed: index = step."""
 
-    epochs: list[EpochHistory]
+    generations: list[GenerationHistory]
     chain: list[StepExecution]
     incidents: list[Event]
-    replacements: list[Event]  # processes that were lost while they left an epoch that had ended
+    replacements: list[Event]  # processes that were lost while they left a generation that had ended
     quarantines: list[Event]
     checkpoints: list[Event]  # commits, as ranks told them
     ranks: list[Event]  # every event of every rank, in the order of time
@@ -103,23 +103,23 @@ class DrillHistory:
     torn: int  # lines that were no events
 
     @property
-    def trained(self) -> list[EpochHistory]:
-        """Epochs that came to be: a member may fall before the others have answered, and nothing was restored then."""
-        return [epoch for epoch in self.epochs if epoch.restored or epoch.steps]
+    def trained(self) -> list[GenerationHistory]:
+        """Those that came to be: a member may fall before the others have answered, and nothing was restored then."""
+        return [generation for generation in self.generations if generation.restored or generation.steps]
 
     @property
     def executions(self) -> list[StepExecution]:
         """Everything that was done, undone or not, in order."""
-        return [one for epoch in self.epochs for _, one in sorted(epoch.steps.items())]
+        return [one for generation in self.generations for _, one in sorted(generation.steps.items())]
 
     @property
     def undone(self) -> list[StepExecution]:
         """What restores took back."""
-        return [one for epoch in self.epochs for one in epoch.undone]
+        return [one for generation in self.generations for one in generation.undone]
 
-    def epoch(self, number: int) -> EpochHistory | None:
-        """The epoch of a number."""
-        return next((one for one in self.epochs if one.number == number), None)
+    def generation(self, number: int) -> GenerationHistory | None:
+        """The generation of a number."""
+        return next((one for one in self.generations if one.number == number), None)
 
 
 def read_history(run: Run) -> DrillHistory:
@@ -134,10 +134,10 @@ def read_history(run: Run) -> DrillHistory:
 
 
 def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: int = 0) -> DrillHistory:
-    """Epochs from the supervisor's events, executions from the ranks', and the chain that stayed."""
+    """Generations from the supervisor's events, executions from the ranks', and the chain that stayed."""
     reported = sorted(ranks, key=lambda event: float(event.get("t") or 0.0))
     history = DrillHistory(
-        epochs=[],
+        generations=[],
         chain=[],
         incidents=[],
         replacements=[],
@@ -148,16 +148,16 @@ def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: 
         torn=torn,
     )
     _read_supervisor(history, supervisor)
-    by_number = {epoch.number: epoch for epoch in history.epochs}
+    by_number = {generation.number: generation for generation in history.generations}
     for event in reported:
-        epoch = by_number.get(int(event.get("epoch", -1)))
-        if event["event"] == "step" and epoch is not None:
-            _add_step(epoch, event)
-        elif event["event"] == "ready" and epoch is not None:
+        generation = by_number.get(int(event.get("epoch", -1)))
+        if event["event"] == "step" and generation is not None:
+            _add_step(generation, event)
+        elif event["event"] == "ready" and generation is not None:
             # What a rank found counts, not what it was told to take: a damaged copy makes all of them go further back.
-            source = str(event.get("source") or epoch.source)
-            epoch.found[int(event["rank"])] = (int(event.get("step") or 0), source)
-            epoch.restore_step, epoch.source = epoch.found[int(event["rank"])]
+            source = str(event.get("source") or generation.source)
+            generation.found[int(event["rank"])] = (int(event.get("step") or 0), source)
+            generation.restore_step, generation.source = generation.found[int(event["rank"])]
         elif event["event"] == "checkpoint" and event.get("path"):
             history.checkpoints.append(event)
     _build_chain(history)
@@ -165,16 +165,16 @@ def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: 
 
 
 def _read_supervisor(history: DrillHistory, events: Iterable[Event]) -> None:
-    epochs: dict[int, EpochHistory] = {}
+    generations: dict[int, GenerationHistory] = {}
     for event in events:
         number = int(event.get("epoch", -1))
         match event["event"]:
             case "epoch":
-                epochs[number] = _epoch_history(event)
-            case "restore" if number in epochs:
-                epoch = epochs[number]
-                epoch.restored, epoch.restore_step = True, int(event.get("step") or 0)
-                epoch.source, epoch.went_s = str(event.get("source") or START), float(event.get("t") or 0.0)
+                generations[number] = _generation_history(event)
+            case "restore" if number in generations:
+                generation = generations[number]
+                generation.restored, generation.restore_step = True, int(event.get("step") or 0)
+                generation.source, generation.went_s = str(event.get("source") or START), float(event.get("t") or 0.0)
             case "incident":
                 history.incidents.append(event)
             case "replacement":
@@ -183,12 +183,12 @@ def _read_supervisor(history: DrillHistory, events: Iterable[Event]) -> None:
                 history.quarantines.append(event)
             case "end":
                 history.end = event
-    history.epochs = [epochs[number] for number in sorted(epochs)]
+    history.generations = [generations[number] for number in sorted(generations)]
 
 
-def _epoch_history(event: Event) -> EpochHistory:
+def _generation_history(event: Event) -> GenerationHistory:
     members = tuple(
-        EpochMember(
+        GenerationMember(
             rank=int(one.get("rank", -1)),
             host=str(one.get("host", "")),
             slot=int(one.get("slot", -1)),
@@ -197,7 +197,7 @@ def _epoch_history(event: Event) -> EpochHistory:
         for one in event.get("members") or ()
     )
     layout = event.get("layout")
-    return EpochHistory(
+    return GenerationHistory(
         number=int(event["epoch"]),
         began_s=float(event.get("t") or 0.0),
         layout=dict(layout) if isinstance(layout, Mapping) else {"name": layout},
@@ -207,9 +207,11 @@ def _epoch_history(event: Event) -> EpochHistory:
     )
 
 
-def _add_step(epoch: EpochHistory, event: Event) -> None:
+def _add_step(generation: GenerationHistory, event: Event) -> None:
     step = int(event["step"])
-    one = epoch.steps.setdefault(step, StepExecution(epoch=epoch.number, step=step, world=epoch.world))
+    one = generation.steps.setdefault(
+        step, StepExecution(generation=generation.number, step=step, world=generation.world)
+    )
     one.ranks[int(event["rank"])] = event
     one.skipped |= bool(event.get("skipped"))
     one.loss = event.get("loss") if one.loss is None else one.loss
@@ -217,32 +219,32 @@ def _add_step(epoch: EpochHistory, event: Event) -> None:
 
 
 def _build_chain(history: DrillHistory) -> None:
-    """Apply the restores: each cuts the chain, each epoch grows it. Steps that leave a gap are not in it."""
+    """Apply the restores: each cuts the chain, each generation grows it. Steps that leave a gap are not in it."""
     saved: dict[int, str] = {}  # checkpoint step -> lineage of what it holds
     commits = {(int(event.get("epoch", -1)), int(event["step"])) for event in history.checkpoints}
     chain = history.chain
-    for epoch in history.trained:
-        epoch.kept = dict(saved)
-        lineage = _lineage_at(chain, epoch, saved)
-        epoch.undone = chain[epoch.restore_step :]
-        del chain[epoch.restore_step :]
-        for step, one in sorted(epoch.steps.items()):
-            text = json.dumps([lineage, epoch.membership_key, step, one.skipped])
+    for generation in history.trained:
+        generation.kept = dict(saved)
+        lineage = _lineage_at(chain, generation, saved)
+        generation.undone = chain[generation.restore_step :]
+        del chain[generation.restore_step :]
+        for step, one in sorted(generation.steps.items()):
+            text = json.dumps([lineage, generation.membership_key, step, one.skipped])
             child = hashlib.sha256(text.encode()).hexdigest()[:16]
             lineage = one.lineage = child
             if step == len(chain):
                 chain.append(one)
-            if (epoch.number, step + 1) in commits:
+            if (generation.number, step + 1) in commits:
                 saved[step + 1] = lineage
 
 
-def _lineage_at(chain: list[StepExecution], epoch: EpochHistory, saved: Mapping[int, str]) -> str:
-    step = epoch.restore_step
+def _lineage_at(chain: list[StepExecution], generation: GenerationHistory, saved: Mapping[int, str]) -> str:
+    step = generation.restore_step
     if step == 0:
         return START
-    if epoch.source == "disk" and step in saved:
+    if generation.source == "disk" and step in saved:
         return saved[step]
-    return chain[step - 1].lineage if step <= len(chain) else f"unknown {epoch.number}"
+    return chain[step - 1].lineage if step <= len(chain) else f"unknown {generation.number}"
 
 
 def layout_sequence(history: DrillHistory) -> list[dict[str, Any]]:
@@ -250,8 +252,8 @@ def layout_sequence(history: DrillHistory) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     before = ""
     for one in history.chain:
-        epoch = history.epoch(one.epoch)
-        if epoch is not None and epoch.membership_key != before:
-            before = epoch.membership_key
-            found.append({"from_step": one.step, "layout": epoch.layout})
+        generation = history.generation(one.generation)
+        if generation is not None and generation.membership_key != before:
+            before = generation.membership_key
+            found.append({"from_step": one.step, "layout": generation.layout})
     return found

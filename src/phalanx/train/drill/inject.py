@@ -32,14 +32,14 @@ class DrillFault(RuntimeError):
 
 
 class Injector(DrillHooks):
-    """The hooks of one rank in a drill; it lives as long as the process, and epoch and rank change under it."""
+    """The hooks of one rank in a drill; it lives as long as the process, and generation and rank change under it."""
 
     records_samples = True
 
     def __init__(self, run: Run, faults: Iterable[Fault], *, rank: int, slot: int) -> None:
         self._run, self._slot, self._rank = run, slot, rank
         self._faults = [fault for fault in faults if fault.of.inside]
-        self._epoch = self._step = -1
+        self._generation = self._step = -1
         self._began_s, self._step_s = 0.0, FIRST_STEP_S
         self._clock: float | None = None
         self._slowed: list[tuple[float, float]] = []  # (until, seconds per step)
@@ -54,16 +54,16 @@ class Injector(DrillHooks):
 
     # ---- the hooks -------------------------------------------------------------------------------------------------
 
-    def joining(self, epoch: int, rank: int) -> None:
-        """Before this rank of a new epoch meets the others."""
-        self._epoch, self._rank, self._step = epoch, rank, -1
+    def joining(self, generation: int, rank: int) -> None:
+        """Before this rank of a new generation meets the others."""
+        self._generation, self._rank, self._step = generation, rank, -1
         self._held = {}
         self._act_at("init")
 
-    def restoring(self, epoch: int, rank: int) -> None:
+    def restoring(self, generation: int, rank: int) -> None:
         """Before it takes up its state."""
-        self._epoch, self._rank = epoch, rank
-        if epoch > 1:
+        self._generation, self._rank = generation, rank
+        if generation > 1:
             self._act_at("restore")
 
     def step_begins(self, step: int) -> None:
@@ -124,7 +124,7 @@ class Injector(DrillHooks):
         return [fault for fault in self._faults if _hook_point(fault) == point and self._is_due(fault)]
 
     def _is_due(self, fault: Fault) -> bool:
-        if fault.epoch is not None and fault.epoch != self._epoch:
+        if fault.epoch is not None and fault.epoch != self._generation:
             return False
         if fault.step is not None and self._step < fault.step:
             return False
@@ -157,7 +157,7 @@ class Injector(DrillHooks):
             rank=self._rank,
             slot=self._slot,
             host=socket.gethostname(),
-            epoch=self._epoch,
+            epoch=self._generation,
             step=self._step,
             pid=os.getpid(),
         )

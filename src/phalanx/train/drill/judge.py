@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from phalanx.record.events import FLUSH_S, MOST_PENDING_BYTES, Event
 from phalanx.record.run import Run
-from phalanx.train.drill.history import DrillHistory, EpochHistory, StepExecution
+from phalanx.train.drill.history import DrillHistory, GenerationHistory, StepExecution
 from phalanx.units import first_few, plural
 
 # Clocks of several hosts differ; a zombie that wakes writes seconds later, not milliseconds.
@@ -105,25 +105,24 @@ def judge_replay(history: DrillHistory, replay: DrillHistory) -> Verdict:
 
 
 def judge_step_order(history: DrillHistory) -> Verdict:
-    """(c) In every epoch each rank took its steps one by one, from the step that was restored."""
+    """(c) In every generation each rank took its steps one by one, from the step that was restored."""
     wrong = []
-    for epoch in history.epochs:
-        if epoch.steps and not epoch.restored:
-            wrong.append(f"generation {epoch.number} trained without a logged restore")
-        if len(set(epoch.found.values())) > 1:
-            states = sorted(set(epoch.found.values()))
-            wrong.append(f"generation {epoch.number}: ranks restored different states: {states}")
+    for generation in history.generations:
+        if generation.steps and not generation.restored:
+            wrong.append(f"generation {generation.number} trained without a logged restore")
+        if len(set(generation.found.values())) > 1:
+            states = sorted(set(generation.found.values()))
+            wrong.append(f"generation {generation.number}: ranks restored different states: {states}")
         taken: dict[int, list[int]] = defaultdict(list)
-        for step, one in sorted(epoch.steps.items()):
+        for step, one in sorted(generation.steps.items()):
             for rank in one.ranks:
                 taken[rank].append(step)
         for rank, steps in taken.items():
-            if steps != list(range(epoch.restore_step, epoch.restore_step + len(steps))):
-                wrong.append(
-                    f"generation {epoch.number}, rank {rank}: steps {first_few(steps, 6)} after {epoch.restore_step}"
-                )
-    epochs, done = plural(len(history.epochs), "generation"), plural(len(history.executions), "step")
-    text = f"{epochs}, {done} done, {len(history.undone):,} undone"
+            if steps != list(range(generation.restore_step, generation.restore_step + len(steps))):
+                which = f"generation {generation.number}, rank {rank}"
+                wrong.append(f"{which}: steps {first_few(steps, 6)} after {generation.restore_step}")
+    generations, done = plural(len(history.generations), "generation"), plural(len(history.executions), "step")
+    text = f"{generations}, {done} done, {len(history.undone):,} undone"
     return Verdict(name="steps in order", ok=not wrong, evidence=evidence_text(text, wrong))
 
 
@@ -131,30 +130,36 @@ def judge_restores(history: DrillHistory) -> Verdict:
     """(d) What was restored was there before; from memory, it was the newest state that was held."""
     wrong = []
     counts: Counter[str] = Counter()
-    done, held = 0, 0  # steps that stand, and the newest that memory held, before an epoch
-    for before, epoch in zip([None, *history.trained], history.trained, strict=False):
+    done, held = 0, 0  # steps that stand, and the newest that memory held, before a generation
+    for before, generation in zip([None, *history.trained], history.trained, strict=False):
         if before is not None:
             done = max([before.restore_step, *(step + 1 for step in before.steps)])
             held = max([held, *(one.held for one in before.steps.values())])
-        step, source = epoch.restore_step, epoch.source
-        if epoch.restored:
+        step, source = generation.restore_step, generation.source
+        if generation.restored:
             counts[source] += 1
             if source == "start" and step:
-                wrong.append(f"generation {epoch.number} starts afresh at step {step}")
-            if source == "disk" and step not in epoch.kept and not _is_unreported(history, before, epoch, done=done):
-                wrong.append(f"generation {epoch.number} restored step {step}, which was never on the disk")
+                wrong.append(f"generation {generation.number} starts afresh at step {step}")
+            if (
+                source == "disk"
+                and step not in generation.kept
+                and not _is_unreported(history, before, generation, done=done)
+            ):
+                wrong.append(f"generation {generation.number} restored step {step}, which was never on the disk")
             if source == "memory" and step > done:
-                wrong.append(f"generation {epoch.number} restored step {step}, but only {done} were done")
-            if source == "memory" and step < held and not _rolled_back(history, epoch.number):
-                wrong.append(f"generation {epoch.number} restored step {step} from memory, which held {held}")
+                wrong.append(f"generation {generation.number} restored step {step}, but only {done} were done")
+            if source == "memory" and step < held and not _rolled_back(history, generation.number):
+                wrong.append(f"generation {generation.number} restored step {step} from memory, which held {held}")
         held = min(held, step)
     text = ", ".join(f"{count} from {source}" for source, count in sorted(counts.items())) or "no restore"
     return Verdict(name="every restore was committed", ok=not wrong, evidence=evidence_text(text, wrong))
 
 
-def _is_unreported(history: DrillHistory, before: EpochHistory | None, epoch: EpochHistory, *, done: int) -> bool:
+def _is_unreported(
+    history: DrillHistory, before: GenerationHistory | None, generation: GenerationHistory, *, done: int
+) -> bool:
     """Whether rank 0 died between a commit and its line: newer than all it told of, and of a step that was done."""
-    if before is None or not max(epoch.kept, default=0) < epoch.restore_step <= done:
+    if before is None or not max(generation.kept, default=0) < generation.restore_step <= done:
         return False
     last = [event for event in history.incidents if int(event.get("epoch", -1)) == before.number]
     return any(0 in (int(event.get("rank", -1)), *(event.get("others") or ())) for event in last)
@@ -167,15 +172,15 @@ def judge_samples(
     wrong = []
     total = unknown = 0
     for one in history.chain:
-        epoch = history.epoch(one.epoch)
+        generation = history.generation(one.generation)
         reported = one.samples
         counts = Counter(sample for ids in reported.values() for sample in ids)
         total += len(counts)
-        silent = [rank for rank in range(epoch.world if epoch else 0) if rank not in reported]
+        silent = [rank for rank in range(generation.world if generation else 0) if rank not in reported]
         unknown += bool(silent)
         # Ranks that learn from the same sequences, as those of a tensor or pipeline group do.
-        data = int(epoch.layout.get("data", epoch.world)) if epoch is not None else 1
-        holders = max(1, epoch.world // max(1, data)) if epoch is not None else 1
+        data = int(generation.layout.get("data", generation.world)) if generation is not None else 1
+        holders = max(1, generation.world // max(1, data)) if generation is not None else 1
         if silent and not all(_died_at_step(history, one, rank, full) for rank in silent):
             wrong.append(f"step {one.step}: rank {first_few(silent, 6)} did not record its samples")
         elif difference := _other_samples(counts, holders, expected(one.step) if expected else None, bool(silent)):
@@ -200,10 +205,10 @@ def _other_samples(counts: Counter[int], holders: int, expected: Sequence[int] |
 
 
 def judge_fencing(history: DrillHistory) -> Verdict:
-    """(f) Once a newer epoch had begun on a host, no rank of an older one there did or committed anything."""
+    """(f) Once a newer generation had begun on a host, no rank of an older one there did or committed anything."""
     wrong = []
-    ends = {epoch.number: _host_ends(history, epoch.number) for epoch in history.epochs}
-    host_of = {(e.number, m.rank): m.host for e in history.epochs for m in e.members}
+    ends = {generation.number: _host_ends(history, generation.number) for generation in history.generations}
+    host_of = {(e.number, m.rank): m.host for e in history.generations for m in e.members}
     late = 0
     for event in history.ranks:
         number, rank = int(event.get("epoch", -1)), int(event["rank"])
@@ -215,8 +220,8 @@ def judge_fencing(history: DrillHistory) -> Verdict:
             late += 1
             what = "committed a checkpoint" if commit else f"wrote {event['event']}"
             wrong.append(f"rank {rank} of generation {number} {what} {float(event['t']) - end_s:.2f} s after its end")
-    epochs, commits = plural(len(history.epochs), "generation"), plural(len(history.checkpoints), "commit")
-    text = f"{epochs}, {commits}, {plural(late, 'late event')}"
+    generations, commits = plural(len(history.generations), "generation"), plural(len(history.checkpoints), "commit")
+    text = f"{generations}, {commits}, {plural(late, 'late event')}"
     return Verdict(name="old generations are fenced", ok=not wrong, evidence=evidence_text(text, wrong))
 
 
@@ -248,30 +253,32 @@ def _first_difference(same: Sequence[StepExecution]) -> str:
     by_rank: dict[int, dict[str, int]] = defaultdict(dict)
     for one in same:
         for rank, digest in one.digests.items():
-            by_rank[rank].setdefault(digest, one.epoch)
+            by_rank[rank].setdefault(digest, one.generation)
     for rank, digests in sorted(by_rank.items()):
         if len(digests) > 1:
-            reported = ", ".join(f"{digest[:12]} (generation {epoch})" for digest, epoch in digests.items())
+            reported = ", ".join(f"{digest[:12]} (generation {generation})" for digest, generation in digests.items())
             return f"step {same[0].step}, rank {rank}: {reported}"
     losses = {one.loss for one in same if one.loss is not None}
     return f"step {same[0].step}: losses {first_few(sorted(losses), 6)}" if len(losses) > 1 else ""
 
 
 def _rolled_back(history: DrillHistory, number: int) -> bool:
-    """Whether the epoch began because numbers were wrong: then the newest state is not to be trusted."""
+    """Whether the generation began because numbers were wrong: then the newest state is not to be trusted."""
     causes = [event for event in history.incidents if int(event.get("epoch", -1)) == number - 1]
     return any((event.get("cause") or {}).get("kind") == ASTRAY for event in causes)
 
 
 def _died_at_step(history: DrillHistory, one: StepExecution, rank: int, full: Collection[FullDisk]) -> bool:
-    """Whether a silent rank died in this epoch, at this step: its last lines went with it."""
-    epoch = history.epoch(one.epoch)
-    if epoch is None:
+    """Whether a silent rank died in this generation, at this step: its last lines went with it."""
+    generation = history.generation(one.generation)
+    if generation is None:
         return False
-    fallen = {int(event.get("rank", -1)) for event in history.incidents if int(event.get("epoch", -1)) == one.epoch}
-    if rank in fallen and one.step > max(epoch.steps) - LAST_STEPS:
+    fallen = {
+        int(event.get("rank", -1)) for event in history.incidents if int(event.get("epoch", -1)) == one.generation
+    }
+    if rank in fallen and one.step > max(generation.steps) - LAST_STEPS:
         return True
-    pid = next((member.pid for member in epoch.members if member.rank == rank), -1)
+    pid = next((member.pid for member in generation.members if member.rank == rank), -1)
     return any(disk.pid == pid and _took_along(history, one, rank, disk) for disk in full)
 
 
@@ -285,10 +292,10 @@ def _took_along(history: DrillHistory, one: StepExecution, rank: int, disk: Full
     if one.ended_s < disk.begin_s - FLUSH_S - SKEW_S or one.ended_s > disk.end_s + SKEW_S:
         return False
     ranks = {
-        epoch.number: member.rank
-        for epoch in history.epochs
-        for member in epoch.members
-        if member.pid == disk.pid and epoch.number >= one.epoch
+        generation.number: member.rank
+        for generation in history.generations
+        for member in generation.members
+        if member.pid == disk.pid and generation.number >= one.generation
     }
     lost = [event for event in history.incidents if ranks.get(int(event.get("epoch", -1))) in _lost_ranks(event)]
     if not lost:
@@ -296,10 +303,15 @@ def _took_along(history: DrillHistory, one: StepExecution, rank: int, disk: Full
     last = int(lost[0]["epoch"])
     for event in history.ranks:
         number = int(event.get("epoch", -1))
-        if one.epoch <= number <= last and ranks.get(number) == event["rank"] and float(event["t"]) > one.ended_s:
+        if one.generation <= number <= last and ranks.get(number) == event["rank"] and float(event["t"]) > one.ended_s:
             return False
-    missed = [step for epoch in history.epochs if one.epoch <= epoch.number <= last for step in epoch.steps.values()]
-    missed = [step for step in missed if step.ended_s >= one.ended_s and ranks.get(step.epoch) not in step.ranks]
+    missed = [
+        step
+        for generation in history.generations
+        if one.generation <= generation.number <= last
+        for step in generation.steps.values()
+    ]
+    missed = [step for step in missed if step.ended_s >= one.ended_s and ranks.get(step.generation) not in step.ranks]
     # As long as those of another rank: a step's line hardly differs from rank to rank.
     held = sum(max((len(json.dumps(event)) for event in step.ranks.values()), default=0) for step in missed)
     with_room = sum(step.ended_s > disk.end_s + SKEW_S for step in missed)
@@ -322,12 +334,12 @@ def _repeated_sample(history: DrillHistory) -> str:
 
 
 def _host_ends(history: DrillHistory, number: int) -> dict[str, float]:
-    """When the next epoch began, by host: its members had answered then, so they had left this one."""
+    """When the next generation began, by host: its members had answered then, so they had left this one."""
     found: dict[str, float] = {}
-    for epoch in history.epochs:
-        if epoch.number > number and epoch.went_s is not None:
-            for member in epoch.members:
-                found.setdefault(member.host, epoch.went_s)
+    for generation in history.generations:
+        if generation.number > number and generation.went_s is not None:
+            for member in generation.members:
+                found.setdefault(member.host, generation.went_s)
     return found
 
 

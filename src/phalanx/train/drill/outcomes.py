@@ -10,7 +10,7 @@ from phalanx.record.drill import REFUSED
 from phalanx.record.events import Event
 from phalanx.train.drill.faults import FAULT_KINDS, Fault
 from phalanx.train.drill.firings import Firing
-from phalanx.train.drill.history import DrillHistory, EpochHistory, StepExecution
+from phalanx.train.drill.history import DrillHistory, GenerationHistory, StepExecution
 from phalanx.train.drill.judge import Verdict, evidence_text
 from phalanx.units import plural
 
@@ -23,12 +23,12 @@ class FaultOutcome:
     kind: str
     fired_s: float  # Unix time
     rank: int
-    epoch: int
+    generation: int
     step: int
     note: str
     detected_s: float | None  # until an incident was noticed
     blamed: int | None  # the rank that the incident names
-    recovered_s: float | None  # until all ranks of a later epoch had committed a step
+    recovered_s: float | None  # until all ranks of a later generation had committed a step
     steps_lost: int | None  # held in memory on all ranks, and yet behind what was restored
     steps_redone: int | None  # finished by all ranks, not yet held, and done again
     source: str  # of that restore: memory, disk or start
@@ -108,7 +108,7 @@ def _match_incidents(history: DrillHistory, firings: Sequence[Firing], patience_
                 for at, one in waiting.items()
                 if at not in found
                 and one.t_s <= float(incident["t"])
-                and _epoch_of(history, one) <= int(incident.get("epoch", -1))
+                and _generation_of(history, one) <= int(incident.get("epoch", -1))
                 and (_names_firing(history, incident, one) or not by_name)
             ]
             near = [at for at in before if _noticed_s(incident) - firings[at].t_s <= patience_s]
@@ -151,21 +151,25 @@ def _is_host_lost(incident: Event) -> bool:
 
 def _host_of(history: DrillHistory, one: Firing) -> str:
     """The host of a rank, as the run calls it."""
-    epoch = history.epoch(_epoch_of(history, one))
-    return next((member.host for member in epoch.members if member.rank == one.rank), "") if epoch is not None else ""
+    generation = history.generation(_generation_of(history, one))
+    return (
+        next((member.host for member in generation.members if member.rank == one.rank), "")
+        if generation is not None
+        else ""
+    )
 
 
-def _epoch_of(history: DrillHistory, one: Firing) -> int:
+def _generation_of(history: DrillHistory, one: Firing) -> int:
     if one.epoch >= 0:
         return one.epoch
-    return max((epoch.number for epoch in history.epochs if epoch.began_s <= one.t_s), default=0)
+    return max((generation.number for generation in history.generations if generation.began_s <= one.t_s), default=0)
 
 
 def _fault_outcome(
     history: DrillHistory, fired: Firing, incident: Event | None, texts: Mapping[int, str]
 ) -> FaultOutcome:
-    epoch = _epoch_of(history, fired)
-    later = _next_epoch(history, fired, int(incident.get("epoch", epoch))) if incident is not None else None
+    generation = _generation_of(history, fired)
+    later = _next_generation(history, fired, int(incident.get("epoch", generation))) if incident is not None else None
     first = _first_step(later)
     lost = redone = None
     if later is not None:
@@ -176,7 +180,7 @@ def _fault_outcome(
         kind=fired.kind,
         fired_s=fired.t_s,
         rank=fired.rank,
-        epoch=epoch,
+        generation=generation,
         step=fired.step,
         note=fired.note,
         detected_s=_noticed_s(incident) - fired.t_s if incident is not None else None,
@@ -194,14 +198,14 @@ def _noticed_s(incident: Event) -> float:
     return float(incident["t"]) - float(incident.get("waited_s") or 0.0)
 
 
-def _next_epoch(history: DrillHistory, fired: Firing, epoch: int) -> EpochHistory | None:
-    """The first later epoch in which a step was committed; it may have been in the making when the fault fired."""
-    later = (one for one in history.epochs if one.number > epoch and (one.went_s or one.began_s) >= fired.t_s)
+def _next_generation(history: DrillHistory, fired: Firing, generation: int) -> GenerationHistory | None:
+    """The first later generation in which a step was committed; it may have been in the making when the fault fired."""
+    later = (one for one in history.generations if one.number > generation and (one.went_s or one.began_s) >= fired.t_s)
     return next((one for one in later if _first_step(one) is not None), None)
 
 
-def _first_step(epoch: EpochHistory | None) -> StepExecution | None:
-    whole = [one for _, one in sorted(epoch.steps.items()) if one.complete] if epoch is not None else []
+def _first_step(generation: GenerationHistory | None) -> StepExecution | None:
+    whole = [one for _, one in sorted(generation.steps.items()) if one.complete] if generation is not None else []
     return whole[0] if whole else None
 
 

@@ -63,7 +63,7 @@ def _frozen_coordinator(stage: OutsideStage) -> OutsideFinding:
 
 def _lost_coordinator(stage: OutsideStage) -> OutsideFinding:
     def undisturbed(result: DrillResult, history: DrillHistory) -> str:
-        return "" if len(history.epochs) == 1 else f"{len(history.epochs)} memberships where one was enough"
+        return "" if len(history.generations) == 1 else f"{len(history.generations)} memberships where one was enough"
 
     return _judge_drill(stage.drill(["coordinator:step=8"], hosts=2), undisturbed)
 
@@ -143,14 +143,14 @@ def _newest_is_written(result: DrillResult, history: DrillHistory) -> str:
 def _four_kills(stage: OutsideStage) -> OutsideFinding:
     """Of four different ranks, so that no slot is to blame, and without a step between them."""
     faults = ["kill:rank=1,step=12"]
-    faults += [f"kill:rank={rank},point=restore,epoch={epoch}" for epoch, rank in ((2, 2), (3, 3), (4, 0))]
+    faults += [f"kill:rank={rank},point=restore,epoch={generation}" for generation, rank in ((2, 2), (3, 3), (4, 0))]
     wanted = [f"checkpoint.interval_s={LONG_S}", "fault.restarts=3"]
     return _judge_drill(stage.drill(faults, overrides=wanted), _newest_is_written, state="failed")
 
 
 def _crash_loop(stage: OutsideStage) -> OutsideFinding:
     def shrunk(result: DrillResult, history: DrillHistory) -> str:
-        worlds = [epoch.world for epoch in history.trained]
+        worlds = [generation.world for generation in history.trained]
         return "" if worlds and worlds[-1] < worlds[0] else f"the memberships that trained had {worlds} ranks"
 
     faults = ["kill:rank=1,step=8", "crash-loop:slot=1,point=restore"]
@@ -207,9 +207,12 @@ def _left_out_replica(stage: OutsideStage) -> OutsideFinding:
         return len(killed) == 2 and num_steps() >= killed[1]
 
     done = stage.command(*words, until=is_back, signals=[signal.SIGINT])
-    states, epochs = [(one["replica"], one["state"]) for one in events_of_kind("replica")], len(events_of_kind("epoch"))
+    states, generations = (
+        [(one["replica"], one["state"]) for one in events_of_kind("replica")],
+        len(events_of_kind("epoch")),
+    )
     wrong = [] if states == [(1, "left out"), (1, "rejoined")] else [f"of replicas was told: {states}"]
-    wrong += [f"{epochs - 1} times everything was rebuilt"] if epochs != 1 else []
+    wrong += [f"{generations - 1} times everything was rebuilt"] if generations != 1 else []
     wrong += [f"exit code {done.code}: {done.last}"] if done.code != 130 else []
     good = f"replica 1 was left out and is back, the other kept its groups for {num_steps()} steps"
     return OutsideFinding(ok=not wrong, reason="; ".join(wrong) or good, steps_lost=0)
@@ -244,7 +247,7 @@ def _zero_gradient(stage: OutsideStage) -> OutsideFinding:
 
 def _strangers_connect(stage: OutsideStage) -> OutsideFinding:
     def same_processes(result: DrillResult, history: DrillHistory) -> str:
-        return "" if len(history.epochs) == 1 else f"{len(history.epochs) - 1} recoveries"
+        return "" if len(history.generations) == 1 else f"{len(history.generations) - 1} recoveries"
 
     return _judge_drill(stage.drill(["strangers:step=6"], hosts=2), same_processes)
 

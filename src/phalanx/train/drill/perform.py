@@ -113,7 +113,10 @@ def perform_drill(
     found = fault_outcomes(history, faults, shots, patience_s=patience_s)
     verdicts.append(judge_noticed(found, asked=len(faults), patience_s=patience_s, drawn=scene.drawn))
     verdicts += judge_refused(history, found, drawn=scene.drawn)
-    verdicts.append(_ledger_verdict(run))
+    try:
+        verdicts.append(judge.judge_ledger(run))
+    except (PhalanxError, ImportError, KeyError, ValueError) as error:
+        verdicts.append(Verdict(name="the ledger closes", ok=False, evidence=f"{type(error).__name__}: {error}"))
     verdicts.append(_ending_verdict(ended, history, faults, minutes=scene.minutes))
     counts = Counter(one.id for one in shots)
     missing = [fault.text for fault in faults if not counts[fault.id]]
@@ -238,13 +241,6 @@ def _not_finite(events: Iterable[Mapping[str, Any]]) -> bool:
     return any(event.get("grad_norm") is None for event in events)
 
 
-def _ledger_verdict(run: Run) -> Verdict:
-    try:
-        return judge.judge_ledger(run)
-    except (PhalanxError, ImportError, KeyError, ValueError) as error:
-        return Verdict(name="the ledger closes", ok=False, evidence=f"{type(error).__name__}: {error}")
-
-
 def _ending_verdict(
     ended: tuple[str, str], history: DrillHistory, faults: Sequence[Fault], *, minutes: float
 ) -> Verdict:
@@ -263,7 +259,7 @@ def _ending_verdict(
 def _drill_numbers(plan: Plan, run: Run, history: DrillHistory, found: Sequence[FaultOutcome]) -> DrillNumbers:
     times = [one.recovered_s for one in found if one.recovered_s is not None]
     effective, trained_s = _measured_effective(run)
-    failures = len({one.epoch for one in found if one.recovered_s is not None})
+    failures = len({one.generation for one in found if one.recovered_s is not None})
     return DrillNumbers(
         wall_s=_wall_s(history),
         steps=len(history.chain),
@@ -285,7 +281,9 @@ def _planned_effective(plan: Plan, *, mtbf_s: float) -> float:
 
 
 def _wall_s(history: DrillHistory) -> float:
-    moments = [float(event["t"]) for event in history.ranks] + [epoch.began_s for epoch in history.epochs[:1]]
+    moments = [float(event["t"]) for event in history.ranks] + [
+        generation.began_s for generation in history.generations[:1]
+    ]
     if not moments:  # no membership came to be
         return 0.0
     return max([*moments, *([float(history.end["t"])] if history.end is not None else [])]) - min(moments)

@@ -66,7 +66,7 @@ def _outcome_table(found: Sequence[FaultOutcome]) -> str:
 def _outcome_place(one: FaultOutcome) -> str:
     whom = f"rank {one.rank}, " if one.rank >= 0 else ""
     step = f", step {one.step}" if one.step >= 0 else ""
-    return f"{whom}generation {one.epoch}{step}"
+    return f"{whom}generation {one.generation}{step}"
 
 
 def _by_kind(found: Sequence[FaultOutcome]) -> str:

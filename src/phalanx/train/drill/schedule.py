@@ -192,7 +192,7 @@ def _limits_part(step_s: float) -> SuitePart:
         faults=(
             f"slow:rank=2,step=3,sleep_s={sleep_s:.3g},for_s=3600",
             "kill:rank=1,step=20",
-            "crash-loop:rank=1,point=restore",  # from the second epoch on
+            "crash-loop:rank=1,point=restore",  # from the second generation on
         ),
         steps=60,
         agents=1,

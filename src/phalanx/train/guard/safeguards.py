@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,13 +30,14 @@ from phalanx.train.telemetry.clock import compiled_s
 from phalanx.units import plural
 
 if TYPE_CHECKING:
-    from phalanx.train.loop import StepReport, TrainingLoop
+    from phalanx.train.step_result import StepReport
+    from phalanx.train.training_context import TrainingContext
 
 
 class CompiledCodeCheck(Callback):
     """Compares compiled code with eager code before anything is learnt from it; raises on every rank alike."""
 
-    def on_start(self, training: TrainingLoop) -> None:
+    def on_start(self, training: TrainingContext) -> None:
         """Where this process runs compiled code that was never compared."""
         control, engine, step = training.control, training.engine, training.step
         if step >= training.batch_plan.steps or not training.job.train.compile_check:
@@ -50,7 +51,7 @@ class CompiledCodeCheck(Callback):
         training.events.write(
             "compile_check",
             step=step,
-            epoch=control.epoch,
+            epoch=control.generation,
             seconds=time.perf_counter() - began_s,
             compile_s=compiled_s() - compiled,
             **event_fields(found),
@@ -64,7 +65,7 @@ class CompiledCodeCheck(Callback):
 class ReplicaComparison(Callback):
     """Compares copies of the state before anything keeps it; raises UntrustedState on every rank alike."""
 
-    def __init__(self, training: TrainingLoop, *, each_step: bool = True) -> None:
+    def __init__(self, training: TrainingContext, *, each_step: bool = True) -> None:
         plan, engine = training.plan, training.engine
         every = digest_every(plan.job.fault, plan.reliability, plan.prediction, wall_s=plan.duration.wall_s)
         self.guard = ReplicaGuard(
@@ -78,7 +79,7 @@ class ReplicaComparison(Callback):
         if self.guard.is_on:
             engine.compare_memory = self.compare_memory
 
-    def on_start(self, training: TrainingLoop) -> None:
+    def on_start(self, training: TrainingContext) -> None:
         """What was restored is sound."""
         self._sound_step = self._unchanged_step = training.step
 
@@ -87,12 +88,12 @@ class ReplicaComparison(Callback):
         self._was_known = self.guard.remembers
         return self.guard.compare_memory()
 
-    def memory_changed(self, training: TrainingLoop) -> UntrustedState:
+    def memory_changed(self, training: TrainingContext) -> UntrustedState:
         """What is raised on every rank, since memory of some rank changed."""
         training.control.check()  # numbers of an aborted collective say nothing
         return self._untrusted_state(self.guard.name_changed(training.step))
 
-    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+    def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """Compare, and settle which rank was wrong where the same step is done again."""
         step, began_s = training.step, time.perf_counter()
         if self._was_known:
@@ -115,7 +116,7 @@ class ReplicaComparison(Callback):
         if self.guard.is_due(step) or is_saved:
             self._sound_step = step
 
-    def digest(self, training: TrainingLoop) -> tuple[str | None, float | None]:
+    def digest(self, training: TrainingContext) -> tuple[str | None, float | None]:
         """The digest of the weights after a compared step, and the seconds that comparing and digesting took."""
         if not self.guard.is_due(training.step):
             return None, None
@@ -123,7 +124,7 @@ class ReplicaComparison(Callback):
         digest = digest_shards(training.engine.weights())
         return digest, self._spent_s + time.perf_counter() - began_s
 
-    def _compare_replicas(self, training: TrainingLoop, across: AcrossReplicas) -> None:
+    def _compare_replicas(self, training: TrainingContext, across: AcrossReplicas) -> None:
         """The state of every replica: each rank compares its own with that of the same place in the others."""
         digest = bytes.fromhex(digest_shards(training.engine.state()))
         told = across.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
@@ -173,6 +174,34 @@ def odd_replicas(digests: Mapping[int, bytes]) -> list[int]:
     return [one for one, own in digests.items() if own != digest] if 2 * count > len(digests) else []
 
 
+FIRST_RANK_BUFFER = "is changed by forward: data ranks change it each in its own way, and the first one's value counts"
+UNSAVED_BUFFER = (
+    "is changed by forward and registered with persistent=False: no checkpoint holds it, so after a restart it begins "
+    "as it was built"
+)
+
+
+class ChangedBuffers(Callback):
+    """Warns of buffers of the user's own network that forward changes, of each once."""
+
+    def __init__(self) -> None:
+        self._warned: set[tuple[str, str]] = set()
+
+    def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
+        """Of those that data ranks change each in its own way."""
+        self._warn_of(training, training.engine.first_rank_buffers, FIRST_RANK_BUFFER)
+
+    def on_checkpoint_taken(self, training: TrainingContext, step: int) -> None:
+        """Of those that the checkpoint does not hold."""
+        self._warn_of(training, training.engine.changed_unsaved(), UNSAVED_BUFFER)
+
+    def _warn_of(self, training: TrainingContext, names: Iterable[str], what: str) -> None:
+        for name, said in sorted({(name, what) for name in names} - self._warned):
+            self._warned.add((name, said))
+            step = max(training.step - 1, 0)
+            training.events.write("remark", step=step, text=f"the buffer {name} {said}", is_warning=True)
+
+
 STILL_STEPS = 32  # with the same loss: batches differ, and so do their losses, from the second or third digit on
 STILL = 1e-6  # of the loss: less than this is no movement
 
@@ -188,7 +217,7 @@ class StalledTraining(Callback):
         self._losses: deque[float] = deque(maxlen=STILL_STEPS)
         self._is_zero = self._is_still = False
 
-    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+    def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """Say it once when it begins."""
         result = report.result
         if result.skipped or not result.tokens:
@@ -204,7 +233,7 @@ class StalledTraining(Callback):
             self._warn_of(training, report.step, what)
         self._is_zero, self._is_still = is_zero, is_still
 
-    def _warn_of(self, training: TrainingLoop, step: int, what: str) -> None:
+    def _warn_of(self, training: TrainingContext, step: int, what: str) -> None:
         if training.rank == 0:  # every rank has the same numbers
             cure = "the state may be damaged: compare the curve with an earlier checkpoint, and resume from that"
             training.events.write("remark", step=step, text=f"step {step:,}: {what}; {cure}", is_warning=True)
@@ -216,7 +245,7 @@ class SkippedSteps(Callback):
     def __init__(self, most: int) -> None:
         self._most, self._skipped = most, 0
 
-    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+    def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """Count."""
         self._skipped = self._skipped + 1 if report.result.skipped else 0
         if self._skipped >= self._most:

@@ -1,7 +1,8 @@
 """A network of the user's own: what it must offer, and how the code that builds it is found, run and checked.
 
 The job names it as `[model] module = "my_model.py:build"`; the keys of the shape still tell the planner its size.
-That code is run only when the person at the keyboard allows it, since job files are passed around.
+That code is run only when the person at the keyboard allows it, since job files are passed around. What an installed
+package offers as an entry point of phalanx.models (`module = "tiny-net"`) was installed on purpose, and runs without.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 
 from phalanx.errors import Problem, UserError, mistake, nearest
 from phalanx.job.model import ModelShape
+from phalanx.job.plugin_reference import MODEL_GROUP, runs_named_code
 from phalanx.train.models.decoder import Decoder
-from phalanx.train.plugins import load_module
+from phalanx.train.plugins import load_entry_point, load_module
 
 
 @runtime_checkable
@@ -53,7 +55,7 @@ def build_model(shape: ModelShape, *, allow_code: bool = False, folder: Path = P
     """
     if not shape.module:
         return Decoder(shape)
-    if not allow_code:
+    if runs_named_code(shape.module) and not allow_code:
         raise mistake(
             f"model {shape.name}",
             f'model.module = "{shape.module}" names code to run',
@@ -70,6 +72,8 @@ def build_model(shape: ModelShape, *, allow_code: bool = False, folder: Path = P
 
 
 def _find_constructor(name: str, folder: Path) -> Callable[..., object]:
+    if not runs_named_code(name):
+        return _load_packaged(name)
     place, _, function = name.rpartition(":")
     is_file = place.endswith(".py")
     if is_file and not (folder / place).is_file():
@@ -84,6 +88,22 @@ def _find_constructor(name: str, folder: Path) -> Callable[..., object]:
     if not callable(found):
         close = nearest(function, vars(module))
         raise mistake(name, f"{place} has no function {function}", fix=f"did you mean {close}?" if close else "")
+    return found  # type: ignore[no-any-return]
+
+
+def _load_packaged(name: str) -> Callable[..., object]:
+    try:
+        found = load_entry_point(name, MODEL_GROUP, key="model.module")
+    except UserError:
+        raise
+    except Exception as error:
+        raise _constructor_failed(name, "cannot be imported", error) from error
+    if not callable(found):
+        raise mistake(
+            "model.module",
+            f"the entry point {name!r} of {MODEL_GROUP} is of type {type(found).__name__}, which cannot be called",
+            why="it is called as build(shape, **arguments)",
+        )
     return found  # type: ignore[no-any-return]
 
 

@@ -58,7 +58,11 @@ class PowerSgd:
         self._sum_tensors(list(right.values()), group)
         for name, part in thin.items():
             part.copy_(left[name] @ right[name].mT)
-            self._keep_factor(name, right[name])
+            q_mr = right[name]
+            # Unit columns: products of small gradients would underflow. Not after a step that was not finite.
+            tiny = torch.finfo(q_mr.dtype).tiny
+            unit = q_mr / q_mr.norm(dim=0, keepdim=True).clamp_min(tiny)
+            self._factors[name] = torch.where(q_mr.isfinite().all(), unit, self._factors[name])
         self.bytes_raw += ring_bytes(bucket.numel() * bucket.element_size(), group)
 
     def state(self) -> dict[str, Tensor]:
@@ -97,12 +101,6 @@ class PowerSgd:
             first = torch.randn(columns, min(self._rank, rows, columns), generator=draw, dtype=m_nm.dtype)
             self._factors[name] = first.to(m_nm.device)
         return self._factors[name]
-
-    def _keep_factor(self, name: str, q_mr: Tensor) -> None:
-        # Unit columns: products of small gradients would underflow. Not after a step that was not finite.
-        tiny = torch.finfo(q_mr.dtype).tiny
-        unit = q_mr / q_mr.norm(dim=0, keepdim=True).clamp_min(tiny)
-        self._factors[name] = torch.where(q_mr.isfinite().all(), unit, self._factors[name])
 
     def _sum_tensors(self, tensors: list[Tensor], group: ProcessGroup) -> None:
         """Sum a list in place, as one message."""

@@ -105,7 +105,7 @@ class CheckpointManifest:
     code: str
     meta: Mapping[str, JSON]
     ranks: tuple[RankFiles, ...]
-    epoch: int = 0  # the generation of the membership that wrote it
+    generation: int = 0  # the generation of the membership that wrote it
 
     @property
     def size_bytes(self) -> int:
@@ -121,7 +121,7 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
         "step": manifest.step,
         "world": manifest.world,
         "attempt": manifest.attempt,
-        "epoch": manifest.epoch,
+        "epoch": manifest.generation,
         "code": manifest.code,
         "meta": manifest.meta,
         "ranks": [asdict(rank) for rank in manifest.ranks],
@@ -163,13 +163,13 @@ def _decode_manifest(data: bytes) -> CheckpointManifest:
             raise ValueError("an entry of ranks is not two sizes, a digest and a number of tensors")
     ranks = tuple(RankFiles(**row) for row in body["ranks"])
     known = {key: body[key] for key in ("step", "world", "attempt", "code", "meta")}
-    manifest = CheckpointManifest(ranks=ranks, epoch=body.get("epoch", 0), **known)
+    manifest = CheckpointManifest(ranks=ranks, generation=body.get("epoch", 0), **known)
     if not is_count(manifest.step) or manifest.world != len(ranks) or not ranks or not isinstance(manifest.meta, dict):
         raise ValueError(
             f"it lists {plural(len(ranks), 'rank')} for step {manifest.step!r} of a world size of {manifest.world!r}"
         )
-    if not paths.is_attempt(manifest.attempt) or not is_count(manifest.epoch):
-        raise ValueError(f"it belongs to attempt {manifest.attempt!r}, generation {manifest.epoch!r}")
+    if not paths.is_attempt(manifest.attempt) or not is_count(manifest.generation):
+        raise ValueError(f"it belongs to attempt {manifest.attempt!r}, generation {manifest.generation!r}")
     return manifest
 
 

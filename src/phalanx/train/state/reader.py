@@ -263,7 +263,7 @@ class CommittedCheckpoint:
     step: int
     world: int
     meta: Mapping[str, JSON]
-    epoch: int = 0
+    generation: int = 0
     warnings: tuple[str, ...] = ()
 
 
@@ -330,7 +330,9 @@ def own_first(
 
 
 def _committed_checkpoint(location: Location, found: CheckpointManifest) -> CommittedCheckpoint:
-    return CommittedCheckpoint(path=location, step=found.step, world=found.world, meta=found.meta, epoch=found.epoch)
+    return CommittedCheckpoint(
+        path=location, step=found.step, world=found.world, meta=found.meta, generation=found.generation
+    )
 
 
 def read_checkpoint_meta(location: Location) -> dict[str, Any]:

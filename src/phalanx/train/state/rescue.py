@@ -193,7 +193,7 @@ def _write_rank(
         rank=copy.wanted.rank,
         world=copy.world,
         keep=keep,
-        epoch=generation,
+        generation=generation,
         rank_meta=index.rank_meta,
         timeout_s=WRITE_S,
     )

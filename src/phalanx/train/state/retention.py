@@ -23,7 +23,7 @@ ROOM = 1.05  # of a checkpoint's bytes: blocks, folders, the manifest, and the e
 
 
 def remove_drafts(root: Location | str) -> None:
-    """Take away what dead processes left half written. For a moment when no process saves, as between two epochs."""
+    """Take away what dead processes left half written. For when no process saves, as between two generations."""
     open_storage(root).sweep(0.0)
 
 

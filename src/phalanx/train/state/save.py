@@ -80,7 +80,7 @@ def save_checkpoint(
     rank: int,
     world: int,
     keep: int = 2,
-    epoch: int = 0,
+    generation: int = 0,
     rank_meta: Mapping[str, JSON] | None = None,
     timeout_s: float = SAVE_TIMEOUT_S,
     fence: CommitFence = nullcontext,
@@ -95,9 +95,9 @@ def save_checkpoint(
     is missing after `timeout_s`, SaveAbandoned when `abandoned` is set; earlier checkpoints are then as they were.
     """
     began = time.monotonic()
-    if step < 0 or keep < 1 or epoch < 0 or not 0 <= rank < world:
+    if step < 0 or keep < 1 or generation < 0 or not 0 <= rank < world:
         what = f"step {step}, keep {keep}, rank {rank} of {world} cannot be saved"
-        raise mistake("checkpoint", what, fix="use step and epoch from 0 on, keep from 1 on, and a rank below world")
+        raise mistake("checkpoint", what, fix="use a step and generation from 0, keep from 1, and a rank below world")
     _check_meta(meta)
     _check_meta(rank_meta or {})
     storage, abandoned = open_storage(root), abandoned or Event()
@@ -114,7 +114,13 @@ def save_checkpoint(
             total_bytes = sum(one.data_bytes + one.index_bytes for one in ranks)
             point("all")
             manifest = CheckpointManifest(
-                step=step, world=world, attempt=attempt, epoch=epoch, code=_code_version(), meta=meta, ranks=ranks
+                step=step,
+                world=world,
+                attempt=attempt,
+                generation=generation,
+                code=_code_version(),
+                meta=meta,
+                ranks=ranks,
             )
             _commit_draft(draft, manifest, fence, abandoned, point)
     except BaseException as error:
@@ -129,7 +135,9 @@ def save_checkpoint(
         with suppress(SystemFailure), fence():  # whoever is fenced by now tidies up nothing: others save here
             draft.tidy()
             # Where memberships have numbers, whoever is not of our start is fenced, and its drafts are nobody's.
-            prune_commits(storage, keep=keep, stale_s=0.0 if epoch else timeout_s, spare=paths.attempt_family(attempt))
+            prune_commits(
+                storage, keep=keep, stale_s=0.0 if generation else timeout_s, spare=paths.attempt_family(attempt)
+            )
             deleted += make_room(storage)  # for the next, while nobody writes
         point("prune")
     return SavedCheckpoint(

@@ -127,7 +127,7 @@ def tell_communicators(
     times: Iterable[GroupTime],
     *,
     joined_s: float,
-    epoch: int,
+    generation: int,
     device: torch.device,
     notes: Sequence[str] = (),
 ) -> None:
@@ -142,7 +142,7 @@ def tell_communicators(
     fields = {} if rank else {**describe_library(), **described}
     events.write(
         "communicators",
-        epoch=epoch,
+        epoch=generation,
         backend="nccl" if device.type == "cuda" else "gloo",
         # With a device_id torch makes NCCL's communicators at once, and splits the others off it; gloo always connects.
         mode="eager",

@@ -49,10 +49,10 @@ class Monitor:
         *,
         sharers: Sharers,
         interval_s: float,
-        epoch: int = 0,
+        generation: int = 0,
     ) -> None:
         self._events, self._sensors, self._sharers = events, sensors, sharers
-        self._interval_s, self._epoch = interval_s, epoch
+        self._interval_s, self._generation = interval_s, generation
         self._energy_j: float | None = None  # of this membership, with the time before it in which nobody looked
         self._closing, self._abandoned = threading.Event(), False
         self.trouble = ""  # the first thing that went wrong
@@ -82,7 +82,7 @@ class Monitor:
         if reading.energy_j is not None:
             self._energy_j = (self._energy_j or 0.0) + reading.energy_j
         if not self._abandoned:
-            self._events.write("monitor", epoch=self._epoch, **{**asdict(reading), "energy_j": self._energy_j})
+            self._events.write("monitor", epoch=self._generation, **{**asdict(reading), "energy_j": self._energy_j})
 
     def _try_once(self, act: Callable[[], Any]) -> Any:
         """Do it; whatever goes wrong is told once in the rank's log, and the training goes on."""
@@ -131,13 +131,13 @@ def monitored_rank(
     telemetry: Telemetry,
     layout: Layout,
     rank: int,
-    epoch: int,
+    generation: int,
     sharers: Sharers,
 ) -> Iterator[None]:
     """Watch this rank for the length of the block; what cannot be started is told and left out."""
     with ExitStack() as stack:
         try:
-            monitor = Monitor(events, sensors, sharers=sharers, interval_s=telemetry.interval_s, epoch=epoch)
+            monitor = Monitor(events, sensors, sharers=sharers, interval_s=telemetry.interval_s, generation=generation)
             stack.callback(monitor.close)
             monitor.start()
         except Exception as error:
@@ -149,7 +149,7 @@ def monitored_rank(
                     meeting.store,
                     rank=rank,
                     dims=ParallelDims.of(layout),
-                    epoch=epoch,
+                    generation=generation,
                     secret=meeting.secret,
                     address=meeting.address,
                     every_s=telemetry.peers_every_s,

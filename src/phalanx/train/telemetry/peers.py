@@ -1,7 +1,7 @@
 """Peer latency: every rank pings its next neighbour on each axis of the mesh, beside the training.
 
-A ping is a datagram of 64 bytes, signed with the run's secret; whoever gets an authentic one of its own epoch sends it
-back with the time it held it. Both arrivals are stamped by the kernel, so neither the scheduler nor Python's lock,
+A ping is a datagram of 64 bytes, signed with the run's secret; who gets an authentic one of its own generation sends
+it back with the time it held it. Both arrivals are stamped by the kernel, so neither the scheduler nor Python's lock,
 which on a busy rank take milliseconds, are in the measured time:
 
     round trip = (answer arrived - ping sent) - (answer sent - ping arrived)      one clock in each bracket
@@ -26,7 +26,7 @@ from phalanx.record.events import EventWriter
 from phalanx.train.parallel.dims import ParallelDims
 
 MAGIC = b"PHXp"
-# magic, kind, epoch, from, to, nonce, nanoseconds the other side held it; then the HMAC, cut to 16 bytes.
+# magic, kind, generation, from, to, nonce, nanoseconds the other side held it; then the HMAC, cut to 16 bytes.
 BODY = struct.Struct("!4sBQII16sQ3x")
 MAC_BYTES = 16
 PING, PONG = 0, 1
@@ -78,7 +78,7 @@ class Packet:
     """What a ping or its answer says."""
 
     kind: int
-    epoch: int
+    generation: int
     source: int
     target: int
     nonce: bytes
@@ -86,7 +86,7 @@ class Packet:
 
     def encode(self, key: bytes) -> bytes:
         """Signed bytes."""
-        body = BODY.pack(MAGIC, self.kind, self.epoch, self.source, self.target, self.nonce, self.held_ns)
+        body = BODY.pack(MAGIC, self.kind, self.generation, self.source, self.target, self.nonce, self.held_ns)
         return body + _packet_mac(key, body)
 
     @classmethod
@@ -97,8 +97,8 @@ class Packet:
         body, mac = data[: BODY.size], data[BODY.size :]
         if not hmac.compare_digest(mac, _packet_mac(key, body)):
             return None
-        _, kind, epoch, source, target, nonce, held_ns = BODY.unpack(body)
-        return cls(kind=kind, epoch=epoch, source=source, target=target, nonce=nonce, held_ns=held_ns)
+        _, kind, generation, source, target, nonce, held_ns = BODY.unpack(body)
+        return cls(kind=kind, generation=generation, source=source, target=target, nonce=nonce, held_ns=held_ns)
 
 
 def _packet_mac(key: bytes, body: bytes) -> bytes:
@@ -158,12 +158,12 @@ class Peers:
         *,
         rank: int,
         dims: ParallelDims,
-        epoch: int,
+        generation: int,
         secret: bytes,
         address: str,
         every_s: float,
     ) -> None:
-        self._events, self._directory, self._rank, self._epoch = events, directory, rank, epoch
+        self._events, self._directory, self._rank, self._generation = events, directory, rank, generation
         self._every_s, self._pause_s = every_s, max(LEAST_PAUSE_S, every_s * VOLLEY / PINGS)
         self._key = hmac.digest(secret, b"peers", "sha256")  # a key of its own: a ping proves nothing elsewhere
         self._pairs = {peer: PeerPair(peer=peer, axis=axis) for axis, peer in ring_neighbours(rank, dims).items()}
@@ -220,7 +220,7 @@ class Peers:
     def _write_report(self) -> None:
         pairs = [pair.report() for pair in self._pairs.values()]
         if not self._abandoned:
-            self._events.write("peers", epoch=self._epoch, pairs=pairs)
+            self._events.write("peers", epoch=self._generation, pairs=pairs)
 
     def _ping_peers(self) -> None:
         self._find_peers()
@@ -256,7 +256,7 @@ class Peers:
             except OSError:  # a port that a peer has closed can come back as an error of ours
                 continue
             packet = Packet.decode(data, self._key)
-            if packet is None or packet.epoch != self._epoch or packet.target != self._rank:
+            if packet is None or packet.generation != self._generation or packet.target != self._rank:
                 self.strangers += 1
                 continue
             self._handle_packet(packet, _arrival_ns(notes), sender)
@@ -272,7 +272,9 @@ class Peers:
             self._pairs[packet.source].answered(packet.nonce, arrived_ns, packet.held_ns)
 
     def _make_packet(self, kind: int, target: int, nonce: bytes, *, held_ns: int = 0) -> Packet:
-        return Packet(kind=kind, epoch=self._epoch, source=self._rank, target=target, nonce=nonce, held_ns=held_ns)
+        return Packet(
+            kind=kind, generation=self._generation, source=self._rank, target=target, nonce=nonce, held_ns=held_ns
+        )
 
 
 def _open_socket(address: str) -> socket.socket:

@@ -3,24 +3,67 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from phalanx.train.callbacks import Callback
 from phalanx.train.parallel.expert import expert_imbalance
+from phalanx.train.step_result import StepReport, StepResult
+from phalanx.train.telemetry.clock import compiled_s
 from phalanx.train.telemetry.timeline import Sample, TimelineSampler
 
 if TYPE_CHECKING:
-    from phalanx.train.loop import StepReport, TrainingLoop
+    from phalanx.train.training_context import TrainingContext
 
-# What is said of a buffer of the user's own network.
-FIRST_RANK_BUFFER = "is changed by forward: data ranks change it each in its own way, and the first one's value counts"
+
+class StepTimer:
+    """Where the time of one step goes, from the moment this is made."""
+
+    def __init__(self, step: int, timeline: TimelineSampler) -> None:
+        self._step, self._timeline = step, timeline
+        self._samples: Sequence[Sample] = ()
+        self._data_s = self._ready_s = self._before_cpu_s = self._entered_s = self._ended_s = 0.0
+        self._compiled_s = compiled_s()
+        self._began_s, self._began_cpu_s = time.perf_counter(), time.thread_time()
+
+    @contextmanager
+    def data(self) -> Iterator[None]:
+        """Around the wait for the batch."""
+        began_s = time.perf_counter()
+        yield
+        self._data_s = time.perf_counter() - began_s
+
+    @contextmanager
+    def engine(self) -> Iterator[None]:
+        """Around the engine's step: samples its timeline where one is due."""
+        self._ready_s, self._before_cpu_s = time.perf_counter(), time.thread_time() - self._began_cpu_s
+        with self._timeline.step(self._step) as self._samples:
+            self._entered_s = time.perf_counter()
+            yield
+            self._ended_s = time.perf_counter()
+
+    def report(self, result: StepResult, *, lr: float) -> StepReport:
+        """After the engine's step."""
+        opening_s = self._timeline.opening_s  # telemetry's own: no part of the step
+        return StepReport(
+            step=self._step,
+            result=result,
+            lr=lr,
+            duration_s=self._ended_s - self._began_s - opening_s,
+            data_s=self._data_s,
+            before_s=self._entered_s - self._began_s - opening_s,
+            own_s=result.compute_s + self._ready_s - self._began_s - self._data_s,
+            cpu_s=result.cpu_s + self._before_cpu_s if result.cpu_s is not None else None,
+            compile_s=compiled_s() - self._compiled_s or None,
+            samples=self._samples,
+        )
 
 
 class StepTelemetry(Callback):
     """Writes what a step gave and where its time went."""
 
-    def __init__(self, training: TrainingLoop) -> None:
+    def __init__(self, training: TrainingContext) -> None:
         self._step = 0
         self.timeline = TimelineSampler(
             training.engine.meshes,
@@ -31,17 +74,17 @@ class StepTelemetry(Callback):
         )
         self._spent_s = 0.0  # the timeline's `spent_s` at the last step, less what writing that one took
 
-    def observe(self, step: int) -> AbstractContextManager[list[Sample]]:
-        """Around the engine's step: samples its timeline where one is due."""
+    def begin_step(self, step: int) -> StepTimer:
+        """A step begins, and its time with it."""
         self._step = step
-        return self.timeline.step(step)
+        return StepTimer(step, self.timeline)
 
-    def on_start(self, training: TrainingLoop) -> None:
+    def on_start(self, training: TrainingContext) -> None:
         """A run that goes on measures gradient noise at the same steps."""
         if training.engine.listener is not None:
             training.engine.listener.norms.next = training.step
 
-    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+    def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """Write the event, and the timeline if there is one."""
         result, noise, timeline = report.result, report.result.noise, self.timeline
         inside = timeline.inside(report.samples, result.phases, data_s=report.data_s, before_s=report.before_s)
@@ -55,7 +98,7 @@ class StepTelemetry(Callback):
         training.events.write(
             "step",
             step=report.step,
-            epoch=training.control.epoch,
+            epoch=training.control.generation,
             loss=result.loss,
             tokens=result.tokens,
             duration_s=report.duration_s,
@@ -85,15 +128,14 @@ class StepTelemetry(Callback):
         )
         if inside.timeline is not None:
             fields = {"seconds": report.duration_s, **inside.timeline}
-            training.events.write("timeline", step=report.step, epoch=training.control.epoch, **fields)
+            training.events.write("timeline", step=report.step, epoch=training.control.generation, **fields)
         self._spent_s = timeline.spent_s - (time.perf_counter() - began_s)
         checkpoints.copy_s = None
         if training.control.hooks.records_samples:  # a kill must not take the proof along
             training.events.flush()
-        training.warn_of_buffers(training.engine.first_rank_buffers, FIRST_RANK_BUFFER)
 
 
-def _expert_imbalance(training: TrainingLoop) -> float | None:
+def _expert_imbalance(training: TrainingContext) -> float | None:
     """Tokens of the busiest expert over the mean, in the worst layer of this stage; None without experts."""
     loads = training.engine.experts.loads
     if loads is None:

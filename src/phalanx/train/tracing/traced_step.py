@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from phalanx.errors import UserError, mistake
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
-from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
 from phalanx.train.parallel.expert import balance_routing
 from phalanx.train.parallel.pipeline import assume_static
@@ -115,7 +114,9 @@ def record_step(
             engine.micro_batches.loss = fused_loss
         recorder.attach(engine)
         if dry:
-            _run_steps(engine, _warm_up_count(layout), dry=True)
+            # Micro-batches that warm everything up: two, so that one of them is not the last; 1F1B wants one per stage.
+            least = layout.pipeline if layout.virtual_pipeline == 1 else 2
+            _run_steps(engine, min(layout.accumulation, max(least, 2)), dry=True)
             engine.micro_batches.clear_schedules()  # and the receive buffers of so many micro-batches
         else:
             engine.initialise()
@@ -123,12 +124,6 @@ def record_step(
         recorder.begin()
         _run_steps(engine, layout.accumulation, dry=dry)
         return recorder.finish()
-
-
-def _warm_up_count(layout: Layout) -> int:
-    """Micro-batches that warm everything up: two, so that one of them is not the last; 1F1B wants one per stage."""
-    least = layout.pipeline if layout.virtual_pipeline == 1 else 2
-    return min(layout.accumulation, max(least, 2))
 
 
 def _run_steps(engine: Engine, micro_batches: int, *, dry: bool) -> None:
@@ -172,7 +167,6 @@ def record_ranks(step: TracedStep, *, limit_s: float = LIMIT_S) -> list[RankTrac
 
 
 def _record_rank(_: int, step: TracedStep) -> RankTrace:
-
     return record_step(
         step.shape, traceable_settings(step.settings), step.optim, state_dtype=step.state_dtype, fakes=None
     )

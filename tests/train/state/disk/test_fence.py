@@ -24,7 +24,7 @@ def shard_of(kit, value=1.0, size=1000):
 
 @contextmanager
 def closed():
-    raise SystemFailure(Problem(where="epoch 3", what="is over: epoch 4 has begun"))
+    raise SystemFailure(Problem(where="generation 3", what="is over: generation 4 has begun"))
     yield
 
 
@@ -33,7 +33,7 @@ def test_a_fence_that_refuses_leaves_the_commit_before_and_nothing_else(kit, tmp
     for step in (1, 2):  # replacing a step, and a new one
         with pytest.raises(SystemFailure) as caught:
             kit.save_all(tmp_path, [[shard_of(kit, 2.0)]], step=step, attempt="old", fence=closed)
-        assert str(caught.value) == "epoch 3: is over: epoch 4 has begun"
+        assert str(caught.value) == "generation 3: is over: generation 4 has begun"
         assert names(tmp_path) == ["step-00000001"]
     target = shard_of(kit, 0.0)
     load_shards(newest_checkpoint(tmp_path, verify=True).path, [target])
@@ -54,11 +54,11 @@ def test_the_fence_is_around_the_commit_and_only_rank_0_enters_it(kit, tmp_path)
     assert told == [*rank, *rank, "all", "manifest", "in", "set-aside", "out", "commit", "in", "out", "prune"]
 
 
-def test_the_manifest_says_which_epoch_wrote_it(kit, tmp_path):
-    saver = AsyncSaver(tmp_path, attempt="a", rank=0, world=1, epoch=5)
+def test_the_manifest_says_which_generation_wrote_it(kit, tmp_path):
+    saver = AsyncSaver(tmp_path, attempt="a", rank=0, world=1, generation=5)
     saver.save(step=1, shards=[shard_of(kit)], meta={})
     saver.wait()
-    assert newest_checkpoint(tmp_path).epoch == 5
+    assert newest_checkpoint(tmp_path).generation == 5
 
 
 def test_drafts_of_fenced_epochs_are_swept_at_the_next_commit(kit, tmp_path):
@@ -66,7 +66,7 @@ def test_drafts_of_fenced_epochs_are_swept_at_the_next_commit(kit, tmp_path):
         save_checkpoint(tmp_path, step=7, attempt=attempt, shards=[shard_of(kit)], meta={}, rank=1, world=2)
     kit.save_all(tmp_path, [[shard_of(kit)]], step=5, attempt="new.2")
     assert names(tmp_path) == [".tmp-step-00000007-new.3", ".tmp-step-00000007-old.1", "step-00000005"]  # no epochs
-    kit.save_all(tmp_path, [[shard_of(kit)]], step=6, attempt="new.2", epoch=2)
+    kit.save_all(tmp_path, [[shard_of(kit)]], step=6, attempt="new.2", generation=2)
     assert names(tmp_path) == [".tmp-step-00000007-new.3", "step-00000005", "step-00000006"]  # a rank is ahead of us
 
 

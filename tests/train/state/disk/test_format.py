@@ -62,7 +62,7 @@ def shards(rank):
 
 def test_a_checkpoint_of_0_6_is_read(kit):
     found = newest_checkpoint(ROOT, verify=True)
-    assert (found.path, found.step, found.world, found.epoch, found.warnings) == (FOLDER, 100, 2, 3, ())
+    assert (found.path, found.step, found.world, found.generation, found.warnings) == (FOLDER, 100, 2, 3, ())
     assert verify_checkpoint(FOLDER).code == "phalanx 0.6.0, torch 2.13.0"
     assert read_checkpoint_meta(FOLDER) == {**META, "step": 100, "world": 2}
     assert [read_rank_meta(FOLDER, rank)["random"] for rank in (0, 1)] == [{"cpu": "00" * 8}, {"cpu": "01" * 8}]
@@ -91,7 +91,7 @@ def test_the_same_state_is_written_as_0_6_wrote_it(tmp_path):
             meta=META,
             rank=rank,
             world=2,
-            epoch=3,
+            generation=3,
             rank_meta=meta,
         ).path
     assert {file.name for file in path.iterdir()} == {file.name for file in FOLDER.iterdir()}

@@ -76,7 +76,7 @@ def test_what_it_refuses_changes_nothing(kit):
 
 
 def test_a_folder_is_one(kit, tmp_path):
-    path = kit.save_all(tmp_path, rows(kit, 4), step=9, meta={"tokens": 5}, epoch=3).path
+    path = kit.save_all(tmp_path, rows(kit, 4), step=9, meta={"tokens": 5}, generation=3).path
     source = CheckpointReader(path)
     assert (source.where, source.step, source.world, source.meta) == (str(path), 9, 4, {"tokens": 5})
     assert [source.count(rank) for rank in range(4)] == [1] * 4

@@ -101,9 +101,9 @@ def test_object_commits_are_kept_replaced_and_swept_as_on_a_disk(kit, store, url
     assert steps(url) == ["step-00000003", "step-00000002"]  # half a checkpoint is not listed
     kit.save_all(url, shards(kit), step=5)
     assert any("step-00000004" in key for key in keys(store, url))  # it is young: somebody may be writing it
-    kit.save_all(url, shards(kit), step=5, attempt="dead.2", epoch=1)
+    kit.save_all(url, shards(kit), step=5, attempt="dead.2", generation=1)
     assert any("step-00000004" in key for key in keys(store, url))  # of one start with ours: a rank is ahead of us
-    kit.save_all(url, shards(kit), step=5, attempt="alive.1", epoch=2)
+    kit.save_all(url, shards(kit), step=5, attempt="alive.1", generation=2)
     assert not any("step-00000004" in key for key in keys(store, url))
     save_checkpoint(url, step=4, attempt="dead", shards=shards(kit)[1], meta={}, rank=1, world=2)
     remove_drafts(url)

@@ -234,7 +234,8 @@ class Interpreter:
             case WhileLoop():
                 return UNDECIDED, self._run_while(node)
             case CaseClause():
-                return UNDECIDED, self._run_case(node)
+                self.line = node.line
+                return UNDECIDED, self._run_arms(expand_text(node.subject.text, self), node.arms, node.line)
             case FunctionDefinition():
                 self.state.functions[node.name] = node.body
                 return ConditionVerdict(True), None
@@ -383,10 +384,6 @@ class Interpreter:
         self.doubt -= 1
         self.line = line
         return self._join(first, first_signal, self.state, second_signal, why)
-
-    def _run_case(self, node: CaseClause) -> Signal:
-        self.line = node.line
-        return self._run_arms(expand_text(node.subject.text, self), node.arms, node.line)
 
     def _run_arms(self, subject: str, arms: tuple[tuple[tuple[Word, ...], Block], ...], line: int) -> Signal:
         for index, (patterns, body) in enumerate(arms):

@@ -49,7 +49,10 @@ def end_of_piece(text: str, at: int, depth: int) -> int:
     if char == "\\":
         return min(len(text), at + 2)
     if char == "'":
-        return _find(text, "'", at + 1, "quote ' that is never closed") + 1
+        found = text.find("'", at + 1)
+        if found < 0:
+            raise ShellSyntaxError("quote ' that is never closed", line_at(text, at + 1) + 1)
+        return found + 1
     if char == '"':
         return end_of_double(text, at + 1, depth + 1)
     if char == "`":
@@ -140,10 +143,3 @@ def _end_of_braces(text: str, at: int, depth: int) -> int:
         else:
             at = end_of_piece(text, at, depth + 1)
     raise ShellSyntaxError("brace ${ that is never closed", line_at(text, start) + 1)
-
-
-def _find(text: str, what: str, start: int, otherwise: str) -> int:
-    found = text.find(what, start)
-    if found < 0:
-        raise ShellSyntaxError(otherwise, line_at(text, start) + 1)
-    return found

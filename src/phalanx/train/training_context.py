@@ -1,0 +1,115 @@
+"""What a rank's training consists of, in one place: the loop works on it, and callbacks get it as `training`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx.elastic.heartbeat_board import Phase
+from phalanx.plan.plan import Plan
+from phalanx.record.events import EventWriter
+from phalanx.record.run import Run
+from phalanx.train.callbacks import CallbackList
+from phalanx.train.checkpointing import Checkpointing
+from phalanx.train.collective_timeouts import CollectiveTimeouts
+from phalanx.train.data.batches import BatchPlan
+from phalanx.train.data.sources import open_batches
+from phalanx.train.drill_hooks import DrillFaults
+from phalanx.train.engine import Engine
+from phalanx.train.evaluate import Evaluator, TextSamples
+from phalanx.train.guard.safeguards import (
+    ChangedBuffers,
+    CompiledCodeCheck,
+    ReplicaComparison,
+    SkippedSteps,
+    StalledTraining,
+)
+from phalanx.train.memory import MemoryMeter
+from phalanx.train.plugins import LoadedPlugins
+from phalanx.train.rank_control import RankControl
+from phalanx.train.telemetry.step_events import StepTelemetry
+
+
+class TrainingContext:
+    """Everything a run needs between its first and its last step in one membership."""
+
+    def __init__(
+        self,
+        folder: Run,
+        plan: Plan,
+        engine: Engine,
+        events: EventWriter,
+        memory: MemoryMeter,
+        control: RankControl,
+        plugins: LoadedPlugins | None = None,
+    ) -> None:
+        self.folder, self.plan, self.job, self.engine, self.events = folder, plan, plan.job, engine, events
+        self.control, self.memory = control, memory
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if engine.across is not None:  # each replica is a torch world of its own
+            self.rank, self.world_size = engine.across.rank, engine.across.replicas.layout.devices
+        self.step = 0  # steps that are done, and so the number of the step that is being taken
+        self.lr = 0.0  # of that step
+        self._stop_requested = False
+        plugins = plugins or LoadedPlugins()
+        self.batch_plan = BatchPlan.of(self.job.batch, sequence=self.job.data.sequence, tokens=plan.duration.tokens)
+        self.batches, self.dataset = open_batches(folder.path, self.job, self.batch_plan, engine, plugins.data)
+        self.timeouts = CollectiveTimeouts.of(plan)
+        # Callbacks of the user's own may change weights after an update: not between every two, as far as we know.
+        self.comparison = ReplicaComparison(self, each_step=not plugins.callbacks)
+        self.telemetry = StepTelemetry(self)
+        self.evaluation = Evaluator(self, metrics=plugins.metrics)
+        self.checkpoints = Checkpointing(self)
+        self.callbacks = CallbackList(
+            [
+                self.timeouts,
+                CompiledCodeCheck(),
+                *([DrillFaults(control.hooks)] if control.hooks.records_samples else []),  # those below find its damage
+                self.comparison,  # before anything is written down
+                self.telemetry,
+                ChangedBuffers(),
+                StalledTraining(),
+                SkippedSteps(self.job.train.skipped_steps),
+                *plugins.callbacks,
+                self.evaluation,
+                self.checkpoints,  # last: it saves what all others have become
+                TextSamples(),
+            ],
+            own=plugins.callbacks,
+            rank=self.rank,
+        )
+        self.callbacks.attach_to(engine, self)
+        if control.rounds is not None:
+            engine.wants_round = control.rounds.is_due
+
+    def restore_extras(self, extras: Mapping[str, Any]) -> None:
+        """Take up what a checkpoint holds beside the engine's state: states of callbacks, the position in the data."""
+        self.callbacks.load_state_dict(extras.get("callbacks") or {})
+        self.batches.restore_position(extras.get("data_position"))
+
+    def rank_requests(self) -> tuple[bool, ...]:
+        """What this rank asks of all ranks, by StepRequest; they hear of it with the step's numbers."""
+        stop = self._stop_requested or self.control.stop()
+        return stop, self.checkpoints.is_due(), self.control.reform(), self.checkpoints.is_copy_unsafe()
+
+    def close(self) -> None:
+        """Give up what runs beside the steps; this membership is over."""
+        self.checkpoints.saver.abandon()
+        self.batches.close()
+
+    # ---- for callbacks ---------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End the run after the step that follows, with a checkpoint: one rank that asks is enough."""
+        self._stop_requested = True
+
+    def save(self) -> None:
+        """Save a checkpoint after the step that follows: one rank that asks is enough."""
+        self.checkpoints.request_save()
+
+    def pause(self) -> None:
+        """No step for a while: the coordinator and the other ranks are to wait longer."""
+        self.control.progress(self.step, Phase.RESTING)
+        self.timeouts.lengthen()
