@@ -65,8 +65,10 @@ class Float8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x Wᵀ, and the bias."""
-        product = _split_product if isinstance(self.weight, DTensor) else _fp8_product
-        out = product(x, self.weight, self.recomputed)
+        if isinstance(self.weight, DTensor):
+            out: Tensor = _split_product(x, self.weight, self.recomputed)
+        else:
+            out = _fp8_product(x, self.weight, self.recomputed)
         return out if self.bias is None else out + self.bias
 
 
