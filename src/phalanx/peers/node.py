@@ -376,6 +376,7 @@ class PeerNode:
     def _on_link_up(self, peer: str, connection: Connection) -> None:
         self._heard.pop(peer, None)
         if self.is_current(connection):
+            self.views.greet(peer)
             self.leader.greet(peer)
             self.rounds.say_ready()
 
