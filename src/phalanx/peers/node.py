@@ -408,10 +408,10 @@ class PeerNode:
             self._on_heartbeat(connection, message)
         elif isinstance(message, say.Lists):
             self._on_lists(data)
+        elif not self.is_current(connection):
+            return  # only members of our view speak for it, or for the one that follows it
         elif isinstance(message, say.Install):
             self.views.on_install(message.proposal)
-        elif not self.is_current(connection):
-            return
         elif isinstance(message, say.Leaving):
             self.leaving.add(peer)
             self.views.consider(self.suspects(), set())
