@@ -152,22 +152,7 @@ def run_session(setup: dict[str, Any], names: list[str], folder: Path) -> list[l
     path.write_text(json.dumps(setup))
     running = []
     for place, name in enumerate(names):
-        # Ahead of whatever else the machine does: four peers take a tenth of a core each, and links wait for nobody.
-        words = [
-            "nice",
-            "-n",
-            "-15",
-            "ip",
-            "netns",
-            "exec",
-            name,
-            sys.executable,
-            __file__,
-            "--peer",
-            str(place),
-            "--setup",
-            str(path),
-        ]
+        words = ["ip", "netns", "exec", name, sys.executable, __file__, "--peer", str(place), "--setup", str(path)]
         running.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         if place == 0:
             time.sleep(3.0)  # others ask again anyway; this only keeps their log quiet
