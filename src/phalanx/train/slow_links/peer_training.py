@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from phalanx.errors import SystemFailure
 from phalanx.job.schema import Job
 from phalanx.job.sync_section import SyncSettings
 from phalanx.peers.facts import Address, Progress
@@ -123,9 +124,9 @@ class PeerTraining(Callback):
         is_elsewhere = False
         if self._link is not None:
             self._link.serve_state(self._server.provide)
-            # A group that stands where we stand waits for those who found it again.
-            view = self._link.join(self._addresses, timeout_s=self._patience_s)
-            is_elsewhere = bool(self._addresses) and view.next_round not in (0, self.exchange.round)
+            rounds = self.exchange.round
+            view = self._link.join(self._addresses, timeout_s=self._patience_s, first_round=rounds)
+            is_elsewhere = view.next_round != rounds
             if not is_elsewhere:
                 self._wait_for_peers()
                 is_elsewhere = self._link.view().next_round > self.exchange.round
@@ -147,9 +148,7 @@ class PeerTraining(Callback):
 
     def catch_up(self, training: TrainingLoop) -> int:
         """Take the newest state of the group; the steps that it has done. Every rank of the peer calls this."""
-        found: dict[str, bytes] = {}
-        if self._link is not None:
-            self._link.fetch_state(found.__setitem__)
+        found = self._fetch_state()
         self._engine.clear_gradients()
         position = take_state(self._engine, self.outer, found)
         self._restore_position(position)
@@ -161,6 +160,20 @@ class PeerTraining(Callback):
         self._mark_boundary(step)
         training.events.write("peer", step=step, kind="caught-up", text=f"took the state after step {step:,}")
         return step
+
+    def _fetch_state(self) -> dict[str, bytes]:
+        """On rank 0, from whoever has it; a group that cannot be reached is asked again for a while."""
+        until_s = time.monotonic() + self._patience_s
+        while self._link is not None:
+            found: dict[str, bytes] = {}
+            try:
+                self._link.fetch_state(found.__setitem__)
+                return found
+            except SystemFailure:
+                if time.monotonic() > until_s or self._stop():
+                    raise
+                time.sleep(POLL_S)
+        return {}
 
     # ---- where this peer is ----------------------------------------------------------------------------------------
 
@@ -204,8 +217,8 @@ class PeerTraining(Callback):
         self.members = self._members_after(agreed)
         self._samples = 0
         sequence = self._engine.settings.sequence
-        for peer in agreed.counted if kind != "meet" else ():
-            self.credit[peer] = self.credit.get(peer, 0) + round(agreed.weights.get(peer, 0.0) / sequence)
+        for peer, tokens in agreed.weights.items() if kind != "meet" else ():
+            self.credit[peer] = self.credit.get(peer, 0) + round(tokens / sequence)
         if self._training is not None and self._link is not None:
             self._training.events.write(
                 "exchange",
@@ -240,25 +253,25 @@ class PeerTraining(Callback):
         if step >= self.warm_up:
             return False
         training.pause()
-        own = self._share_of(step)
+        own, sequence = self._share_of(step), self._engine.settings.sequence
         dealt, further = self._dealt, list(grads)
         total: list[torch.Tensor] | None = None
         weight, is_stuck = 0.0, False
         while True:
-            tokens = count_samples(own) * self._engine.settings.sequence
+            tokens = count_samples(own) * sequence
             scale = 1.0 / (self._engine.unit * tokens) if tokens else 0.0
             self._samples = count_samples(own)
             self._report(step)
             with self._engine.clock.stall():
                 means = [grad * scale if tokens else torch.zeros_like(grad) for grad in further]
-                agreed, mean = self.exchange.average(self._gradients, means, tokens).finish()
+                usual = sum(map(count_samples, dealt.values())) * sequence / max(1, len(self.members))
+                agreed, mean = self.exchange.average(self._gradients, means, tokens, usual=usual).finish()
             self._agree(agreed, kind="gradient", step=step)
             if mean is not None:
-                added = agreed.total_weight
+                added = agreed.tokens
                 total = mean if total is None else _weighted_mean(total, weight, mean, added)
                 weight += added
-            sequence = self._engine.settings.sequence
-            counted = {one: round(agreed.weights.get(one, 0.0) / sequence) for one in agreed.counted}
+            counted = {one: round(tokens / sequence) for one, tokens in agreed.weights.items()}
             left = uncounted_samples(dealt, counted)
             if not left or not self.members or (is_stuck and mean is None):
                 break
@@ -324,9 +337,15 @@ class PeerTraining(Callback):
             is_delayed = bool(sync.delay_steps) and not is_last
             if not is_delayed:
                 training.pause()
-            weight = float(self._tokens.get(one, 0))
+            steps = min(sync.inner_steps, max(1, training.step - self.warm_up))
+            usual = steps * self._batch_plan.at(training.step)[1] * self._engine.settings.sequence
             pending = self.exchange.average(
-                self._fragment_maps[one], chosen, weight, sender=one, waits=not is_delayed
+                self._fragment_maps[one],
+                chosen,
+                float(self._tokens.get(one, 0)),
+                usual=usual / max(1, len(self.members)),
+                sender=one,
+                waits=not is_delayed,
             )
             if is_delayed:
                 self._pending = (training.step + sync.delay_steps, one, pending)
@@ -340,7 +359,7 @@ class PeerTraining(Callback):
         agreed, means = pending.finish()
         self._agree(agreed, kind="weights", step=training.step, fragment=fragment)
         places = self._fragments[fragment]
-        is_counted = self.id in agreed.counted or not self._tokens.get(fragment)
+        is_counted = self.id in agreed.weights or not self._tokens.get(fragment)
         if means is not None:
             before = [self.outer.weights[at].clone() for at in places] if not is_counted else []
             self.outer.step(dict(zip(places, means, strict=True)))
