@@ -420,14 +420,9 @@ class PeerNode:
             text = json.dumps(self.transport.allowed.to_json()).encode()
             connection.post(say.Lists(), text)
         if message.history != self.view.history or not self.is_current(connection):
-            if (
-                self.view.number >= message.view_number
-                and message.history == self.view.history
-                and self.views.installed
-            ):
+            same = message.history == self.view.history and message.view_number <= self.view.number
+            if same and self.views.installed:
                 connection.post(say.Install(proposal=self.views.installed))  # it was left out: it will learn so
-            elif message.history != self.view.history and self.me != self.view.leader and self.view.number:
-                pass  # of another founding; only joining again can help it
             return
         if message.view_number < self.view.number and self.views.installed:
             connection.post(say.Install(proposal=self.views.installed))
