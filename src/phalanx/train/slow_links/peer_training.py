@@ -21,7 +21,7 @@ import torch.distributed as dist
 from phalanx.errors import SystemFailure
 from phalanx.job.schema import Job
 from phalanx.job.sync_section import SyncSettings
-from phalanx.peers.facts import Address, Progress
+from phalanx.peers.facts import Address, Progress, Vector, View
 from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.train.callbacks import Callback
 from phalanx.train.data.batches import BatchPlan
@@ -34,6 +34,7 @@ from phalanx.train.slow_links.peer_exchange import AgreedRound, GroupLink, PeerE
 from phalanx.train.slow_links.peer_vector import VectorMap, spread_object
 from phalanx.train.slow_links.sample_deal import Ranges, count_samples, deal_samples, uncounted_samples
 from phalanx.train.slow_links.state_transfer import StateServer, copy_state, take_state
+from phalanx.train.slow_links.update_screening import LossScreen
 
 if TYPE_CHECKING:
     from phalanx.train.loop import StepReport, TrainingLoop
@@ -43,7 +44,10 @@ MOST_MISSED = 3  # rounds in a row without a peer, after which it is dealt no mo
 
 
 class PeerTraining(Callback):
-    """Of one rank of a peer. `link` is the group, on rank 0 only; `addresses` are where to join, none to found it."""
+    """Of one rank of a peer. `link` is the group, on rank 0 only; `addresses` are where other members may be.
+
+    A peer that `founds` the group does so where there are none, or nobody answers there.
+    """
 
     def __init__(
         self,
@@ -51,10 +55,12 @@ class PeerTraining(Callback):
         sync: SyncSettings,
         *,
         addresses: Sequence[Address] = (),
+        founds: bool = False,
         stop: Callable[[], bool] = lambda: False,
         patience_s: float = 60.0,
     ) -> None:
         self._link, self._sync, self._addresses = link, sync, tuple(addresses)
+        self._founds = founds or not addresses
         self._stop, self._patience_s = stop, patience_s
         self._server = StateServer()
         # The ranks of a mesh copy the state together, so only one that is alone is copied while it waits.
@@ -70,6 +76,8 @@ class PeerTraining(Callback):
         self._missed: dict[str, int] = {}  # rounds in a row that a member was late for, with a quorum
         self._samples = 0  # since the last round
         self._exchanged_step = -1
+        self._sent_fragment: int | None = None
+        self._screen: LossScreen | None = None
         self._pending: tuple[int, int, PendingRound] | None = None  # step to apply it after, fragment, round
         self._training: TrainingLoop | None = None
 
@@ -119,14 +127,14 @@ class PeerTraining(Callback):
         self._training = training
         if self.outer is not None and not step:
             self.outer.reset()
+        if self.outer is not None and self._sync.screening == "loss" and training.dataset is not None:
+            self._screen = LossScreen(self._engine, self.outer, training.dataset.folders)
         self._mark_boundary(step)
         self._server.serve(self._copy_state)
         is_elsewhere = False
         if self._link is not None:
             self._link.serve_state(self._server.provide)
-            rounds = self.exchange.round
-            view = self._link.join(self._addresses, timeout_s=self._patience_s, first_round=rounds)
-            is_elsewhere = view.next_round != rounds
+            is_elsewhere = self._join_group(self._link).next_round != self.exchange.round
             if not is_elsewhere:
                 self._wait_for_peers()
                 is_elsewhere = self._link.view().next_round > self.exchange.round
@@ -135,6 +143,16 @@ class PeerTraining(Callback):
         self._agree(self.exchange.meet(), kind="meet", step=step)
         self._mark_boundary(step)
         return step
+
+    def _join_group(self, link: GroupLink) -> View:
+        if self._addresses:
+            try:
+                patience_s = 2 * self._sync.dead_after_s if self._founds else self._patience_s
+                return link.join(self._addresses, timeout_s=patience_s)
+            except SystemFailure:
+                if not self._founds:
+                    raise
+        return link.join((), first_round=self.exchange.round)
 
     def _wait_for_peers(self) -> None:
         """Until as many are here as the job says, the group has begun, or patience is at its end."""
@@ -174,6 +192,15 @@ class PeerTraining(Callback):
                     raise
                 time.sleep(POLL_S)
         return {}
+
+    @property
+    def step(self) -> int:
+        """Steps that are done here."""
+        return self._training.step if self._training is not None else 0
+
+    def status(self) -> dict[str, Any]:
+        """For those who look at the group while it trains."""
+        return {"step": self.step, "mode": self._sync.mode, "credit": dict(self.credit)}
 
     # ---- where this peer is ----------------------------------------------------------------------------------------
 
@@ -331,6 +358,7 @@ class PeerTraining(Callback):
             self._apply(training, waiting, pending)
         due = list(range(sync.fragments)) if is_last else [] if fragment is None else [fragment]
         for one in due:
+            self._sent_fragment = one
             self._report(training.step)
             parts = self.outer.pseudo_gradients() if self.outer is not None else []
             chosen = [parts[at] for at in self._fragments[one]]
@@ -352,6 +380,16 @@ class PeerTraining(Callback):
             else:
                 self._apply(training, one, pending)
         self._exchanged_step = training.step
+
+    def score_update(self, peer: str, vector: Vector) -> str | None:
+        """Why a peer's update of weights is left out, or None; on the group's thread, while training waits."""
+        fragment = self._sent_fragment
+        if self._screen is None or fragment is None or dist.get_world_size() > 1:
+            return None
+        with self._server.while_frozen() as is_frozen:
+            if not is_frozen or len(vector) != self._fragment_maps[fragment].length:
+                return None
+            return self._screen.complaint(self._fragment_maps[fragment], self._fragments[fragment], vector)
 
     def _apply(self, training: TrainingLoop, fragment: int, pending: PendingRound) -> None:
         """The outer step of a fragment; a peer that came too late follows, and drops or keeps what it has learnt."""
