@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from phalanx.train.loop import StepReport, TrainingLoop
 
 POLL_S = 0.05  # between looks at who has joined
+FETCH_S = 600.0  # for the whole state; a peer that stalls is given up much earlier
 MOST_MISSED = 3  # rounds in a row without a peer, after which it is dealt no more samples
 
 
@@ -189,7 +190,7 @@ class PeerTraining(Callback):
         while self._link is not None:
             found: dict[str, bytes] = {}
             try:
-                self._link.fetch_state(found.__setitem__)
+                self._link.fetch_state(found.__setitem__, timeout_s=FETCH_S)
                 return found
             except SystemFailure:
                 if time.monotonic() > until_s or self._stop():
