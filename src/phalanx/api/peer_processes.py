@@ -65,7 +65,9 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
             tell(f"{run.path.name} ended with exit code {processes[run.path].returncode}: {_reason(run)}")
     code = processes[first.path].returncode
     if code:
-        raise TrainingFailure(Problem(where=str(first.path), what=_reason(first)), run=first, exit_code=2 if code == 2 else 3)
+        raise TrainingFailure(
+            Problem(where=str(first.path), what=_reason(first)), run=first, exit_code=2 if code == 2 else 3
+        )
     return first
 
 

@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import join_all
 from local_group import LocalGroup, LocalHub
+from peer_trials import join_all
 
 SYNC = 'mode = "target-batch"\npeers = 3'
 
@@ -20,7 +20,6 @@ def distance(one, other) -> float:
     """The norm of the difference against that of the tensor, of the worst tensor: as `phalanx verify` holds float32."""
     assert one.keys() == other.keys()
     return max(float(np.linalg.norm(one[name] - other[name]) / np.linalg.norm(other[name])) for name in one)
-
 
 
 def test_three_peers_equal_one_process_in_float64(trials, wide) -> None:

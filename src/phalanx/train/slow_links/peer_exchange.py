@@ -1,4 +1,4 @@
-"""Rounds as the ranks of a peer see them: rank 0 asks the group until a round is committed, and all ranks hear of it."""
+"""Rounds as the ranks of a peer see them: rank 0 asks the group until one is committed, and all ranks hear of it."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class GroupLink(Protocol):
     """What training wants of `peers.group.PeerGroup`."""
 
     @property
-    def id(self) -> str: ...  # noqa: D102
+    def id(self) -> str: ...
 
-    def join(  # noqa: D102
+    def join(
         self, addresses: Sequence[Address] = (), *, timeout_s: float = 30.0, first_round: int = 0
     ) -> View: ...
 
-    def view(self) -> View: ...  # noqa: D102
+    def view(self) -> View: ...
 
-    def report(self, progress: Progress) -> None: ...  # noqa: D102
+    def report(self, progress: Progress) -> None: ...
 
-    def progress(self) -> dict[str, Progress]: ...  # noqa: D102
+    def progress(self) -> dict[str, Progress]: ...
 
-    def average(  # noqa: D102
+    def average(
         self,
         round_number: int,
         vector: Vector,
@@ -49,13 +49,13 @@ class GroupLink(Protocol):
         grace_s: float | None = None,
     ) -> RoundResult: ...
 
-    def serve_state(self, provider: Callable[[], PeerState | None]) -> None: ...  # noqa: D102
+    def serve_state(self, provider: Callable[[], PeerState | None]) -> None: ...
 
-    def fetch_state(self, into: Callable[[str, bytes], None], *, timeout_s: float = 600.0) -> int: ...  # noqa: D102
+    def fetch_state(self, into: Callable[[str, bytes], None], *, timeout_s: float = 600.0) -> int: ...
 
-    def leave(self) -> None: ...  # noqa: D102
+    def leave(self) -> None: ...
 
-    def close(self) -> None: ...  # noqa: D102
+    def close(self) -> None: ...
 
 
 PRESENT = 0.5  # tokens are whole: a weight that ends in a half is of a member without any
@@ -131,7 +131,9 @@ class PeerExchange:
             codec = self._codec(vectors, sender)
             weight = float(tokens) or max(1, int(usual)) + PRESENT
             vector = vector if tokens else vector * 0
-            future = self._thread.submit(self._ask_until_committed, self.round, vector, weight, codec, sender is not None)
+            future = self._thread.submit(
+                self._ask_until_committed, self.round, vector, weight, codec, sender is not None
+            )
         return PendingRound(exchange=self, vectors=vectors, future=future, frozen=self._frozen if waits else None)
 
     def meet(self) -> AgreedRound:

@@ -420,9 +420,10 @@ class PeerTraining(Callback):
     def _next_exchange(self, step: int) -> int:
         """The next step at which a fragment is due, or the end."""
         sync, total = self._sync, self._batch_plan.steps
-        while step < total and due_fragment(
-            step - self.warm_up, inner_steps=sync.inner_steps, fragments=sync.fragments
-        ) is None:
+        while (
+            step < total
+            and due_fragment(step - self.warm_up, inner_steps=sync.inner_steps, fragments=sync.fragments) is None
+        ):
             step += 1
         return step
 
@@ -453,4 +454,3 @@ def _weighted_mean(
     """Of two means, in host memory; the same bits on every peer."""
     share = added / (weight + added)
     return [old * (1.0 - share) + new * share for old, new in zip(before, mean, strict=True)]
-
