@@ -348,19 +348,15 @@ class PeerTraining(Callback):
 
     def _exchange_weights(self, training: TrainingLoop) -> None:
         sync, total = self._sync, self._batch_plan.steps
-        if self._pending is not None and training.step >= self._pending[0]:
-            _, fragment, pending = self._pending
-            self._pending = None
-            self._apply(training, fragment, pending)
         if sync.mode == "quorum" and self._is_waited_for(training.step):
             training.step = self._next_exchange(training.step)  # with what was learnt so far; the rest is not counted
         inner = training.step - self.warm_up
         fragment = due_fragment(inner, inner_steps=sync.inner_steps, fragments=sync.fragments)
         is_last = training.step >= total
-        if is_last and self._pending is not None:
-            _, waiting, pending = self._pending
+        if self._pending is not None and (is_last or training.step >= self._pending[0]):
+            _, sent, round_of_it = self._pending
             self._pending = None
-            self._apply(training, waiting, pending)
+            self._apply(training, sent, round_of_it)
         due = list(range(sync.fragments)) if is_last else [] if fragment is None else [fragment]
         for one in due:
             self._sent_fragment = one
