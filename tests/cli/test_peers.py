@@ -146,6 +146,7 @@ def test_a_kill_and_a_late_joiner_leave_the_loss_as_it_was(tmp_path: Path, data:
     finally:
         for process in peers.values():
             process.kill()
+            process.communicate()
     assert peers["third"].returncode == 3, said["third"]
     for name in ("owner", "second", "late"):
         assert peers[name].returncode == 0, said[name]
@@ -170,13 +171,18 @@ def test_a_trial_is_stopped_and_resumed(tmp_path: Path, data: Path, capsys: pyte
     command = [sys.executable, "-m", "phalanx", "train", str(job), "--runs", str(tmp_path / "runs"), "--no-check"]
     trial = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        wait_until(lambda: len(list_runs(tmp_path / "runs")) == 2, "two run folders")
-        first = next(run for run in list_runs(tmp_path / "runs") if "trial" in run.launch())
+
+        def owners() -> list[Run]:
+            return [run for run in list_runs(tmp_path / "runs") if "trial" in run.launch()]
+
+        wait_until(lambda: bool(owners()), "the run of the trial")
+        first = owners()[0]
         wait_until(lambda: len(events(first, "step")) >= 3, "three steps")
         trial.send_signal(signal.SIGINT)
         said = trial.communicate(timeout=PATIENCE_S)[0]
     finally:
         trial.kill()
+        trial.communicate()
     assert trial.returncode == 0, said
     assert "leaving after this step" in said
     done = [run.status()["step"] for run in list_runs(tmp_path / "runs")]

@@ -78,7 +78,7 @@ def start_process(run: Run, *, allow_code: bool, sharers: int = 1) -> subprocess
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as out:
         return subprocess.Popen(
-            [sys.executable, *WORKER, str(run.path), *consent],
+            [sys.executable, *WORKER, str(run.path), str(os.getpid()), *consent],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

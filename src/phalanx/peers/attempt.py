@@ -7,6 +7,7 @@ means: their results are equal to the last bit.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from phalanx.peers.codecs import BadBytes, Sender, decode, encode
 from phalanx.peers.facts import Vector, View
 from phalanx.peers.messages import RoundPlan
 
-SEGMENT_BYTES = 128 * 1024  # a tenth of a second at 10 Mbit/s
+SEGMENT_BYTES = 32 * 1024  # a fortieth of a second at 10 Mbit/s: what waits for the last piece of a segment is short
 MOST_SEGMENT_VALUES = 2**20
 MOST_VALUES = 2**40
 # A codec changes the norm a little (2-bit values by up to a tenth); the limit on norms is far above it.
@@ -37,7 +38,7 @@ def segment_values(codec: str, top_share: float) -> int:
     """Values that travel together: about `SEGMENT_BYTES`, and a multiple of what every block divides.
 
     >>> segment_values("fp32", 0.03), segment_values("topk-2bit", 0.03)
-    (32768, 1048576)
+    (8192, 606208)
     """
     chunks = SEGMENT_BYTES // max(1, encoded_bytes(codec, CUT_VALUES, top_share))
     return min(MOST_SEGMENT_VALUES, max(1, chunks) * CUT_VALUES)
@@ -79,6 +80,7 @@ class Attempt:
         self.outgoing = outgoing if me in plan.weights else None
         self.commit_digest = ""  # of the committed result, once that is known
         self.bytes_sent = self.bytes_received = 0
+        self.screening = asyncio.Lock()
         self.squares = dict.fromkeys(plan.weights, 0.0)
         self._sender, self._screen = sender, screen
         self._ends: dict[int, int] = {}
@@ -92,6 +94,11 @@ class Attempt:
         carries = sender is not None and sender.carries and self.outgoing is not None
         self._lost = np.array(self.outgoing, copy=True) if carries else None
         self._lost_sums = np.zeros_like(self._lost) if self._lost is not None else None
+
+    @property
+    def has_screen(self) -> bool:
+        """Whether taking the last piece may take long: the loss may be evaluated."""
+        return self._screen is not None
 
     def segments_of(self, owner: str) -> list[int]:
         """Where the segments of an owner start, in order."""
