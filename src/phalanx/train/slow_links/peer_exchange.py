@@ -206,21 +206,21 @@ class PendingRound:
 
         Raises BehindGroup or LeavingGroup, on every rank of the peer alike.
         """
-        told: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         vector: Vector | None = None
         if self.future is not None:
             with self.frozen() if self.frozen is not None else nullcontext():
                 result = self.exchange.wait_for(self.future)
             vector = result.vector if result.committed else None
-            told = {"committed": result.committed, "behind": result.behind, "has_vector": vector is not None}
-            told["reason"] = result.reason
-            told["round"] = asdict(_agreed_round(result))
-        told = spread_object(told)
-        if not told["committed"]:
-            raise (BehindGroup if told["behind"] else LeavingGroup)(told["reason"])
+            answer = {"committed": result.committed, "behind": result.behind, "has_vector": vector is not None}
+            answer["reason"] = result.reason
+            answer["round"] = asdict(_agreed_round(result))
+        answer = spread_object(answer)
+        if not answer["committed"]:
+            raise (BehindGroup if answer["behind"] else LeavingGroup)(answer["reason"])
         self.exchange.round += 1
-        agreed = AgreedRound(**told["round"])
-        if self.vectors is None or not told["has_vector"] or not agreed.tokens:
+        agreed = AgreedRound(**answer["round"])
+        if self.vectors is None or not answer["has_vector"] or not agreed.tokens:
             return agreed, None
         boxes = self.vectors.spread(vector)
         return agreed, boxes if agreed.scale == 1.0 else [one * agreed.scale for one in boxes]
