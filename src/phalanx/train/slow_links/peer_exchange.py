@@ -175,6 +175,11 @@ class PeerExchange:
             if result.committed or result.behind or self._stop():
                 return result
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether this peer was asked to stop."""
+        return self._stop()
+
     def wait_for(self, future: Future[RoundResult]) -> RoundResult:
         """The result of a round; a peer that was asked to stop leaves the group if it takes long."""
         left_s, has_left = LEAVE_S, False
@@ -212,7 +217,8 @@ class PendingRound:
             with self.frozen() if self.frozen is not None else nullcontext():
                 result = self.exchange.wait_for(self.future)
             vector = result.vector if result.committed else None
-            answer = {"committed": result.committed, "behind": result.behind, "has_vector": vector is not None}
+            is_behind = result.behind and not self.exchange.is_stopping  # whoever leaves needs no newer state
+            answer = {"committed": result.committed, "behind": is_behind, "has_vector": vector is not None}
             answer["reason"] = result.reason
             answer["round"] = asdict(_agreed_round(result))
         answer = spread_object(answer)
