@@ -37,7 +37,8 @@ class Bounds:
 def json_values(value: Any) -> Any:
     """A value as JSON can hold it: dataclasses become objects, infinities and NaN null, sets sorted lists.
 
-    A dataclass may name properties that are written beside its fields, in a class variable `JSON_PROPERTIES`.
+    A dataclass may name properties that are written beside its fields, in a class variable `JSON_PROPERTIES`, and
+    sections that are left out where all their values are defaults, in `JSON_UNLESS_DEFAULT`.
     """
     if value is None or isinstance(value, str | int):
         return value
@@ -63,7 +64,12 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
 
 def _simpler_value(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [item.name for item in dataclasses.fields(value)]
+        omitted = getattr(value, "JSON_UNLESS_DEFAULT", ())
+        names = [
+            item.name
+            for item in dataclasses.fields(value)
+            if item.name not in omitted or (one := getattr(value, item.name)) != type(one)()
+        ]
         return {name: getattr(value, name) for name in (*names, *getattr(value, "JSON_PROPERTIES", ()))}
     if isinstance(value, set | frozenset):
         return sorted(value)

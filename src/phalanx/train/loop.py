@@ -8,6 +8,7 @@ import torch.distributed as dist
 from phalanx.elastic.heartbeat_board import Phase
 from phalanx.train.optim.learning_rate import learning_rate
 from phalanx.train.parallel.across_replicas import ReplicaLost
+from phalanx.train.slow_links.peer_exchange import BehindGroup, LeavingGroup
 from phalanx.train.step_result import MemoryChanged, StepReport, StepRequest, StepResult
 from phalanx.train.training_context import TrainingContext
 
@@ -34,13 +35,20 @@ def _run_steps(training: TrainingContext, first: int) -> str:
     while training.step < total and not leaving:
         try:
             report = take_step(training)
+            training.step += 1
+            training.callbacks.call("on_step_end", training, report)
         except ReplicaLost:
             _regroup_replicas(training)
             continue
+        except BehindGroup as error:
+            assert training.control.peers is not None
+            training.step = training.control.peers.catch_up(training, str(error))
+            continue
+        except LeavingGroup:
+            leaving = "stopped"
+            continue
         except MemoryChanged:
             raise training.comparison.memory_changed(training) from None
-        training.step += 1
-        training.callbacks.call("on_step_end", training, report)
         leaving = _leaving_state(training, report.result)
         training.control.progress(training.step, Phase.TRAINING)
         if report.result.is_round_due and not leaving:

@@ -84,6 +84,8 @@ def train_rank(
         state_dtype=job.precision.optimizer_state,
         across=across,
     )
+    if control.peers is not None:
+        control.peers.attach(engine)
     if device.type == "cpu":
         refuse_strangers(listening)
     engine.spikes = SpikeDetector(job.train.spike_factor)
@@ -117,6 +119,8 @@ def train_rank(
         if restored.data and restored.data != training.batches.digest:
             raise _data_changed(job, before=restored.data, now=training.batches.digest)
         training.restore_extras(engine.restored_extras)
+        if control.peers is not None:
+            restored = replace(restored, step=control.peers.enter(training, restored.step))
         warnings = [*restored.warnings, *_size_warning(job, engine.settings)]
         events.write(
             "ready",
@@ -133,6 +137,8 @@ def train_rank(
         return run_training(training, restored.step), training.step
     finally:
         training.close()
+        if control.peers is not None:
+            control.peers.close()
 
 
 def _meet_replicas(

@@ -14,8 +14,8 @@ from phalanx.record.run import Run
 from phalanx.train.callbacks import CallbackList
 from phalanx.train.checkpointing import Checkpointing
 from phalanx.train.collective_timeouts import CollectiveTimeouts
-from phalanx.train.data.batches import BatchPlan
-from phalanx.train.data.sources import open_batches
+from phalanx.train.data.batches import Batches, BatchPlan
+from phalanx.train.data.sources import OwnBatches, open_batches
 from phalanx.train.drill_hooks import DrillFaults
 from phalanx.train.engine import Engine
 from phalanx.train.evaluate import Evaluator, TextSamples
@@ -29,6 +29,7 @@ from phalanx.train.guard.safeguards import (
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.plugins import LoadedPlugins
 from phalanx.train.rank_control import RankControl
+from phalanx.train.slow_links.peer_batches import PeerBatches
 from phalanx.train.telemetry.step_events import StepTelemetry
 
 
@@ -55,10 +56,14 @@ class TrainingContext:
         self._stop_requested = False
         plugins = plugins or LoadedPlugins()
         self.batch_plan = BatchPlan.of(self.job.batch, sequence=self.job.data.sequence, tokens=plan.duration.tokens)
-        self.batches, self.dataset = open_batches(folder.path, self.job, self.batch_plan, engine, plugins.data)
+        self.batches: Batches | OwnBatches | PeerBatches
+        if control.peers is not None:
+            self.batches, self.dataset = control.peers.open_batches(folder.path, self.job, self.batch_plan, engine)
+        else:
+            self.batches, self.dataset = open_batches(folder.path, self.job, self.batch_plan, engine, plugins.data)
         self.timeouts = CollectiveTimeouts.of(plan)
         # Callbacks of the user's own may change weights after an update: not between every two, as far as we know.
-        self.comparison = ReplicaComparison(self, each_step=not plugins.callbacks)
+        self.comparison = ReplicaComparison(self, each_step=not plugins.callbacks and control.peers is None)
         self.telemetry = StepTelemetry(self)
         self.evaluation = Evaluator(self, metrics=plugins.metrics)
         self.checkpoints = Checkpointing(self)
@@ -73,6 +78,7 @@ class TrainingContext:
                 StalledTraining(),
                 SkippedSteps(self.job.train.skipped_steps),
                 *plugins.callbacks,
+                *([control.peers] if control.peers is not None else []),  # what is scored and saved is what peers share
                 self.evaluation,
                 self.checkpoints,  # last: it saves what all others have become
                 TextSamples(),

@@ -1,0 +1,247 @@
+"""Rounds as the ranks of a peer see them: rank 0 asks the group until one is committed, and all ranks hear of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from phalanx.job.sync_section import SyncSettings
+from phalanx.peers.codecs import Sender
+from phalanx.peers.facts import Address, PeerState, Progress, RoundResult, Vector, View
+from phalanx.train.slow_links.peer_vector import VectorMap, spread_object
+
+ATTEMPT_S = 3600.0  # of one wait for a round: more than any update takes on a link that is worth joining with
+POLL_S = 0.1  # between looks at whether this peer was asked to stop
+LEAVE_S = 5.0  # that a round may still take then
+
+
+class GroupLink(Protocol):
+    """What training wants of `peers.group.PeerGroup`."""
+
+    @property
+    def id(self) -> str: ...
+
+    def join(self, addresses: Sequence[Address] = (), *, timeout_s: float = 30.0, first_round: int = 0) -> View: ...
+
+    def view(self) -> View: ...
+
+    def report(self, progress: Progress) -> None: ...
+
+    def progress(self) -> dict[str, Progress]: ...
+
+    def average(
+        self,
+        round_number: int,
+        vector: Vector,
+        weight: float,
+        codec: str | Sender = "fp32",
+        *,
+        timeout_s: float = 60.0,
+        quorum: int | None = None,
+        grace_s: float | None = None,
+    ) -> RoundResult: ...
+
+    def serve_state(self, provider: Callable[[], PeerState | None]) -> None: ...
+
+    def fetch_state(self, into: Callable[[str, bytes], None], *, timeout_s: float = 600.0) -> int: ...
+
+    def leave(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+PRESENT = 0.5  # tokens are whole: a weight that ends in a half is of a member without any
+
+
+class BehindGroup(Exception):
+    """The group went on without this peer, which must take its state before it goes on."""
+
+
+class LeavingGroup(Exception):
+    """This peer was asked to stop while it waited for others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgreedRound:
+    """What all peers know of a committed round, alike."""
+
+    number: int
+    weights: dict[str, float]  # tokens of everybody who took part, by id; 0 of who had none
+    dropped: dict[str, str]
+    scale: float = 1.0  # of the mean: members without tokens took part with a vector of zeros and a weight
+    seconds: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Everybody who took part and was not dropped."""
+        return tuple(sorted(set(self.weights) - set(self.dropped)))
+
+    @property
+    def tokens(self) -> float:
+        """Of all updates in the mean."""
+        return sum(self.weights.values())
+
+
+class PeerExchange:
+    """Of one rank. `link` is None on ranks other than 0; `round` is the next one's number, the same on every peer."""
+
+    def __init__(
+        self,
+        link: GroupLink | None,
+        sync: SyncSettings,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        frozen: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._link, self._sync, self._stop, self._frozen = link, sync, stop, frozen
+        self.round = 0
+        self._senders: dict[object, Sender] = {}
+        self._thread = ThreadPoolExecutor(1, "peer-round")  # rounds are asked for in order
+
+    def average(
+        self,
+        vectors: VectorMap,
+        tensors: Sequence[torch.Tensor],
+        tokens: float,
+        *,
+        usual: float,
+        sender: object = None,
+        waits: bool = True,
+    ) -> PendingRound:
+        """Begin the next round with this peer's tensors; every rank of the peer calls this, and then `finish`.
+
+        They count as `tokens`. Without any, this peer takes part with zeros, so that all hear that it is present; its
+        weight is then about the `usual` one, since the group drops updates whose weights are out of proportion.
+        `sender` names what codecs carry errors over for: a fragment. None is for gradients. Without `waits` training
+        goes on meanwhile.
+        """
+        vector = vectors.gather(tensors)
+        future: Future[RoundResult] | None = None
+        if vector is not None:
+            codec = self._codec(vectors, sender)
+            weight = float(tokens) or max(1, int(usual)) + PRESENT
+            vector = vector if tokens else vector * 0
+            future = self._thread.submit(
+                self._ask_until_committed, self.round, vector, weight, codec, sender is not None
+            )
+        return PendingRound(exchange=self, vectors=vectors, future=future, frozen=self._frozen if waits else None)
+
+    def meet(self) -> AgreedRound:
+        """A round without an update: who is present. Every rank of the peer calls this."""
+        future = None
+        if self._link is not None:
+            future = self._thread.submit(self._ask_until_committed, self.round, np.zeros(1, np.float32), 1.0, "fp32")
+        return PendingRound(exchange=self, vectors=None, future=future, frozen=self._frozen).finish()[0]
+
+    def _codec(self, vectors: VectorMap, sender: object) -> str | Sender:
+        codec = self._sync.codec
+        if codec == "fp32" and vectors.dtype == torch.float64:
+            return "fp64"
+        if codec not in ("int4", "topk-2bit"):
+            return codec
+        if sender is None:
+            return "int8"  # gradients that few bits are left of spoil Adam's moments: 3.05 instead of 2.48 nats
+        if sender not in self._senders:
+            self._senders[sender] = Sender(codec, feedback=self._sync.feedback, top_share=self._sync.top_share)
+        return self._senders[sender]
+
+    def _ask_until_committed(
+        self, number: int, vector: Vector, weight: float, codec: str | Sender, may_be_late: bool = False
+    ) -> RoundResult:
+        link, sync = self._link, self._sync
+        assert link is not None
+        quorum, grace_s = None, None
+        if sync.mode == "quorum" and sync.quorum and may_be_late:
+            quorum, grace_s = sync.quorum, sync.grace_s
+        while True:
+            present = len(link.view().members)
+            result = link.average(
+                number,
+                vector,
+                weight,
+                codec,
+                timeout_s=ATTEMPT_S,
+                quorum=min(quorum, present) if quorum and present else None,
+                grace_s=grace_s,
+            )
+            if result.committed or result.behind or self._stop():
+                return result
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether this peer was asked to stop."""
+        return self._stop()
+
+    def wait_for(self, future: Future[RoundResult]) -> RoundResult:
+        """The result of a round; a peer that was asked to stop leaves the group if it takes long."""
+        left_s, has_left = LEAVE_S, False
+        while True:
+            try:
+                return future.result(POLL_S)
+            except TimeoutError:
+                left_s -= POLL_S if self._stop() else 0.0
+                if left_s < 0 and not has_left and self._link is not None:
+                    has_left = True
+                    self._link.leave()  # which ends the wait
+
+    def close(self) -> None:
+        """Wait for nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PendingRound:
+    """A round that was begun; the next one begins after its `finish`."""
+
+    exchange: PeerExchange
+    vectors: VectorMap | None
+    future: Future[RoundResult] | None  # on rank 0
+    frozen: Callable[[], AbstractContextManager[None]] | None
+
+    def finish(self) -> tuple[AgreedRound, list[torch.Tensor] | None]:
+        """What all peers know of the round, and this rank's part of the mean; None where nobody counted.
+
+        Raises BehindGroup or LeavingGroup, on every rank of the peer alike.
+        """
+        answer: dict[str, Any] = {}
+        vector: Vector | None = None
+        if self.future is not None:
+            with self.frozen() if self.frozen is not None else nullcontext():
+                result = self.exchange.wait_for(self.future)
+            vector = result.vector if result.committed else None
+            is_behind = result.behind and not self.exchange.is_stopping  # whoever leaves needs no newer state
+            answer = {"committed": result.committed, "behind": is_behind, "has_vector": vector is not None}
+            answer["reason"] = result.reason
+            answer["round"] = asdict(_agreed_round(result))
+        answer = spread_object(answer)
+        if not answer["committed"]:
+            raise (BehindGroup if answer["behind"] else LeavingGroup)(answer["reason"])
+        self.exchange.round += 1
+        agreed = AgreedRound(**answer["round"])
+        if self.vectors is None or not answer["has_vector"] or not agreed.tokens:
+            return agreed, None
+        boxes = self.vectors.spread(vector)
+        return agreed, boxes if agreed.scale == 1.0 else [one * agreed.scale for one in boxes]
+
+
+def _agreed_round(result: RoundResult) -> AgreedRound:
+    weights = {one: float(weight) for one, weight in sorted(result.weights.items())}
+    tokens = {one: 0.0 if weight % 1.0 == PRESENT else weight for one, weight in weights.items()}
+    total = sum(tokens.values())
+    return AgreedRound(
+        number=result.round_number,
+        weights=tokens,
+        dropped=dict(result.dropped),
+        scale=sum(weights.values()) / total if total else 1.0,
+        seconds=result.seconds,
+        bytes_sent=result.bytes_sent,
+        bytes_received=result.bytes_received,
+    )
