@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import AnyJob
 from phalanx.api.peer_processes import run_peer
-from phalanx.api.progress_line import teller
-from phalanx.api.results import Overrides, PublicResult, Tell
+from phalanx.api.results import Overrides, PublicResult, Tell, teller
 from phalanx.api.runs import AnyRun
 from phalanx.api.runs import run as open_public_run
 from phalanx.api.train_inputs import TrainCall, check_call, prepare_here, setting_texts
