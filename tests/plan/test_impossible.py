@@ -25,6 +25,22 @@ def test_all_four_sizes_must_give_the_device_count(make_ask):
     assert "= 16 is not the 64 devices of" in message(make_ask(cluster="8xH100:8", **sizes))
 
 
+def test_shard_groups_count_among_the_sizes(make_ask):
+    sets = {"parallel__tensor": 2, "parallel__pipeline": 2, "parallel__shard": 2, "parallel__zero": 2}
+    text = message(make_ask(cluster="4xH100:1", parallel__virtual_pipeline=1, **sets))
+    assert "tensor 2 × pipeline 2 × shard 2 = 8 does not divide the 4 devices of" in text
+    assert "use parallel.shard = 1, smaller sizes, or a cluster of 8 devices" in text
+    assert "virtual_pipeline" not in text
+
+
+def test_a_setting_is_blamed_only_where_leaving_it_out_helps(make_ask):
+    """Four sequences feed at most four data ranks: eight shards are too many, one chunk per stage is not to blame."""
+    sets = {"parallel__context": 1, "parallel__shard": 8, "parallel__zero": 1, "parallel__virtual_pipeline": 1}
+    text = message(make_ask(cluster="8xH100:1", batch=4, **sets))
+    assert "parallel.shard = 8 leaves no valid layout on 8 devices" in text
+    assert "leave parallel.shard out" in text
+
+
 def test_a_batch_that_cannot_be_shared(make_ask):
     text = message(make_ask(cluster="1xH100:37", batch=512))
     assert "job.toml:8: the global batch of 512 sequences cannot be divided evenly over 37 devices" in text

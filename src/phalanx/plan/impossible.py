@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -36,12 +37,39 @@ def no_layout(request: PlanRequest) -> UserError:
             why="tensor × context × pipeline × data must use every device",
             fix=f"make the product {near:,}, or use a cluster of {_next_multiple(devices, product):,} devices",
         )
-    if next(build_space(request).grids(), None) is not None:  # legal, and yet nothing of it runs
+    if (conflict := _shards_do_not_divide(request)) is not None:
+        return conflict
+    if _has_legal(request):  # legal, and yet nothing of it runs
         return _cannot_run(request)
     for release in ("expert", "virtual_pipeline", "schedule", "micro", "shard", "sequence_parallel", "data"):
-        if release in fixed and build_space(_without_settings(request, release)).rows:
+        if release in fixed and _has_legal(_without_settings(request, release)):
             return _blame_setting(request, release)
     return _no_batch(request)
+
+
+def _has_legal(request: PlanRequest) -> bool:
+    return next(build_space(request).grids(), None) is not None
+
+
+def _shards_do_not_divide(request: PlanRequest) -> UserError | None:
+    """Shard groups lie within the replicas, so that tensor × pipeline × shard divides the devices."""
+    devices, fixed = request.cluster.devices, request.fixed
+    if int(fixed.get("shard", 1)) == 1 or int(fixed.get("zero", 1)) == 0:
+        return None
+    sizes = {name: int(fixed[name]) for name in ("tensor", "pipeline", "shard") if int(fixed.get(name, 1)) > 1}
+    product = math.prod(sizes.values())
+    if devices % product == 0:
+        return None
+    written = " × ".join(f"{name} {size}" for name, size in sizes.items())
+    ranks, odd = divmod(devices, product // sizes["shard"])
+    near = max(n for n in all_divisors(ranks) if n <= sizes["shard"]) if not odd else 0
+    smaller = f"use parallel.shard = {near:,}, smaller sizes" if near else "use smaller sizes"
+    return mistake(
+        request.place(f"parallel.{next(iter(sizes))}"),
+        f"{written} = {product:,} does not divide the {plural(devices, 'device')} of {request.cluster.name}",
+        why="each tensor and pipeline rank needs its own shard group, and all of them must use every device",
+        fix=f"{smaller}, or a cluster of {_next_multiple(devices, product):,} devices",
+    )
 
 
 def _cannot_run(request: PlanRequest) -> UserError:

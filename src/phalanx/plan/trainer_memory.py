@@ -190,6 +190,7 @@ def _counted_moments(
     sent = np.where(c.pp > 1, layer["full"], 0.0)  # the output of a chunk, or the input of the next
     # Some backward begins or, split in two, has done its first half.
     activations = load["held"] * each + load["pending"] * late + load["outputs"] * sent + again + layer["working"]
+    activations = activations + _reduced_beside(c, f, each)
     logits = load["late_logits"] * size * each_logit
     if not load["head"].any():
         return activations, logits
@@ -249,6 +250,22 @@ def _reducing_bytes(c: Cases, f: MemoryProfile, *, held: Floats) -> Floats:
     written = ((w.layer - routed) / np.maximum(c.shard, 1.0) + routed / sharers) * f.gradient_bytes
     buffers = w.layer * f.gradient_bytes + np.where(c.accumulation > 1, written + held, 0.0)
     return np.where((c.zero >= 2) & (c.pp <= 1) & (c.offload != OFFLOAD_PARAMETERS), buffers, 0.0)
+
+
+def _reduced_beside(c: Cases, f: MemoryProfile, each: Floats) -> Floats:
+    """What FSDP2 still reduces while a layer goes backward (ZeRO-2 and 3 outside of a pipeline): a reduction's input is
+    given back when the next begins. Beside the last layer that is the output head's; beside any other, of which one
+    layer's activations are gone, the next layer's. In the only micro-batch of a step the shards of all gradients, which
+    are counted, are not there yet."""
+    sharded = (c.zero >= 2) & (c.pp <= 1) & (c.offload != OFFLOAD_PARAMETERS)
+    if not np.any(sharded):
+        return np.zeros(())
+    w = rank_weights(c, stage_layers=c.layers)
+    head = (1.0 - c.tied) * c.vocab * c.hidden / c.tp
+    beside = np.maximum(head * f.gradient_bytes, w.layer * f.gradient_bytes - each)
+    shards = (w.dense + w.experts) / np.maximum(c.shard, 1.0) * f.gradient_bytes
+    beside = np.where(c.accumulation > 1, beside, beside - shards)
+    return np.where(sharded, np.maximum(beside, 0.0), 0.0)
 
 
 def counted_stages(c: Cases, f: MemoryProfile) -> list[dict[str, Floats]]:

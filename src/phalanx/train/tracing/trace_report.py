@@ -18,7 +18,7 @@ from phalanx.plan.request import PlanRequest
 from phalanx.plan.trainer_memory import MEMORY_ERROR
 from phalanx.train.tracing.log import RankTrace, message_rows
 from phalanx.train.tracing.meter import MEMORY_PARTS
-from phalanx.units import format_bytes, format_count, format_seconds
+from phalanx.units import format_bytes, format_seconds
 
 
 def render_rank(trace: RankTrace) -> str:
@@ -61,7 +61,7 @@ def render_against(lines: Sequence[PlanLine]) -> str:
     """The comparison with the plan, a mark where it is out of its limit."""
     rows = [("", "", "plan", "trace", "difference", "")]
     for line in lines:
-        show = format_count if line.kind == "FLOPs" else format_bytes
+        show = _flop_text if line.kind == "FLOPs" else format_bytes
         word = "within" if line.agrees else "more than"
         mark = f"{word} {line.limit:.0%}" if line.limit else ""
         difference = f"{line.difference:+.1%}"
