@@ -48,11 +48,12 @@ def cluster_of_sites(
 ) -> Cluster:
     """The cluster that a file with `[[site]]` describes; every mistake in it is reported at once with file:line."""
     table, entries = file.table, file.table["site"]
+    fix = 'write it into a cluster file of its own and name that: devices = "blue.toml"'
     problems = [
-        Problem(where=file.where(key), what=f"{key} does not belong beside [[site]]", fix="write it into a cluster file "
-                'of its own and name that: devices = "blue.toml"')
-        for key in table if key in ("accelerator", "domains", "domain_devices", "host_devices")
-    ]  # fmt: skip
+        Problem(where=file.where(key), what=f"{key} does not belong beside [[site]]", fix=fix)
+        for key in table
+        if key in ("accelerator", "domains", "domain_devices", "host_devices")
+    ]
     told = {problem.where for problem in problems}
     problems += [one for one in unknown_keys(table, HEAD, lambda key: file.where(key)) if one.where not in told]
     version, name = table.get("version", 1), table.get("name", file.path.stem)

@@ -1,0 +1,164 @@
+"""How long peers on slow links take to average one vector: shares by bandwidth, rounds of messages, loss.
+
+Every peer averages a share of the vector for all (docs/slow-links.md). Of n peers, the one with share s sends the rest
+of its own vector to the other owners, (1 − s)·P, and its averaged share to the n − 1 others, (n − 1)·s·P: P·(1 + (n −
+2)·s) bytes, and it receives as many. Pure arithmetic: the planner, the simulator and the rules ask the same functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.hardware.types import Site
+
+# Of the bytes on an Ethernet link, what TCP delivers: 1,448 of a 1,514-byte frame (timestamps on), and while data flows
+# both ways a 66-byte acknowledgement for every second segment of the other direction. TLS adds 22 to 16,384: no more.
+SEGMENT_BYTES, FRAME_BYTES, ACK_BYTES = 1448, 1514, 66
+PAYLOAD_SHARE = SEGMENT_BYTES / (FRAME_BYTES + ACK_BYTES / 2) * 16384 / (16384 + 22)
+# Mathis, Semke, Mahdavi and Ott, "The Macroscopic Behavior of the TCP Congestion Avoidance Algorithm", ACM CCR 27(3),
+# 1997: rate = MSS / RTT · C / sqrt(p), with C = sqrt(3/4) for receivers that acknowledge every second segment. CUBIC
+# keeps to the same rate where its own would be lower (RFC 9438, section 4.3), as it is at these rates.
+MATHIS_C = math.sqrt(3 / 4)
+INITIAL_WINDOW_BYTES = 10 * SEGMENT_BYTES  # RFC 6928; Linux returns to it after an idle second, as between exchanges
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerLink:
+    """A peer's way to the others: what it sends and receives per second at once, round trip, loss."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float = 0.0
+    loss: float = 0.0
+    client_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """One average of a vector among all peers; seconds add up to `seconds`."""
+
+    seconds: float
+    transfer_s: float  # bytes over bandwidth
+    latency_s: float  # rounds of messages, and the slow start of connections that were idle
+    codec_s: float  # to encode, sum and decode
+    shares: tuple[float, ...]  # of the vector, averaged by each peer
+    bytes_sent: tuple[float, ...]  # by each peer; as many are received
+    slowest: str  # the peer that the others wait for
+    limited_by: str  # "bandwidth", "packet loss" or "latency": the largest part
+
+
+def peer_link(site: Site) -> PeerLink:
+    """The link of a site."""
+    return PeerLink(
+        name=site.name,
+        bytes_per_s=site.bytes_per_s,
+        latency_s=site.latency_s,
+        loss=site.loss,
+        client_only=site.client_only,
+    )
+
+
+def bandwidth_shares(rates: Sequence[float], owners: Sequence[bool]) -> tuple[float, ...]:
+    """The share of the vector that each peer averages, so that the slowest is done as early as can be.
+
+    All end at time T where a peer's rate allows a share at all: s = (T·rate/P − 1) / (n − 2), the shares sum to 1
+    ("water-filling"). A peer that is not an `owner` has none. Between two peers every division takes equally long.
+
+    >>> [round(share, 3) for share in bandwidth_shares([80, 10, 10, 10], [True] * 4)]
+    [1.0, 0.0, 0.0, 0.0]
+    >>> bandwidth_shares([10, 10], [True, True])
+    (0.5, 0.5)
+    """
+    count, able = len(rates), [rate if owner else 0.0 for rate, owner in zip(rates, owners, strict=True)]
+    if not any(able):
+        raise ValueError("no peer can average for the others")
+    if count <= 2:
+        total = sum(1 for rate in able if rate)
+        return tuple(1 / total if rate else 0.0 for rate in able)
+    # Seconds per byte of the vector: every peer moves the whole vector once, so that the slowest bounds it from below.
+    least = 1 / min(rates)
+
+    def level_shares(level: float) -> list[float]:
+        return [max(0.0, level * rate - 1) / (count - 2) for rate in able]
+
+    fastest_first = sorted((rate for rate in able if rate), reverse=True)
+    level = least
+    for used in range(1, len(fastest_first) + 1):
+        # With the `used` fastest as owners their shares sum to 1 at this level; right when no other rises above it.
+        level = (count - 2 + used) / sum(fastest_first[:used])
+        if used == len(fastest_first) or level * fastest_first[used] <= 1:
+            break
+    shares = level_shares(max(least, level))
+    total = sum(shares)
+    return tuple(share / total for share in shares)
+
+
+def connection_rate(latency_s: float, loss: float) -> float:
+    """Bytes per second that one TCP connection reaches on a path with loss, however fast the path (Mathis et al.).
+
+    >>> round(connection_rate(0.1, 0.01) * 8 / 1e6, 2)  # Mbit/s
+    1.0
+    """
+    if loss <= 0 or latency_s <= 0:
+        return math.inf
+    return SEGMENT_BYTES / latency_s * MATHIS_C / math.sqrt(loss)
+
+
+def slow_start_s(rate: float, latency_s: float, size_bytes: float) -> float:
+    """Seconds that an idle connection loses until its window, which doubles every round trip, fills the link."""
+    window = min(rate * latency_s, size_bytes)
+    if window <= INITIAL_WINDOW_BYTES:
+        return 0.0
+    return max(0.0, math.log2(window / INITIAL_WINDOW_BYTES)) * latency_s
+
+
+def exchange_time(
+    links: Sequence[PeerLink],
+    payload_bytes: float,
+    *,
+    round_trips: float,
+    values: float = 0.0,
+    values_per_s: float = math.inf,
+    equal_shares: bool = False,
+) -> Exchange:
+    """What one average of `payload_bytes` (encoded, of each peer) takes among these peers.
+
+    `round_trips` are the messages that wait for each other; `values` numbers are encoded and decoded at
+    `values_per_s`. `equal_shares` is for comparison.
+    """
+    count = len(links)
+    rates, lossy = [], []
+    for index, link in enumerate(links):
+        paths = [
+            connection_rate(max(link.latency_s, other.latency_s), max(link.loss, other.loss))
+            for place, other in enumerate(links)
+            if place != index
+        ]
+        wire = link.bytes_per_s * PAYLOAD_SHARE
+        rates.append(min(wire, sum(paths)))
+        lossy.append(sum(paths) < wire)
+    owners = [not link.client_only for link in links]
+    if equal_shares:
+        shares: tuple[float, ...] = tuple(owner / sum(owners) for owner in owners)
+    else:
+        shares = bandwidth_shares(rates, owners)
+    sent = tuple(payload_bytes * (1 + (count - 2) * share) for share in shares)
+    times = [size / rate for size, rate in zip(sent, rates, strict=True)]
+    last = max(range(count), key=times.__getitem__)
+    trip_s = max(link.latency_s for link in links)
+    starting_s = slow_start_s(rates[last], trip_s, sent[last] / max(1, count - 1))
+    latency_s = round_trips * trip_s + starting_s
+    codec_s = values / values_per_s
+    parts = {"packet loss" if lossy[last] else "bandwidth": times[last], "latency": latency_s, "encoding": codec_s}
+    return Exchange(
+        seconds=times[last] + latency_s + codec_s,
+        transfer_s=times[last],
+        latency_s=latency_s,
+        codec_s=codec_s,
+        shares=shares,
+        bytes_sent=sent,
+        slowest=links[last].name,
+        limited_by=max(parts, key=parts.__getitem__),
+    )
