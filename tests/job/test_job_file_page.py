@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.job import run_sections, schema
+from phalanx.job import run_sections, schema, sync_section
 
 PAGE = (Path(__file__).parents[2] / "docs" / "job-file.md").read_text(encoding="utf-8")
 SECTIONS = {
@@ -21,6 +21,7 @@ SECTIONS = {
     "fault": run_sections.FaultSettings,
     "telemetry": run_sections.Telemetry,
     "launch": run_sections.LaunchChoice,
+    "sync": sync_section.SyncSettings,
 }
 
 

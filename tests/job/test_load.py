@@ -140,10 +140,10 @@ job.toml:1: name = "Bad Name" has the wrong form
   use lower-case letters, digits, '.', '_' and '-', at most 63, not starting with a sign
 job.toml:2: a job file has no key "colour"
   the keys are batch, checkpoint, cluster, comm, cost, data, fault, launch, model, name, numerics, optim, parallel, \
-plugins, precision, profile, rules, scale, spec, telemetry, train, waiver
+plugins, precision, profile, rules, scale, spec, sync, telemetry, train, waiver
 job.toml:3: a job file has no key "a.b"
   the keys are batch, checkpoint, cluster, comm, cost, data, fault, launch, model, name, numerics, optim, parallel, \
-plugins, precision, profile, rules, scale, spec, telemetry, train, waiver
+plugins, precision, profile, rules, scale, spec, sync, telemetry, train, waiver
 job.toml:7: data.tokens = "lots" is text that is not a number such as 512, 8B or 15T
   tokens to train on; "auto" is 20 per parameter
   use a whole number from 1 to 1e18, or "auto"

@@ -76,7 +76,7 @@ class Cluster:
     cpu: CpuRates | None = None  # of measured cores: their steps are priced by hardware/cpu_steps.py
     source: str = ""
     sites: tuple[Site, ...] = ()  # joined by slow links; everything above is then the first site's
-    JSON_WHEN_SET: ClassVar[tuple[str, ...]] = ("sites",)
+    JSON_UNLESS_DEFAULT: ClassVar[tuple[str, ...]] = ("sites",)
 
     def __str__(self) -> str:
         """The page that `phalanx cluster` prints."""

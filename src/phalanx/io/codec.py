@@ -38,7 +38,7 @@ def json_values(value: Any) -> Any:
     """A value as JSON can hold it: dataclasses become objects, infinities and NaN null, sets sorted lists.
 
     A dataclass may name properties that are written beside its fields, in a class variable `JSON_PROPERTIES`, and
-    fields that are left out while they are empty, in `JSON_WHEN_SET`: what came later does not change older documents.
+    sections that are left out where all their values are defaults, in `JSON_UNLESS_DEFAULT`.
     """
     if value is None or isinstance(value, str | int):
         return value
@@ -64,9 +64,12 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
 
 def _simpler_value(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        optional = getattr(value, "JSON_WHEN_SET", ())
-        names = [item.name for item in dataclasses.fields(value)]
-        names = [name for name in names if name not in optional or getattr(value, name)]
+        omitted = getattr(value, "JSON_UNLESS_DEFAULT", ())
+        names = [
+            item.name
+            for item in dataclasses.fields(value)
+            if item.name not in omitted or (one := getattr(value, item.name)) != type(one)()
+        ]
         return {name: getattr(value, name) for name in (*names, *getattr(value, "JSON_PROPERTIES", ()))}
     if isinstance(value, set | frozenset):
         return sorted(value)

@@ -18,6 +18,7 @@ from phalanx.job.key_rules import rule_of, shown_value, value_kind
 from phalanx.job.model import Preset
 from phalanx.job.model_section import resolve_preset, resolve_shape
 from phalanx.job.schema import NAME_PATTERN, SECTIONS, Data, Job, RampStage, Waiver
+from phalanx.job.sync_checks import check_sync
 
 DEFAULT_CLUSTER = "local"
 
@@ -106,6 +107,8 @@ def load_waivers(path: Path) -> tuple[tuple[Waiver, ...], Mapping[str, Origin]]:
 def _resolved_job(draft: Draft) -> ResolvedJob:
     job = _build_job(draft)
     check_keys(draft, job)
+    if not any(key.startswith("sync") for key in draft.bad):
+        check_sync(draft, job)
     if draft.problems:
         raise UserError(_in_order(draft.problems))
     return ResolvedJob(job=job, path=draft.path, origins=draft.origins, warnings=tuple(draft.warnings))
@@ -333,6 +336,8 @@ def job_to_dict(job: Job) -> dict[str, object]:
     result["model"] = json_values(job.model)
     for name in SECTIONS:
         section = getattr(job, name)
+        if name in Job.JSON_UNLESS_DEFAULT and section == SECTIONS[name]():
+            continue
         keys = {item.name: rule_of(item.metadata).key or item.name for item in fields(section)}
         result[name] = {key: json_values(getattr(section, field)) for field, key in keys.items()}
     return result

@@ -6,6 +6,7 @@ Here is what is trained and how; run_sections.py has how the run is kept going, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from phalanx.job.key_rules import (
     AUTO,
@@ -25,6 +26,7 @@ from phalanx.job.key_rules import (
 )
 from phalanx.job.model import TOKENS_PER_PARAMETER, ModelShape
 from phalanx.job.run_sections import Checkpoint, ClusterChoice, CostSettings, FaultSettings, LaunchChoice, Telemetry
+from phalanx.job.sync_section import SyncSettings
 
 EDITIONS = ("2026.1",)
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
@@ -340,6 +342,9 @@ class Job:
     cluster: ClusterChoice
     cost: CostSettings
     launch: LaunchChoice = field(default_factory=LaunchChoice)
+    sync: SyncSettings = field(default_factory=SyncSettings)
+
+    JSON_UNLESS_DEFAULT: ClassVar[tuple[str, ...]] = ("sync",)  # jobs without peers keep the digests they had
 
     def __repr__(self) -> str:
         from phalanx.job.text import job_line
@@ -364,4 +369,5 @@ SECTIONS = {
     "cluster": ClusterChoice,
     "cost": CostSettings,
     "launch": LaunchChoice,
+    "sync": SyncSettings,
 }

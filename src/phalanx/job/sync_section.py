@@ -1,0 +1,94 @@
+"""The section [sync]: how peers that are joined by slow links exchange what they learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phalanx.job.key_rules import AUTO, MOST_SECONDS, Auto, choice, count, number
+
+SYNC_MODES = ("every-step", "target-batch", "diloco", "quorum")
+CODECS = ("fp32", "bf16", "int8", "int4", "topk-2bit")
+MOST_PEERS = 10_000
+WARM_UP_SHARE = 0.2  # of the steps; 20 % brought DiLoCo with H = 20 within 0.18 % of synchronous training in our runs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncSettings:
+    """How peers, each a whole copy of the model behind a slow link, exchange what they learn.
+
+    "every-step" is training without peers: all ranks are one job on one fast network.
+    """
+
+    mode: str = field(default="every-step", metadata=choice("when peers exchange what they learnt", *SYNC_MODES))
+    peers: int = field(
+        default=0,
+        metadata=count(
+            "peers that the plan assumes, and that phalanx train starts on this machine", least=0, most=MOST_PEERS
+        ),
+    )
+    inner_steps: int = field(default=50, metadata=count("optimizer steps of a peer between two exchanges (H)"))
+    outer_learning_rate: float = field(
+        default=0.7, metadata=number("learning rate of the outer Nesterov step", above=True, most=100.0)
+    )
+    outer_momentum: float = field(default=0.9, metadata=number("momentum of the outer Nesterov step", most=0.999))
+    synchronous_steps: int | Auto = field(
+        default=AUTO,
+        metadata=count(
+            'steps at the start that exchange gradients every time; "auto" is 20 % of the steps', least=0, auto=True
+        ),
+    )
+    fragments: int = field(
+        default=1, metadata=count("parts of the model that are exchanged one after the other", most=10_000)
+    )
+    delay_steps: int = field(
+        default=0, metadata=count("steps that go on between sending an update and applying the result", least=0)
+    )
+    local_share: float = field(
+        default=0.0, metadata=number("share of a peer's own weights that stays when the result is mixed in", most=0.99)
+    )
+    codec: str = field(default="fp32", metadata=choice("how updates are written on the wire", *CODECS))
+    top_share: float = field(
+        default=0.03, metadata=number("share of the values that topk-2bit sends", above=True, most=1.0)
+    )
+    feedback: float = field(
+        default=0.95, metadata=number("share of what int4 and topk-2bit left out that the next update carries", most=1)
+    )
+    quorum: int = field(
+        default=0, metadata=count("peers whose results are enough for a round; 0 is all", least=0, most=MOST_PEERS)
+    )
+    grace_s: float = field(
+        default=5.0, metadata=number("seconds that a round with a quorum waits for more results", most=MOST_SECONDS)
+    )
+    late: str = field(
+        default="drop",
+        metadata=choice("a result that comes after its round is dropped, or counted in the next", "drop", "count"),
+    )
+    screening: str = field(
+        default="norm",
+        metadata=choice(
+            "an update is dropped for its norm, or also when it raises the loss on held-out text", "norm", "loss"
+        ),
+    )
+    heartbeat_s: float = field(
+        default=0.5, metadata=number("seconds between signs of life to other peers", above=True, most=MOST_SECONDS)
+    )
+    dead_after_s: float = field(
+        default=5.0, metadata=number("silence after which a peer is dead", above=True, most=MOST_SECONDS)
+    )
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether the job trains with peers at all."""
+        return self.mode != "every-step"
+
+    def warm_up_steps(self, steps: int) -> int:
+        """Steps at the start that exchange gradients every time, of a run of so many.
+
+        >>> SyncSettings(mode="diloco").warm_up_steps(400), SyncSettings(mode="target-batch").warm_up_steps(400)
+        (80, 0)
+        """
+        if self.mode not in ("diloco", "quorum"):
+            return 0
+        if self.synchronous_steps == AUTO:
+            return round(WARM_UP_SHARE * steps)
+        return min(int(self.synchronous_steps), steps)
