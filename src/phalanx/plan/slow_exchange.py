@@ -1,8 +1,8 @@
 """How long peers on slow links take to average one vector: shares by bandwidth, rounds of messages, loss.
 
-Every peer averages a share of the vector for all (docs/slow-links.md). Of n peers, the one with share s sends the rest
-of its own vector to the other owners, (1 − s)·P, and its averaged share to the n − 1 others, (n − 1)·s·P: P·(1 + (n −
-2)·s) bytes, and it receives as many. Pure arithmetic: the planner, the simulator and the rules ask the same functions.
+Every peer averages a share of the vector for all, and moves P · (1 + (n - 2) · share) bytes each way for a vector of P
+bytes among n peers (network/slow_shares.py, with which the peers cut it too). Pure arithmetic: the planner, the
+simulator and the rules ask the same functions.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.hardware.types import Site
+from phalanx.network.slow_shares import water_filling
 
 # Of the bytes on an Ethernet link, what TCP delivers: 1,448 of a 1,514-byte frame (timestamps on), and while data flows
 # both ways a 66-byte acknowledgement for every second segment of the other direction. TLS adds 22 to 16,384: no more.
@@ -58,41 +59,6 @@ def peer_link(site: Site) -> PeerLink:
         loss=site.loss,
         client_only=site.client_only,
     )
-
-
-def bandwidth_shares(rates: Sequence[float], owners: Sequence[bool]) -> tuple[float, ...]:
-    """The share of the vector that each peer averages, so that the slowest is done as early as can be.
-
-    All end at time T where a peer's rate allows a share at all: s = (T·rate/P − 1) / (n − 2), the shares sum to 1
-    ("water-filling"). A peer that is not an `owner` has none. Between two peers every division takes equally long.
-
-    >>> [round(share, 3) for share in bandwidth_shares([80, 10, 10, 10], [True] * 4)]
-    [1.0, 0.0, 0.0, 0.0]
-    >>> bandwidth_shares([10, 10], [True, True])
-    (0.5, 0.5)
-    """
-    count, able = len(rates), [rate if owner else 0.0 for rate, owner in zip(rates, owners, strict=True)]
-    if not any(able):
-        raise ValueError("no peer can average for the others")
-    if count <= 2:
-        total = sum(1 for rate in able if rate)
-        return tuple(1 / total if rate else 0.0 for rate in able)
-    # Seconds per byte of the vector: every peer moves the whole vector once, so that the slowest bounds it from below.
-    least = 1 / min(rates)
-
-    def level_shares(level: float) -> list[float]:
-        return [max(0.0, level * rate - 1) / (count - 2) for rate in able]
-
-    fastest_first = sorted((rate for rate in able if rate), reverse=True)
-    level = least
-    for used in range(1, len(fastest_first) + 1):
-        # With the `used` fastest as owners their shares sum to 1 at this level; right when no other rises above it.
-        level = (count - 2 + used) / sum(fastest_first[:used])
-        if used == len(fastest_first) or level * fastest_first[used] <= 1:
-            break
-    shares = level_shares(max(least, level))
-    total = sum(shares)
-    return tuple(share / total for share in shares)
 
 
 def connection_rate(latency_s: float, loss: float) -> float:
@@ -143,7 +109,7 @@ def exchange_time(
     if equal_shares:
         shares: tuple[float, ...] = tuple(owner / sum(owners) for owner in owners)
     else:
-        shares = bandwidth_shares(rates, owners)
+        shares = tuple(water_filling(rates, [not owner for owner in owners]))
     sent = tuple(payload_bytes * (1 + (count - 2) * share) for share in shares)
     times = [size / rate for size, rate in zip(sent, rates, strict=True)]
     last = max(range(count), key=times.__getitem__)

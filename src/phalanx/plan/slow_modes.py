@@ -1,0 +1,194 @@
+"""How busy sites are when they train over slow links: one mode, H and codec at a time.
+
+Utilisation is the tokens of a second over those of a second in which every site computes all the time. It falls by what
+is waited for: bytes that compute does not hide, and sites that are faster than the one the round waits for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.job.sync_section import SyncSettings
+from phalanx.network.slow_codecs import encoded_bytes
+from phalanx.plan.slow_exchange import Exchange, PeerLink, exchange_time
+
+# Messages that wait for each other in one round (docs/slow-links.md): ready and begin, shares out and sums back, done
+# and commit.
+ROUND_TRIPS = 3.0
+MOST_INNER_STEPS = 10_000  # beyond any published H (DiLoCo: 500); also where the search for the smallest one ends
+TARGET_UTILISATION = 0.90
+# Numbers per second that one core encodes, sums and decodes (numpy, benchmarks/slow_links.py --codecs).
+CODEC_VALUES_PER_S = {"fp64": 400e6, "fp32": 400e6, "bf16": 100e6, "int8": 60e6, "int4": 40e6, "topk-2bit": 15e6}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SitePace:
+    """A site as the modes see it: its own step, on its own share of the batch, without any exchange."""
+
+    name: str
+    devices: int
+    step_s: float
+    tokens_per_step: float
+    link: PeerLink
+    usd_per_hour: float | None = None  # of all its devices
+
+    @property
+    def tokens_per_s(self) -> float:
+        """While it computes."""
+        return self.tokens_per_step / self.step_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteUse:
+    """One site in one mode."""
+
+    name: str
+    share: float  # of the vector, averaged for the others
+    bytes_per_step: float  # sent, and as many received, per optimizer step
+    utilisation: float  # of its own compute
+    counted: bool  # false: its results come too late and are dropped
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModePrediction:
+    """One mode with its H and codec."""
+
+    mode: str
+    inner_steps: int  # optimizer steps per exchange: 1 for every-step and target-batch
+    codec: str
+    step_s: float  # wall time per optimizer step, its part of the exchange included
+    exchange_s: float  # of one exchange (of one fragment)
+    exposed_s: float  # of it, not hidden by compute
+    limited_by: str
+    utilisation: float
+    tokens_per_s: float
+    bytes_per_step: float  # sent by the busiest site, per optimizer step
+    sites: tuple[SiteUse, ...]
+
+
+def predict_mode(sites: Sequence[SitePace], values: float, sync: SyncSettings) -> ModePrediction:
+    """What `sync` does to these sites, for a model of so many values; warm-up left out."""
+    if sync.mode in ("every-step", "target-batch"):
+        return _each_step(sites, values, sync)
+    return _each_round(sites, values, sync)
+
+
+def mode_exchange(sites: Sequence[SitePace], values: float, sync: SyncSettings) -> Exchange:
+    """One exchange of the mode: of the whole vector, or of one fragment of it."""
+    fragments = sync.fragments if sync.mode in ("diloco", "quorum") else 1
+    part = math.ceil(values / fragments)
+    return exchange_time(
+        [site.link for site in sites],
+        encoded_bytes(sync.codec, part, sync.top_share),
+        round_trips=ROUND_TRIPS,
+        values=part,
+        values_per_s=CODEC_VALUES_PER_S[sync.codec],
+    )
+
+
+def _each_step(sites: Sequence[SitePace], values: float, sync: SyncSettings) -> ModePrediction:
+    """Gradients of every step: nothing hides them, for the step needs their sum."""
+    exchange = mode_exchange(sites, values, sync)
+    tokens = sum(site.tokens_per_step for site in sites)
+    rate = sum(site.tokens_per_s for site in sites)
+    # Peers of target-batch gather samples until there are enough, each as fast as it can; otherwise each has its part.
+    compute_s = tokens / rate if sync.mode == "target-batch" else max(site.step_s for site in sites)
+    wall_s = compute_s + exchange.seconds
+    busy = [compute_s if sync.mode == "target-batch" else site.step_s for site in sites]
+    return ModePrediction(
+        mode=sync.mode,
+        inner_steps=1,
+        codec=sync.codec,
+        step_s=wall_s,
+        exchange_s=exchange.seconds,
+        exposed_s=exchange.seconds,
+        limited_by=exchange.limited_by,
+        utilisation=tokens / wall_s / rate,
+        tokens_per_s=tokens / wall_s,
+        bytes_per_step=max(exchange.bytes_sent),
+        sites=tuple(
+            SiteUse(name=site.name, share=share, bytes_per_step=sent, utilisation=spent / wall_s, counted=True)
+            for site, share, sent, spent in zip(sites, exchange.shares, exchange.bytes_sent, busy, strict=True)
+        ),
+    )
+
+
+def _each_round(sites: Sequence[SitePace], values: float, sync: SyncSettings) -> ModePrediction:
+    """H steps of everybody, then one exchange, or one fragment every H / fragments steps."""
+    exchange = mode_exchange(sites, values, sync)
+    steps = sync.inner_steps
+    computes_s = [steps * site.step_s for site in sites]
+    gathered_s = _gathered_after(computes_s, sync)
+    counted = [spent <= gathered_s * (1 + 1e-9) for spent in computes_s]
+    slowest_step_s = gathered_s / steps
+    hidden_s = sync.delay_steps * slowest_step_s
+    exposed_s = sync.fragments * max(0.0, exchange.seconds - hidden_s)
+    wall_s = max(gathered_s + exposed_s, sync.fragments * exchange.seconds)  # one exchange at a time
+    late = 0.0 if sync.late == "drop" else 1.0
+    # A late result that counts arrives a whole number of rounds later.
+    rounds = [1.0 if known else late / math.ceil(spent / wall_s) for known, spent in zip(counted, computes_s, strict=True)]
+    tokens = sum(steps * site.tokens_per_step * part for site, part in zip(sites, rounds, strict=True))
+    return ModePrediction(
+        mode=sync.mode,
+        inner_steps=steps,
+        codec=sync.codec,
+        step_s=wall_s / steps,
+        exchange_s=exchange.seconds,
+        exposed_s=exposed_s,
+        limited_by=exchange.limited_by if exposed_s > 0 or wall_s > gathered_s else "compute",
+        utilisation=tokens / wall_s / sum(site.tokens_per_s for site in sites),
+        tokens_per_s=tokens / wall_s,
+        bytes_per_step=sync.fragments * max(exchange.bytes_sent) / steps,
+        sites=tuple(
+            SiteUse(
+                name=site.name,
+                share=share,
+                bytes_per_step=sync.fragments * sent / steps,
+                utilisation=part * steps * site.step_s / wall_s,
+                counted=known or late > 0,
+            )
+            for site, share, sent, part, known in zip(
+                sites, exchange.shares, exchange.bytes_sent, rounds, counted, strict=True
+            )
+        ),
+    )
+
+
+def _gathered_after(computes_s: Sequence[float], sync: SyncSettings) -> float:
+    """Seconds of compute after which a round begins: when all are ready or, with a quorum, its grace is over."""
+    if sync.mode != "quorum" or not sync.quorum:
+        return max(computes_s)
+    enough = sorted(computes_s)[min(sync.quorum, len(computes_s)) - 1]
+    arrived = [spent for spent in computes_s if spent <= enough + sync.grace_s]
+    return max(arrived) if len(arrived) == len(computes_s) else enough + sync.grace_s
+
+
+def smallest_inner_steps(
+    sites: Sequence[SitePace], values: float, sync: SyncSettings, *, target: float = TARGET_UTILISATION
+) -> int | None:
+    """The smallest H with which utilisation reaches the target; None where no H does, as between unequal sites.
+
+    Fragments and delay stay as they are, except that a delay is less than H.
+    """
+
+    def reaches(steps: int) -> bool:
+        tried = replace(
+            sync,
+            mode=sync.mode if sync.mode in ("diloco", "quorum") else "diloco",
+            inner_steps=steps,
+            fragments=min(sync.fragments, steps),
+            delay_steps=min(sync.delay_steps, steps - 1),
+        )
+        return predict_mode(sites, values, tried).utilisation >= target
+
+    if not reaches(MOST_INNER_STEPS):
+        return None
+    low, high = 0, 1
+    while not reaches(high):
+        low, high = high, min(2 * high, MOST_INNER_STEPS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reaches(middle) else (middle, high)
+    return high
