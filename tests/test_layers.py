@@ -16,7 +16,7 @@ LAYERS = (
     {"network"},
     {"plan"},
     {"sim"},
-    {"rules", "elastic", "scale"},
+    {"rules", "elastic", "peers", "scale"},
     {"launch", "train", "validate"},
     {"web", "metrics"},
     {"api"},
@@ -39,6 +39,7 @@ HOMES = {
     "tensorboard": "metrics",
     "mlflow": "metrics",
     "wandb": "metrics",
+    "cryptography": "peers",
 }
 FORBIDDEN = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 

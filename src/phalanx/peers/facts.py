@@ -1,0 +1,130 @@
+"""Values that a group of peers speaks in: who takes part, in which run, and how a round ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Address = tuple[str, int]
+Vector = npt.NDArray[Any]  # of float32 or float64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What two peers must agree on before they exchange anything; digests as hexadecimal text."""
+
+    run_id: str
+    model_digest: str
+    tokenizer_digest: str = ""
+    code_digest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bandwidth:
+    """What a peer's link carries, in Mbit/s; measured or stated by its owner."""
+
+    up_mbps: float
+    down_mbps: float
+
+    @property
+    def slower_mbps(self) -> float:
+        """A round moves as many bytes up as down: the slower way decides."""
+        return min(self.up_mbps, self.down_mbps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One peer of a view. `instance` is new with every process: a peer that restarts is another member."""
+
+    id: str
+    name: str
+    address: Address
+    instance: str
+    bandwidth: Bandwidth | None = None
+    client_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """Who takes part, by a number that only grows; members in order of their id.
+
+    `history` is drawn when the group is founded: views of two foundings are never compared.
+    """
+
+    number: int
+    members: tuple[Member, ...]
+    next_round: int
+    history: str = ""
+
+    @property
+    def leader(self) -> str:
+        """Id of the lowest member that others can connect to; empty before a view exists."""
+        return next((member.id for member in self.members if not member.client_only), "")
+
+    def member(self, peer: str) -> Member | None:
+        """Of an id."""
+        return next((member for member in self.members if member.id == peer), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a peer is: optimizer steps, and samples gathered since the last committed round."""
+
+    step: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundResult:
+    """How a round ended. Committed: `vector` is the weighted mean, the same bytes on every member of the view.
+
+    `members_counted` are the ids whose updates are in it, `weights` what each counted. `dropped` names who was left
+    out, and why. `behind`: the group went on without this peer, which must fetch the state before its next round.
+    Bytes are those of the codec, of this round, without the few of TLS and of frames.
+    """
+
+    round_number: int
+    committed: bool
+    vector: npt.NDArray[np.float32] | npt.NDArray[np.float64] | None = None
+    members_counted: tuple[str, ...] = ()
+    weights: Mapping[str, float] = field(default_factory=dict)
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: float = 0.0
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    reason: str = ""
+    behind: bool = False
+    view_number: int = 0
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerEvent:
+    """Something that happened in the group, for the run's record.
+
+    kind: joined, left, lost, evicted, rejoined, no-majority, view, committed, discarded, dropped, refused, revoked,
+    doubtful-progress, state-served, state-fetched.
+    """
+
+    kind: str
+    text: str
+    peer: str = ""
+    name: str = ""
+    view_number: int = 0
+    round_number: int = -1
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerState:
+    """What a newcomer starts from: tensors by name as bytes, as of the state after `round_number` was committed.
+
+    `round_number` is -1 before the first round. A provider hands out a copy that training does not change.
+    """
+
+    round_number: int
+    tensors: Mapping[str, bytes]

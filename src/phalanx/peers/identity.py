@@ -1,0 +1,190 @@
+"""Who a peer is: a private key and a certificate that it signs itself, pinned by others through its fingerprint."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import os
+import re
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.io.files import read_bounded
+
+KEY_FILE, CERTIFICATE_FILE = "peer-key.pem", "peer-certificate.pem"
+MOST_PEM_BYTES = 16 * 1024
+ID_DIGITS = 16  # of the fingerprint; whole fingerprints are what is pinned
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+VALID_DAYS = 3650  # revocation ends an identity, not a date: clocks of volunteers are wrong
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class PeerIdentity:
+    """A peer's private key and certificate, both as PEM text; never printed."""
+
+    name: str
+    key_pem: str
+    certificate_pem: str
+
+    @classmethod
+    def create(cls, name: str) -> PeerIdentity:
+        """A new key (ECDSA on P-256) with its certificate; raises UserError for a name that is none."""
+        check_name(name)
+        x509, ec, hashes, serialization = _cryptography()
+        key = ec.generate_private_key(ec.SECP256R1())
+        # Names of two peers may be equal; subjects must not be, or one certificate would be sought as another's issuer.
+        common = x509.NameAttribute(x509.NameOID.COMMON_NAME, name)
+        serial = x509.NameAttribute(x509.NameOID.SERIAL_NUMBER, secrets.token_hex(16))
+        subject = x509.Name([common, serial])
+        # From 1970: a peer whose clock is years behind is still a peer.
+        begin = datetime.datetime(1970, 1, 2, tzinfo=datetime.UTC)
+        end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=VALID_DAYS)
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(subject)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(begin)
+            .not_valid_after(end)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        pem = serialization.Encoding.PEM
+        form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        return cls(
+            name=name,
+            key_pem=key.private_bytes(pem, form, plain).decode("ascii"),
+            certificate_pem=certificate.public_bytes(pem).decode("ascii"),
+        )
+
+    @classmethod
+    def from_pem(cls, key_pem: str, certificate_pem: str, *, where: str) -> PeerIdentity:
+        """Of two texts that belong together; raises UserError where they do not."""
+        x509, ec, _, serialization = _cryptography()
+        certificate = parse_certificate(certificate_pem, where=where)
+        try:
+            key = serialization.load_pem_private_key(key_pem.encode("ascii"), password=None)
+        except (ValueError, TypeError, UnicodeEncodeError) as error:
+            raise mistake(where, "the private key cannot be read", fix="make a new identity") from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+            raise mistake(where, "the private key and the certificate do not belong together", fix="make a new identity")
+        return cls(name=certificate_name(certificate, where=where), key_pem=key_pem, certificate_pem=certificate_pem)
+
+    @classmethod
+    def load(cls, folder: Path) -> PeerIdentity:
+        """From the folder that `save` wrote; raises UserError where others may read the key."""
+        texts = []
+        for name in (KEY_FILE, CERTIFICATE_FILE):
+            try:
+                texts.append(read_bounded(folder / name, MOST_PEM_BYTES).decode("ascii"))
+            except FileNotFoundError as error:
+                raise mistake(str(folder), f"holds no peer identity: {name} is missing") from error
+            except (OSError, ValueError) as error:
+                raise mistake(str(folder / name), f"cannot be read: {error}") from error
+        if stat.S_IMODE((folder / KEY_FILE).stat().st_mode) & 0o077:
+            fix = f"chmod 600 {folder / KEY_FILE}, or make a new identity where others may have read it"
+            raise mistake(str(folder / KEY_FILE), "other users of this machine can read the private key", fix=fix)
+        return cls.from_pem(*texts, where=str(folder))
+
+    def save(self, folder: Path) -> None:
+        """Into a folder that only this user can enter; raises UserError where an identity is there already."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.chmod(folder, 0o700)
+            # The key last: whoever finds it finds the certificate too.
+            for name, text in ((CERTIFICATE_FILE, self.certificate_pem), (KEY_FILE, self.key_pem)):
+                made = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                with os.fdopen(made, "w", encoding="ascii") as file:
+                    file.write(text)
+        except FileExistsError as error:
+            raise mistake(str(folder), "holds a peer identity already", fix="load it, or name another folder") from error
+        except OSError as error:
+            what = f"cannot be written: {error.strerror or error}"
+            raise SystemFailure(Problem(where=str(folder), what=what)) from error
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the certificate, 64 hexadecimal digits."""
+        return fingerprint_of(self.certificate_pem)
+
+    @property
+    def id(self) -> str:
+        """What views and messages call this peer."""
+        return self.fingerprint[:ID_DIGITS]
+
+    def sign(self, data: bytes) -> bytes:
+        """Signature of `data` by this peer's key."""
+        _, ec, hashes, serialization = _cryptography()
+        key = serialization.load_pem_private_key(self.key_pem.encode("ascii"), password=None)
+        signature: bytes = key.sign(data, ec.ECDSA(hashes.SHA256()))
+        return signature
+
+    def __repr__(self) -> str:
+        return f"PeerIdentity({self.name!r}, {self.id})"
+
+
+def check_name(name: str, *, where: str = "peer name") -> None:
+    """Raises UserError for what is not a name: it stands in files, pages and terminals."""
+    if not NAME.fullmatch(name):
+        what = f"{name[:70]!r} is not a name for a peer"
+        raise mistake(where, what, fix="take at most 63 letters, digits, dots, dashes and underscores")
+
+
+def parse_certificate(certificate_pem: str, *, where: str) -> Any:
+    """A certificate as `cryptography` knows it; raises UserError."""
+    x509, ec, _, _ = _cryptography()
+    try:
+        if len(certificate_pem) > MOST_PEM_BYTES:
+            raise ValueError("too long")
+        certificate = x509.load_pem_x509_certificate(certificate_pem.encode("ascii"))
+        if not isinstance(certificate.public_key(), ec.EllipticCurvePublicKey):
+            raise ValueError("another kind of key")
+    except Exception as error:  # a stranger's bytes: the parser has errors of its own for some
+        raise mistake(where, "the certificate cannot be read") from error
+    return certificate
+
+
+def certificate_name(certificate: Any, *, where: str) -> str:
+    """The name a peer gave itself; raises UserError for one that is none."""
+    x509, *_ = _cryptography()
+    found = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+    name = str(found[0].value) if len(found) == 1 else ""
+    check_name(name, where=where)
+    return name
+
+
+def fingerprint_of(certificate_pem: str) -> str:
+    """SHA-256 of a certificate's bytes; raises ValueError for what is no PEM."""
+    import ssl
+
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate_pem)).hexdigest()
+
+
+def is_signed(certificate_pem: str, data: bytes, signature: bytes) -> bool:
+    """Whether the key of a certificate signed `data`."""
+    from cryptography.exceptions import InvalidSignature
+
+    _, ec, hashes, _ = _cryptography()
+    certificate = parse_certificate(certificate_pem, where="certificate")
+    with contextlib.suppress(InvalidSignature):
+        certificate.public_key().verify(signature, data, ec.ECDSA(hashes.SHA256()))
+        return True
+    return False
+
+
+def _cryptography() -> tuple[Any, Any, Any, Any]:
+    """The parts of the library that we use, or the command that installs it."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        what = 'needs the Python package "cryptography", which is not installed'
+        raise mistake("training with peers", what, fix="pip install 'phalanx[peers]'") from error
+    return x509, ec, hashes, serialization

@@ -1,0 +1,101 @@
+"""An invitation: one file with which a newcomer finds a run, proves itself, and knows whom it talks to."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.io.files import load_json
+from phalanx.peers.allowlist import MOST_LIST_BYTES, AllowList
+from phalanx.peers.facts import Address
+from phalanx.peers.identity import PeerIdentity
+
+MOST_ADDRESSES = 64
+KIND = "phalanx peer invitation 1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Invitation:
+    """Where the run's peers listen, the newcomer's own key, and the owner's allowlist, which pins everybody else."""
+
+    addresses: tuple[Address, ...]
+    identity: PeerIdentity
+    allowed: AllowList
+
+    @property
+    def run_id(self) -> str:
+        """Of the run it invites to."""
+        return self.allowed.run_id
+
+    @classmethod
+    def create(
+        cls, owner: PeerIdentity, allowed: AllowList, name: str, addresses: Sequence[Address]
+    ) -> Invitation:
+        """A key for a new peer of this name, and the list with it; hand `.allowed` to the running group too."""
+        identity = PeerIdentity.create(name)
+        longer = allowed.add(owner, identity.certificate_pem)
+        return cls(addresses=tuple(addresses), identity=identity, allowed=longer)
+
+    def save(self, path: Path) -> None:
+        """Into a new file that only this user reads: who has it can take the newcomer's place."""
+        data = {
+            "kind": KIND,
+            "addresses": [list(one) for one in self.addresses],
+            "key": self.identity.key_pem,
+            "certificate": self.identity.certificate_pem,
+            "allowed": self.allowed.to_json(),
+        }
+        try:
+            made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(made, "w", encoding="utf-8") as file:
+                json.dump(data, file, indent=1)
+        except FileExistsError as error:
+            raise mistake(str(path), "exists already", fix="name a new file for the invitation") from error
+        except OSError as error:
+            raise SystemFailure(Problem(where=str(path), what=f"cannot be written: {error.strerror or error}")) from error
+
+    @classmethod
+    def load(cls, path: Path) -> Invitation:
+        """From a file; raises UserError for anything that is not a whole invitation."""
+        where = str(path)
+        try:
+            data = load_json(path, MOST_LIST_BYTES)
+        except FileNotFoundError as error:
+            raise mistake(where, "there is no such invitation") from error
+        except (OSError, ValueError) as error:
+            raise mistake(where, f"cannot be read as an invitation: {error}") from error
+        if not isinstance(data, dict) or data.get("kind") != KIND:
+            raise mistake(where, "is not an invitation", fix="phalanx peers invite writes one")
+        found = data.get("addresses")
+        addresses = tuple(parse_wire_address(one) for one in found) if isinstance(found, list) else ()
+        if not addresses or len(addresses) > MOST_ADDRESSES or None in addresses:
+            raise mistake(where, f"names no address, one that is none, or more than {MOST_ADDRESSES}")
+        key, certificate = data.get("key"), data.get("certificate")
+        if not isinstance(key, str) or not isinstance(certificate, str):
+            raise mistake(where, "lacks the key or the certificate")
+        identity = PeerIdentity.from_pem(key, certificate, where=where)
+        allowed = AllowList.from_json(data.get("allowed"), where=where)
+        if identity.fingerprint not in allowed.fingerprints():
+            raise mistake(where, "its allowlist does not name the peer that it invites")
+        return cls(addresses=tuple(one for one in addresses if one), identity=identity, allowed=allowed)
+
+    def __repr__(self) -> str:
+        return f"Invitation({self.run_id!r}, {self.identity!r})"
+
+
+def parse_wire_address(value: Any) -> Address | None:
+    """A host and a port as JSON has them; None for anything else.
+
+    >>> parse_wire_address(["10.0.0.1", 80]), parse_wire_address(["10.0.0.1", 0]), parse_wire_address("x")
+    (('10.0.0.1', 80), None, None)
+    """
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return None
+    host, port = value
+    good = isinstance(host, str) and 0 < len(host) <= 253 and host.isascii() and host.isprintable() and " " not in host
+    return (host, port) if good and type(port) is int and 0 < port < 2**16 else None
