@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from phalanx.errors import Problem
 from phalanx.hardware.types import Cluster, Site
 from phalanx.job.schema import Job
 from phalanx.job.sync_section import CODECS, SyncSettings
 from phalanx.plan.bill import Bill, run_bill
-from phalanx.plan.loss_penalty import LossPenalty, expected_penalty
+from phalanx.plan.loss_penalty import expected_penalty
 from phalanx.plan.plan import Plan
 from phalanx.plan.prediction import Duration
 from phalanx.plan.site_forecast import CodecRow, ModeRow, SiteForecast, SiteRow
@@ -155,7 +155,7 @@ def _mode_row(
     wall_s = warm_s + (steps - warm) * found.step_s
     prices = [pace.usd_per_hour for pace in paces]
     usd = sum(price for price in prices if price is not None) * wall_s / HOUR_S if None not in prices else None
-    penalty: LossPenalty = expected_penalty(sync, warm=warm > 0)
+    penalty = expected_penalty(sync, warm=warm > 0)
     ideal_s = tokens / sum(pace.tokens_per_s for pace in paces)
     return ModeRow(
         sync=sync,
@@ -220,6 +220,17 @@ def _advice(job: Job, cluster: Cluster, forecast: SiteForecast) -> list[Problem]
     if job.sync.peers not in (0, len(cluster.sites)):
         what = f"sync.peers = {job.sync.peers}, and {cluster.name} has {plural(len(cluster.sites), 'site')}"
         found.append(Problem(where=cluster.name, what=what, fix="the plan counts the sites; leave sync.peers out"))
+    if row.warm_up_s > POOR_UTILISATION * row.training_s:
+        share = row.warm_up_s / row.training_s
+        found.append(
+            Problem(
+                where=cluster.name,
+                what=f"the {row.warm_up_steps:,} synchronous steps at the start take {share:.0%} of the time",
+                why=f"each exchanges gradients, {format_seconds(row.warm_up_s / row.warm_up_steps)} a step",
+                fix="train them at one site and let the others join, or set sync.synchronous_steps; our runs, which "
+                "were short, needed 20 % of the steps",
+            )
+        )
     if row.prediction.utilisation < POOR_UTILISATION:
         best = next((one for one in forecast.grid if one.codec == "int8"), forecast.grid[0])
         steps = best.smallest_inner_steps

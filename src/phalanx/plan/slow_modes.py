@@ -128,7 +128,9 @@ def _each_round(sites: Sequence[SitePace], values: float, sync: SyncSettings) ->
     wall_s = max(gathered_s + exposed_s, sync.fragments * exchange.seconds)  # one exchange at a time
     late = 0.0 if sync.late == "drop" else 1.0
     # A late result that counts arrives a whole number of rounds later.
-    rounds = [1.0 if known else late / math.ceil(spent / wall_s) for known, spent in zip(counted, computes_s, strict=True)]
+    rounds = [
+        1.0 if known else late / math.ceil(spent / wall_s) for known, spent in zip(counted, computes_s, strict=True)
+    ]
     tokens = sum(steps * site.tokens_per_step * part for site, part in zip(sites, rounds, strict=True))
     return ModePrediction(
         mode=sync.mode,
