@@ -44,7 +44,7 @@ def round_seconds(encoded_bytes: float, bandwidths: Sequence[float], shares: Seq
     """Time of a round in which both directions are always busy; bandwidths in bytes a second.
 
     >>> equal = round_seconds(1.0, [80, 10, 10, 10], [0.25] * 4)
-    >>> equal / round_seconds(1.0, [80, 10, 10, 10], water_filling([80, 10, 10, 10]))
+    >>> round(equal / round_seconds(1.0, [80, 10, 10, 10], water_filling([80, 10, 10, 10])), 12)
     1.5
     """
     if len(bandwidths) < 2:

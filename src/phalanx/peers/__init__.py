@@ -1,1 +1,1 @@
-"""Peers that train together over slow links: identity, transport, membership, and rounds that commit or are discarded."""
+"""Peers that train together over slow links: identity, transport, membership, rounds that commit or are discarded."""

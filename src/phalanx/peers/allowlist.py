@@ -56,7 +56,8 @@ class AllowList:
 
     def revoke(self, owner: PeerIdentity, fingerprint: str) -> AllowList:
         """Without the peer of this fingerprint (or of this id), for good."""
-        known = {one: pem for pem in self.certificates if fingerprint in ((one := fingerprint_of(pem)), one[:ID_DIGITS])}
+        every = {fingerprint_of(pem): pem for pem in self.certificates}
+        known = {one: pem for one, pem in every.items() if fingerprint in (one, one[:ID_DIGITS])}
         if not known:
             raise mistake("allowlist", f"{fingerprint[:64]} is nobody's fingerprint or id on the list")
         if self.owner_fingerprint in known:
@@ -108,7 +109,9 @@ class AllowList:
         if found.revoked & set(fingerprints):
             raise mistake(where, "allows a peer that it also revokes")
         if owner and found.owner_fingerprint != owner:
-            raise mistake(where, "the allowlist belongs to another owner", why=f"the run's owner is {owner[:ID_DIGITS]}")
+            raise mistake(
+                where, "the allowlist belongs to another owner", why=f"the run's owner is {owner[:ID_DIGITS]}"
+            )
         if not is_signed(found.certificates[0], found._signed_bytes(), found.signature):
             raise mistake(where, "the allowlist was changed after its owner signed it")
         found.fingerprints()  # every certificate can be read

@@ -1,7 +1,221 @@
-"""Vectors as bytes and back."""
+"""Vectors as bytes and back, in numpy; how many bytes says `network.slow_codecs`.
+
+Encoding is deterministic: equal values give equal bytes on every machine (little-endian, ties broken by place). What
+comes from the wire is checked for its size before anything is allocated, and again for what it says.
+"""
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.network.slow_codecs import (
+    FEEDBACK_CODECS,
+    INDEX_BITS,
+    INT4_BLOCK,
+    INT8_BLOCK,
+    SCALE_BYTES,
+    TOP_CHUNK,
+    TOP_SHARE,
+    encoded_bytes,
+    top_values,
+)
+from phalanx.peers.facts import Vector
+
+Float32 = npt.NDArray[np.float32]
+# A 2-bit value stands for one of four multiples of its chunk's scale, which is the mean of the sent magnitudes: halves
+# of a half-normal tail lie near 0.8 and 1.4 of their mean.
+TWO_BIT_LEVELS = np.array([-1.4, -0.8, 0.8, 1.4], dtype=np.float32)
+TWO_BIT_LIMIT = np.float32(1.1)
+
+
+class BadBytes(ValueError):
+    """Bytes that no codec of ours has made."""
+
+
+def encode(codec: str, values: Vector, top_share: float = TOP_SHARE) -> bytes:
+    """A vector as bytes; not-a-number and infinity survive in fp64, fp32 and bf16, and in int8, int4 and topk-2bit
+    make the scale of their block not finite, so that no receiver takes them for numbers.
+    """
+    if codec == "fp64":
+        return np.ascontiguousarray(values, dtype="<f8").tobytes()
+    flat: Float32 = np.ascontiguousarray(values, dtype="<f4")
+    if codec == "fp32":
+        return flat.tobytes()
+    if codec == "bf16":
+        return _to_bf16(flat).tobytes()
+    if codec == "int8":
+        scales, whole = _scaled(flat, INT8_BLOCK, 127)
+        return scales.tobytes() + whole.astype(np.int8).tobytes()
+    if codec == "int4":
+        scales, whole = _scaled(flat, INT4_BLOCK, 7)
+        nibbles = np.zeros(whole.size + whole.size % 2, dtype=np.uint8)
+        nibbles[: whole.size] = (whole + 8).astype(np.uint8)  # 1 to 15; 0 stands for nothing
+        return scales.tobytes() + (nibbles[0::2] | (nibbles[1::2] << 4)).astype(np.uint8).tobytes()
+    if codec == "topk-2bit":
+        chunks = flat.size // TOP_CHUNK
+        body = _encode_top(flat[: chunks * TOP_CHUNK].reshape(chunks, TOP_CHUNK), top_share)
+        return body + _encode_top(flat[None, chunks * TOP_CHUNK :], top_share)
+    raise ValueError(f"{codec!r} is not a codec")
+
+
+def decode(codec: str, data: bytes | bytearray | memoryview, values: int, top_share: float = TOP_SHARE) -> Vector:
+    """The vector of so many values that `encode` described, float64 for fp64 and float32 otherwise.
+
+    Raises BadBytes for a wrong size and for what `encode` never writes.
+    """
+    size = memoryview(data).nbytes
+    if size != encoded_bytes(codec, values, top_share):
+        expected = encoded_bytes(codec, values, top_share)
+        raise BadBytes(f"{size} bytes for {values} values in {codec}, which take {expected}")
+    if codec == "fp64":
+        return np.frombuffer(data, dtype="<f8").copy()
+    if codec == "fp32":
+        return np.frombuffer(data, dtype="<f4").copy()
+    if codec == "bf16":
+        return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
+    if codec == "int8":
+        blocks = -(-values // INT8_BLOCK)
+        whole = np.frombuffer(data, dtype=np.int8, offset=blocks * SCALE_BYTES)
+        if np.any(whole == -128):
+            raise BadBytes("int8: -128 stands for nothing")
+        return _unscaled(_scales(data, blocks), whole.astype(np.float32), INT8_BLOCK)
+    if codec == "int4":
+        blocks = -(-values // INT4_BLOCK)
+        packed = np.frombuffer(data, dtype=np.uint8, offset=blocks * SCALE_BYTES)
+        nibbles = np.empty(packed.size * 2, dtype=np.uint8)
+        nibbles[0::2], nibbles[1::2] = packed & 15, packed >> 4
+        if np.any(nibbles[:values] == 0) or np.any(nibbles[values:]):
+            raise BadBytes("int4: a half byte stands for nothing")
+        return _unscaled(_scales(data, blocks), nibbles[:values].astype(np.float32) - 8, INT4_BLOCK)
+    chunks, rest = divmod(values, TOP_CHUNK)
+    at = encoded_bytes(codec, chunks * TOP_CHUNK, top_share)
+    view = memoryview(data).cast("B")
+    body = _decode_top(view[:at], chunks, TOP_CHUNK, top_share)
+    return np.concatenate([body, _decode_top(view[at:], 1 if rest else 0, rest, top_share)])
+
 
 class Sender:
-    """A codec with what it lost so far."""
+    """A codec with what it lost so far: for int4 and topk-2bit the next round sends it too.
+
+    `feedback` is how much of the loss is kept from round to round. What was sent counts as sent only when its round is
+    committed (`settle`); a discarded round leaves the loss as it was.
+    """
+
+    def __init__(self, codec: str, feedback: float = 0.95, top_share: float = TOP_SHARE) -> None:
+        encoded_bytes(codec, 0, top_share)  # says what is wrong with the codec
+        top_values(1, top_share)
+        if not 0.0 <= feedback <= 1.0:
+            raise ValueError(f"feedback = {feedback:g} is not a share from 0 to 1")
+        self.codec, self.feedback, self.top_share = codec, feedback, top_share
+        self._lost: Vector | None = None  # of this peer's own updates
+        self._lost_sums: Vector | None = None  # of the sums it owned: they are encoded once more
+
+    @property
+    def carries(self) -> bool:
+        """Whether anything is carried from round to round."""
+        return self.codec in FEEDBACK_CODECS and self.feedback > 0.0
+
+    def outgoing(self, vector: Vector) -> Vector:
+        """What is to be encoded in place of `vector`; forgets what was lost of a vector of another length."""
+        if not self.carries or self._lost is None or self._lost.shape != vector.shape:
+            return vector
+        return np.asarray(vector + self.feedback * self._lost, dtype=vector.dtype)
+
+    def outgoing_sum(self, start: int, mean: Vector, values: int) -> Vector:
+        """What is to be encoded in place of the mean of the values from `start` on, of a vector of `values`."""
+        if not self.carries or self._lost_sums is None or self._lost_sums.size != values:
+            return mean
+        return np.asarray(mean + self.feedback * self._lost_sums[start : start + mean.size], dtype=mean.dtype)
+
+    def settle(self, lost: Vector, lost_sums: Vector) -> None:
+        """A round was committed; both of the vector's length, the second zero where this peer owned nothing.
+
+        What was lost of sums that it owns no more is forgotten: another owner sums there now.
+        """
+        if self.carries:
+            self._lost, self._lost_sums = lost, lost_sums
+
+    def state(self) -> dict[str, Vector]:
+        """For a checkpoint."""
+        found = {"lost": self._lost, "lost_sums": self._lost_sums}
+        return {name: value.copy() for name, value in found.items() if value is not None}
+
+    def load_state(self, state: dict[str, Vector]) -> None:
+        """From a checkpoint."""
+        self._lost, self._lost_sums = state.get("lost"), state.get("lost_sums")
+
+
+def _to_bf16(flat: Float32) -> npt.NDArray[np.uint16]:
+    bits = flat.view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16  # to nearest, ties to even
+    # A NaN must not be rounded up to infinity or beyond.
+    return np.where(np.isnan(flat), 0x7FC0, rounded).astype("<u2")
+
+
+def _scaled(flat: Float32, block: int, most: int) -> tuple[Float32, Float32]:
+    """One scale for each block, and whole numbers from -most to most."""
+    blocks = -(-flat.size // block)
+    padded = np.zeros(blocks * block, dtype=np.float32)
+    padded[: flat.size] = flat
+    table = padded.reshape(blocks, block)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        scales = (np.abs(table).max(axis=1) / np.float32(most)).astype("<f4")
+        usable = np.where(np.isfinite(scales) & (scales > 0), scales, np.float32(1))
+        whole = np.rint(np.nan_to_num(table / usable[:, None], nan=0.0, posinf=0.0, neginf=0.0))
+    return scales, np.clip(whole, -most, most).reshape(-1)[: flat.size]
+
+
+def _scales(data: bytes | bytearray | memoryview, blocks: int) -> Float32:
+    scales = np.frombuffer(data, dtype="<f4", count=blocks)
+    if np.any(scales < 0):
+        raise BadBytes("a scale below zero")
+    return scales
+
+
+def _unscaled(scales: Float32, whole: Float32, block: int) -> Float32:
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.asarray(whole * np.repeat(scales, block)[: whole.size], dtype=np.float32)
+
+
+def _encode_top(table: Float32, top_share: float) -> bytes:
+    """Chunks of equal length, one per row: all scales, then for each chunk its places and its values in bits."""
+    rows, length = table.shape
+    if not rows or not length:
+        return b""
+    count = top_values(length, top_share)
+    size = np.abs(np.nan_to_num(table, nan=np.inf))
+    # Stable by place among equals, so that two machines choose alike.
+    places = np.sort(np.argsort(-size, axis=1, kind="stable")[:, :count], axis=1)
+    sent = np.take_along_axis(table, places, axis=1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        scales = np.abs(sent).mean(axis=1, dtype=np.float64).astype("<f4")
+        levels = np.where(
+            sent < 0, np.abs(sent) < TWO_BIT_LIMIT * scales[:, None], 2 + (sent >= TWO_BIT_LIMIT * scales[:, None])
+        )
+    index_bits = ((places[:, :, None] >> np.arange(INDEX_BITS)) & 1).astype(np.uint8).reshape(rows, -1)
+    value_bits = ((levels[:, :, None].astype(np.int64) >> np.arange(2)) & 1).astype(np.uint8).reshape(rows, -1)
+    head = scales.view(np.uint8).reshape(rows, SCALE_BYTES)
+    packed = [np.packbits(bits, axis=1, bitorder="little") for bits in (index_bits, value_bits)]
+    return np.concatenate([head, *packed], axis=1).tobytes()
+
+
+def _decode_top(data: memoryview, rows: int, length: int, top_share: float) -> Float32:
+    if not rows:
+        return np.zeros(0, dtype=np.float32)
+    count = top_values(length, top_share)
+    table = np.frombuffer(data, dtype=np.uint8).reshape(rows, -1)
+    scales = np.ascontiguousarray(table[:, :SCALE_BYTES]).view("<f4").reshape(rows)
+    if np.any(scales < 0):
+        raise BadBytes("a scale below zero")
+    at = SCALE_BYTES + -(-count * INDEX_BITS // 8)
+    bits = np.unpackbits(table[:, SCALE_BYTES:at], axis=1, bitorder="little")[:, : count * INDEX_BITS]
+    places = bits.reshape(rows, count, INDEX_BITS).astype(np.int64) @ (1 << np.arange(INDEX_BITS, dtype=np.int64))
+    if np.any(places >= length) or np.any(np.diff(places, axis=1) <= 0):
+        raise BadBytes("topk-2bit: a place outside its chunk, or places out of order")
+    pairs = np.unpackbits(table[:, at:], axis=1, bitorder="little")[:, : count * 2].reshape(rows, count, 2)
+    levels = TWO_BIT_LEVELS[pairs[:, :, 0] + 2 * pairs[:, :, 1]]
+    found = np.zeros((rows, length), dtype=np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        np.put_along_axis(found, places, levels * scales[:, None], axis=1)
+    return found.reshape(-1)

@@ -66,14 +66,16 @@ class PeerIdentity:
     @classmethod
     def from_pem(cls, key_pem: str, certificate_pem: str, *, where: str) -> PeerIdentity:
         """Of two texts that belong together; raises UserError where they do not."""
-        x509, ec, _, serialization = _cryptography()
+        _, ec, _, serialization = _cryptography()
         certificate = parse_certificate(certificate_pem, where=where)
         try:
             key = serialization.load_pem_private_key(key_pem.encode("ascii"), password=None)
         except (ValueError, TypeError, UnicodeEncodeError) as error:
             raise mistake(where, "the private key cannot be read", fix="make a new identity") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-            raise mistake(where, "the private key and the certificate do not belong together", fix="make a new identity")
+            raise mistake(
+                where, "the private key and the certificate do not belong together", fix="make a new identity"
+            )
         return cls(name=certificate_name(certificate, where=where), key_pem=key_pem, certificate_pem=certificate_pem)
 
     @classmethod
@@ -103,7 +105,9 @@ class PeerIdentity:
                 with os.fdopen(made, "w", encoding="ascii") as file:
                     file.write(text)
         except FileExistsError as error:
-            raise mistake(str(folder), "holds a peer identity already", fix="load it, or name another folder") from error
+            raise mistake(
+                str(folder), "holds a peer identity already", fix="load it, or name another folder"
+            ) from error
         except OSError as error:
             what = f"cannot be written: {error.strerror or error}"
             raise SystemFailure(Problem(where=str(folder), what=what)) from error

@@ -33,9 +33,7 @@ class Invitation:
         return self.allowed.run_id
 
     @classmethod
-    def create(
-        cls, owner: PeerIdentity, allowed: AllowList, name: str, addresses: Sequence[Address]
-    ) -> Invitation:
+    def create(cls, owner: PeerIdentity, allowed: AllowList, name: str, addresses: Sequence[Address]) -> Invitation:
         """A key for a new peer of this name, and the list with it; hand `.allowed` to the running group too."""
         identity = PeerIdentity.create(name)
         longer = allowed.add(owner, identity.certificate_pem)
@@ -57,7 +55,9 @@ class Invitation:
         except FileExistsError as error:
             raise mistake(str(path), "exists already", fix="name a new file for the invitation") from error
         except OSError as error:
-            raise SystemFailure(Problem(where=str(path), what=f"cannot be written: {error.strerror or error}")) from error
+            raise SystemFailure(
+                Problem(where=str(path), what=f"cannot be written: {error.strerror or error}")
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> Invitation:
