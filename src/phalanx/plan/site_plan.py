@@ -152,7 +152,9 @@ def _mode_row(
     steps = math.ceil(tokens / sum(pace.tokens_per_step for pace in paces))
     warm = sync.warm_up_steps(steps)
     warm_s = warm * predict_mode(paces, values, replace(sync, mode="every-step", codec=warm_up_codec(sync))).step_s
-    wall_s = warm_s + (steps - warm) * found.step_s
+    # By tokens, not steps: of what a quorum drops nothing was learnt.
+    left = max(0.0, tokens - warm * sum(pace.tokens_per_step for pace in paces))
+    wall_s = warm_s + left / found.tokens_per_s
     prices = [pace.usd_per_hour for pace in paces]
     usd = sum(price for price in prices if price is not None) * wall_s / HOUR_S if None not in prices else None
     penalty = expected_penalty(sync, warm=warm > 0)

@@ -25,7 +25,7 @@ def site_table(forecast: SiteForecast) -> Table:
              f"{site.up_bytes_per_s / MBIT:,.4g} / {site.down_bytes_per_s / MBIT:,.4g} Mbit/s",
              format_seconds(site.latency_s), f"{site.loss:.2%}" if site.loss else "none",
              "none" if site.client_only else f"{use.share:.0%}",
-             f"{use.utilisation:.1%}" if use.counted else "late: dropped")
+             f"{use.utilisation:.1%}" if use.counted else "late")
         )  # fmt: skip
     return rows
 
