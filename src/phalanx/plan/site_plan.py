@@ -31,12 +31,15 @@ def plan_sites(job: Job, cluster: Cluster, plan_on: PlanOn) -> Plan:
     `plan_on` plans a job on one cluster. Time and cost are those of the whole run on all sites.
     """
     sites = cluster.sites
-    peer_job = job_of_peer(job, len(sites))
     planned: dict[int, Plan] = {}  # sites of the same devices need one search
     plans: list[Plan] = []
     for site in sites:
         known = next((index for index, plan in planned.items() if sites[index].cluster == site.cluster), None)
-        plan = plan_on(peer_job, site.cluster) if known is None else planned[known]
+        plan = (
+            plan_on(job_of_peer(job, len(sites), site.cluster.devices), site.cluster)
+            if known is None
+            else planned[known]
+        )
         planned.setdefault(len(plans), plan)
         plans.append(plan)
     first = plans[0]
@@ -54,25 +57,28 @@ def plan_sites(job: Job, cluster: Cluster, plan_on: PlanOn) -> Plan:
     )
 
 
-def job_of_peer(job: Job, peers: int) -> Job:
-    """What one of so many peers trains in a step: an equal part of the global batch."""
+def job_of_peer(job: Job, peers: int, devices: int) -> Job:
+    """What one of so many peers trains in a step: its part of the global batch, in whole passes of its devices."""
     batch = job.batch
-    sequences = max(1, batch.global_sequences // peers)
-    tokens = sequences * job.data.sequence
+    each = devices * (batch.micro if isinstance(batch.micro, int) else 1)
+    part = batch.global_sequences / peers
+    # A batch too small for one pass of every device is left to the planner, which may use fewer of them.
+    sequences = round(part / each) * each if part >= each else max(1, round(part))
     ramp = tuple(
         replace(stage, global_tokens=max(job.data.sequence, stage.global_tokens // peers)) for stage in batch.ramp
     )
+    tokens = sequences * job.data.sequence
     return replace(job, batch=replace(batch, global_sequences=sequences, global_tokens=tokens, ramp=ramp))
 
 
-def site_pace(site: Site, plan: Plan) -> SitePace:
-    """A site with the step that its own plan predicts."""
+def site_pace(site: Site, plan: Plan, tokens_per_step: float) -> SitePace:
+    """A site at the pace that its own plan predicts, for its part of the global batch."""
     price = plan.bill.usd_per_device_hour
     return SitePace(
         name=site.name,
         devices=plan.layout.devices,
-        step_s=plan.prediction.step_s,
-        tokens_per_step=plan.job.batch.global_tokens,
+        step_s=tokens_per_step / plan.prediction.tokens_per_s,
+        tokens_per_step=tokens_per_step,
         link=peer_link(site),
         usd_per_hour=price[1] * plan.layout.devices if price else None,
     )
@@ -80,7 +86,8 @@ def site_pace(site: Site, plan: Plan) -> SitePace:
 
 def forecast_sites(job: Job, sites: Sequence[Site], plans: Sequence[Plan]) -> SiteForecast:
     """Every mode and codec at the job's H, and every codec at several H."""
-    paces = [site_pace(site, plan) for site, plan in zip(sites, plans, strict=True)]
+    part = job.batch.global_tokens / len(sites)
+    paces = [site_pace(site, plan, part) for site, plan in zip(sites, plans, strict=True)]
     values = plans[0].prediction.parameters
     tokens = plans[0].duration.tokens
     chosen = job.sync
