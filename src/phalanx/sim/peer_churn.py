@@ -5,7 +5,7 @@ predicts for those who are there (plan/slow_modes.py), so that a run costs time 
 
 A peer that leaves takes its unfinished round with it. The others notice `dead_after_s` later, unless they still had to
 compute for as long, and repeat an exchange it was part of. A round commits with a majority of the last membership
-(exactly half counts with its first member), or the job's quorum, and everybody waits until it is there. A peer that
+(exactly half is enough with its first member), or the job's quorum, and everybody waits until it is there. A peer that
 returns fetches the state, then starts with the next round.
 """
 
