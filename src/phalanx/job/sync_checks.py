@@ -44,6 +44,8 @@ def check_sync(draft: Draft, job: Job) -> None:
             fix='use fault.on_loss = "rebuild", which holds for the ranks inside a peer',
         )
     _warn_of_quality(draft, job)
+    if sync.mode == "target-batch" and sync.screening == "loss":
+        draft.warn("sync.screening", 'sync.screening = "loss" has no effect on gradients: their norm is looked at')
     for name, modes in USED_BY.items():
         key = f"sync.{name}"
         if sync.mode not in modes and key in draft.origins and draft.origins[key].by_hand:
@@ -75,12 +77,12 @@ def _check_counts(draft: Draft, job: Job) -> None:
             why="one fragment at most is exchanged in a step",
             fix=f"use fragments = {sync.inner_steps} or less",
         )
-    if sync.delay_steps >= sync.inner_steps:
+    if sync.delay_steps > (most := sync.inner_steps // sync.fragments) - 1 and sync.delay_steps:
         draft.complain(
             "sync.delay_steps",
-            f"sync.delay_steps = {sync.delay_steps} with sync.inner_steps = {sync.inner_steps}",
-            why="a result must be applied before its fragment is sent again",
-            fix=f"use delay_steps = {sync.inner_steps - 1} or less",
+            f"sync.delay_steps = {sync.delay_steps} with a fragment sent every {most} steps",
+            why="a result must be applied before the next fragment is sent",
+            fix=f"use delay_steps = {most - 1} or less, or fewer fragments" if most > 1 else "use delay_steps = 0",
         )
 
 

@@ -34,7 +34,7 @@ from phalanx.train.model_stages import (
     draw_weights,
     stage_tensors,
 )
-from phalanx.train.models.own_model import PREFIX, NetworkOutline, OwnStage, tables_of, whole_values
+from phalanx.train.models.own_model import PREFIX, NetworkOutline, OwnStage, lookup_tables, whole_values
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.optim.build import build_optimizer
 from phalanx.train.optim.master_weights import MasterWeights
@@ -99,11 +99,12 @@ class Engine:
             optim=optim,
             state_dtype=state_dtype,
             decays=matrices.__contains__,
-            tables=self._lookup_tables(),
+            tables=lookup_tables(self._stage_models(), shape.vocab),
             own=settings.optimizer,
             allow_code=settings.allow_code,
             scales=self._scales,
         )
+        self.peer_state: list[TensorShard] = []  # what peers on slow links share beside it: slow_links/outer_optimizer.py
         # What a checkpoint holds for others than the engine: the states of callbacks, the position in the data.
         self.restored_extras: dict[str, Any] = {}
         self.outline: NetworkOutline | None = next(
@@ -139,6 +140,8 @@ class Engine:
         )
         # Called in every step: by callbacks of the loop.
         self.on_gradients_ready: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # before their norm
+        # Before that: whether the gradients were replaced by their mean over the tokens of all peers (slow_links/).
+        self.average_over_peers: Callable[[Sequence[torch.Tensor]], bool] = lambda grads: False
         self.on_before_update: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # averaged and clipped
         self.on_after_update: Callable[[], None] = lambda: None
         # 1 where memory changed since the last update; None where nobody compares it.
@@ -148,15 +151,6 @@ class Engine:
 
     def _stage_models(self) -> list[torch.nn.Module]:
         return [part.model for part in self.parts]
-
-    def _lookup_tables(self) -> frozenset[str]:
-        """Weights of a user's own network whose rows are looked up or scored one by one."""
-        return frozenset(
-            PREFIX + name
-            for model in self._stage_models()
-            if isinstance(model, OwnStage)
-            for name in tables_of(model.network, self.shape.vocab)
-        )
 
     # ---- values ----------------------------------------------------------------------------------------------------
 
@@ -206,7 +200,7 @@ class Engine:
 
     def state(self) -> list[TensorShard]:
         """Everything a checkpoint must hold: weights, buffers, optimizer state."""
-        return [*self.weights(), *self.optimizer.state()]
+        return [*self.weights(), *self.optimizer.state(), *self.peer_state]
 
     def at_rest(self) -> list[TensorShard]:
         """What must be the same before an update as after the last one: the state and the model's copies, as stored."""
@@ -269,6 +263,7 @@ class Engine:
                 with self.clock.stall():
                     is_whole = self.across.sum([*grads, said])
                 lost.append(torch.full_like(loss_sum, float(not is_whole)))
+            is_mean = self.average_over_peers(grads)
             self.on_gradients_ready(grads)
             # As late as can be before the weights are used up. No rank waits to hear it: it is read with the numbers.
             rested = self.compare_memory()
@@ -285,18 +280,18 @@ class Engine:
         if resting:
             has_changed, *more = more
         if has_changed or was_lost:
-            self._clear_gradients()
+            self.clear_gradients()
             self.clock.end()
             raise MemoryChanged if has_changed else ReplicaLost
         moved_by_all, heard_by_all = more[: len(moved)], more[len(moved) :]
-        factor = batch_tokens / (max(valid, 1.0) * scale)
+        factor = 1.0 if is_mean else batch_tokens / (max(valid, 1.0) * scale)
         norm = math.sqrt(squared) * factor if squared >= 0 else math.nan
         finite = math.isfinite(norm)
         skipped = not finite or self.spikes.is_spike(norm)
         with self.clock.phase("optimizer"):
             if not skipped:
                 self._update_weights(grads, factor * self._clip_factor(norm), lr)
-            self._clear_gradients()
+            self.clear_gradients()
             self.experts.finish(learn=not skipped)
             if any(moved_by_all):
                 self._exchange_buffers()
@@ -306,7 +301,7 @@ class Engine:
         self.noise.take(noise, norm)
         timed = self.clock.end()
         return StepResult(
-            loss=loss / max(valid, 1.0),
+            loss=loss / valid if valid else math.nan,
             tokens=int(valid),
             grad_norm=norm,
             skipped=skipped,
@@ -390,7 +385,7 @@ class Engine:
         self.micro_batches.unit = before
         grads = self._gradients()
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).to(self.device) / unit for grad in grads]
-        self._clear_gradients()
+        self.clear_gradients()
         zero = torch.zeros_like(loss_sum)
         return TrialPass(
             loss_sum=loss_sum if self._speaks_for_losses else zero,
@@ -415,6 +410,12 @@ class Engine:
         if self._tied is not None:
             self._tied.sum(self._trained, found)
         return found
+
+    def more_gradients(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> list[torch.Tensor]:
+        """Gradients of `unit` × the summed loss of further sequences, in the middle of a step. Every rank calls this."""
+        self.clear_gradients()
+        self.micro_batches.accumulate_gradients(self._own_slices(tokens_BS), self._own_slices(targets_BS))
+        return self._gradients()
 
     def _buffers_changed(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Whether forward changed buffers of a user's own network here; nothing for our own, which have none such."""
@@ -492,7 +493,8 @@ class Engine:
         """Bytes that compressed gradients have put on the wire so far; None without compression."""
         return self.compression.bytes_sent
 
-    def _clear_gradients(self) -> None:
+    def clear_gradients(self) -> None:
+        """Forget the gradients of a step, whether it was learnt from or not."""
         for held, shard in zip(self._trained, self.shards, strict=True):
             held.tensor.grad = None
             shard.tensor.grad = None

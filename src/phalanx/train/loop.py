@@ -28,6 +28,7 @@ from phalanx.train.optim.learning_rate import learning_rate
 from phalanx.train.parallel.across_replicas import ReplicaLost
 from phalanx.train.plugins import LoadedPlugins
 from phalanx.train.rank_control import RankControl
+from phalanx.train.slow_links.peer_exchange import BehindGroup, LeavingGroup
 from phalanx.train.step_result import MemoryChanged, StepRequest, StepResult
 from phalanx.train.telemetry.clock import compiled_s
 from phalanx.train.telemetry.step_events import StepTelemetry
@@ -72,10 +73,14 @@ class TrainingLoop:
         self.lr = 0.0  # of that step
         plugins = plugins or LoadedPlugins()
         self.batch_plan = BatchPlan.of(self.job.batch, sequence=self.job.data.sequence, tokens=plan.duration.tokens)
-        self.batches, self.dataset = open_batches(folder.path, self.job, self.batch_plan, engine, plugins.data)
+        self.batches, self.dataset = (
+            control.peers.open_batches(folder.path, self.job, self.batch_plan, engine)
+            if control.peers is not None
+            else open_batches(folder.path, self.job, self.batch_plan, engine, plugins.data)
+        )
         self.timeouts = CollectiveTimeouts.of(plan)
         # Callbacks of the user's own may change weights after an update: not between every two, as far as we know.
-        self.comparison = ReplicaComparison(self, each_step=not plugins.callbacks)
+        self.comparison = ReplicaComparison(self, each_step=not plugins.callbacks and control.peers is None)
         self.telemetry = StepTelemetry(self)
         self.evaluation = Evaluator(self, metrics=plugins.metrics)
         self.checkpoints = Checkpointing(self)
@@ -89,6 +94,7 @@ class TrainingLoop:
                 StalledTraining(),
                 SkippedSteps(self.job.train.skipped_steps),
                 *plugins.callbacks,
+                *([control.peers] if control.peers is not None else []),  # what is scored and saved is what peers share
                 self.evaluation,
                 self.checkpoints,  # last: it saves what all others have become
                 TextSamples(),
@@ -131,13 +137,20 @@ class TrainingLoop:
         while self.step < total and not leaving:
             try:
                 report = self._take_step()
+                self.step += 1
+                self.callbacks.call("on_step_end", self, report)
             except ReplicaLost:
                 self._regroup_replicas()
                 continue
+            except BehindGroup:
+                assert self.control.peers is not None
+                self.step = self.control.peers.catch_up(self)
+                continue
+            except LeavingGroup:
+                leaving = "stopped"
+                continue
             except MemoryChanged:
                 raise self.comparison.memory_changed(self) from None
-            self.step += 1
-            self.callbacks.call("on_step_end", self, report)
             leaving = self._leaving_state(report.result)
             self.control.progress(self.step, Phase.TRAINING)
             if report.result.is_round_due and not leaving:

@@ -16,6 +16,7 @@ from phalanx.train.state.in_memory import InMemoryCheckpointer
 
 if TYPE_CHECKING:
     from phalanx.train.regroup import ReplicaRounds
+    from phalanx.train.slow_links.peer_training import PeerTraining
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,7 @@ class RankControl:
     fence: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to commit a checkpoint
     over: Callable[[], bool] = lambda: False  # the membership has ended: others form the next one
     rounds: ReplicaRounds | None = None  # where model replicas come and go within the membership
+    peers: PeerTraining | None = None  # where this is one of several peers on slow links
 
     def check(self) -> None:
         """Raise Interrupted when the membership has ended; called before a number is kept that ranks agreed on.

@@ -83,6 +83,8 @@ def train_rank(
         state_dtype=job.precision.optimizer_state,
         across=across,
     )
+    if control.peers is not None:
+        control.peers.attach(engine)
     if device.type == "cpu":
         refuse_strangers(listening)
     engine.spikes = SpikeDetector(job.train.spike_factor)
@@ -116,6 +118,8 @@ def train_rank(
         if restored.data and restored.data != loop.data_digest:
             raise _data_changed(job, before=restored.data, now=loop.data_digest)
         loop.restore_extras(engine.restored_extras)
+        if control.peers is not None:
+            restored = replace(restored, step=control.peers.enter(loop, restored.step))
         warnings = [*restored.warnings, *_size_warning(job, engine.settings)]
         events.write(
             "ready",
@@ -132,6 +136,8 @@ def train_rank(
         return loop.run(restored.step), loop.step
     finally:
         loop.close()
+        if control.peers is not None:
+            control.peers.close()
 
 
 def _meet_replicas(

@@ -458,6 +458,12 @@ def tables_of(network: nn.Module, vocab: int) -> set[str]:
     return {name for name, param in network.named_parameters() if id(param) in embeddings or vocab in param.shape}
 
 
+def lookup_tables(stages: Sequence[nn.Module], vocab: int) -> frozenset[str]:
+    """`tables_of` every network of the user's own among the stages, under the names that optimizers see."""
+    owns = [stage for stage in stages if isinstance(stage, OwnStage)]
+    return frozenset(PREFIX + name for stage in owns for name in tables_of(stage.network, vocab))
+
+
 def _all_names(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from network.named_parameters(remove_duplicate=False)
     yield from network.named_buffers(remove_duplicate=False)

@@ -114,7 +114,8 @@ def _load_state(engine: Engine, find: Callable[[], StateSource], *, cast: bool) 
     failure = ""
     try:
         source = find()
-        ready = prepare_restore(source, [*weights, *optimizer], cast=cast, rank=rank, world=world)
+        shards = [*weights, *optimizer, *engine.peer_state]
+        ready = prepare_restore(source, shards, cast=cast, rank=rank, world=world)
     except UNREADABLE as error:
         failure = str(error) or type(error).__name__
     if told := first_reason(failure, engine.device):

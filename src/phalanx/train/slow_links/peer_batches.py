@@ -1,0 +1,66 @@
+"""A peer's rows of every step: its part of the global batch, dealt on to the data ranks inside the peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from phalanx.plan.shrink_layout import BatchDeal
+from phalanx.train.data.batches import IGNORED, Samples
+from phalanx.train.data.dataset import Tokens
+from phalanx.train.data.sampler import Sampler
+from phalanx.train.slow_links.sample_deal import Ranges
+
+
+class PeerBatches:
+    """As `Batches`, for samples that are known only when a step begins: nothing is read ahead."""
+
+    def __init__(
+        self,
+        dataset: Samples,
+        sampler: Sampler,
+        *,
+        sequence: int,
+        deal: BatchDeal,
+        data_rank: int,
+        digest: str,
+        share_of: Callable[[int], Ranges],
+        position: Callable[[int], Any] = lambda step: None,
+        restore: Callable[[Any], None] = lambda position: None,
+    ) -> None:
+        self._dataset, self._sampler, self._sequence = dataset, sampler, sequence
+        self._deal, self._rank, self.digest, self._share_of = deal, data_rank, digest, share_of
+        self.position, self.restore_position = position, restore  # rounds and members: they say who takes what
+
+    def get(self, step: int) -> tuple[Tokens, Tokens]:
+        """(tokens, targets) of this rank in a step."""
+        return self.read(self._share_of(step))
+
+    def read(self, samples: Ranges) -> tuple[Tokens, Tokens]:
+        """(tokens, targets) of this rank's part of some samples; rows that fill up have no target that counts."""
+        found = self._sample_numbers(samples)
+        mine = self._deal.real(self._rank, len(found))
+        numbers = found[mine.start : mine.stop]
+        filling = self._deal.rows(len(found)) - len(numbers)
+        if filling:  # something with the lengths and words of real text
+            some = found[-1:] if len(found) else self._sampler.indices(0, 1)
+            numbers = np.concatenate([numbers, np.repeat(some, filling)])
+        rows = np.ascontiguousarray(self._dataset.samples(numbers, self._sequence))
+        tokens, targets = rows[:, :-1], rows[:, 1:].copy()
+        targets[len(mine) :] = IGNORED
+        return tokens, targets
+
+    def _sample_numbers(self, samples: Ranges) -> Tokens:
+        parts = [self._sampler.indices(one.start, len(one)) for one in samples]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def indices(self, step: int) -> Tokens:
+        """The samples that this rank learns from in a step."""
+        found = self._sample_numbers(self._share_of(step))
+        mine = self._deal.real(self._rank, len(found))
+        return found[mine.start : mine.stop]
+
+    def close(self) -> None:
+        """Nothing runs beside the steps."""

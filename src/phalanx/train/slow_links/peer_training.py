@@ -1,0 +1,382 @@
+"""A peer's training: the ordinary loop and engine, with what is exchanged with other peers added as a callback.
+
+target-batch   every step exchanges gradients: their mean over the tokens of the global batch, whoever computed them
+diloco         the same for the first steps; then peers step alone, and exchange how far their weights have moved
+quorum         as diloco; a round waits for some of the peers only
+
+Everything that decides what comes next (round, step, members) follows from committed rounds, which all peers know
+alike; nothing follows from the time at which a peer hears of something.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.job.schema import Job
+from phalanx.job.sync_section import SyncSettings
+from phalanx.peers.facts import Address, Progress
+from phalanx.plan.shrink_layout import BatchDeal
+from phalanx.train.callbacks import Callback
+from phalanx.train.data.batches import BatchPlan
+from phalanx.train.data.dataset import TokenDataset
+from phalanx.train.engine import Engine
+from phalanx.train.slow_links.fragments import assign_fragments, due_fragment
+from phalanx.train.slow_links.outer_optimizer import OuterOptimizer
+from phalanx.train.slow_links.peer_batches import PeerBatches
+from phalanx.train.slow_links.peer_exchange import AgreedRound, GroupLink, PeerExchange, PendingRound
+from phalanx.train.slow_links.peer_vector import VectorMap, spread_object
+from phalanx.train.slow_links.sample_deal import Ranges, count_samples, deal_samples, uncounted_samples
+from phalanx.train.slow_links.state_transfer import StateServer, copy_state, take_state
+
+if TYPE_CHECKING:
+    from phalanx.train.loop import StepReport, TrainingLoop
+
+POLL_S = 0.05  # between looks at who has joined
+
+
+class PeerTraining(Callback):
+    """Of one rank of a peer. `link` is the group, on rank 0 only; `addresses` are where to join, none to found it."""
+
+    def __init__(
+        self,
+        link: GroupLink | None,
+        sync: SyncSettings,
+        *,
+        addresses: Sequence[Address] = (),
+        stop: Callable[[], bool] = lambda: False,
+        patience_s: float = 60.0,
+    ) -> None:
+        self._link, self._sync, self._addresses = link, sync, tuple(addresses)
+        self._stop, self._patience_s = stop, patience_s
+        self._server = StateServer()
+        # The ranks of a mesh copy the state together, so only one that is alone is copied while it waits.
+        frozen = {"frozen": self._server.frozen} if dist.get_world_size() == 1 else {}
+        self.exchange = PeerExchange(link, sync, stop=stop, **frozen)
+        self.id = str(spread_object(link.id if link is not None else ""))
+        self.members: tuple[str, ...] = ()
+        self.credit: dict[str, int] = {}  # samples that each peer's updates counted for, by id
+        self._dealt: dict[str, Ranges] = {}  # of the present step
+        self._dealt_step = -1
+        self._boundary: dict[str, Any] = {}  # what a newcomer's position is, as of the last step that all have done
+        self._tokens: dict[int, int] = {}  # learnt from since each fragment was exchanged
+        self._samples = 0  # since the last round
+        self._exchanged_step = -1
+        self._pending: tuple[int, int, PendingRound] | None = None  # step to apply it after, fragment, round
+        self._training: TrainingLoop | None = None
+
+    # ---- set-up, in this order -------------------------------------------------------------------------------------
+
+    def attach(self, engine: Engine) -> None:
+        """Before the state is restored: room for what peers share. Every rank of the peer calls this."""
+        self._engine = engine
+        self._gradients = VectorMap(engine.shards)
+        self.outer: OuterOptimizer | None = None
+        self._fragments: list[list[int]] = []
+        if self._sync.mode in ("diloco", "quorum"):
+            sync = self._sync
+            self.outer = OuterOptimizer(
+                engine.shards, learning_rate=sync.outer_learning_rate, momentum=sync.outer_momentum
+            )
+            engine.peer_state = self.outer.state()
+            chosen = assign_fragments(self._gradients.sizes, sync.fragments)
+            for number in range(sync.fragments):
+                self._fragments.append([at for at, one in enumerate(engine.shards) if chosen[one.name] == number])
+            self._fragment_maps = [VectorMap([engine.shards[at] for at in places]) for places in self._fragments]
+        engine.average_over_peers = self._average_gradients
+        engine.listener = None  # the noise of a peer's gradient would be taken for that of all
+
+    def open_batches(
+        self, folder: Path, job: Job, plan: BatchPlan, engine: Engine
+    ) -> tuple[PeerBatches, TokenDataset | None]:
+        """This rank's rows, as the members of a step share its global batch."""
+        self._batch_plan = plan
+        self.warm_up = plan.steps if self._sync.mode == "target-batch" else self._sync.warm_up_steps(plan.steps)
+        dataset = TokenDataset.open([folder / path for path in job.data.paths], "train", vocab=job.model.vocab)
+        self.batches = PeerBatches(
+            dataset,
+            dataset.sampler(job.data.sequence, job.data.seed),
+            sequence=job.data.sequence,
+            deal=BatchDeal.of(engine.settings.layout, reproducible=engine.settings.reproducible),
+            data_rank=engine.data_rank,
+            digest=dataset.digest,
+            share_of=self._share_of,
+            position=self.position,
+            restore=self._restore_position,
+        )
+        return self.batches, dataset
+
+    def enter(self, training: TrainingLoop, step: int) -> int:
+        """Join the group with the state of `step` steps, or with that of the group where it is elsewhere; the step."""
+        self._training = training
+        if self.outer is not None and not step:
+            self.outer.reset()
+        self._mark_boundary(step)
+        self._server.serve(self._copy_state)
+        is_elsewhere = False
+        if self._link is not None:
+            self._link.serve_state(self._server.provide)
+            # A group that stands where we stand waits for those who found it again.
+            view = self._link.join(self._addresses, timeout_s=self._patience_s)
+            is_elsewhere = bool(self._addresses) and view.next_round not in (0, self.exchange.round)
+            if not is_elsewhere:
+                self._wait_for_peers()
+                is_elsewhere = self._link.view().next_round > self.exchange.round
+        if spread_object(is_elsewhere):
+            return self.catch_up(training)
+        self._agree(self.exchange.meet(), kind="meet", step=step)
+        self._mark_boundary(step)
+        return step
+
+    def _wait_for_peers(self) -> None:
+        """Until as many are here as the job says, the group has begun, or patience is at its end."""
+        assert self._link is not None
+        until_s = time.monotonic() + self._patience_s
+        while time.monotonic() < until_s and not self._stop():
+            view = self._link.view()
+            if len(view.members) >= self._sync.peers or view.next_round > self.exchange.round:
+                return
+            time.sleep(POLL_S)
+
+    def catch_up(self, training: TrainingLoop) -> int:
+        """Take the newest state of the group; the steps that it has done. Every rank of the peer calls this."""
+        found: dict[str, bytes] = {}
+        if self._link is not None:
+            self._link.fetch_state(found.__setitem__)
+        self._engine.clear_gradients()
+        position = take_state(self._engine, self.outer, found)
+        self._restore_position(position)
+        self._pending, self._tokens, self._samples = None, {}, 0
+        training.comparison.guard.forget()
+        training.checkpoints.forget_unwritten()
+        step = int(position["step"])
+        self._exchanged_step = step
+        self._mark_boundary(step)
+        training.events.write("peer", step=step, kind="caught-up", text=f"took the state after step {step:,}")
+        return step
+
+    # ---- where this peer is ----------------------------------------------------------------------------------------
+
+    def position(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps of rounds and members after `step` steps."""
+        return {
+            "step": step,
+            "round": self.exchange.round,
+            "members": list(self.members),
+            "credit": dict(self.credit),
+            "exchanged": self._exchanged_step,
+            "tokens": {str(fragment): count for fragment, count in self._tokens.items()},
+        }
+
+    def _restore_position(self, position: Any) -> None:
+        if not position:
+            return
+        self.exchange.round, self._dealt_step = int(position["round"]), -1
+        self.members = tuple(position["members"])
+        self.credit = {str(peer): int(count) for peer, count in position["credit"].items()}
+        self._exchanged_step = int(position.get("exchanged", -1))
+        self._tokens = {int(fragment): int(count) for fragment, count in position.get("tokens", {}).items()}
+
+    def _mark_boundary(self, step: int) -> None:
+        self._boundary = self.position(step)
+
+    def _copy_state(self) -> Any:
+        is_shared = self._boundary["step"] <= self.warm_up
+        return copy_state(self._engine, self.outer, self._boundary, is_shared=is_shared)
+
+    def _share_of(self, step: int) -> Ranges:
+        if step != self._dealt_step:
+            first, count = self._batch_plan.at(step)
+            self._dealt, self._dealt_step = deal_samples((range(first, first + count),), self.members), step
+        return self._dealt.get(self.id, ())
+
+    def _agree(self, agreed: AgreedRound, *, kind: str, step: int, fragment: int | None = None) -> None:
+        """Who takes part from now on, and whose samples count; told in the record."""
+        self.members = agreed.members
+        self._samples = 0
+        sequence = self._engine.settings.sequence
+        for peer in agreed.counted if kind != "meet" else ():
+            self.credit[peer] = self.credit.get(peer, 0) + round(agreed.weights.get(peer, 0.0) / sequence)
+        if self._training is not None and self._link is not None:
+            self._training.events.write(
+                "exchange",
+                step=step,
+                round=agreed.number,
+                kind=kind,
+                members=list(agreed.members),
+                weights=agreed.weights,
+                dropped=agreed.dropped,
+                fragment=fragment,
+                seconds=agreed.seconds,
+                bytes_sent=agreed.bytes_sent,
+                bytes_received=agreed.bytes_received,
+                credit=self.credit,
+            )
+
+    # ---- gradients: target-batch, and the first steps of the others ------------------------------------------------
+
+    def _average_gradients(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Replace the gradients by their mean over the global batch; what nobody counted is dealt and done again."""
+        training = self._training
+        assert training is not None
+        step = training.step
+        if step >= self.warm_up:
+            return False
+        training.pause()
+        own = self._share_of(step)
+        dealt, further = self._dealt, list(grads)
+        total: list[torch.Tensor] | None = None
+        weight, is_stuck = 0.0, False
+        while True:
+            tokens = count_samples(own) * self._engine.settings.sequence
+            scale = 1.0 / (self._engine.unit * tokens) if tokens else 0.0
+            self._samples = count_samples(own)
+            self._report(step)
+            with self._engine.clock.stall():
+                means = [grad * scale if tokens else torch.zeros_like(grad) for grad in further]
+                agreed, mean = self.exchange.average(self._gradients, means, tokens).finish()
+            self._agree(agreed, kind="gradient", step=step)
+            if mean is not None:
+                added = agreed.total_weight
+                total = mean if total is None else _weighted_mean(total, weight, mean, added)
+                weight += added
+            sequence = self._engine.settings.sequence
+            counted = {one: round(agreed.weights.get(one, 0.0) / sequence) for one in agreed.counted}
+            left = uncounted_samples(dealt, counted)
+            if not left or not self.members or (is_stuck and mean is None):
+                break
+            is_stuck = mean is None
+            dealt = deal_samples(left, self.members)
+            own = dealt.get(self.id, ())
+            rows = (torch.from_numpy(one) for one in self.batches.read(own))
+            further = self._engine.more_gradients(*rows)
+        for place, grad in enumerate(grads):
+            if total is None:  # nobody's gradient was finite: the engine skips the step
+                grad.fill_(float("nan"))
+            else:
+                grad.copy_(total[place])
+        return True
+
+    def _report(self, step: int) -> None:
+        if self._link is not None:
+            self._link.report(Progress(step=step, samples=self._samples))
+
+    # ---- weights: the outer steps of diloco and quorum --------------------------------------------------------------
+
+    def on_start(self, training: TrainingLoop) -> None:
+        """An exchange that was due when this peer was stopped comes first."""
+        if training.step > self.warm_up and self._exchanged_step < training.step:
+            self._exchange_weights(training)
+
+    def on_step_end(self, training: TrainingLoop, report: StepReport) -> None:
+        """Exchange weights where it is due, and let newcomers have the state."""
+        if training.step <= self.warm_up:
+            if self.outer is not None and training.step == self.warm_up:
+                self.outer.reset()
+            self._exchanged_step = training.step
+            self._mark_boundary(training.step)
+        else:
+            learnt = 0 if report.result.skipped else report.result.tokens
+            for fragment in range(len(self._fragments)):
+                self._tokens[fragment] = self._tokens.get(fragment, 0) + learnt
+            self._samples += learnt // self._engine.settings.sequence
+            self._exchange_weights(training)
+        if spread_object(self._server.is_wanted):
+            self._server.make_copy()
+
+    def _exchange_weights(self, training: TrainingLoop) -> None:
+        sync, total = self._sync, self._batch_plan.steps
+        if self._pending is not None and training.step >= self._pending[0]:
+            _, fragment, pending = self._pending
+            self._pending = None
+            self._apply(training, fragment, pending)
+        if sync.mode == "quorum" and self._is_waited_for(training.step):
+            training.step = self._next_exchange(training.step)  # with what was learnt so far; the rest is not counted
+        inner = training.step - self.warm_up
+        fragment = due_fragment(inner, inner_steps=sync.inner_steps, fragments=sync.fragments)
+        is_last = training.step >= total
+        if is_last and self._pending is not None:
+            _, waiting, pending = self._pending
+            self._pending = None
+            self._apply(training, waiting, pending)
+        due = list(range(sync.fragments)) if is_last else [] if fragment is None else [fragment]
+        for one in due:
+            self._report(training.step)
+            parts = self.outer.pseudo_gradients() if self.outer is not None else []
+            chosen = [parts[at] for at in self._fragments[one]]
+            is_delayed = bool(sync.delay_steps) and not is_last
+            if not is_delayed:
+                training.pause()
+            weight = float(self._tokens.get(one, 0))
+            pending = self.exchange.average(
+                self._fragment_maps[one], chosen, weight, sender=one, waits=not is_delayed
+            )
+            if is_delayed:
+                self._pending = (training.step + sync.delay_steps, one, pending)
+            else:
+                self._apply(training, one, pending)
+        self._exchanged_step = training.step
+
+    def _apply(self, training: TrainingLoop, fragment: int, pending: PendingRound) -> None:
+        """The outer step of a fragment; a peer that came too late follows, and drops or keeps what it has learnt."""
+        assert self.outer is not None
+        agreed, means = pending.finish()
+        self._agree(agreed, kind="weights", step=training.step, fragment=fragment)
+        places = self._fragments[fragment]
+        is_counted = self.id in agreed.counted or not self._tokens.get(fragment)
+        if means is not None:
+            before = [self.outer.weights[at].clone() for at in places] if not is_counted else []
+            self.outer.step(dict(zip(places, means, strict=True)))
+            if is_counted or self._sync.late == "drop":
+                is_last = training.step >= self._batch_plan.steps  # the result is the shared weights, not a peer's own
+                self.outer.mix_in(places, local_share=0.0 if is_last else self._sync.local_share)
+            else:
+                self.outer.carry(dict(zip(places, before, strict=True)))
+            self._engine.publish()
+            training.comparison.guard.forget()
+        if is_counted or self._sync.late == "drop":
+            self._tokens[fragment] = 0
+        self._mark_boundary(training.step)
+
+    def _next_exchange(self, step: int) -> int:
+        """The next step at which a fragment is due, or the end."""
+        sync, total = self._sync, self._batch_plan.steps
+        while step < total and due_fragment(
+            step - self.warm_up, inner_steps=sync.inner_steps, fragments=sync.fragments
+        ) is None:
+            step += 1
+        return step
+
+    def _is_waited_for(self, step: int) -> bool:
+        """Whether a quorum of the others stands at the next exchange: then this peer brings what it has."""
+        there = self._next_exchange(step)
+        count = 0
+        if self._link is not None and self._sync.quorum and step < there:
+            count = sum(one.step >= there for peer, one in self._link.progress().items() if peer != self.id)
+        is_waited_for = bool(self._sync.quorum) and count >= min(self._sync.quorum, max(1, len(self.members) - 1))
+        return bool(spread_object(is_waited_for))
+
+    def on_end(self, training: TrainingLoop, state: str) -> None:
+        """Tell the others, so that nobody waits for this peer."""
+        if self._link is not None:
+            self._link.leave()
+
+    def close(self) -> None:
+        """Give up the group, whatever happened."""
+        self.exchange.close()
+        if self._link is not None:
+            self._link.close()
+
+
+def _weighted_mean(
+    before: Sequence[torch.Tensor], weight: float, mean: Sequence[torch.Tensor], added: float
+) -> list[torch.Tensor]:
+    """Of two means, in host memory; the same bits on every peer."""
+    share = added / (weight + added)
+    return [old * (1.0 - share) + new * share for old, new in zip(before, mean, strict=True)]
+

@@ -1,0 +1,131 @@
+"""A group of peers inside one process: what `peers.group.PeerGroup` does, without sockets; peers are threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from phalanx.peers.facts import Member, PeerState, Progress, RoundResult, View
+
+
+@dataclass
+class LocalHub:
+    """What the members share."""
+
+    lock: threading.Condition = field(default_factory=threading.Condition)
+    members: dict[str, LocalGroup] = field(default_factory=dict)
+    active: set[str] = field(default_factory=set)
+    calls: dict[int, dict[str, tuple[np.ndarray, float]]] = field(default_factory=dict)
+    committed: dict[int, RoundResult] = field(default_factory=dict)
+    next_round: int = 0
+    first_round: int | None = None
+    view_number: int = 0
+
+    def remove(self, peer: str) -> None:
+        """A peer dies: its round, if it is in one, goes on without it."""
+        with self.lock:
+            self.members.pop(peer, None)
+            self.active.discard(peer)
+            for calls in self.calls.values():
+                calls.pop(peer, None)
+            self.view_number += 1
+            self.lock.notify_all()
+
+
+class LocalGroup:
+    """One member. `poison` may change what it sends, and tells nobody."""
+
+    def __init__(self, hub: LocalHub, name: str) -> None:
+        self.hub, self.id, self._said, self._provider = hub, name, Progress(), None
+        self.poison: Callable[[int, np.ndarray], np.ndarray] = lambda number, vector: vector
+        self.before_round: Callable[[int], None] = lambda number: None
+
+    def join(self, addresses: Sequence[object] = (), *, timeout_s: float = 30.0) -> View:
+        with self.hub.lock:
+            self.hub.members[self.id] = self
+            if not self.hub.committed:
+                self.hub.active.add(self.id)
+            self.hub.view_number += 1
+            self.hub.lock.notify_all()
+        return self.view()
+
+    def view(self) -> View:
+        members = tuple(
+            Member(id=one, name=one, address=("local", 1), instance=one) for one in sorted(self.hub.members)
+        )
+        return View(number=self.hub.view_number, members=members, next_round=self.hub.next_round)
+
+    def report(self, progress: Progress) -> None:
+        self._said = progress
+
+    def progress(self) -> dict[str, Progress]:
+        return {one: group._said for one, group in list(self.hub.members.items())}
+
+    def average(
+        self, round_number, vector, weight, codec="fp32", *, timeout_s=60.0, quorum=None, grace_s=None
+    ) -> RoundResult:
+        self.before_round(round_number)
+        hub = self.hub
+        with hub.lock:
+            if self.id not in hub.members:
+                return RoundResult(round_number=round_number, committed=False, behind=True)
+            if round_number in hub.committed:
+                return hub.committed[round_number]
+            if hub.committed and round_number < hub.next_round:
+                return RoundResult(round_number=round_number, committed=False, behind=True)
+            hub.active.add(self.id)
+            calls = hub.calls.setdefault(round_number, {})
+            calls[self.id] = (self.poison(round_number, np.array(vector)), float(weight))
+            hub.lock.notify_all()
+
+            def is_ready() -> bool:
+                ready = len(calls) >= quorum if quorum else hub.active <= set(calls)
+                return round_number in hub.committed or ready or self.id not in hub.members
+
+            if not hub.lock.wait_for(is_ready, timeout=timeout_s):
+                return RoundResult(round_number=round_number, committed=False, reason="timeout")
+            if self.id not in hub.members:
+                return RoundResult(round_number=round_number, committed=False, behind=True)
+            if round_number not in hub.committed:
+                hub.committed[round_number] = _mean_of(round_number, calls)
+                hub.next_round = round_number + 1
+                hub.lock.notify_all()
+            return hub.committed[round_number]
+
+    def serve_state(self, provider: Callable[[], PeerState | None]) -> None:
+        self._provider = provider
+
+    def fetch_state(self, into, *, timeout_s: float = 600.0) -> int:
+        for group in list(self.hub.members.values()):
+            if group is not self and group._provider is not None and (state := group._provider()) is not None:
+                for name, data in state.tensors.items():
+                    into(name, data)
+                return state.round_number
+        raise AssertionError("nobody has a state")
+
+    def leave(self) -> None:
+        self.hub.remove(self.id)
+
+    def close(self) -> None:
+        self.hub.remove(self.id)
+
+
+def _mean_of(number: int, calls: dict[str, tuple[np.ndarray, float]]) -> RoundResult:
+    dropped = {one: "its update is not finite" for one, (vector, _) in calls.items() if not np.isfinite(vector).all()}
+    kept = {one: call for one, call in sorted(calls.items()) if one not in dropped}
+    total = sum(weight for _, weight in kept.values())
+    vector = None
+    if total:
+        vector = sum(one * (weight / total) for one, weight in kept.values() if weight)
+        vector = np.asarray(vector, dtype=next(iter(kept.values()))[0].dtype)
+    return RoundResult(
+        round_number=number,
+        committed=True,
+        vector=vector,
+        members_counted=tuple(one for one, (_, weight) in kept.items() if weight),
+        weights={one: weight for one, (_, weight) in kept.items()},
+        dropped=dropped,
+    )
