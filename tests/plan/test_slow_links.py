@@ -96,18 +96,25 @@ def test_no_h_makes_up_for_a_site_of_half_the_speed() -> None:
     assert smallest_inner_steps(sites, VALUES, SyncSettings(mode="diloco")) is None
     uses = predict_mode(sites, VALUES, SyncSettings(mode="diloco", inner_steps=10_000)).sites
     assert [round(use.utilisation, 2) for use in uses] == [0.5, 1.0]
-    # Peers of target-batch work until the batch is full: nobody waits for the slower one.
-    gathered = predict_mode(sites, 1, SyncSettings(mode="target-batch"))
-    assert gathered.utilisation == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_quorum_does_not_wait_for_the_slow_site() -> None:
     sites = peers(20, 20, 20, step_s=[0.1, 0.1, 1.0])
+    sync = SyncSettings(mode="quorum", inner_steps=50, quorum=2, grace_s=1.5)
+    waiting, partial = (predict_mode(sites, VALUES, replace(sync, quorum=count)) for count in (0, 2))
+    assert waiting.step_s > 1.0 > partial.step_s
+    # 5 s for 50 steps of the quorum, in which the slow site takes 5 steps and brings them.
+    assert [
+        round(use.utilisation * partial.step_s * 50 / site.step_s)
+        for use, site in zip(partial.sites, sites, strict=True)
+    ] == [50, 50, 5]
+
+
+def test_who_misses_the_grace_is_dropped_or_counted_later() -> None:
+    sites = peers(20, 20, 20, step_s=[0.1, 0.1, 9.0])
     sync = SyncSettings(mode="quorum", inner_steps=50, quorum=2, grace_s=1.0)
-    waiting, dropped = (predict_mode(sites, VALUES, replace(sync, quorum=count)) for count in (0, 2))
-    assert waiting.step_s > 1.0 > dropped.step_s
+    dropped, counted = (predict_mode(sites, VALUES, replace(sync, late=late)) for late in ("drop", "count"))
     assert [use.counted for use in dropped.sites] == [True, True, False]
-    counted = predict_mode(sites, VALUES, replace(sync, late="count"))
     assert counted.tokens_per_s > dropped.tokens_per_s
 
 

@@ -147,7 +147,8 @@ def _shown_modes(chosen: SyncSettings) -> list[SyncSettings]:
 
 def _with_inner_steps(sync: SyncSettings, codec: str, steps: int) -> SyncSettings:
     """Another H and codec; fragments and delay as far as H allows them."""
-    fragments, delay = min(sync.fragments, steps), min(sync.delay_steps, steps - 1)
+    fragments = min(sync.fragments, steps)
+    delay = min(sync.delay_steps, steps // fragments - 1)
     return replace(sync, codec=codec, inner_steps=steps, fragments=fragments, delay_steps=delay)
 
 

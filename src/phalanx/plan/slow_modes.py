@@ -90,14 +90,10 @@ def mode_exchange(sites: Sequence[SitePace], values: float, sync: SyncSettings) 
 
 
 def _each_step(sites: Sequence[SitePace], values: float, sync: SyncSettings) -> ModePrediction:
-    """Gradients of every step: nothing hides them, for the step needs their sum."""
+    """Gradients of every step: nothing hides them, for the step needs their sum, and all have an equal part of it."""
     exchange = mode_exchange(sites, values, sync)
     tokens = sum(site.tokens_per_step for site in sites)
-    rate = sum(site.tokens_per_s for site in sites)
-    # Peers of target-batch gather samples until there are enough, each as fast as it can; otherwise each has its part.
-    compute_s = tokens / rate if sync.mode == "target-batch" else max(site.step_s for site in sites)
-    wall_s = compute_s + exchange.seconds
-    busy = [compute_s if sync.mode == "target-batch" else site.step_s for site in sites]
+    wall_s = max(site.step_s for site in sites) + exchange.seconds
     return ModePrediction(
         mode=sync.mode,
         inner_steps=1,
@@ -106,12 +102,12 @@ def _each_step(sites: Sequence[SitePace], values: float, sync: SyncSettings) -> 
         exchange_s=exchange.seconds,
         exposed_s=exchange.seconds,
         limited_by=exchange.limited_by,
-        utilisation=tokens / wall_s / rate,
+        utilisation=tokens / wall_s / sum(site.tokens_per_s for site in sites),
         tokens_per_s=tokens / wall_s,
         bytes_per_step=max(exchange.bytes_sent),
         sites=tuple(
-            SiteUse(name=site.name, share=share, bytes_per_step=sent, utilisation=spent / wall_s, counted=True)
-            for site, share, sent, spent in zip(sites, exchange.shares, exchange.bytes_sent, busy, strict=True)
+            SiteUse(name=site.name, share=share, bytes_per_step=sent, utilisation=site.step_s / wall_s, counted=True)
+            for site, share, sent in zip(sites, exchange.shares, exchange.bytes_sent, strict=True)
         ),
     )
 
@@ -119,53 +115,55 @@ def _each_step(sites: Sequence[SitePace], values: float, sync: SyncSettings) -> 
 def _each_round(sites: Sequence[SitePace], values: float, sync: SyncSettings) -> ModePrediction:
     """H steps of everybody, then one exchange, or one fragment every H / fragments steps."""
     exchange = mode_exchange(sites, values, sync)
-    steps = sync.inner_steps
-    computes_s = [steps * site.step_s for site in sites]
-    gathered_s = _gathered_after(computes_s, sync)
-    counted = [spent <= gathered_s * (1 + 1e-9) for spent in computes_s]
-    slowest_step_s = gathered_s / steps
-    hidden_s = sync.delay_steps * slowest_step_s
-    exposed_s = sync.fragments * max(0.0, exchange.seconds - hidden_s)
-    wall_s = max(gathered_s + exposed_s, sync.fragments * exchange.seconds)  # one exchange at a time
-    late = 0.0 if sync.late == "drop" else 1.0
-    # A late result that counts arrives a whole number of rounds later.
-    rounds = [
-        1.0 if known else late / math.ceil(spent / wall_s) for known, spent in zip(counted, computes_s, strict=True)
-    ]
-    tokens = sum(steps * site.tokens_per_step * part for site, part in zip(sites, rounds, strict=True))
+    fragments = sync.fragments
+    gathered_s, learnt = _gathered_work(sites, sync)
+    exposed_s = fragments * max(0.0, exchange.seconds - sync.delay_steps * gathered_s / sync.inner_steps)
+    wall_s = max(gathered_s + exposed_s, fragments * exchange.seconds)  # one exchange at a time
+    tokens = sum(steps * site.tokens_per_step for site, steps in zip(sites, learnt, strict=True))
     return ModePrediction(
         mode=sync.mode,
-        inner_steps=steps,
+        inner_steps=sync.inner_steps,
         codec=sync.codec,
-        step_s=wall_s / steps,
+        step_s=wall_s / sync.inner_steps,
         exchange_s=exchange.seconds,
-        exposed_s=exposed_s,
-        limited_by=exchange.limited_by if exposed_s > 0 or wall_s > gathered_s else "compute",
+        exposed_s=wall_s - gathered_s,
+        limited_by=exchange.limited_by if wall_s > gathered_s else "compute",
         utilisation=tokens / wall_s / sum(site.tokens_per_s for site in sites),
         tokens_per_s=tokens / wall_s,
-        bytes_per_step=sync.fragments * max(exchange.bytes_sent) / steps,
+        bytes_per_step=fragments * max(exchange.bytes_sent) / sync.inner_steps,
         sites=tuple(
             SiteUse(
                 name=site.name,
                 share=share,
-                bytes_per_step=sync.fragments * sent / steps,
-                utilisation=part * steps * site.step_s / wall_s,
-                counted=known or late > 0,
+                bytes_per_step=fragments * sent / sync.inner_steps,
+                utilisation=steps * site.step_s / wall_s,
+                counted=steps > 0,
             )
-            for site, share, sent, part, known in zip(
-                sites, exchange.shares, exchange.bytes_sent, rounds, counted, strict=True
-            )
+            for site, share, sent, steps in zip(sites, exchange.shares, exchange.bytes_sent, learnt, strict=True)
         ),
     )
 
 
-def _gathered_after(computes_s: Sequence[float], sync: SyncSettings) -> float:
-    """Seconds of compute after which a round begins: when all are ready or, with a quorum, its grace is over."""
+def _gathered_work(sites: Sequence[SitePace], sync: SyncSettings) -> tuple[float, list[float]]:
+    """Seconds until an exchange begins, and the steps of each site that count in it.
+
+    Without a quorum everybody takes H steps. With one, sites that are behind when it is complete bring what they have
+    at the end of their step; whoever takes longer than the grace for it is late, and its H steps are dropped, or
+    counted in a later round.
+    """
+    steps, needed_s = sync.inner_steps, [sync.inner_steps * site.step_s for site in sites]
     if sync.mode != "quorum" or not sync.quorum:
-        return max(computes_s)
-    enough = sorted(computes_s)[min(sync.quorum, len(computes_s)) - 1]
-    arrived = [spent for spent in computes_s if spent <= enough + sync.grace_s]
-    return max(arrived) if len(arrived) == len(computes_s) else enough + sync.grace_s
+        return max(needed_s), [float(steps)] * len(sites)
+    enough_s = sorted(needed_s)[min(sync.quorum, len(sites)) - 1]
+    # The end of the step in which the quorum was complete; for those that were done before, of their H steps.
+    arrivals_s = [min(math.ceil(enough_s / site.step_s - 1e-9), steps) * site.step_s for site in sites]
+    on_time = [arrival <= enough_s + sync.grace_s for arrival in arrivals_s]
+    gathered_s = max(arrivals_s) if all(on_time) else enough_s + sync.grace_s
+    learnt = []
+    for site, arrival, in_time in zip(sites, arrivals_s, on_time, strict=True):
+        late = 0.0 if sync.late == "drop" else steps / math.ceil(steps * site.step_s / gathered_s)
+        learnt.append(arrival / site.step_s if in_time else late)
+    return gathered_s, learnt
 
 
 def smallest_inner_steps(
@@ -173,7 +171,7 @@ def smallest_inner_steps(
 ) -> int | None:
     """The smallest H with which utilisation reaches the target; None where no H does, as between unequal sites.
 
-    Fragments and delay stay as they are, except that a delay is less than H.
+    Fragments and delay stay as they are, as far as H allows them.
     """
 
     def reaches(steps: int) -> bool:
@@ -182,7 +180,7 @@ def smallest_inner_steps(
             mode=sync.mode if sync.mode in ("diloco", "quorum") else "diloco",
             inner_steps=steps,
             fragments=min(sync.fragments, steps),
-            delay_steps=min(sync.delay_steps, steps - 1),
+            delay_steps=min(sync.delay_steps, steps // min(sync.fragments, steps) - 1),
         )
         return predict_mode(sites, values, tried).utilisation >= target
 
