@@ -59,6 +59,12 @@ class View:
     members: tuple[Member, ...]
     next_round: int
     history: str = ""
+    first_round: int = 0
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Of the members, in order."""
+        return tuple(member.id for member in self.members)
 
     @property
     def leader(self) -> str:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import concurrent.futures
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
+from typing import Any, TypeVar
 
+import numpy as np
+
+from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.peers.allowlist import AllowList
 from phalanx.peers.codecs import Sender
 from phalanx.peers.facts import (
@@ -19,8 +28,10 @@ from phalanx.peers.facts import (
     View,
 )
 from phalanx.peers.identity import PeerIdentity
+from phalanx.peers.node import NodeSettings, PeerNode
 
 LOOPBACK: Address = ("127.0.0.1", 0)
+T = TypeVar("T")
 
 
 class PeerGroup:
@@ -52,41 +63,72 @@ class PeerGroup:
         samples_per_s: float | None = None,
         routes: Mapping[str, Address] | None = None,
     ) -> None:
-        raise NotImplementedError
+        _check_settings(identity, run, allowed, bandwidth, norm_limit, heartbeat_s, dead_after_s)
+        settings = NodeSettings(
+            listen=listen,
+            advertise=advertise,
+            bandwidth=bandwidth,
+            client_only=client_only,
+            events=events or (lambda event: None),
+            screen=screen,
+            norm_limit=norm_limit,
+            heartbeat_s=heartbeat_s,
+            dead_after_s=dead_after_s,
+            samples_per_s=samples_per_s,
+            routes=dict(routes or {}),
+        )
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(lambda loop, context: None)  # strangers who break a handshake are no news
+        self._thread = threading.Thread(target=self._loop.run_forever, name="phalanx-peers", daemon=True)
+        self._thread.start()
+        self._closed = False
+        try:
+            self._node = self._call(_make_node(identity, run, allowed, settings))
+        except BaseException:
+            self._end_loop()
+            raise
 
     @property
     def id(self) -> str:
         """This peer's id: the first 16 digits of its certificate's fingerprint."""
-        raise NotImplementedError
+        return self._node.me
 
     @property
     def address(self) -> Address:
         """Where others connect to."""
-        raise NotImplementedError
+        return self._node.member.address
 
-    def join(self, addresses: Sequence[Address] = (), *, timeout_s: float = 30.0) -> View:
+    def join(self, addresses: Sequence[Address] = (), *, timeout_s: float = 30.0, first_round: int = 0) -> View:
         """Become a member through any live peer at `addresses`; without addresses, found the group.
+
+        Exactly one peer founds a group; `first_round` is where it goes on after a checkpoint.
 
         Raises UserError where a peer refuses (key, run, model, tokenizer or code), or something else answers there;
         SystemFailure where nobody answers in time.
         """
-        raise NotImplementedError
+        if self._node.view.number:
+            raise mistake("join", "this peer is in the group already")
+        if addresses:
+            self._call(self._node.join(list(addresses), timeout_s))
+        else:
+            self._call(_run_soon(lambda: self._node.found(first_round)))
+        return self._node.view
 
     def view(self) -> View:
         """Current membership; never blocks. Number 0 and no members before `join`."""
-        raise NotImplementedError
+        return self._node.view
 
     def report(self, progress: Progress) -> None:
         """Say how far this peer is; rides on heartbeats."""
-        raise NotImplementedError
+        self._node.progress[self._node.me] = progress  # replacing a value in a dict needs no lock
 
     def progress(self) -> dict[str, Progress]:
         """How far each live member said it is, by id, this one among them."""
-        raise NotImplementedError
+        return self._call(_run_soon(lambda: dict(self._node.progress)))
 
     def links(self) -> dict[str, dict[str, float]]:
         """For a picture of links, by peer id: `latency_s`, `silent_s`, `sent_bytes`, `received_bytes`."""
-        raise NotImplementedError
+        return self._call(_run_soon(self._node.link_facts))
 
     def average(
         self,
@@ -107,11 +149,32 @@ class PeerGroup:
         calls later gets the committed result at once, without being counted. After a discarded round call again with
         the same number; where `behind` is true, call `fetch_state` first. Weight 0 takes the result and adds nothing.
         """
-        raise NotImplementedError
+        sender = Sender(codec, feedback=0.0) if isinstance(codec, str) else codec
+        if self._node.view.number == 0:
+            raise mistake("average", "this peer has not joined the group", fix="call join first")
+        if vector.ndim != 1 or vector.dtype not in (np.float32, np.float64):
+            raise mistake(
+                "average", f"a vector of {vector.ndim} dimensions of {vector.dtype}", fix="flat, float32 or 64"
+            )
+        if not (math.isfinite(weight) and weight >= 0.0):
+            raise mistake("average", f"a weight of {weight:g}", fix="weights are finite and not negative")
+        if quorum is not None and quorum < 1:
+            raise mistake("average", f"a quorum of {quorum}", fix="1 or more; None waits for all")
+        return self._call(
+            self._node.rounds.average(
+                round_number,
+                vector,
+                weight,
+                sender,
+                timeout_s=timeout_s,
+                quorum=quorum or 0,
+                grace_s=grace_s or 0.0,
+            )
+        )
 
     def serve_state(self, provider: Callable[[], PeerState | None]) -> None:
         """Give newcomers this state; `provider` is called on a thread of the group's, once per newcomer."""
-        raise NotImplementedError
+        self._node.provider = provider
 
     def fetch_state(self, into: Callable[[str, bytes], None], *, timeout_s: float = 600.0) -> int:
         """The newest committed state, from the nearest live peer that has it; returns its round number.
@@ -120,19 +183,34 @@ class PeerGroup:
         letters, digits and `._-/`, without `..`. A peer that fails half way is replaced by the next. Then go on with
         round `returned + 1`: results that were committed meanwhile are handed out by `average` at once.
         """
-        raise NotImplementedError
+        try:
+            return self._call(asyncio.wait_for(self._node.fetch_state(into), timeout_s))
+        except TimeoutError:
+            raise SystemFailure(Problem(where="fetch_state", what=f"no state within {timeout_s:g} s")) from None
 
     def set_allowed(self, allowed: AllowList) -> None:
         """A newer allowlist of the run's owner: newcomers and revocations take effect here and spread to all."""
-        raise NotImplementedError
+        if allowed.version > self._node.transport.allowed.version and not allowed.replaces(
+            self._node.transport.allowed
+        ):
+            raise mistake("allowlist", "is of another run or another owner")
+        self._call(_run_soon(lambda: self._node.set_allowed(allowed)))
 
     def leave(self) -> None:
         """Tell the others, so that nobody waits for this peer; then `close`."""
-        raise NotImplementedError
+        if not self._closed and self._node.view.number:
+            with contextlib.suppress(TimeoutError):
+                self._call(self._node.leave())
+        self.close()
 
     def close(self) -> None:
         """Give up all connections and the thread; may be called twice."""
-        raise NotImplementedError
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(Exception):
+            asyncio.run_coroutine_threadsafe(self._node.stop(), self._loop).result(5.0)
+        self._end_loop()
 
     def __enter__(self) -> PeerGroup:
         return self
@@ -141,3 +219,69 @@ class PeerGroup:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run something on the group's own thread and wait for it."""
+        if self._closed:
+            coroutine.close()
+            raise mistake("peers", "the group is closed")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise mistake("peers", "the group was closed meanwhile") from None
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def _end_loop(self) -> None:
+        async def cancel_all() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await self._loop.shutdown_default_executor()
+
+        with contextlib.suppress(Exception):
+            asyncio.run_coroutine_threadsafe(cancel_all(), self._loop).result(5.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _make_node(identity: PeerIdentity, run: RunFacts, allowed: AllowList, settings: NodeSettings) -> PeerNode:
+    node = PeerNode(identity, run, allowed, settings)
+    await node.start()
+    return node
+
+
+async def _run_soon(call: Callable[[], T]) -> T:
+    return call()
+
+
+def _check_settings(
+    identity: PeerIdentity,
+    run: RunFacts,
+    allowed: AllowList,
+    bandwidth: Bandwidth | None,
+    norm_limit: float,
+    heartbeat_s: float,
+    dead_after_s: float,
+) -> None:
+    """Everything that can be known to be wrong before a socket is opened."""
+    if identity.fingerprint in allowed.revoked:
+        raise mistake(identity.name, "this identity was revoked by the run's owner", fix="ask for a new invitation")
+    if identity.fingerprint not in allowed.fingerprints():
+        raise mistake(identity.name, "is not on the run's allowlist", fix="ask the run's owner for an invitation")
+    if allowed.run_id != run.run_id:
+        what = f"the allowlist is of run {allowed.run_id}, this is run {run.run_id}"
+        raise mistake("allowlist", what, fix="take the invitation of this run")
+    if bandwidth is not None and not (bandwidth.slower_mbps > 0.0 and math.isfinite(bandwidth.slower_mbps)):
+        what = f"{bandwidth.up_mbps:g} Mbit/s up and {bandwidth.down_mbps:g} down"
+        raise mistake("bandwidth", what, why="both must be above 0, or nothing can be sent")
+    if not 0.0 < heartbeat_s < dead_after_s:
+        what = f"heartbeat_s = {heartbeat_s:g} and dead_after_s = {dead_after_s:g}"
+        raise mistake("sync", what, fix="a peer is dead after several heartbeats: 0.5 and 5, for instance")
+    if not norm_limit > 1.0:
+        raise mistake("norm_limit", f"{norm_limit:g} drops ordinary updates", fix="take 10")

@@ -1,0 +1,235 @@
+"""One attempt at a round as one member sees it: pieces of updates come in, means go out; bytes only, no sockets.
+
+A vector is cut into segments. The owner of a segment sums it as soon as every update's piece of it is there and sends
+the mean to all at once, so that links carry both directions at the same time. All members decode the same encoded
+means: their results are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from phalanx.network.slow_codecs import CUT_VALUES, encoded_bytes
+from phalanx.peers.codecs import BadBytes, Sender, decode, encode
+from phalanx.peers.facts import Vector, View
+from phalanx.peers.messages import RoundPlan
+
+SEGMENT_BYTES = 128 * 1024  # a tenth of a second at 10 Mbit/s
+MOST_SEGMENT_VALUES = 2**20
+MOST_VALUES = 2**40
+# A codec changes the norm a little (2-bit values by up to a tenth); the limit on norms is far above it.
+NORM_TOLERANCE = 1.5
+
+
+class BadUpdate(Exception):
+    """What a peer sent cannot be summed."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(peer, reason)
+        self.peer, self.reason = peer, reason
+
+
+def segment_values(codec: str, top_share: float) -> int:
+    """Values that travel together: about `SEGMENT_BYTES`, and a multiple of what every block divides.
+
+    >>> segment_values("fp32", 0.03), segment_values("topk-2bit", 0.03)
+    (32768, 1048576)
+    """
+    chunks = SEGMENT_BYTES // max(1, encoded_bytes(codec, CUT_VALUES, top_share))
+    return min(MOST_SEGMENT_VALUES, max(1, chunks) * CUT_VALUES)
+
+
+def check_plan(plan: RoundPlan, view: View | None) -> str:
+    """What is wrong with a plan that came over the wire, or nothing; without a view, of a round of an earlier one."""
+    if view is not None and not {*plan.owners, *plan.weights} <= set(view.ids):
+        return "it names peers that are not in the view"
+    if set(plan.weights) != set(plan.norms):
+        return "it lacks norms"
+    if plan.segment % CUT_VALUES or plan.values > MOST_VALUES or not sum(plan.weights.values()) > 0.0:
+        return "its sizes or weights are impossible"
+    at = 0
+    for begin, end in sorted(plan.owners.values()):
+        if begin != at or end < begin or (end % CUT_VALUES and end != plan.values):
+            return "its shares do not make up the vector"
+        at = end
+    try:
+        encoded_bytes(plan.codec, 1, plan.top_share)
+    except ValueError as error:
+        return str(error)
+    return "" if at == plan.values else "its shares do not make up the vector"
+
+
+class Attempt:
+    """What this member has of an attempt. `outgoing` is its own update, None where it adds none."""
+
+    def __init__(
+        self,
+        plan: RoundPlan,
+        me: str,
+        *,
+        outgoing: Vector | None = None,
+        sender: Sender | None = None,
+        screen: Callable[[str, Vector], str | None] | None = None,
+    ) -> None:
+        self.plan, self.me = plan, me
+        self.outgoing = outgoing if me in plan.weights else None
+        self.commit_digest = ""  # of the committed result, once that is known
+        self.bytes_sent = self.bytes_received = 0
+        self.squares = dict.fromkeys(plan.weights, 0.0)
+        self._sender, self._screen = sender, screen
+        self._ends: dict[int, int] = {}
+        self._owner: dict[int, str] = {}
+        for owner, (begin, end) in plan.owners.items():
+            for start in range(begin, end, plan.segment):
+                self._ends[start], self._owner[start] = min(start + plan.segment, end), owner
+        self._means: dict[int, bytes] = {}
+        self._pieces: dict[int, dict[str, Vector]] = {start: {} for start in self.segments_of(me)}
+        self._missing = len(self._ends)
+        carries = sender is not None and sender.carries and self.outgoing is not None
+        self._lost = np.array(self.outgoing, copy=True) if carries else None
+        self._lost_sums = np.zeros_like(self._lost) if self._lost is not None else None
+
+    def segments_of(self, owner: str) -> list[int]:
+        """Where the segments of an owner start, in order."""
+        begin, end = self.plan.owners.get(owner, (0, 0))
+        return list(range(begin, end, self.plan.segment))
+
+    def encode_piece(self, start: int) -> bytes:
+        """This member's own values of a segment."""
+        assert self.outgoing is not None
+        values = self.outgoing[start : self._ends[start]]
+        data = encode(self.plan.codec, values, self.plan.top_share)
+        if self._lost is not None:
+            self._lost[start : self._ends[start]] -= self._decode(start, data)
+        return data
+
+    def take_own_pieces(self) -> Iterator[tuple[int, bytes]]:
+        """Add this member's update to its own share; yields the means that are whole by it."""
+        if self.outgoing is not None:
+            for start in self.segments_of(self.me):
+                yield from self.take_piece(self.me, start, self.encode_piece(start))
+
+    def take_piece(self, peer: str, start: int, data: bytes) -> Iterator[tuple[int, bytes]]:
+        """A peer's values of a segment that this member owns; yields the mean if it was the last.
+
+        Raises BadUpdate for what cannot be summed.
+        """
+        pieces = self._pieces.get(start)
+        if pieces is None or peer not in self.plan.weights or peer in pieces or start in self._means:
+            raise BadUpdate(peer, "it sent values that nobody asked it for")
+        try:
+            values = self._decode(start, data)
+        except BadBytes as error:
+            raise BadUpdate(peer, f"it sent bytes that are no {self.plan.codec} vector: {error}") from error
+        with np.errstate(over="ignore", invalid="ignore"):
+            square = float(np.dot(values.astype(np.float64), values.astype(np.float64)))
+        self.squares[peer] += square
+        if not math.isfinite(square):
+            raise BadUpdate(peer, "its update is not finite (NaN or infinity)")
+        if self.squares[peer] > (NORM_TOLERANCE * self.plan.norms[peer]) ** 2 + 1e-30:
+            raise BadUpdate(peer, f"its update has a larger norm than the {self.plan.norms[peer]:.3g} that it stated")
+        pieces[peer] = values
+        if len(pieces) < len(self.plan.weights):
+            return
+        if self._screen is None:
+            yield start, self._sum(start, pieces)
+        elif all(len(one) == len(self.plan.weights) for one in self._pieces.values()):
+            # Whoever screens sees whole shares, so nothing may be summed before the last piece.
+            self._check_screen(self._screen)
+            for place, each in self._pieces.items():
+                yield place, self._sum(place, each)
+
+    def take_mean(self, peer: str, start: int, data: bytes) -> bool:
+        """The mean of a segment, from its owner; whether that makes the result whole.
+
+        Of a committed attempt it may come from anybody: the digest shows whether it is right.
+        """
+        wanted = start in self._ends and start not in self._means
+        if not wanted or (peer != self._owner[start] and not self.commit_digest):
+            return False
+        if len(data) != encoded_bytes(self.plan.codec, self._ends[start] - start, self.plan.top_share):
+            return False
+        self._keep(start, data)
+        self.bytes_received += len(data)
+        return self.is_whole
+
+    @property
+    def has_summed_its_share(self) -> bool:
+        """Whether this member has nothing more to sum."""
+        return all(start in self._means for start in self._pieces)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every mean is there."""
+        return self._missing == 0
+
+    def means(self) -> list[tuple[int, bytes]]:
+        """In order, for a member that asks for a committed result."""
+        return sorted(self._means.items())
+
+    def forget_means(self) -> None:
+        """They were wrong."""
+        self._means, self._missing = {}, len(self._ends)
+
+    def part_digests(self) -> dict[str, str]:
+        """SHA-256 of each owner's means."""
+        found = {}
+        for owner in self.plan.owners:
+            digest = hashlib.sha256()
+            for start in self.segments_of(owner):
+                digest.update(self._means[start])
+            found[owner] = digest.hexdigest()
+        return found
+
+    def digest(self) -> str:
+        """Of the whole result, and of who is counted in it."""
+        digest = hashlib.sha256(repr(sorted(self.plan.weights.items())).encode())
+        for _, data in self.means():
+            digest.update(data)
+        return digest.hexdigest()
+
+    def result(self) -> Vector:
+        """The mean, as every member decodes it; raises BadBytes where an owner sent nonsense."""
+        kind = np.float64 if self.plan.codec == "fp64" else np.float32
+        found = np.empty(self.plan.values, dtype=kind)
+        for start, end in self._ends.items():
+            found[start:end] = self._decode(start, self._means[start])
+        return found
+
+    def settle(self) -> None:
+        """The round was committed: what the codec lost is sent with the next."""
+        if self._sender is not None and self._lost is not None and self._lost_sums is not None:
+            self._sender.settle(self._lost, self._lost_sums)
+
+    def _sum(self, start: int, pieces: dict[str, Vector]) -> bytes:
+        total = sum(self.plan.weights[peer] for peer in sorted(pieces))
+        mean = np.zeros(self._ends[start] - start, dtype=np.float64)
+        for peer in sorted(pieces):
+            mean += (self.plan.weights[peer] / total) * pieces[peer]
+        if self._sender is not None:
+            mean = self._sender.outgoing_sum(start, mean, self.plan.values)
+        data = encode(self.plan.codec, mean, self.plan.top_share)
+        if self._lost_sums is not None:
+            self._lost_sums[start : self._ends[start]] = mean - self._decode(start, data)
+        pieces.clear()
+        self._keep(start, data)
+        return data
+
+    def _check_screen(self, screen: Callable[[str, Vector], str | None]) -> None:
+        for peer in sorted(self.plan.weights):
+            vector = np.zeros(self.plan.values, dtype=np.float64 if self.plan.codec == "fp64" else np.float32)
+            for start, pieces in self._pieces.items():
+                vector[start : self._ends[start]] = pieces[peer]
+            if peer != self.me and (reason := screen(peer, vector)):
+                raise BadUpdate(peer, reason[:400])
+
+    def _keep(self, start: int, data: bytes) -> None:
+        self._means[start] = data
+        self._missing -= 1
+
+    def _decode(self, start: int, data: bytes) -> Vector:
+        return decode(self.plan.codec, data, self._ends[start] - start, self.plan.top_share)

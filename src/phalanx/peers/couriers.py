@@ -1,0 +1,54 @@
+"""Sending one attempt's bytes: to each member its pieces and the means of our share, as fast as its link takes them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from phalanx.peers.attempt import Attempt
+from phalanx.peers.links import Links
+from phalanx.peers.messages import Mean, Piece
+
+
+class Courier:
+    """All that one member gets from this one in one attempt; means first, because others wait for them."""
+
+    def __init__(
+        self, attempt: Attempt, peer: str, links: Links, *, wait_s: float, failed: Callable[[str, str], None]
+    ) -> None:
+        self._attempt, self._peer, self._links, self._wait_s, self._failed = attempt, peer, links, wait_s, failed
+        self._means: deque[tuple[int, bytes]] = deque()
+        self._means_left = len(attempt.segments_of(attempt.me))
+        self._changed = asyncio.Event()
+
+    def add_mean(self, start: int, data: bytes) -> None:
+        """A segment of our share is summed."""
+        self._means.append((start, data))
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Until everything is sent; tells `failed` where the link does not hold."""
+        attempt, link = self._attempt, None
+        pieces = deque(attempt.segments_of(self._peer) if attempt.outgoing is not None else ())
+        try:
+            while pieces or self._means_left:
+                if not self._means and not pieces:
+                    self._changed.clear()
+                    await self._changed.wait()
+                    continue
+                found = await self._links.data_link(self._peer, self._wait_s)
+                if link is not None and found is not link:
+                    raise ConnectionResetError("the connection was made anew, and something was lost with the old one")
+                link = found
+                if self._means:
+                    start, data = self._means.popleft()
+                    self._means_left -= 1
+                    await link.send(Mean(key=attempt.plan.key, start=start), data)
+                else:
+                    start = pieces.popleft()
+                    data = attempt.encode_piece(start)
+                    await link.send(Piece(key=attempt.plan.key, start=start), data)
+                attempt.bytes_sent += len(data)
+        except (OSError, TimeoutError) as error:
+            self._failed(self._peer, str(error) or "no connection in time")

@@ -1,0 +1,311 @@
+"""Everything peers say to each other, by type: msgspec reads it and refuses whatever is not of its type.
+
+hello, welcome, refusal            who is there, on every connection
+join, redirect                     a newcomer and any member
+heartbeat, leaving                 between all members
+prepare, promise, nack,            how the next view is agreed on (membership.py)
+propose, agreed, install
+ready, withdraw, begin, trouble,   how a round is agreed on (rounds.py)
+norms, have, commit, discard,
+want, whole, gone
+piece, mean                        values, on the data connection only
+state-request, manifest, block     the state for a newcomer
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from phalanx.peers.facts import Member, Progress, RunFacts, View
+
+PROTOCOL = 1
+Text = Annotated[str, Meta(max_length=500)]
+PeerId = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Amount = Annotated[float, Meta(ge=0, le=1e300)]
+Ballot = tuple[Count, PeerId]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """Base of all."""
+
+
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+    protocol: int
+    purpose: Annotated[str, Meta(max_length=20)]
+    run: RunFacts
+    instance: Annotated[str, Meta(max_length=32)]
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    instance: Annotated[str, Meta(max_length=32)]
+
+
+class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
+    what: Text
+    fix: Text = ""
+
+
+class Join(Message, frozen=True, kw_only=True, tag="join"):
+    member: Member
+
+
+class Redirect(Message, frozen=True, kw_only=True, tag="redirect"):
+    leader: PeerId
+    host: Annotated[str, Meta(max_length=253)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Wait(Message, frozen=True, kw_only=True, tag="wait"):
+    """The member knows of no leader now; ask again."""
+
+
+class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
+    view_number: Count
+    history: Text
+    sent_at: float
+    echo: float  # sent_at of the last heartbeat heard from the other side, 0 for none
+    held_s: float  # how long it was held before this answer
+    progress: Progress
+    syncing: bool
+    suspects: Annotated[list[PeerId], Meta(max_length=4096)]
+    list_version: Count
+    committed: int
+
+
+class Lists(Message, frozen=True, kw_only=True, tag="lists"):
+    """An allowlist goes with it as data."""
+
+
+class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
+    pass
+
+
+class RoundPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Who adds what to a round, and who sums which values; the key of an attempt is (view, round, attempt)."""
+
+    view_number: Count
+    round_number: Count
+    attempt: Count
+    values: Count
+    codec: Annotated[str, Meta(max_length=20)]
+    top_share: Annotated[float, Meta(gt=0, le=1)]
+    segment: Annotated[int, Meta(ge=4096, le=2**26)]
+    weights: dict[PeerId, Amount]
+    norms: dict[PeerId, Amount]
+    owners: dict[PeerId, tuple[Count, Count]]  # begin and end of each owner's values
+    dropped: dict[PeerId, Text]
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Orders attempts."""
+        return (self.view_number, self.round_number, self.attempt)
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt whose result a member holds whole, and its digest."""
+
+    plan: RoundPlan
+    digest: Digest
+
+
+class NextView(msgspec.Struct, frozen=True, kw_only=True):
+    """A view that is proposed; `outcome` is a round that is committed with it, and who holds its result."""
+
+    view: View
+    outcome: Accepted | None = None
+    holders: Annotated[list[PeerId], Meta(max_length=4096)] = []
+
+
+class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
+    view_number: Count
+    ballot: Ballot
+
+
+class Promise(Message, frozen=True, kw_only=True, tag="promise"):
+    view_number: Count
+    ballot: Ballot
+    committed: int
+    accepted: Accepted | None = None
+    proposal: NextView | None = None
+    proposal_ballot: Ballot | None = None
+
+
+class Nack(Message, frozen=True, kw_only=True, tag="nack"):
+    view_number: Count
+    ballot: Ballot
+    promised: Ballot | None = None
+
+
+class Propose(Message, frozen=True, kw_only=True, tag="propose"):
+    view_number: Count
+    ballot: Ballot
+    proposal: NextView
+
+
+class Agreed(Message, frozen=True, kw_only=True, tag="agreed"):
+    view_number: Count
+    ballot: Ballot
+
+
+class Install(Message, frozen=True, kw_only=True, tag="install"):
+    proposal: NextView
+
+
+class Ready(Message, frozen=True, kw_only=True, tag="ready"):
+    view_number: Count
+    round_number: Count
+    weight: Amount
+    norm: Amount | None  # None: not finite
+    values: Count
+    codec: Annotated[str, Meta(max_length=20)]
+    top_share: Annotated[float, Meta(gt=0, le=1)]
+    quorum: Count
+    grace_s: Amount
+    timeout_s: Amount
+
+
+class Withdraw(Message, frozen=True, kw_only=True, tag="withdraw"):
+    view_number: Count
+    round_number: Count
+
+
+class Begin(Message, frozen=True, kw_only=True, tag="begin"):
+    plan: RoundPlan
+
+
+class Trouble(Message, frozen=True, kw_only=True, tag="trouble"):
+    """An attempt cannot go on: `peer` was not reached, or sent what cannot be summed (`drop`)."""
+
+    key: tuple[Count, Count, Count]
+    peer: PeerId
+    reason: Text
+    drop: bool
+
+
+class Norms(Message, frozen=True, kw_only=True, tag="norms"):
+    """Sums of squares that an owner found in its share of each update."""
+
+    key: tuple[Count, Count, Count]
+    squares: dict[PeerId, Amount]
+
+
+class Have(Message, frozen=True, kw_only=True, tag="have"):
+    key: tuple[Count, Count, Count]
+    digest: Digest
+    parts: dict[PeerId, Digest]  # by owner, to name one that tells two stories
+
+
+class Commit(Message, frozen=True, kw_only=True, tag="commit"):
+    key: tuple[Count, Count, Count]
+    digest: Digest
+
+
+class Discard(Message, frozen=True, kw_only=True, tag="discard"):
+    view_number: Count
+    round_number: Count
+    reason: Text
+
+
+class Want(Message, frozen=True, kw_only=True, tag="want"):
+    """The result of a committed round, please."""
+
+    round_number: Count
+
+
+class Whole(Message, frozen=True, kw_only=True, tag="whole"):
+    """Its plan; the means follow on the data connection."""
+
+    result: Accepted
+
+
+class Gone(Message, frozen=True, kw_only=True, tag="gone"):
+    round_number: Count
+
+
+class Piece(Message, frozen=True, kw_only=True, tag="piece"):
+    key: tuple[Count, Count, Count]
+    start: Count
+
+
+class Mean(Message, frozen=True, kw_only=True, tag="mean"):
+    key: tuple[Count, Count, Count]
+    start: Count
+
+
+class StateRequest(Message, frozen=True, kw_only=True, tag="state-request"):
+    pass
+
+
+class TensorFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of a state."""
+
+    name: Annotated[str, Meta(max_length=300)]
+    size: Annotated[int, Meta(ge=0, le=2**40)]
+    sha256: Digest
+
+
+class Manifest(Message, frozen=True, kw_only=True, tag="manifest"):
+    """Its list of tensors goes with it as data; `tensors` of them."""
+
+    round_number: Annotated[int, Meta(ge=-1, le=2**53)]
+    tensors: Annotated[int, Meta(ge=0, le=2**20)]
+
+
+class Block(Message, frozen=True, kw_only=True, tag="block"):
+    """The next bytes of the state go with it."""
+
+
+AnyMessage = (
+    Hello
+    | Welcome
+    | Refusal
+    | Join
+    | Redirect
+    | Wait
+    | Heartbeat
+    | Lists
+    | Leaving
+    | Prepare
+    | Promise
+    | Nack
+    | Propose
+    | Agreed
+    | Install
+    | Ready
+    | Withdraw
+    | Begin
+    | Trouble
+    | Norms
+    | Have
+    | Commit
+    | Discard
+    | Want
+    | Whole
+    | Gone
+    | Piece
+    | Mean
+    | StateRequest
+    | Manifest
+    | Block
+)
+_decoder = msgspec.json.Decoder(AnyMessage)
+_encoder = msgspec.json.Encoder()
+
+
+def encode_message(message: Message) -> bytes:
+    """As JSON."""
+    return _encoder.encode(message)
+
+
+def decode_message(data: bytes) -> Message:
+    """A message of ours; raises ValueError for anything else."""
+    try:
+        message: Message = _decoder.decode(data)
+        return message
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        raise ValueError(f"not a message of a peer: {error}") from error

@@ -1,0 +1,488 @@
+"""One peer's side of the group, on one event loop: who is alive, who joins, and what is done with each message."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from phalanx.errors import UserError, mistake
+from phalanx.io.values import printable
+from phalanx.peers import messages as say
+from phalanx.peers.allowlist import MOST_LIST_BYTES, AllowList
+from phalanx.peers.facts import Address, Bandwidth, Member, PeerEvent, PeerState, Progress, RunFacts, Vector, View
+from phalanx.peers.identity import ID_DIGITS, NAME, PeerIdentity
+from phalanx.peers.links import Links
+from phalanx.peers.membership import worst_complaints
+from phalanx.peers.messages import Message
+from phalanx.peers.round_leader import RoundLeader
+from phalanx.peers.rounds import RoundKeeper
+from phalanx.peers.screening import ProgressCheck
+from phalanx.peers.state_transfer import fetch_state_from, serve_state_to
+from phalanx.peers.transport import Transport, first_refusal, unreachable
+from phalanx.peers.view_change import ViewKeeper
+from phalanx.peers.wire import Connection
+
+EMPTY_VIEW = View(number=0, members=(), next_round=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSettings:
+    """What a node is told once; see `PeerGroup`."""
+
+    listen: Address
+    advertise: Address | None
+    bandwidth: Bandwidth | None
+    client_only: bool
+    events: Callable[[PeerEvent], None]
+    screen: Callable[[str, Vector], str | None] | None
+    norm_limit: float
+    heartbeat_s: float
+    dead_after_s: float
+    samples_per_s: float | None
+    routes: Mapping[str, Address] = field(default_factory=dict)
+
+    @property
+    def reconnect_s(self) -> float:
+        """How long a peer may be without a connection before it counts as gone."""
+        return min(self.dead_after_s, max(2 * self.heartbeat_s, 0.5))
+
+
+class PeerNode:
+    """Everything below runs on one event loop, so nothing here is locked."""
+
+    def __init__(self, identity: PeerIdentity, run: RunFacts, allowed: AllowList, settings: NodeSettings) -> None:
+        self.identity, self.run, self.settings = identity, run, settings
+        self.me = identity.id
+        self.instance = secrets.token_hex(8)
+        self.transport = Transport(identity, run, allowed, self.instance)
+        self.links = Links(
+            self.transport,
+            on_message={"control": self._on_control, "data": self._on_data},
+            on_up=self._on_link_up,
+            on_down=self._on_link_down,
+            on_refused=self._on_refused,
+            routes=settings.routes,
+            heartbeat_s=settings.heartbeat_s,
+        )
+        self.view = EMPTY_VIEW
+        self.member = Member(id=self.me, name=identity.name, address=("", 1), instance=self.instance)
+        self.views = ViewKeeper(self)
+        self.rounds = RoundKeeper(self)
+        self.leader = RoundLeader(self)
+        self.progress: dict[str, Progress] = {self.me: Progress()}
+        self.syncing: set[str] = set()  # members that still fetch the state: nobody waits for them
+        self.latency_s: dict[str, float] = {}
+        self.provider: Callable[[], PeerState | None] | None = None
+        self.leaving: set[str] = set()
+        self.closing = False
+        self.left = False  # a view without us is there, as we asked for
+        self.known_addresses: list[Address] = []
+        self.complaints: dict[tuple[str, str], float] = {}
+        self._heard: dict[str, tuple[float, float]] = {}  # sent_at of the last heartbeat, and when it came
+        self._checks: dict[str, ProgressCheck] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._joined = asyncio.Event()
+        self._rejoining: asyncio.Task[None] | None = None
+        self._ticked_at = time.monotonic()
+        self._view_since = time.monotonic()
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen, and begin to tick."""
+        address: Address = ("0.0.0.0", 1)  # of a peer that nobody dials
+        if not self.settings.client_only:
+            address = await self.transport.listen(
+                self.settings.listen, self._on_accept, lambda why: self.tell("refused", why)
+            )
+        self.member = Member(
+            id=self.me,
+            name=self.identity.name,
+            address=self.settings.advertise or address,
+            instance=self.instance,
+            bandwidth=self.settings.bandwidth,
+            client_only=self.settings.client_only,
+        )
+        self.spawn(self._tick_forever())
+
+    async def stop(self) -> None:
+        """End everything; whoever waits for a round learns that it was discarded."""
+        self.closing = True
+        self.rounds.fail_pending("this peer was closed")
+        tasks = [*self._tasks, *([self._rejoining] if self._rejoining else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.links.close()
+        await self.transport.close()
+
+    def spawn(self, coroutine: object) -> asyncio.Task[None]:
+        """A task that ends with the node."""
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def tell(self, kind: str, text: str, *, peer: str = "", round_number: int = -1, **values: float) -> None:
+        """An event for the record."""
+        name = self.name_of(peer) if peer else ""
+        self.settings.events(
+            PeerEvent(
+                kind=kind,
+                text=printable(text),
+                peer=peer,
+                name=name,
+                view_number=self.view.number,
+                round_number=round_number,
+                values=values,
+            )
+        )
+
+    def name_of(self, peer: str) -> str:
+        """What the allowlist calls a peer."""
+        if (member := self.view.member(peer)) is not None:
+            return member.name
+        found = (name for fingerprint, name in self.transport.fingerprints.items() if fingerprint[:ID_DIGITS] == peer)
+        return next(found, "")
+
+    # ---- joining ----------------------------------------------------------------------------------------------------
+
+    def found(self, first_round: int) -> None:
+        """Be the first member of a new group."""
+        if self.settings.client_only:
+            fix = "found the group with a peer that accepts connections"
+            raise mistake("join", "a client-only peer cannot found a group", fix=fix)
+        view = View(
+            number=1,
+            members=(self.member,),
+            next_round=first_round,
+            first_round=first_round,
+            history=secrets.token_hex(8),
+        )
+        self.views.install(say.NextView(view=view))
+
+    async def join(self, addresses: Sequence[Address], timeout_s: float) -> None:
+        """Be admitted through one of the addresses; raises as `PeerGroup.join` says."""
+        self.known_addresses = list(dict.fromkeys([*addresses, *self.known_addresses]))
+        why: dict[Address, str] = {}
+        refusals: list[BaseException] = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    refusals.clear()
+                    for address in list(addresses):
+                        try:
+                            if await self._join_through(address):
+                                return
+                        except UserError as error:
+                            refusals.append(error)
+                        except (OSError, TimeoutError, ValueError) as error:
+                            why[address] = printable(str(error) or type(error).__name__, most=100)
+                    if len(refusals) == len(addresses) and (refusal := first_refusal(refusals)):
+                        raise refusal
+                    await asyncio.sleep(self.settings.heartbeat_s)
+        except TimeoutError:
+            raise first_refusal(refusals) or unreachable(list(addresses), why) from None
+
+    async def _join_through(self, address: Address) -> bool:
+        """Ask at one address, follow it to the leader, wait for the view; whether we are in."""
+        for _ in range(4):
+            connection = await self.transport.dial(address, "join")
+            try:
+                connection.post(say.Join(member=self.member))
+                answer, _ = await asyncio.wait_for(connection.receive(), 4 * self.settings.dead_after_s + 5.0)
+            finally:
+                connection.abort()
+            if isinstance(answer, say.Install) and answer.proposal.view.member(self.me):
+                return self.views.install(answer.proposal)
+            if isinstance(answer, say.Refusal):
+                raise mistake(f"peer at {printable(address[0])}:{address[1]}", printable(answer.what), fix=answer.fix)
+            if not isinstance(answer, say.Redirect):
+                return False
+            address = self.settings.routes.get(answer.leader, (answer.host, answer.port))
+        return False
+
+    async def _on_accept(self, connection: Connection, hello: say.Hello) -> None:
+        if hello.purpose == "join":
+            await self._on_join(connection)
+        elif hello.purpose == "state":
+            await serve_state_to(connection, self.provider, self._state_served)
+        else:
+            await self.links.run(connection, hello.purpose)
+
+    async def _on_join(self, connection: Connection) -> None:
+        message, _ = await asyncio.wait_for(connection.receive(), self.settings.dead_after_s)
+        if not isinstance(message, say.Join) or message.member.id != connection.peer:
+            raise ValueError("a join for somebody else")
+        member = message.member
+        if member.instance != connection.instance or not _is_member(member):
+            raise ValueError("a join with impossible facts")
+        leader = self.view.member(self.view.leader)
+        if leader is None or self.closing or self.views.is_stuck:
+            await connection.send(say.Wait())
+        elif leader.id == self.me:
+            installed = await self.views.admit(member)
+            await connection.send(say.Install(proposal=installed) if installed else say.Wait())
+        else:
+            host, port = leader.address
+            await connection.send(say.Redirect(leader=leader.id, host=host, port=port))
+        await connection.close()
+
+    def evicted(self, why: str) -> None:
+        """The group went on without us: come back as soon as it answers."""
+        if self.me in self.leaving:
+            self.left = True
+        if self._rejoining is not None or self.closing or self.me in self.leaving:
+            return
+        self.tell("evicted", why)
+        addresses = [self.links.address_of(member) for member in self.view.members if member.id != self.me]
+        addresses = [*addresses, *self.known_addresses]
+
+        async def rejoin() -> None:
+            while not self.closing:
+                try:
+                    await self.join(list(dict.fromkeys(addresses)), 60.0)
+                    self.tell("rejoined", f"back in view {self.view.number}, next round {self.view.next_round}")
+                    break
+                except UserError as error:
+                    self.tell("refused", str(error))
+                    self.rounds.fail_pending(str(error), behind=True)
+                    break
+                except Exception as error:
+                    self.tell("refused", f"cannot rejoin yet: {error}")
+            self._rejoining = None
+
+        self._rejoining = asyncio.get_running_loop().create_task(rejoin())
+
+    async def leave(self) -> None:
+        """Tell everybody, and stay until a view without us is there, or soon."""
+        self.leaving.add(self.me)
+        for connection in self.links.control.values():
+            connection.post(say.Leaving())
+        self.views.consider(self.suspects(), set())
+        deadline = time.monotonic() + self.settings.dead_after_s
+        while self.view.member(self.me) is not None and len(self.view.members) > 1 and time.monotonic() < deadline:
+            if self.left:
+                return
+            await asyncio.sleep(min(0.05, self.settings.heartbeat_s))
+
+    def link_facts(self) -> dict[str, dict[str, float]]:
+        """See `PeerGroup.links`."""
+        now, found = time.monotonic(), {}
+        for peer, control in self.links.control.items():
+            both = [control, *([self.links.data[peer]] if peer in self.links.data else [])]
+            found[peer] = {
+                "latency_s": self.latency_s.get(peer, math.nan),
+                "silent_s": now - control.heard_at,
+                "sent_bytes": float(sum(one.sent_bytes for one in both)),
+                "received_bytes": float(sum(one.received_bytes for one in both)),
+            }
+        return found
+
+    # ---- who is alive -----------------------------------------------------------------------------------------------
+
+    def suspects(self) -> set[str]:
+        """Members of the view that this peer has not heard of for too long, or whose process is gone."""
+        now, found = time.monotonic(), set()
+        for member in self.view.members:
+            if member.id == self.me or (member.client_only and self.settings.client_only):
+                continue
+            link = self.links.control.get(member.id)
+            if link is not None and link.instance == member.instance:
+                silent = now - link.heard_at > self.settings.dead_after_s
+            elif member.id in self.links.lost_at:
+                since = max(self.links.lost_at[member.id], self._view_since)
+                gone = member.id in self.links.absent and now - since > self.settings.heartbeat_s
+                silent = gone or now - since > self.settings.reconnect_s
+            else:  # never connected in this view yet
+                silent = now - self._view_since > self.settings.dead_after_s
+            if silent:
+                found.add(member.id)
+        return found
+
+    def view_changed(self) -> None:
+        """A new view: links are checked at once, and everybody has time to connect."""
+        self._view_since = time.monotonic()
+        self._joined.set()
+        gone = {*self.links.control, *self.links.data} - set(self.view.ids)
+        for peer in gone:
+            self.progress.pop(peer, None)
+        self.syncing &= set(self.view.ids)
+        self.complaints.clear()
+        self.links.maintain(self.member, self.view)
+
+    async def _tick_forever(self) -> None:
+        while True:
+            self._tick()
+            await asyncio.sleep(self.settings.heartbeat_s)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        late = now - self._ticked_at - self.settings.heartbeat_s
+        if late > 2 * self.settings.heartbeat_s:
+            # This process was stopped or starved: the silence was ours, not the others'.
+            for connection in self.links.control.values():
+                connection.heard_at += late
+            self.links.lost_at = {peer: at + late for peer, at in self.links.lost_at.items()}
+            self._view_since += late
+        self._ticked_at = now
+        if self.view.number == 0:
+            return
+        self.links.maintain(self.member, self.view)
+        suspects = self.suspects()
+        for peer, connection in self.links.control.items():
+            heard = self._heard.get(peer, (0.0, now))
+            connection.post(
+                say.Heartbeat(
+                    view_number=self.view.number,
+                    history=self.view.history,
+                    sent_at=now,
+                    echo=heard[0],
+                    held_s=now - heard[1],
+                    progress=self.progress[self.me],
+                    syncing=self.me in self.syncing,
+                    suspects=sorted(suspects),
+                    list_version=self.transport.allowed.version,
+                    committed=self.view.next_round - 1,
+                )
+            )
+        if self._rejoining is None:
+            self.views.consider(suspects, self._complained(suspects, now))
+            self.rounds.tick()
+            self.leader.tick()
+
+    def _complained(self, suspects: set[str], now: float) -> set[str]:
+        """Members that others cannot reach though we can, for long enough that we would have noticed a death."""
+        old = [pair for pair, since in self.complaints.items() if now - since > self.settings.dead_after_s + 1.0]
+        present = [pair for pair in old if not suspects & set(pair)]
+        return set(worst_complaints(present)) - {self.me}
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def _on_link_up(self, peer: str, connection: Connection) -> None:
+        self._heard.pop(peer, None)
+        if self.is_current(connection):
+            self.leader.greet(peer)
+            self.rounds.say_ready()
+
+    def _on_link_down(self, peer: str, purpose: str) -> None:
+        if self.closing:
+            return
+        if purpose == "data":
+            self.rounds.data_link_lost(peer)
+        else:
+            self.tell("lost", "its connection ended", peer=peer)
+        self.links.maintain(self.member, self.view)
+
+    def _on_refused(self, peer: str, why: str) -> None:
+        self.tell("refused", why, peer=peer)
+
+    def is_current(self, connection: Connection) -> bool:
+        """Whether the other side is a member of our view, and the process that we admitted."""
+        member = self.view.member(connection.peer)
+        return member is not None and member.instance == connection.instance
+
+    async def _on_control(self, connection: Connection, message: Message, data: bytes) -> None:
+        peer = connection.peer
+        if isinstance(message, say.Heartbeat):
+            self._on_heartbeat(connection, message)
+        elif isinstance(message, say.Lists):
+            self._on_lists(data)
+        elif isinstance(message, say.Install):
+            self.views.on_install(message.proposal)
+        elif not self.is_current(connection):
+            return
+        elif isinstance(message, say.Leaving):
+            self.leaving.add(peer)
+            self.views.consider(self.suspects(), set())
+        elif isinstance(message, say.Prepare | say.Promise | say.Nack | say.Propose | say.Agreed):
+            self.views.on_message(peer, message)
+        elif isinstance(message, say.Ready | say.Withdraw | say.Trouble | say.Norms | say.Have):
+            self.leader.on_message(peer, message)
+        else:
+            self.rounds.on_message(peer, message)
+
+    async def _on_data(self, connection: Connection, message: Message, data: bytes) -> None:
+        await self.rounds.on_data(connection, message, data)
+
+    def _on_heartbeat(self, connection: Connection, message: say.Heartbeat) -> None:
+        peer, now = connection.peer, time.monotonic()
+        self._heard[peer] = (message.sent_at, now)
+        if message.echo:
+            trip = max(0.0, now - message.echo - message.held_s)
+            self.latency_s[peer] = trip / 2
+        if message.list_version < self.transport.allowed.version:
+            text = json.dumps(self.transport.allowed.to_json()).encode()
+            connection.post(say.Lists(), text)
+        if message.history != self.view.history or not self.is_current(connection):
+            if (
+                self.view.number >= message.view_number
+                and message.history == self.view.history
+                and self.views.installed
+            ):
+                connection.post(say.Install(proposal=self.views.installed))  # it was left out: it will learn so
+            elif message.history != self.view.history and self.me != self.view.leader and self.view.number:
+                pass  # of another founding; only joining again can help it
+            return
+        if message.view_number < self.view.number and self.views.installed:
+            connection.post(say.Install(proposal=self.views.installed))
+        (self.syncing.add if message.syncing else self.syncing.discard)(peer)
+        self.progress[peer] = message.progress
+        check = self._checks.setdefault(peer, ProgressCheck(samples_per_s=self.settings.samples_per_s))
+        if doubt := check.doubt(message.progress, now):
+            self.tell("doubtful-progress", doubt, peer=peer)
+        for other in self.view.ids:
+            pair = (peer, other)
+            if other in message.suspects and other != self.me:
+                self.complaints.setdefault(pair, now)
+            else:
+                self.complaints.pop(pair, None)
+
+    def set_allowed(self, allowed: AllowList) -> None:
+        """Take over a newer list and tell everybody; who was revoked leaves the view."""
+        if not allowed.replaces(self.transport.allowed):
+            return
+        new = allowed.revoked - self.transport.allowed.revoked
+        self.transport.set_allowed(allowed)
+        for fingerprint in new:
+            peer = fingerprint[:ID_DIGITS]
+            self.tell("revoked", "its key was revoked by the run's owner", peer=peer)
+            self.leaving.add(peer)
+            self.links.drop(peer)
+        text = json.dumps(allowed.to_json()).encode()
+        for connection in self.links.control.values():
+            connection.post(say.Lists(), text)
+        self.views.consider(self.suspects(), set())
+
+    def _on_lists(self, data: bytes) -> None:
+        try:
+            if len(data) > MOST_LIST_BYTES:
+                raise ValueError("too long")
+            owner = self.transport.allowed.owner_fingerprint
+            self.set_allowed(AllowList.from_json(json.loads(data), where="allowlist", owner=owner))
+        except (UserError, ValueError, RecursionError) as error:
+            self.tell("refused", f"an allowlist was refused: {error}")
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    async def fetch_state(self, into: Callable[[str, bytes], None]) -> int:
+        """From the nearest peer that has the newest; see `PeerGroup`."""
+        self.syncing.add(self.me)
+        return await fetch_state_from(self, into)
+
+    def _state_served(self, peer: str, size: int) -> None:
+        self.tell("state-served", f"{size:,} bytes of state sent", peer=peer, bytes=float(size))
+
+
+def _is_member(member: Member) -> bool:
+    """Whether facts that a newcomer states of itself can be: they are told to everybody."""
+    link = member.bandwidth
+    fast = link is None or (0.0 < link.up_mbps < 1e9 and 0.0 < link.down_mbps < 1e9)
+    host, port = member.address
+    reachable = 0 < len(host) <= 253 and host.isascii() and host.isprintable() and 0 < port < 2**16
+    return bool(NAME.fullmatch(member.name)) and fast and reachable and 0 < len(member.instance) <= 32

@@ -1,0 +1,245 @@
+"""Rounds as the leader sees them: who is ready, who sums what, and when a round is committed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import TYPE_CHECKING
+
+from phalanx.network.slow_codecs import cut_shares
+from phalanx.network.slow_shares import water_filling
+from phalanx.peers import messages as say
+from phalanx.peers.attempt import NORM_TOLERANCE, segment_values
+from phalanx.peers.facts import Member
+from phalanx.peers.membership import is_majority
+from phalanx.peers.messages import Message, Ready, RoundPlan
+from phalanx.peers.screening import screen_ready
+
+if TYPE_CHECKING:
+    from phalanx.peers.node import PeerNode
+
+
+class RoundLeader:
+    """What the leader of a view knows of the next round; empty on all other members."""
+
+    def __init__(self, node: PeerNode) -> None:
+        self._node = node
+        self._attempt = 0
+        self._last_commit: say.Commit | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._ready: dict[str, Ready] = {}
+        self._excluded: dict[str, str] = {}
+        self._plan: RoundPlan | None = None
+        self._quorum_at: float | None = None
+        self._restart_at: float | None = None
+        self._haves: dict[str, say.Have] = {}
+        self._squares: dict[str, dict[str, float]] = {}
+
+    @property
+    def _leads(self) -> bool:
+        return self._node.view.leader == self._node.me
+
+    def on_view(self) -> None:
+        """A new view: its members say again that they are ready."""
+        self._attempt, self._last_commit = 0, None
+        self._clear()
+
+    def on_committed(self) -> None:
+        """The next round begins with nobody ready."""
+        self._clear()
+
+    def greet(self, peer: str) -> None:
+        """A connection to a member is new: what it may have missed."""
+        if not self._leads:
+            return
+        installed = self._node.views.installed
+        missed = (say.Install(proposal=installed) if installed else None, self._last_commit)
+        for message in missed:
+            if message is not None:
+                self._node.links.post(peer, message)
+        if self._plan is not None:
+            self._node.links.post(peer, say.Begin(plan=self._plan))
+
+    def tick(self) -> None:
+        """Whatever waits for time."""
+        if self._leads:
+            self._consider()
+
+    def on_message(self, peer: str, message: Message) -> None:
+        """From a member, this one among them."""
+        node = self._node
+        if not self._leads:
+            return
+        if isinstance(message, Ready):
+            if message.view_number == node.view.number and message.round_number == node.view.next_round:
+                self._ready[peer] = message
+                node.syncing.discard(peer)
+                self._consider()
+        elif isinstance(message, say.Withdraw):
+            current = message.view_number == node.view.number and message.round_number == node.view.next_round
+            if current and peer in self._ready:
+                del self._ready[peer]
+                if self._plan is not None and peer in self._plan.weights:
+                    self._restart(0.0)
+        elif self._plan is None or getattr(message, "key", None) != self._plan.key:
+            return
+        elif isinstance(message, say.Trouble):
+            self._on_trouble(peer, message)
+        elif isinstance(message, say.Norms):
+            self._squares[peer] = message.squares
+            self._try_commit()
+        elif isinstance(message, say.Have):
+            self._haves[peer] = message
+            self._try_commit()
+
+    def on_timeout(self, round_number: int) -> None:
+        """The leader's own call has timed out: the round is discarded on all, unless it has been committed."""
+        node = self._node
+        if self._leads and round_number == node.view.next_round and not node.views.acceptor.is_frozen:
+            reason = "the leader waited too long for others"
+            for peer in node.view.ids:
+                if peer != node.me:
+                    node.links.post(
+                        peer, say.Discard(view_number=node.view.number, round_number=round_number, reason=reason)
+                    )
+            self._clear()
+
+    def _consider(self) -> None:
+        """Begin an attempt if everybody who is expected is ready, or a quorum is and the grace is over."""
+        node, now = self._node, time.monotonic()
+        if node.views.acceptor.is_frozen or not self._ready:
+            return
+        if self._plan is not None and (self._restart_at is None or now < self._restart_at):
+            return
+        expected = set(node.view.ids) - node.syncing - node.leaving
+        if not expected <= set(self._ready):
+            rule = self._ready[min(self._ready)]
+            if rule.quorum == 0 or len(self._ready) < rule.quorum:
+                self._quorum_at = None
+                return
+            self._quorum_at = now if self._quorum_at is None else self._quorum_at
+            if now < self._quorum_at + rule.grace_s:
+                self._wake_in(self._quorum_at + rule.grace_s - now)
+                return
+        self._begin()
+
+    def _begin(self) -> None:
+        node = self._node
+        dropped = {**screen_ready(self._ready, node.settings.norm_limit), **self._excluded}
+        dropped = {peer: reason for peer, reason in dropped.items() if peer in self._ready}
+        counted = {peer: one for peer, one in self._ready.items() if peer not in dropped}
+        weights = {peer: one.weight for peer, one in sorted(counted.items()) if one.weight > 0.0}
+        if not weights:
+            self._discard_all(dropped)
+            return
+        form = counted[min(weights)]
+        self._attempt += 1
+        self._plan = RoundPlan(
+            view_number=node.view.number,
+            round_number=node.view.next_round,
+            attempt=self._attempt,
+            values=form.values,
+            codec=form.codec,
+            top_share=form.top_share,
+            segment=segment_values(form.codec, form.top_share),
+            weights=weights,
+            norms={peer: counted[peer].norm or 0.0 for peer in weights},
+            owners=self._owners(form.values, [peer for peer in sorted(self._ready) if peer not in self._excluded]),
+            dropped=dropped,
+        )
+        self._restart_at, self._haves, self._squares = None, {}, {}
+        self._to_all(say.Begin(plan=self._plan))
+
+    def _owners(self, values: int, ready: list[str]) -> dict[str, tuple[int, int]]:
+        found = [node_member for peer in ready if (node_member := self._node.view.member(peer)) is not None]
+        if all(member.client_only for member in found):
+            return {self._node.me: (0, values)}
+        shares = plan_shares(found)
+        cuts = cut_shares(values, shares)
+        return {
+            member.id: (cuts[place], cuts[place + 1])
+            for place, member in enumerate(found)
+            if cuts[place] < cuts[place + 1] or (values == 0 and place == 0)
+        }
+
+    def _discard_all(self, dropped: dict[str, str]) -> None:
+        node, number = self._node, self._node.view.next_round
+        for peer, why in dropped.items():
+            node.tell("dropped", why, peer=peer, round_number=number)
+        what = "; ".join(f"{node.name_of(peer)}: {why}" for peer, why in dropped.items()) or "every weight is 0"
+        reason = f"no update could be counted ({what})"[:400]
+        self._clear()
+        self._to_all(say.Discard(view_number=node.view.number, round_number=number, reason=reason))
+
+    def _on_trouble(self, reporter: str, message: say.Trouble) -> None:
+        node = self._node
+        if message.drop:
+            # An owner may speak of the updates it sums, and of nothing else.
+            assert self._plan is not None
+            if reporter in self._plan.owners and message.peer in self._plan.weights:
+                self._excluded[message.peer] = message.reason
+                self._restart(0.0)
+            return
+        # The failure detector may find the peer dead meanwhile; then a new view begins the round again.
+        if self._restart_at is None:
+            node.tell("trouble", message.reason, peer=message.peer, round_number=node.view.next_round)
+            self._restart(node.settings.reconnect_s)
+
+    def _restart(self, delay_s: float) -> None:
+        self._restart_at = time.monotonic() + delay_s
+        if delay_s:
+            self._wake_in(delay_s)
+        else:
+            self._consider()
+
+    def _wake_in(self, delay_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self.tick)
+
+    def _try_commit(self) -> None:
+        """Commit once a majority of the view, the leader among it, holds the same result, and all norms are true."""
+        node, plan = self._node, self._plan
+        if plan is None or node.views.acceptor.is_frozen or not set(plan.owners) <= set(self._squares):
+            return
+        mine = self._haves.get(node.me)
+        if mine is None:
+            return
+        for peer in plan.weights:
+            square = math.fsum(found.get(peer, 0.0) for found in self._squares.values())
+            if square > (NORM_TOLERANCE * plan.norms[peer]) ** 2 + 1e-30:
+                self._excluded[peer] = f"its update has a larger norm than the {plan.norms[peer]:.3g} that it stated"
+                self._restart(0.0)
+                return
+        for one in self._haves.values():
+            if one.digest != mine.digest:
+                wrong = [owner for owner, part in mine.parts.items() if one.parts.get(owner) != part]
+                for owner in wrong[:1]:
+                    self._excluded[owner] = "it sent different sums to different peers"
+                self._restart(0.0)
+                return
+        if is_majority(node.view.ids, self._haves):
+            self._last_commit = say.Commit(key=plan.key, digest=mine.digest)
+            self._to_all(self._last_commit)
+
+    def _to_all(self, message: Message) -> None:
+        node = self._node
+        for peer in node.view.ids:
+            if peer != node.me:
+                node.links.post(peer, message)
+        node.rounds.on_message(node.me, message)
+
+
+def plan_shares(members: list[Member]) -> list[float]:
+    """Shares by bandwidth; a member that states none counts as the slowest that does."""
+    stated = [member.bandwidth.slower_mbps for member in members if member.bandwidth is not None]
+    slowest = min(stated, default=1.0)
+    speeds = [member.bandwidth.slower_mbps if member.bandwidth is not None else slowest for member in members]
+    if len(set(speeds)) == 1:
+        owners = sum(not member.client_only for member in members)
+        return [0.0 if member.client_only else 1.0 / owners for member in members]
+    return water_filling(speeds, [member.client_only for member in members])

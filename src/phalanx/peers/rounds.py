@@ -1,0 +1,483 @@
+"""Rounds as every member sees them: what it sends, what it holds, and what is committed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from phalanx.errors import mistake
+from phalanx.peers import messages as say
+from phalanx.peers.attempt import Attempt, BadUpdate, check_plan
+from phalanx.peers.codecs import BadBytes, Sender
+from phalanx.peers.couriers import Courier
+from phalanx.peers.facts import RoundResult, Vector
+from phalanx.peers.messages import Accepted, Message, NextView, RoundPlan
+from phalanx.peers.wire import Connection
+
+if TYPE_CHECKING:
+    from phalanx.peers.node import PeerNode
+
+KEPT_ROUNDS = 3  # results that a member that was late, or just fetched the state, may still ask for
+Key = tuple[int, int, int]
+
+
+@dataclass(slots=True)
+class PendingRound:
+    """A call of `average` that waits for its round."""
+
+    round_number: int
+    outgoing: Vector
+    kind: np.dtype[Any]
+    weight: float
+    sender: Sender
+    timeout_s: float
+    quorum: int
+    grace_s: float
+    future: asyncio.Future[RoundResult]
+    began: float
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+class RoundKeeper:
+    """This member's attempts, results, and the call that waits."""
+
+    def __init__(self, node: PeerNode) -> None:
+        self._node = node
+        self.accepted: Accepted | None = None  # the newest attempt that this member holds whole and has said so
+        self.pending: PendingRound | None = None
+        self._attempts: dict[Key, Attempt] = {}
+        self._couriers: dict[str, Courier] = {}
+        self._sending: list[asyncio.Task[None]] = []
+        self._results: dict[int, Attempt] = {}
+        self._newest: Key = (0, 0, 0)
+        self._wanted: dict[int, list[str]] = {}  # rounds that are asked for, and whom to ask next
+        self._moved_at = time.monotonic()
+        self._begun = asyncio.Event()
+
+    @property
+    def committed(self) -> int:
+        """Number of the last round that this member knows to be committed."""
+        return self._node.view.next_round - 1
+
+    async def average(
+        self,
+        round_number: int,
+        vector: Vector,
+        weight: float,
+        sender: Sender,
+        *,
+        timeout_s: float,
+        quorum: int,
+        grace_s: float,
+    ) -> RoundResult:
+        """See `PeerGroup.average`."""
+        if self.pending is not None:
+            raise mistake("average", f"round {self.pending.round_number} is not over", fix="one call at a time")
+        pending = self.pending = PendingRound(
+            round_number=round_number,
+            outgoing=sender.outgoing(vector),
+            kind=vector.dtype,
+            weight=weight,
+            sender=sender,
+            timeout_s=timeout_s,
+            quorum=quorum,
+            grace_s=grace_s,
+            future=asyncio.get_running_loop().create_future(),
+            began=time.monotonic(),
+        )
+        self._node.syncing.discard(self._node.me)
+        try:
+            self._look_at_pending()
+            async with asyncio.timeout(timeout_s):
+                return await pending.future
+        except TimeoutError:
+            self._give_up(pending)
+            why = "too few peers are reachable" if self._node.views.is_stuck else "not everybody was ready"
+            return self._failure(pending, f"no result within {timeout_s:g} s: {why}")
+        finally:
+            self.pending = None
+
+    def say_ready(self) -> None:
+        """Tell the leader that this member's update may be fetched; said again in every view."""
+        pending, view = self.pending, self._node.view
+        if pending is None or pending.round_number != view.next_round or view.member(self._node.me) is None:
+            return
+        with np.errstate(over="ignore", invalid="ignore"):
+            norm = float(np.linalg.norm(pending.outgoing.astype(np.float64)))
+        self._to_leader(
+            say.Ready(
+                view_number=view.number,
+                round_number=pending.round_number,
+                weight=pending.weight,
+                norm=norm if math.isfinite(norm) else None,
+                values=pending.outgoing.size,
+                codec=pending.sender.codec,
+                top_share=pending.sender.top_share,
+                quorum=pending.quorum,
+                grace_s=pending.grace_s,
+                timeout_s=pending.timeout_s,
+            )
+        )
+
+    def fail_pending(self, why: str, *, behind: bool = False) -> None:
+        """Whoever waits gets an answer."""
+        pending = self.pending
+        if pending is not None and not pending.future.done():
+            pending.future.set_result(self._failure(pending, why, behind=behind))
+
+    def tick(self) -> None:
+        """Ask again for a committed result that does not come."""
+        stalled = time.monotonic() - self._moved_at > self._node.settings.dead_after_s
+        known = [one.plan.round_number for one in self._attempts.values() if one.commit_digest and not one.is_whole]
+        if stalled and (known or self._wanted):
+            self._moved_at = time.monotonic()
+            for number in {*known, *self._wanted}:
+                self._ask(number)
+
+    # ---- one attempt ------------------------------------------------------------------------------------------------
+
+    def on_message(self, peer: str, message: Message) -> None:
+        """From the leader, or from a member that answers what was asked."""
+        view = self._node.view
+        if isinstance(message, say.Begin) and peer == view.leader and message.plan.view_number == view.number:
+            self._begin(message.plan)
+        elif isinstance(message, say.Commit) and peer == view.leader and message.key[0] == view.number:
+            self._learn_commit(message.key, message.digest)
+        elif isinstance(message, say.Discard) and peer == view.leader and message.view_number == view.number:
+            if self.pending is not None and self.pending.round_number == message.round_number:
+                self._node.tell("discarded", message.reason, round_number=message.round_number)
+                self.fail_pending(message.reason)
+        elif isinstance(message, say.Want):
+            self._node.spawn(self._hand_out(peer, message.round_number))
+        elif isinstance(message, say.Gone) and message.round_number in self._wanted:
+            self._ask(message.round_number)
+
+    def _begin(self, plan: RoundPlan) -> None:
+        node = self._node
+        if plan.key <= self._newest or node.views.acceptor.is_frozen or plan.round_number != node.view.next_round:
+            return
+        if wrong := check_plan(plan, node.view):
+            node.tell("refused", f"a plan of round {plan.round_number} was refused: {wrong}", peer=node.view.leader)
+            return
+        pending = self.pending
+        mine = pending is not None and pending.round_number == plan.round_number and node.me in plan.weights
+        if mine and pending is not None and pending.outgoing.size != plan.values:
+            mine = False
+        if node.me in plan.weights and not mine:
+            self._to_leader(say.Withdraw(view_number=plan.view_number, round_number=plan.round_number))
+            return
+        self._stop_sending()
+        attempt = Attempt(
+            plan,
+            node.me,
+            outgoing=pending.outgoing if mine and pending else None,
+            sender=pending.sender if mine and pending else None,
+            screen=node.settings.screen,
+        )
+        self._drop_attempts()
+        self._attempts[plan.key] = attempt
+        self._newest = plan.key
+        for peer in node.view.ids:
+            if peer != node.me:
+
+                def failed(other: str, why: str, key: Key = plan.key) -> None:
+                    self._trouble(key, other, f"{node.name_of(other)} was not reached: {why}", drop=False)
+
+                courier = Courier(attempt, peer, node.links, wait_s=node.settings.dead_after_s, failed=failed)
+                self._couriers[peer] = courier
+                self._sending.append(node.spawn(courier.run()))
+        self._wake()
+        self._take(attempt, node.me, attempt.take_own_pieces())
+        self._progressed(attempt)  # an attempt without values is whole from the beginning
+
+    async def on_data(self, connection: Connection, message: Message, data: bytes) -> None:
+        """Values of an attempt; those of one that has not begun here yet wait, and their link with them."""
+        if isinstance(message, say.Whole):
+            self._on_whole(message.result)
+            return
+        if not isinstance(message, say.Piece | say.Mean):
+            raise ValueError("only values travel on a data connection")
+        deadline = time.monotonic() + 2 * self._node.settings.dead_after_s
+        while message.key not in self._attempts and message.key > self._newest and time.monotonic() < deadline:
+            if not connection.is_open:
+                return
+            self._begun.clear()
+            try:
+                await asyncio.wait_for(self._begun.wait(), self._node.settings.heartbeat_s)
+            except TimeoutError:
+                continue
+        attempt = self._attempts.get(message.key)
+        if attempt is None:
+            return
+        # Values show that a peer lives as well as a heartbeat, which may wait behind them on a slow link.
+        if (control := self._node.links.control.get(connection.peer)) is not None:
+            control.heard_at = time.monotonic()
+        self._moved_at = time.monotonic()
+        if isinstance(message, say.Mean):
+            attempt.take_mean(connection.peer, message.start, data)
+            self._progressed(attempt)
+        else:
+            attempt.bytes_received += len(data)
+            self._take(attempt, connection.peer, attempt.take_piece(connection.peer, message.start, data))
+
+    def _take(self, attempt: Attempt, peer: str, means: object) -> None:
+        """Send on every mean that is whole now; report an update that cannot be summed."""
+        key, found = attempt.plan.key, False
+        try:
+            for start, data in means:  # type: ignore[attr-defined]
+                found = True
+                for courier in self._couriers.values():
+                    courier.add_mean(start, data)
+        except BadUpdate as error:
+            self._trouble(key, error.peer, error.reason, drop=True)
+            return
+        if found and attempt.has_summed_its_share:
+            self._to_leader(say.Norms(key=key, squares=attempt.squares))
+            self._progressed(attempt)
+
+    def _progressed(self, attempt: Attempt) -> None:
+        """Tell the leader once a result is whole; from then on this member holds it for the group."""
+        if not attempt.is_whole:
+            return
+        self._finish()
+        self._finish_old(attempt)
+        plan = attempt.plan
+        frozen = self._node.views.acceptor.is_frozen
+        is_next = plan.key == self._newest and plan.round_number == self._node.view.next_round
+        if attempt.commit_digest or frozen or not is_next:
+            return
+        digest = attempt.digest()
+        self.accepted = Accepted(plan=plan, digest=digest)
+        self._to_leader(say.Have(key=plan.key, digest=digest, parts=attempt.part_digests()))
+
+    def _trouble(self, key: Key, peer: str, reason: str, *, drop: bool) -> None:
+        attempt = self._attempts.get(key)
+        if attempt is not None and not attempt.commit_digest:
+            self._to_leader(say.Trouble(key=key, peer=peer, reason=reason[:400], drop=drop))
+
+    def data_link_lost(self, peer: str) -> None:
+        """Bytes may have been lost with it."""
+        attempt = self._attempts.get(self._newest)
+        if attempt is None or self._node.view.member(peer) is None:
+            return
+        if attempt.commit_digest and not attempt.is_whole:
+            self._ask(attempt.plan.round_number)
+        elif not attempt.is_whole:
+            self._trouble(self._newest, peer, f"the connection to {self._node.name_of(peer)} broke", drop=False)
+
+    # ---- committing -------------------------------------------------------------------------------------------------
+
+    def _learn_commit(self, key: Key, digest: str) -> None:
+        if key[1] < self._node.view.next_round:
+            return
+        attempt = self._attempts.get(key)
+        if attempt is None:
+            self._ask(key[1])
+            return
+        attempt.commit_digest = digest
+        self._finish()
+
+    def _finish(self) -> None:
+        """Commit what is whole and known to be committed, in order."""
+        while True:
+            number = self._node.view.next_round
+            ready = [
+                one
+                for one in self._attempts.values()
+                if one.plan.round_number == number and one.commit_digest and one.is_whole
+            ]
+            if not ready:
+                return
+            attempt = ready[0]
+            if attempt.digest() != attempt.commit_digest:
+                self._node.tell("refused", "the result differs from the committed one: it is fetched again")
+                attempt.forget_means()
+                self._ask(number)
+                return
+            self._commit(attempt)
+
+    def _commit(self, attempt: Attempt) -> None:
+        node, plan = self._node, attempt.plan
+        number = plan.round_number
+        del self._attempts[plan.key]
+        node.view = replace(node.view, next_round=number + 1)
+        self._results[number] = attempt
+        self._results = {one: kept for one, kept in self._results.items() if one > number - KEPT_ROUNDS}
+        self.accepted = None
+        self._wanted.pop(number, None)
+        attempt.settle()
+        for peer, reason in plan.dropped.items():
+            node.tell("dropped", reason, peer=peer, round_number=number)
+        text = f"round {number} is committed with {len(plan.weights)} of {len(node.view.members)} members"
+        node.tell("committed", text, round_number=number, members=float(len(plan.weights)))
+        node.leader.on_committed()
+        self._look_at_pending()
+
+    def _look_at_pending(self) -> None:
+        """Answer the waiting call, ask for its result, or say that it is ready: whatever its round needs now."""
+        pending, view = self.pending, self._node.view
+        if pending is None or pending.future.done():
+            return
+        if pending.round_number == view.next_round:
+            self.say_ready()
+        elif pending.round_number < view.next_round:
+            attempt = self._results.get(pending.round_number)
+            if attempt is None:
+                self._ask(pending.round_number)
+            else:
+                pending.future.set_result(self._success(pending, attempt))
+
+    def on_view(self, proposal: NextView) -> None:
+        """A new view: what it committed is learnt, and the call that waits is ready again."""
+        self._stop_sending()
+        target, outcome = self._node.view.next_round, proposal.outcome
+        self._newest = max(self._newest, (proposal.view.number, 0, 0))
+        if outcome is not None and (held := self._attempts.get(outcome.plan.key)) is not None:
+            held.commit_digest = outcome.digest
+        if outcome is not None and held_is_whole(self._attempts.get(outcome.plan.key)):
+            self._node.view = replace(self._node.view, next_round=outcome.plan.round_number)
+            self._finish()
+        # Rounds that were committed without us are over for the group; `average` still asks for their results.
+        self._node.view = replace(self._node.view, next_round=max(target, self._node.view.next_round))
+        self._drop_attempts()
+        self.accepted = None
+        self._wake()
+        self._look_at_pending()
+
+    # ---- results that others hold -----------------------------------------------------------------------------------
+
+    def _ask(self, number: int) -> None:
+        """Ask the next member for a committed result; after the last, this peer is behind."""
+        node = self._node
+        if number not in self._wanted:
+            holders = self._node.views.installed.holders if self._node.views.installed else []
+            others = [peer for peer in node.view.ids if peer != node.me]
+            self._wanted[number] = sorted(others, key=lambda peer: (peer not in holders, peer != node.view.leader))
+        left = self._wanted[number]
+        if left:
+            node.links.post(left.pop(0), say.Want(round_number=number))
+            return
+        del self._wanted[number]
+        if self.pending is not None and self.pending.round_number == number:
+            text = f"round {number} was committed without this peer, and nobody has its result any more"
+            node.syncing.add(node.me)
+            self.fail_pending(text, behind=True)
+
+    async def _hand_out(self, peer: str, number: int) -> None:
+        attempt = self._results.get(number)
+        if attempt is None and self.accepted is not None and self.accepted.plan.round_number == number:
+            attempt = self._attempts.get(self.accepted.plan.key)
+        if attempt is None:
+            self._node.links.post(peer, say.Gone(round_number=number))
+            return
+        try:
+            link = await self._node.links.data_link(peer, self._node.settings.dead_after_s)
+            await link.send(say.Whole(result=Accepted(plan=attempt.plan, digest=attempt.digest())))
+            for start, data in attempt.means():
+                await link.send(say.Mean(key=attempt.plan.key, start=start), data)
+        except (OSError, TimeoutError):
+            return  # it asks again
+
+    def _on_whole(self, result: Accepted) -> None:
+        number = result.plan.round_number
+        if number not in self._wanted and not any(
+            one.commit_digest and one.plan.round_number == number for one in self._attempts.values()
+        ):
+            return
+        if wrong := check_plan(result.plan, None):
+            self._node.tell("refused", f"a result of round {number} was refused: {wrong}")
+            return
+        attempt = self._attempts.get(result.plan.key)
+        if attempt is None:
+            attempt = self._attempts[result.plan.key] = Attempt(result.plan, self._node.me)
+        attempt.commit_digest = attempt.commit_digest or result.digest
+        self._finish_old(attempt)
+        self._wake()
+
+    def _finish_old(self, attempt: Attempt) -> None:
+        """A result of a round that the group has left behind: it answers the call that waits, and nothing else."""
+        plan = attempt.plan
+        if not attempt.is_whole or plan.round_number >= self._node.view.next_round:
+            return
+        self._attempts.pop(plan.key, None)
+        if attempt.digest() == attempt.commit_digest:
+            self._results[plan.round_number] = attempt
+            self._wanted.pop(plan.round_number, None)
+            self._look_at_pending()
+
+    # ---- small parts ------------------------------------------------------------------------------------------------
+
+    def _give_up(self, pending: PendingRound) -> None:
+        """The call has timed out. What this member holds already it goes on holding: the round may be committed."""
+        node, view = self._node, self._node.view
+        node.leader.on_timeout(pending.round_number)
+        if view.leader != node.me:
+            self._to_leader(say.Withdraw(view_number=view.number, round_number=pending.round_number))
+        self._wanted.pop(pending.round_number, None)
+
+    def _to_leader(self, message: Message) -> None:
+        leader = self._node.view.leader
+        if leader == self._node.me:
+            self._node.leader.on_message(leader, message)
+        else:
+            self._node.links.post(leader, message)
+
+    def _drop_attempts(self) -> None:
+        """All but those that are committed and still to be completed; the bytes of the others were moved too."""
+        for attempt in self._attempts.values():
+            if not attempt.commit_digest and self.pending is not None:
+                self.pending.bytes_sent += attempt.bytes_sent
+                self.pending.bytes_received += attempt.bytes_received
+        self._attempts = {key: one for key, one in self._attempts.items() if one.commit_digest and not one.is_whole}
+
+    def _stop_sending(self) -> None:
+        for task in self._sending:
+            task.cancel()
+        self._sending, self._couriers = [], {}
+
+    def _wake(self) -> None:
+        self._moved_at = time.monotonic()
+        self._begun.set()
+
+    def _success(self, pending: PendingRound, attempt: Attempt) -> RoundResult:
+        plan = attempt.plan
+        try:
+            vector = attempt.result()
+        except BadBytes as error:
+            return self._failure(pending, f"the committed result cannot be decoded: {error}", behind=True)
+        return RoundResult(
+            round_number=plan.round_number,
+            committed=True,
+            vector=vector.astype(pending.kind, copy=False),
+            members_counted=tuple(sorted(plan.weights)),
+            weights=dict(sorted(plan.weights.items())),
+            bytes_sent=pending.bytes_sent + attempt.bytes_sent,
+            bytes_received=pending.bytes_received + attempt.bytes_received,
+            seconds=time.monotonic() - pending.began,
+            dropped=plan.dropped,
+            view_number=plan.view_number,
+            shares={peer: (end - begin) / max(1, plan.values) for peer, (begin, end) in plan.owners.items()},
+        )
+
+    def _failure(self, pending: PendingRound, why: str, *, behind: bool = False) -> RoundResult:
+        return RoundResult(
+            round_number=pending.round_number,
+            committed=False,
+            reason=why,
+            behind=behind,
+            seconds=time.monotonic() - pending.began,
+            bytes_sent=pending.bytes_sent,
+            bytes_received=pending.bytes_received,
+            view_number=self._node.view.number,
+        )
+
+
+def held_is_whole(attempt: Attempt | None) -> bool:
+    """Whether a member has all of an attempt's result."""
+    return attempt is not None and attempt.is_whole

@@ -1,0 +1,132 @@
+"""The state for a newcomer: a list of tensors with digests, then their bytes; from the nearest peer that has it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from phalanx.errors import Problem, SystemFailure, UserError
+from phalanx.peers.facts import PeerState
+from phalanx.peers.messages import Block, Gone, Manifest, StateRequest, TensorFacts
+from phalanx.peers.wire import MOST_DATA_BYTES, Connection
+
+if TYPE_CHECKING:
+    from phalanx.peers.node import PeerNode
+
+BLOCK_BYTES = 2**20
+STALL_S = 30.0  # without a block, after which another peer is asked
+MOST_STATE_BYTES = 2**43
+# A name is a key, never a path: no root, no way up, nothing that a shell or a terminal reads otherwise.
+TENSOR_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-/]{0,299}")
+
+
+class BadState(Exception):
+    """A peer's state is not what it said, or cannot be."""
+
+
+def is_tensor_name(name: str) -> bool:
+    """Whether a name can be a tensor's.
+
+    >>> [is_tensor_name(one) for one in ("layers.0/w", "../x", "/etc/passwd", "a//b", "")]
+    [True, False, False, False, False]
+    """
+    parts = name.split("/")
+    return bool(TENSOR_NAME.fullmatch(name)) and all(part not in ("", ".", "..") for part in parts)
+
+
+async def serve_state_to(
+    connection: Connection, provider: Callable[[], PeerState | None] | None, served: Callable[[str, int], None]
+) -> None:
+    """Answer one newcomer."""
+    request, _ = await asyncio.wait_for(connection.receive(), STALL_S)
+    if not isinstance(request, StateRequest):
+        raise ValueError("no request for the state")
+    state = await asyncio.to_thread(provider) if provider is not None else None
+    if state is None:
+        await connection.send(Gone(round_number=0))
+        await connection.close()
+        return
+    facts = await asyncio.to_thread(describe_state, state)
+    listed = msgspec.json.encode(facts)
+    if len(listed) > MOST_DATA_BYTES:
+        raise ValueError("more tensors than a list of them may have")
+    await connection.send(Manifest(round_number=state.round_number, tensors=len(facts)), listed)
+    sent = 0
+    for fact in facts:
+        view = memoryview(state.tensors[fact.name])
+        for at in range(0, len(view), BLOCK_BYTES):
+            await connection.send(Block(), bytes(view[at : at + BLOCK_BYTES]))
+        sent += len(view)
+    await connection.close()
+    served(connection.peer, sent)
+
+
+def describe_state(state: PeerState) -> list[TensorFacts]:
+    """Names, sizes and digests; raises ValueError for a name that no newcomer would take."""
+    if wrong := [name for name in state.tensors if not is_tensor_name(name)]:
+        raise ValueError(f"{wrong[0]!r} is not a name for a tensor")
+    return [
+        TensorFacts(name=name, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+        for name, data in sorted(state.tensors.items())
+    ]
+
+
+async def fetch_state_from(node: PeerNode, into: Callable[[str, bytes], None]) -> int:
+    """The newest state of the nearest peer; the next is asked where one fails."""
+    tried: dict[str, str] = {}
+    for _ in range(3):
+        members = [one for one in node.view.members if one.id != node.me and not one.client_only]
+        nearest = sorted(members, key=lambda one: (one.id in node.syncing, node.latency_s.get(one.id, 1e9), one.id))
+        for member in nearest:
+            try:
+                address = node.links.address_of(member)
+                connection = await node.transport.dial(address, "state", peer=member.id)
+                try:
+                    # Rounds may be committed meanwhile; older than the last ones that members keep is of no use.
+                    number, size = await _receive_state(connection, into, least_round=node.view.next_round - 2)
+                finally:
+                    connection.abort()
+            except (OSError, TimeoutError, ValueError, BadState, UserError) as error:
+                tried[member.name] = str(error) or type(error).__name__
+                continue
+            node.tell("state-fetched", f"{size:,} bytes of state", peer=member.id, bytes=float(size))
+            return number
+        await asyncio.sleep(node.settings.heartbeat_s)
+    what = "; ".join(f"{name}: {why}" for name, why in tried.items()) or "there is no other peer that can be reached"
+    raise SystemFailure(Problem(where="fetch_state", what=f"no peer could give the state ({what})"))
+
+
+async def _receive_state(
+    connection: Connection, into: Callable[[str, bytes], None], *, least_round: int
+) -> tuple[int, int]:
+    await connection.send(StateRequest())
+    answer, listed = await asyncio.wait_for(connection.receive(), 4 * STALL_S)  # it hashes all of its state first
+    if isinstance(answer, Gone):
+        raise BadState("it has no state to give")
+    if not isinstance(answer, Manifest):
+        raise BadState("it did not answer with a state")
+    if answer.round_number < least_round:
+        raise BadState(f"its state is of round {answer.round_number}, older than round {least_round}")
+    facts = msgspec.json.decode(listed, type=list[TensorFacts])
+    names = {fact.name for fact in facts}
+    total = sum(fact.size for fact in facts)
+    if len(names) != len(facts) or len(facts) != answer.tensors or total > MOST_STATE_BYTES:
+        raise BadState("its list of tensors is impossible")
+    if wrong := [name for name in names if not is_tensor_name(name)]:
+        raise BadState(f"{wrong[0]!r} is not a name for a tensor")
+    for fact in facts:
+        data = bytearray()
+        while len(data) < fact.size:
+            block, more = await asyncio.wait_for(connection.receive(), STALL_S)
+            if not isinstance(block, Block) or not more or len(data) + len(more) > fact.size:
+                raise BadState("it sent other bytes than it announced")
+            data += more
+        if hashlib.sha256(data).hexdigest() != fact.sha256:
+            raise BadState(f"tensor {fact.name} does not have the SHA-256 that was announced")
+        await asyncio.to_thread(into, fact.name, bytes(data))
+    return answer.round_number, total

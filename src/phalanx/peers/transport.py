@@ -1,0 +1,229 @@
+"""Mutual TLS 1.3 between peers whose certificates are on the run's allowlist, and what is said before anything else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import ssl
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from phalanx.errors import Problem, SystemFailure, UserError, mistake
+from phalanx.io.listen import Address as ListenAddress
+from phalanx.io.listen import open_socket
+from phalanx.io.values import printable
+from phalanx.peers.allowlist import AllowList
+from phalanx.peers.facts import Address, RunFacts
+from phalanx.peers.identity import ID_DIGITS, PeerIdentity
+from phalanx.peers.messages import PROTOCOL, Hello, Refusal, Welcome
+from phalanx.peers.wire import MOST_HELLO_BYTES, Connection
+
+HANDSHAKE_S = 10.0
+MOST_CONNECTIONS = 1024
+PURPOSES = ("join", "control", "data", "state")
+FACT_NAMES = {
+    "run_id": "run",
+    "model_digest": "model",
+    "tokenizer_digest": "tokenizer",
+    "code_digest": "version of the code",
+}
+
+
+class Transport:
+    """This peer's end of all connections: one listener, and a way to dial."""
+
+    def __init__(self, identity: PeerIdentity, run: RunFacts, allowed: AllowList, instance: str) -> None:
+        self.identity, self.run, self.allowed, self.instance = identity, run, allowed, instance
+        self.fingerprints = allowed.fingerprints()
+        self._server_context = _context(identity, ssl.PROTOCOL_TLS_SERVER)
+        self._client_context = _context(identity, ssl.PROTOCOL_TLS_CLIENT)
+        self._server: asyncio.Server | None = None
+        self._open: set[Connection] = set()
+        self._waiting = 0
+        self._trust()
+
+    def set_allowed(self, allowed: AllowList) -> None:
+        """Connections of those who were revoked end here."""
+        self.allowed, self.fingerprints = allowed, allowed.fingerprints()
+        self._trust()
+        gone = {one[:ID_DIGITS] for one in allowed.revoked}
+        for connection in [one for one in self._open if one.peer in gone]:
+            connection.abort()
+
+    async def listen(
+        self, address: Address, accepted: Callable[[Connection, Hello], Awaitable[None]], refused: Callable[[str], None]
+    ) -> Address:
+        """Take connections; returns where. `accepted` runs for each that has proved itself, until it returns."""
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = None
+            try:
+                if len(self._open) + self._waiting >= MOST_CONNECTIONS:
+                    return
+                self._waiting += 1
+                try:
+                    connection, hello = await asyncio.wait_for(self._answer(reader, writer), HANDSHAKE_S)
+                finally:
+                    self._waiting -= 1
+                self._open.add(connection)
+                await accepted(connection, hello)
+            except (OSError, ValueError, TimeoutError) as error:
+                if connection is None:
+                    refused(printable(error))
+            finally:
+                if connection is not None:
+                    self._open.discard(connection)
+                writer.transport.abort()
+
+        # TLS and the allowlist guard it, so an address that others reach is no mistake.
+        where = ListenAddress(host=address[0], port=address[1])
+        sock = open_socket(where, guarded=True, where="peers listen")
+        self._server = await asyncio.start_server(
+            serve, sock=sock, ssl=self._server_context, ssl_handshake_timeout=HANDSHAKE_S, ssl_shutdown_timeout=1.0
+        )
+        host, port = sock.getsockname()[:2]
+        return host, port
+
+    async def dial(
+        self, address: Address, purpose: str, *, peer: str = "", timeout_s: float = HANDSHAKE_S
+    ) -> Connection:
+        """A connection to a peer, of which `peer` is the id where it is known.
+
+        Raises UserError where what answers there is not one of this run's peers, or refuses us; OSError or TimeoutError
+        where nobody answers.
+        """
+        where = f"peer at {printable(address[0])}:{address[1]}"
+        async with asyncio.timeout(timeout_s):
+            try:
+                reader, writer = await asyncio.open_connection(
+                    *address, ssl=self._client_context, server_hostname="", ssl_shutdown_timeout=1.0
+                )
+            except ssl.SSLCertVerificationError as error:
+                what = "answers with a key that is not on the run's allowlist"
+                raise mistake(where, what, fix="check the address, or ask the run's owner for the new list") from error
+            except ssl.SSLError as error:
+                what = f"answers, but not as a peer of Phalanx ({printable(error.reason or error).lower()})"
+                raise mistake(where, what, fix="check the host and the port") from error
+            try:
+                return await self._introduce(reader, writer, where, purpose, peer)
+            except BaseException:
+                writer.transport.abort()
+                raise
+
+    async def close(self) -> None:
+        """End the listener and every connection."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._open):
+            connection.abort()
+        await asyncio.sleep(0)  # aborted transports are freed by the loop's next round
+
+    async def _introduce(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, where: str, purpose: str, peer: str
+    ) -> Connection:
+        connection = Connection(reader, writer, peer=self._identify(writer))
+        if peer and connection.peer != peer:
+            raise mistake(
+                where, f"is {connection.peer}, another peer than {peer}", fix="check the addresses of the run"
+            )
+        hello = Hello(protocol=PROTOCOL, purpose=purpose, run=self.run, instance=self.instance)
+        try:
+            await connection.send(hello)
+            answer, _ = await connection.receive(MOST_HELLO_BYTES)
+        except ConnectionError as error:
+            # TLS 1.3: the other side looks at our certificate only after our side of the handshake is over.
+            if "alert" in str(error).lower():
+                what = (
+                    f"does not know the key of {self.identity.name}: it is not on the allowlist there, or was revoked"
+                )
+                raise mistake(where, what, fix="ask the run's owner for an invitation") from error
+            raise
+        if isinstance(answer, Refusal):
+            raise mistake(where, printable(answer.what), fix=printable(answer.fix))
+        if not isinstance(answer, Welcome):
+            raise mistake(where, "answers, but not as a peer of Phalanx")
+        connection.instance = answer.instance
+        return connection
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Connection, Hello]:
+        connection = Connection(reader, writer, peer=fingerprint_seen(writer)[:ID_DIGITS])
+        hello, _ = await connection.receive(MOST_HELLO_BYTES)
+        if not isinstance(hello, Hello) or hello.purpose not in PURPOSES:
+            raise ValueError("no hello")
+        refusal = self._refusal(fingerprint_seen(writer), hello)
+        if refusal is not None:
+            connection.post(refusal)
+            await connection.close()
+            raise ValueError(f"{connection.peer} was refused: {refusal.what}")
+        connection.instance = hello.instance
+        connection.post(Welcome(instance=self.instance))
+        return connection, hello
+
+    def _refusal(self, fingerprint: str, hello: Hello) -> Refusal | None:
+        if fingerprint in self.allowed.revoked:
+            return Refusal(what="this key was revoked by the run's owner", fix="ask for a new invitation")
+        if fingerprint not in self.fingerprints:
+            return Refusal(what="this key is not on the run's allowlist", fix="ask the run's owner for an invitation")
+        if hello.protocol != PROTOCOL:
+            what = f"speaks version {PROTOCOL} of the protocol between peers, this side version {hello.protocol}"
+            return Refusal(what=what, fix="install the same version of Phalanx on both")
+        for field, name in FACT_NAMES.items():
+            theirs, ours = getattr(hello.run, field), getattr(self.run, field)
+            if theirs != ours:
+                what = f"has another {name}: {printable(ours, most=40)} there, {printable(theirs, most=40)} here"
+                return Refusal(what=what, fix=f"start both with the same {name}")
+        return None
+
+    def _identify(self, writer: asyncio.StreamWriter) -> str:
+        fingerprint = fingerprint_seen(writer)
+        if fingerprint not in self.fingerprints:
+            raise mistake("peer", f"{fingerprint[:ID_DIGITS]} is not on the run's allowlist, or was revoked")
+        return fingerprint[:ID_DIGITS]
+
+    def _trust(self) -> None:
+        pems = "\n".join(self.allowed.certificates)
+        for context in (self._server_context, self._client_context):
+            context.load_verify_locations(cadata=pems)  # adds; who was revoked is refused after the handshake
+
+
+def fingerprint_seen(writer: asyncio.StreamWriter) -> str:
+    """Of the certificate that the other side has shown and proved to own."""
+    found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    if not found:
+        raise ValueError("no certificate")
+    return hashlib.sha256(found).hexdigest()
+
+
+def _context(identity: PeerIdentity, side: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(side)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # the certificate is pinned; addresses of volunteers change
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.verify_flags &= (
+        ~ssl.VERIFY_X509_STRICT
+    )  # Python 3.13 asks an authority's extensions of a pinned certificate
+    if side == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # a resumed session would not look at the certificate again
+    with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:  # 0700; the ssl module reads keys from files only
+        path = Path(folder) / "identity.pem"
+        path.touch(mode=0o600)
+        path.write_text(identity.key_pem + identity.certificate_pem, encoding="ascii")
+        context.load_cert_chain(path)
+    return context
+
+
+def unreachable(addresses: list[Address], why: dict[Address, str]) -> SystemFailure:
+    """Nobody answered at any of the addresses."""
+    tried = "; ".join(f"{printable(host)}:{port}: {why.get((host, port), 'no answer')}" for host, port in addresses[:8])
+    fix = "check that a peer of the run is up there, and that no firewall is between"
+    return SystemFailure(Problem(where="join", what=f"no peer of the run could be reached ({tried})", fix=fix))
+
+
+def first_refusal(errors: list[BaseException]) -> UserError | None:
+    """What a person must know of several failed attempts: a refusal says more than silence."""
+    with contextlib.suppress(StopIteration):
+        return next(error for error in errors if isinstance(error, UserError))
+    return None

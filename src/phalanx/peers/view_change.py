@@ -1,0 +1,210 @@
+"""Changing the view: when this peer must propose a new one, how it does, and what it answers to another candidate."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING
+
+from phalanx.peers import messages as say
+from phalanx.peers.facts import Member
+from phalanx.peers.membership import Acceptor, choose_proposal, is_majority
+from phalanx.peers.messages import Message, NextView
+
+if TYPE_CHECKING:
+    from phalanx.peers.node import PeerNode
+
+
+class _Ballot:
+    """Answers to one candidature of ours."""
+
+    def __init__(self, ballot: say.Ballot) -> None:
+        self.ballot = ballot
+        self.promises: dict[str, say.Promise] = {}
+        self.agreed: set[str] = set()
+        self.is_lost = False
+        self.changed = asyncio.Event()
+
+
+class ViewKeeper:
+    """The acceptor of the current view, and this peer's own candidature where it is its turn."""
+
+    def __init__(self, node: PeerNode) -> None:
+        self._node = node
+        self.acceptor = Acceptor(node.view)
+        self.installed: NextView | None = None
+        self.is_stuck = False  # too few of the view are alive to decide anything
+        self._joining: dict[str, tuple[Member, asyncio.Future[NextView | None]]] = {}
+        self._ballot: _Ballot | None = None
+        self._highest = 0  # counter of the highest ballot that was seen in this view
+        self._task: asyncio.Task[None] | None = None
+
+    def consider(self, suspects: set[str], complained: set[str]) -> None:
+        """Begin a new view where somebody is gone or wants to come, and it is this peer's turn."""
+        node = self._node
+        view, leaving = node.view, node.leaving
+        if view.member(node.me) is None:
+            return
+        alive = set(view.ids) - suspects
+        stuck = not is_majority(view.ids, alive)
+        if stuck and not self.is_stuck:
+            lost = ", ".join(sorted(node.name_of(peer) or peer for peer in suspects))
+            text = f"{len(alive)} of {len(view.ids)} peers are left (without {lost}): rounds wait until more return"
+            node.tell("no-majority", text)
+        self.is_stuck = stuck
+        reachable = [one.id for one in view.members if not one.client_only and one.id in alive]
+        stays = [peer for peer in reachable if peer not in leaving] or reachable
+        needed = suspects | complained | (leaving & set(view.ids)) | set(self._joining)
+        if stuck or not stays or min(stays) != node.me or not (needed or self.acceptor.is_frozen):
+            return
+        if view.ids == (node.me,) and not self._joining:
+            return
+        if self._task is None or self._task.done():
+            self._task = node.spawn(self._change(suspects, complained))
+
+    async def admit(self, member: Member) -> NextView | None:
+        """Take a newcomer into the next view; None where that did not come about."""
+        future: asyncio.Future[NextView | None] = asyncio.get_running_loop().create_future()
+        older = self._joining.get(member.id)
+        if older is not None and not older[1].done():
+            older[1].set_result(None)
+        self._joining[member.id] = (member, future)
+        self.consider(self._node.suspects(), set())
+        try:
+            return await asyncio.wait_for(future, 4 * self._node.settings.dead_after_s)
+        except TimeoutError:
+            return None
+        finally:
+            if self._joining.get(member.id, (None, None))[1] is future:
+                del self._joining[member.id]
+
+    async def _change(self, suspects: set[str], complained: set[str]) -> None:
+        """One candidature: promises of a majority, a proposal, agreement of a majority, and the view is installed."""
+        node, view = self._node, self._node.view
+        self._highest += 1
+        mine = self._ballot = _Ballot((self._highest, node.me))
+        asked = set(view.ids) - suspects - complained
+        self._send(asked, say.Prepare(view_number=view.number, ballot=mine.ballot))
+        # A newcomer's id may be that of its earlier process, which answers no more.
+        await self._collect(mine, lambda: asked - set(self._joining) - {node.me} <= set(mine.promises))
+        if not self._may_go_on(mine, set(mine.promises)):
+            await asyncio.sleep(random.uniform(0.0, node.settings.heartbeat_s))
+            return
+        joining = [member for member, _ in self._joining.values()]
+        leaving = node.leaving | complained | (suspects - set(mine.promises))
+        proposal = choose_proposal(view, mine.promises, joining=joining, leaving=leaving - {one.id for one in joining})
+        if not proposal.view.leader:
+            return
+        promised = set(mine.promises)
+        self._send(promised, say.Propose(view_number=view.number, ballot=mine.ballot, proposal=proposal))
+        await self._collect(mine, lambda: is_majority(view.ids, mine.agreed))
+        if not self._may_go_on(mine, mine.agreed):
+            await asyncio.sleep(random.uniform(0.0, node.settings.heartbeat_s))
+            return
+        for peer in {*view.ids, *proposal.view.ids} - {node.me}:
+            node.links.post(peer, say.Install(proposal=proposal))
+        self.install(proposal)
+
+    def _may_go_on(self, mine: _Ballot, present: set[str]) -> bool:
+        view = self._node.view
+        current = self._ballot is mine and self.acceptor.view.number == view.number
+        return current and not mine.is_lost and is_majority(view.ids, present)
+
+    async def _collect(self, mine: _Ballot, is_enough: object) -> None:
+        assert callable(is_enough)
+        try:
+            async with asyncio.timeout(self._node.settings.dead_after_s):
+                while not mine.is_lost and self._ballot is mine and not is_enough():
+                    mine.changed.clear()
+                    await mine.changed.wait()
+        except TimeoutError:
+            pass  # whoever has answered by now counts
+
+    def _send(self, peers: set[str], message: say.Prepare | say.Propose) -> None:
+        for peer in sorted(peers - {self._node.me}):
+            self._node.links.post(peer, message)
+        if self._node.me in peers:
+            self.on_message(self._node.me, message)
+
+    def on_message(self, peer: str, message: Message) -> None:
+        """As acceptor and as candidate."""
+        assert isinstance(message, say.Prepare | say.Promise | say.Nack | say.Propose | say.Agreed)
+        node = self._node
+        if message.view_number != node.view.number:
+            if message.view_number < node.view.number and self.installed:
+                node.links.post(peer, say.Install(proposal=self.installed))
+            return
+        self._highest = max(self._highest, message.ballot[0])
+        if isinstance(message, say.Prepare):
+            self._reply(peer, self._on_prepare(peer, message))
+        elif isinstance(message, say.Propose):
+            self._reply(peer, self.acceptor.propose(message))
+        elif self._ballot is not None and message.ballot == self._ballot.ballot:
+            if isinstance(message, say.Promise):
+                self._ballot.promises[peer] = message
+            elif isinstance(message, say.Agreed):
+                self._ballot.agreed.add(peer)
+            else:
+                self._ballot.is_lost = True
+                self._highest = max(self._highest, message.promised[0] if message.promised else 0)
+            self._ballot.changed.set()
+
+    def _on_prepare(self, peer: str, message: say.Prepare) -> say.Promise | say.Nack:
+        node = self._node
+        leader = node.view.leader
+        # While the leader lives nobody else may freeze the view: one bad link must not stop the group.
+        leads = (
+            leader not in node.suspects() and leader not in node.leaving and not (leader == node.me and node.closing)
+        )
+        if peer != leader and leads:
+            return say.Nack(view_number=node.view.number, ballot=message.ballot, promised=self.acceptor.promised)
+        committed, accepted = node.rounds.committed, node.rounds.accepted
+        return self.acceptor.prepare(message, committed=committed, accepted=accepted)
+
+    def _reply(self, peer: str, answer: Message) -> None:
+        if peer == self._node.me:
+            self.on_message(peer, answer)
+        else:
+            self._node.links.post(peer, answer)
+
+    def on_install(self, proposal: NextView) -> None:
+        """A decided view, from any member: the newest counts. Where we are not in it, come back."""
+        node, view = self._node, proposal.view
+        if view.history != node.view.history or view.number <= node.view.number:
+            return
+        if (found := view.member(node.me)) is not None and found.instance == node.instance:
+            self.install(proposal)
+        else:
+            node.evicted(f"view {view.number} was formed without this peer")
+
+    def install(self, proposal: NextView) -> bool:
+        """Take over a decided view; whether this peer is in it."""
+        node, before = self._node, self._node.view
+        view = proposal.view
+        if view.history == before.history and view.number <= before.number:
+            return before.member(node.me) is not None
+        node.view, self.installed = view, proposal
+        self.acceptor, self._ballot, self._highest, self.is_stuck = Acceptor(view), None, 0, False
+        node.leaving &= {*view.ids} | {node.me}
+        for member in view.members:
+            if before.member(member.id) is None:
+                node.tell("joined", f"{member.name} is a member since view {view.number}", peer=member.id)
+                node.leaving.discard(member.id)
+        for member in before.members:
+            if view.member(member.id) is None:
+                node.tell("left", f"{member.name} is no member since view {view.number}", peer=member.id)
+        text = f"view {view.number}: {len(view.members)} members, next round {view.next_round}"
+        node.tell("view", text, members=float(len(view.members)))
+        for peer, (member, future) in list(self._joining.items()):
+            found = view.member(peer)
+            if found is not None and found.instance == member.instance and not future.done():
+                future.set_result(proposal)
+                del self._joining[peer]
+                if view.next_round > view.first_round:
+                    node.syncing.add(peer)  # it has a state to fetch first
+        if before.member(node.me) is None and view.next_round > view.first_round and before.history != view.history:
+            node.syncing.add(node.me)
+        node.leader.on_view()
+        node.view_changed()
+        node.rounds.on_view(proposal)
+        return view.member(node.me) is not None

@@ -1,0 +1,97 @@
+"""Frames on an encrypted connection between two peers that have proved who they are.
+
+    frame   bytes of the message (4), bytes of data (4) | message as JSON | data
+
+No frame is large: values travel in segments. What a stranger announces is compared with a limit before it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import time
+
+from phalanx.peers.messages import Message, decode_message, encode_message
+
+PREFIX = struct.Struct("!II")
+MOST_HELLO_BYTES = 16 * 1024  # before the other side has shown that it is of the run
+MOST_MESSAGE_BYTES = 4 * 2**20  # a view of thousands of members
+MOST_DATA_BYTES = 16 * 2**20  # a segment, a block of a state, an allowlist
+MOST_UNSENT_BYTES = 16 * 2**20  # of messages that are not waited for: a peer that takes none of them is gone
+BUFFER_BYTES = 128 * 1024  # data that waits in this process: an attempt that is given up leaves no more behind
+
+
+class Connection:
+    """One TLS connection, after both sides have proved who they are."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, peer: str) -> None:
+        self.peer = peer
+        self.instance = ""
+        self.heard_at = time.monotonic()
+        self.sent_bytes = self.received_bytes = 0
+        self._reader, self._writer = reader, writer
+        self._sending = asyncio.Lock()
+        sock = writer.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # What the kernel holds unsent cannot be taken back; what is in flight may be as much as the link carries.
+            with contextlib.suppress(OSError, AttributeError):
+                sock.setsockopt(socket.IPPROTO_TCP, 25, BUFFER_BYTES)  # TCP_NOTSENT_LOWAT of Linux
+        writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be sent on."""
+        return not self._writer.is_closing()
+
+    def post(self, message: Message, data: bytes = b"") -> None:
+        """Send without waiting; a connection that is closed, or takes nothing, drops it (the reader notices)."""
+        if not self.is_open:
+            return
+        self._write(message, data)
+        if self._writer.transport.get_write_buffer_size() > MOST_UNSENT_BYTES:
+            self.abort()
+
+    async def send(self, message: Message, data: bytes = b"") -> None:
+        """Send, and wait until the link has taken it; raises ConnectionError."""
+        async with self._sending:
+            if not self.is_open:
+                raise ConnectionResetError("the connection is closed")
+            self._write(message, data)
+            await self._writer.drain()
+
+    async def receive(self, most_bytes: int = MOST_MESSAGE_BYTES) -> tuple[Message, bytes]:
+        """The next frame; raises ConnectionError at the end, ValueError for what no peer sends."""
+        try:
+            size, data_bytes = PREFIX.unpack(await self._reader.readexactly(PREFIX.size))
+            if size > most_bytes or data_bytes > min(MOST_DATA_BYTES, most_bytes * 4):
+                raise ValueError(f"a frame of {size} and {data_bytes} bytes is more than a peer sends")
+            text = await self._reader.readexactly(size)
+            data = await self._reader.readexactly(data_bytes) if data_bytes else b""
+        except (asyncio.IncompleteReadError, OSError) as error:  # errors of TLS are OSErrors too
+            raise ConnectionResetError(str(error)) from error
+        self.heard_at = time.monotonic()
+        self.received_bytes += size + data_bytes
+        return decode_message(text), data
+
+    def abort(self) -> None:
+        """Close at once; what was not sent is lost."""
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """Close after what was posted has been sent, or soon."""
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._writer.drain()
+                self._writer.close()
+                await self._writer.wait_closed()
+        self.abort()
+
+    def _write(self, message: Message, data: bytes) -> None:
+        text = encode_message(message)
+        self._writer.write(PREFIX.pack(len(text), len(data)) + text)
+        if data:
+            self._writer.write(data)
+        self.sent_bytes += len(text) + len(data)

@@ -1,0 +1,93 @@
+"""Several peers for tests: identities made once, groups in this process or in processes of their own."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from phalanx.peers.allowlist import AllowList
+from phalanx.peers.facts import PeerEvent, RunFacts
+from phalanx.peers.group import PeerGroup
+from phalanx.peers.identity import PeerIdentity
+
+RUN = RunFacts(run_id="trial", model_digest="m" * 8, tokenizer_digest="t" * 8, code_digest="c" * 8)
+# Short, so that tests are; wide enough that a starved machine does not take a live peer for a dead one.
+QUICK = {"heartbeat_s": 0.1, "dead_after_s": 3.0}
+T = TypeVar("T")
+
+
+@functools.cache
+def identities(count: int) -> tuple[PeerIdentity, ...]:
+    """In the order of their ids: the first leads."""
+    made = [PeerIdentity.create(f"peer-{place}") for place in range(count)]
+    return tuple(sorted(made, key=lambda one: one.id))
+
+
+@functools.cache
+def allowlist(count: int) -> AllowList:
+    people = identities(count)
+    return AllowList.create(people[0], RUN.run_id, [one.certificate_pem for one in people])
+
+
+class Crew:
+    """Groups in threads of this process, and what each of them has told."""
+
+    def __init__(self, count: int, **settings: Any) -> None:
+        self.people, self.allowed = identities(count), allowlist(count)
+        self.groups: list[PeerGroup] = []
+        self.events: list[list[PeerEvent]] = []
+        self._told = threading.Condition()
+        self._settings = {**QUICK, **settings}
+
+    def start(self, place: int, **settings: Any) -> PeerGroup:
+        """A group that has not joined yet."""
+        events: list[PeerEvent] = []
+
+        def tell(event: PeerEvent) -> None:
+            with self._told:
+                events.append(event)
+                self._told.notify_all()
+
+        merged: dict[str, Any] = {"allowed": self.allowed, "events": tell, **self._settings, **settings}
+        run = merged.pop("run", RUN)
+        group = PeerGroup(self.people[place], run, **merged)
+        self.groups.append(group)
+        self.events.append(events)
+        return group
+
+    def join_all(self, count: int, settings: Sequence[dict[str, Any]] = ()) -> list[PeerGroup]:
+        """The first founds the group, the others join it one after the other."""
+        for place in range(count):
+            group = self.start(place, **(settings[place] if settings else {}))
+            group.join([self.groups[0].address] if place else (), timeout_s=20.0)
+        self.wait_for(lambda: all(len(group.view().members) == count for group in self.groups))
+        return self.groups
+
+    def wait_for(self, is_so: Callable[[], bool], timeout_s: float = 25.0) -> None:
+        """Until something told by an event is so."""
+        with self._told:
+            assert self._told.wait_for(is_so, timeout_s), [
+                [f"{event.kind}: {event.text}" for event in events] for events in self.events
+            ]
+
+    def kinds(self, place: int) -> list[str]:
+        with self._told:
+            return [event.kind for event in self.events[place]]
+
+    def close(self) -> None:
+        together([group.close for group in self.groups])
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def together(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """All at the same time."""
+    with ThreadPoolExecutor(max(1, len(calls))) as pool:
+        return [future.result(60.0) for future in [pool.submit(call) for call in calls]]
