@@ -75,12 +75,13 @@ class Outcome:
     run: Run
     state: str = ""
     step: int = 0
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    first: dict[str, np.ndarray] = field(default_factory=dict)  # weights before the first step
+    weights: dict[str, np.ndarray] = field(default_factory=dict)  # and at the end
     error: BaseException | None = None
     peers: PeerTraining | None = None
 
     def events(self, kind: str) -> list[dict]:
-        return [one for one in read_events(self.run.events(0)) if one["event"] == kind]
+        return [one for one in read_events(self.run.events(0))[0] if one["event"] == kind]
 
     @property
     def loss(self) -> float:
@@ -93,6 +94,9 @@ class KeepWeights(Callback):
     def __init__(self, outcome: Outcome, *, stop_after: int = 0, at_step: Callable[[int], None] | None = None) -> None:
         self.outcome, self.stop_after, self.at_step = outcome, stop_after, at_step
 
+    def on_start(self, training) -> None:
+        self.outcome.first = _weights(training)
+
     def on_step_begin(self, training) -> None:
         if self.at_step is not None:
             self.at_step(training.step)
@@ -100,8 +104,11 @@ class KeepWeights(Callback):
             training.stop()
 
     def on_end(self, training, state: str) -> None:
-        shards = training.engine.shards
-        self.outcome.weights = {one.name: one.tensor.detach().double().numpy().copy() for one in shards}
+        self.outcome.weights = _weights(training)
+
+
+def _weights(training) -> dict[str, np.ndarray]:
+    return {one.name: one.tensor.detach().double().numpy().copy() for one in training.engine.shards}
 
 
 @pytest.fixture(scope="session")
@@ -184,23 +191,23 @@ class PeerTrials:
 
 
 def join_all(calls: list[Callable[[], Outcome]]) -> list[Outcome]:
-    """Call each in a thread of its own; raises what the first of them raised."""
-    found: list[Outcome | BaseException | None] = [None] * len(calls)
+    """Call each in a thread of its own; raises what was raised first."""
+    found: list[Outcome | None] = [None] * len(calls)
+    errors: list[BaseException] = []
 
     def run(place: int) -> None:
         try:
             found[place] = calls[place]()
         except BaseException as error:
-            found[place] = error
+            errors.append(error)
 
     threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
+    if errors:
+        raise errors[0]
     return found
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from phalanx.train.loop import StepReport, TrainingLoop
 
 POLL_S = 0.05  # between looks at who has joined
+MOST_MISSED = 3  # rounds in a row without a peer, after which it is dealt no more samples
 
 
 class PeerTraining(Callback):
@@ -65,6 +66,7 @@ class PeerTraining(Callback):
         self._dealt_step = -1
         self._boundary: dict[str, Any] = {}  # what a newcomer's position is, as of the last step that all have done
         self._tokens: dict[int, int] = {}  # learnt from since each fragment was exchanged
+        self._missed: dict[str, int] = {}  # rounds in a row that a member was late for, with a quorum
         self._samples = 0  # since the last round
         self._exchanged_step = -1
         self._pending: tuple[int, int, PendingRound] | None = None  # step to apply it after, fragment, round
@@ -169,6 +171,7 @@ class PeerTraining(Callback):
             "round": self.exchange.round,
             "members": list(self.members),
             "credit": dict(self.credit),
+            "missed": dict(self._missed),
             "exchanged": self._exchanged_step,
             "tokens": {str(fragment): count for fragment, count in self._tokens.items()},
         }
@@ -179,6 +182,7 @@ class PeerTraining(Callback):
         self.exchange.round, self._dealt_step = int(position["round"]), -1
         self.members = tuple(position["members"])
         self.credit = {str(peer): int(count) for peer, count in position["credit"].items()}
+        self._missed = {str(peer): int(count) for peer, count in position.get("missed", {}).items()}
         self._exchanged_step = int(position.get("exchanged", -1))
         self._tokens = {int(fragment): int(count) for fragment, count in position.get("tokens", {}).items()}
 
@@ -197,7 +201,7 @@ class PeerTraining(Callback):
 
     def _agree(self, agreed: AgreedRound, *, kind: str, step: int, fragment: int | None = None) -> None:
         """Who takes part from now on, and whose samples count; told in the record."""
-        self.members = agreed.members
+        self.members = self._members_after(agreed)
         self._samples = 0
         sequence = self._engine.settings.sequence
         for peer in agreed.counted if kind != "meet" else ():
@@ -217,6 +221,14 @@ class PeerTraining(Callback):
                 bytes_received=agreed.bytes_received,
                 credit=self.credit,
             )
+
+    def _members_after(self, agreed: AgreedRound) -> tuple[str, ...]:
+        """Who is dealt samples: all that took part, and with a quorum also those that were late a few times."""
+        if self._sync.mode == "quorum":
+            gone = {*agreed.members, *agreed.dropped}
+            missed = {one: self._missed.get(one, 0) + 1 for one in self.members if one not in gone}
+            self._missed = {one: count for one, count in missed.items() if count < MOST_MISSED}
+        return tuple(sorted({*agreed.members, *self._missed}))
 
     # ---- gradients: target-batch, and the first steps of the others ------------------------------------------------
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -82,7 +81,7 @@ class VectorMap:
         """This rank's boxes of the vector that rank 0 has, in host memory."""
         whole = torch.empty(self.length, dtype=self.dtype)
         if vector is not None:
-            whole.copy_(torch.from_numpy(np.ascontiguousarray(vector)))
+            whole.numpy()[:] = vector  # which may be read-only, as bytes of a message are
         if len(self._boxes) > 1:
             dist.broadcast(whole, src=0)
         return [

@@ -1,0 +1,141 @@
+"""diloco and quorum: outer steps on how far the peers' weights have moved."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from conftest import Outcome, join_all
+from local_group import LocalGroup, LocalHub
+
+PLAIN = 'mode = "diloco"\npeers = 2\nsynchronous_steps = 0\n'
+AVERAGE = PLAIN + "outer_learning_rate = 1.0\nouter_momentum = 0.0\n"
+
+
+def flat(weights) -> np.ndarray:
+    return np.concatenate([one.ravel() for _, one in sorted(weights.items())])
+
+
+def equal(one: Outcome, other: Outcome) -> bool:
+    return bool((flat(one.weights) == flat(other.weights)).all())
+
+
+def train_with_notes(trials, plan, count: int = 2):
+    """Outcomes, and what each peer sent in each round."""
+    hub, sent = LocalHub(), {}
+    groups = [LocalGroup(hub, f"peer-{place}") for place in range(count)]
+    for group in groups:
+        group.poison = lambda number, vector, group=group: sent.setdefault((number, group.id), vector)
+    return join_all([lambda group=group: trials.start(plan, group) for group in groups]), sent
+
+
+def test_one_inner_step_without_momentum_averages_weights(trials, wide) -> None:
+    """With H = 1, outer learning rate 1 and momentum 0 the shared weights are the mean of the peers' weights."""
+    peers, sent = train_with_notes(trials, trials.plan(AVERAGE + "inner_steps = 1", steps=3))
+    assert equal(*peers)
+    shared = flat(peers[0].first)
+    for number in (1, 2, 3):  # round 0 is who is present
+        own = [shared - sent[number, f"peer-{place}"] for place in range(2)]  # as each peer had stepped to
+        shared = (own[0] + own[1]) / 2
+    assert np.abs(shared - flat(peers[0].weights)).max() < 1e-12
+
+
+def test_the_outer_step_is_nesterov(trials, wide) -> None:
+    peers, sent = train_with_notes(trials, trials.plan(PLAIN + "inner_steps = 2", steps=6))
+    shared, momentum = flat(peers[0].first), 0.0
+    for number in (1, 2, 3):
+        mean = (sent[number, "peer-0"] + sent[number, "peer-1"]) / 2
+        momentum = 0.9 * momentum + mean
+        shared = shared - 0.7 * (mean + 0.9 * momentum)
+    assert np.abs(shared - flat(peers[0].weights)).max() < 1e-12
+    assert equal(*peers)
+
+
+def test_synchronous_steps_come_first_and_equal_one_process(trials, wide) -> None:
+    alone = trials.start(trials.plan(), None)
+    plan = trials.plan('mode = "diloco"\npeers = 2\nsynchronous_steps = 6\n')
+    peers = trials.train(plan, 2)
+    assert np.abs(flat(peers[0].weights) - flat(alone.weights)).max() < 1e-10
+    plan = trials.plan('mode = "diloco"\npeers = 2\nsynchronous_steps = 2\ninner_steps = 2\n')
+    kinds = [one["kind"] for one in trials.train(plan, 2)[0].events("exchange")]
+    assert kinds == ["meet", "gradient", "gradient", "weights", "weights"]
+
+
+def test_fragments_cover_all_weights_once_in_every_period(trials) -> None:
+    peers, sent = train_with_notes(trials, trials.plan(PLAIN + "inner_steps = 3\nfragments = 3", steps=6))
+    lengths = [len(sent[number, "peer-0"]) for number in range(1, 9)]
+    order = [one["fragment"] for one in peers[0].events("exchange")]
+    assert order == [None, 0, 1, 2, 0, 1, 0, 1, 2]  # all of them after the last step
+    assert sum(lengths[:3]) == len(flat(peers[0].weights))
+    assert equal(*peers)
+
+
+@pytest.mark.parametrize("more", ["delay_steps = 1", "delay_steps = 2\nlocal_share = 0.5", "fragments = 2\ndelay_steps = 1"])
+def test_delayed_and_mixed_results_end_in_the_same_weights(trials, more: str) -> None:
+    peers = trials.train(trials.plan(PLAIN + f"inner_steps = 4\n{more}", steps=9), 2)
+    assert [one.state for one in peers] == ["done", "done"]
+    assert equal(*peers)
+    assert np.isfinite(peers[0].loss)
+
+
+def test_muon_inside(trials) -> None:
+    peers = trials.train(trials.plan(PLAIN + "inner_steps = 2", steps=4, optimizer="muon"), 2)
+    assert equal(*peers)
+
+
+def test_resumed_is_uninterrupted(trials) -> None:
+    """Stopped between two exchanges: each peer goes on from its own weights and the shared ones."""
+    plan = trials.plan('mode = "diloco"\npeers = 2\nsynchronous_steps = 1\ninner_steps = 3\n', steps=8)
+    whole = trials.train(plan, 2)
+    first = trials.train(plan, 2, stop_after=6)
+    assert [one.step for one in first] == [6, 6]
+    second = trials.train(plan, 2, runs=[one.run for one in first])
+    assert equal(second[0], whole[0])
+    assert equal(second[1], whole[1])
+
+
+def test_a_late_joiner_takes_the_shared_state(trials) -> None:
+    plan, hub, late = trials.plan(PLAIN + "inner_steps = 2", steps=8), LocalHub(), threading.Event()
+    groups = [LocalGroup(hub, f"peer-{place}") for place in range(3)]
+
+    def let_in(number: int) -> None:
+        if number == 2:
+            late.set()
+        if number == 3:
+            with hub.lock:
+                assert hub.lock.wait_for(lambda: "peer-2" in hub.active, timeout=60)
+
+    def joins() -> Outcome:
+        assert late.wait(60)
+        return trials.start(plan, groups[2], addresses=[("local", 1)])
+
+    groups[0].before_round = let_in
+    first, second, third = join_all([*(lambda g=g: trials.start(plan, g) for g in groups[:2]), joins])
+    assert equal(first, second)
+    assert equal(first, third)
+    assert third.peers.credit["peer-2"] > 0
+
+
+def test_a_quorum_goes_on_without_a_late_peer(trials) -> None:
+    """Two of three are enough; the third hears of the round when it is over, and its own work is dropped."""
+    sync = 'mode = "quorum"\npeers = 3\nquorum = 2\ngrace_s = 0\nsynchronous_steps = 0\ninner_steps = 2\n'
+    for late in ("drop", "count"):
+        plan, hub = trials.plan(sync + f'late = "{late}"', steps=6), LocalHub()
+        groups = [LocalGroup(hub, f"peer-{place}") for place in range(3)]
+
+        def wait(number: int, hub: LocalHub = hub) -> None:
+            with hub.lock:
+                assert number != 1 or hub.lock.wait_for(lambda: 1 in hub.committed, timeout=60)
+
+        def wait_for_late(number: int, hub: LocalHub = hub) -> None:
+            with hub.lock:
+                assert number != 2 or hub.lock.wait_for(lambda: "peer-2" in hub.calls.get(2, {}), timeout=60)
+
+        groups[2].before_round = wait
+        groups[0].before_round = groups[1].before_round = wait_for_late
+        peers = join_all([lambda group=group: trials.start(plan, group) for group in groups])
+        assert [one.state for one in peers] == ["done"] * 3
+        rounds = [one["weights"] for one in peers[2].events("exchange") if one["kind"] == "weights"]
+        assert sorted(rounds[0]) == ["peer-0", "peer-1"]
+        assert rounds[1]["peer-2"] == {"drop": 64, "count": 128}[late]  # 2 steps of 2 sequences of 16 tokens, or 4
