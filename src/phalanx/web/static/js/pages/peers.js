@@ -8,7 +8,7 @@ import { NONE, bytes, clock, integer, isNumber, percent, seconds } from "../unit
 
 const UPDATE_MS = 3000;
 const SVG = "http://www.w3.org/2000/svg";
-const MAP = { width: 720, height: 380, radius: 140 };
+const MAP = { width: 860, height: 400, flat: 150, radius: 140, wide: 2.2 };
 const LINE = { left: 130, width: 900, row: 26, most: 60 };
 const COLOURS = { gradient: "var(--sky)", weights: "var(--blue)", meet: "var(--grey)" };
 
@@ -73,7 +73,7 @@ export class PeersPage {
   }
 }
 
-const section = (name, ...children) => h("section", { class: "panel peers" }, h("h2", {}, name), children);
+const section = (name, ...children) => h("section", { class: "panel" }, h("h2", {}, name), children);
 
 function utilisation({ utilisation: measured, planned_utilisation: planned }) {
   if (!isNumber(measured)) return "not known yet";
@@ -94,10 +94,11 @@ const nameOf = (peer) => peer.name || peer.id.slice(0, 8);
 function map(peers) {
   const self = peers.find((peer) => peer.is_self);
   const others = peers.filter((peer) => peer !== self);
-  const centre = { x: MAP.width / 2, y: MAP.height / 2 };
+  const height = others.length > 2 ? MAP.height : MAP.flat; // two others stand to the left and right
+  const centre = { x: MAP.width / 2, y: height / 2 - 20 };
   const place = others.map((_, index) => {
-    const angle = (2 * Math.PI * index) / Math.max(1, others.length) - Math.PI / 2;
-    return { x: centre.x + 1.7 * MAP.radius * Math.cos(angle), y: centre.y + MAP.radius * Math.sin(angle) };
+    const angle = (2 * Math.PI * index) / Math.max(1, others.length) + Math.PI;
+    return { x: centre.x + MAP.wide * MAP.radius * Math.cos(angle), y: centre.y + MAP.radius * Math.sin(angle) };
   });
   const most = Math.max(1, ...others.map(speed));
   const lines = self ? others.map((peer, index) => drawLink(peer, centre, place[index], most)) : [];
@@ -105,7 +106,7 @@ function map(peers) {
   if (self) nodes.push(drawPeer(self, centre));
   return s(
     "svg",
-    { viewBox: `0 0 ${MAP.width} ${MAP.height}`, width: MAP.width, height: MAP.height, role: "img", class: "peer-map" },
+    { viewBox: `0 0 ${MAP.width} ${height}`, width: MAP.width, height, role: "img", class: "peer-map" },
     s("title", {}, `Map of ${peers.length} peers and the links of this one`),
     lines,
     nodes,
@@ -133,7 +134,7 @@ function drawLink(peer, from, to, most) {
       "stroke-width": width.toFixed(1),
       "stroke-dasharray": peer.present ? "none" : "4 4",
     }),
-    s("text", { x: (from.x + to.x) / 2, y: (from.y + to.y) / 2 - 6, class: "soft" }, label.join(", ")),
+    s("text", { x: (from.x + to.x) / 2, y: (from.y + to.y) / 2 - 8, class: "soft" }, label.join(", ")),
   );
 }
 
