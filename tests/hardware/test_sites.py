@@ -71,6 +71,7 @@ def test_a_cluster_of_sites_survives_json_and_others_do_not_mention_sites(tmp_pa
         ("latency_ms = 40\n", "", "sites.toml:3: latency_ms is missing"),
         ("loss = 0.01", "loss = 1", "sites.toml:16: loss = 1 is out of range"),
         ("client_only = true", "client_only = 1", "sites.toml:17: client_only = 1 is neither true nor false"),
+        ("loss = 0.01", 'congestion = "vegas"', "sites.toml:16: congestion = 'vegas' is neither cubic nor bbr"),
         ("session_h = 4\n", "", "sites.toml:18: absence_h without session_h: the site never leaves"),
         ('name = "b"', 'name = "a"', "sites.toml:11: two sites are named 'a'"),
         ("8xA100:2", "8xA1000:2", "sites.toml:12: cluster '8xA1000:2': unknown accelerator 'A1000'"),

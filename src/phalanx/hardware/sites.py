@@ -11,6 +11,7 @@ down_mbit_s = 1000
 latency_ms = 40           # round trip to the other sites
 loss = 0.001              # share of packets that are lost; optional
 client_only = false       # true: nobody can connect to it (NAT); optional
+congestion = "cubic"      # or "bbr", which does not slow down for loss: net.ipv4.tcp_congestion_control; optional
 session_h = 4             # mean hours it stays, for `phalanx sim --days`; optional, and for ever when left out
 absence_h = 1             # mean hours it is away between sessions
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from phalanx.errors import Problem, UserError
 from phalanx.hardware.catalog import NumberField, read_numbers, unknown_keys
@@ -39,7 +41,7 @@ NUMBERS = (
     NumberField(key="absence_h", attribute="absence_s", scale=HOUR_S),
 )
 HEAD = ("version", "name", "site")
-KEYS = ("name", "devices", "client_only", *(field.key for field in NUMBERS))
+KEYS = ("name", "devices", "client_only", "congestion", *(field.key for field in NUMBERS))
 EXAMPLE = 'name = "amsterdam", devices = "8xH100:1", up_mbit_s = 500, down_mbit_s = 1000, latency_ms = 40'
 
 
@@ -109,6 +111,13 @@ def _read_site(
     if not isinstance(client_only, bool):
         what = f"client_only = {str(client_only)[:20]} is neither true nor false"
         problems.append(Problem(where=where("client_only"), what=what, fix="write true where NAT hides the site"))
+    congestion = entry.get("congestion", "cubic")
+    if congestion not in ("cubic", "bbr"):
+        what = f"congestion = {str(congestion)[:20]!r} is neither cubic nor bbr"
+        fix = (
+            'write "cubic" for reno and others that slow down for loss; sysctl net.ipv4.tcp_congestion_control says it'
+        )
+        problems.append(Problem(where=where("congestion"), what=what, fix=fix))
     if numbers.get("absence_s") and not numbers.get("session_s"):
         what = "absence_h without session_h: the site never leaves"
         problems.append(Problem(where=where("absence_h"), what=what, fix="add session_h, or leave absence_h out"))
@@ -128,4 +137,6 @@ def _read_site(
     if problems:
         return None, problems
     assert isinstance(name, str)
-    return Site(name=name.strip(), cluster=cluster, client_only=bool(client_only), **numbers), []
+    kind: Literal["cubic", "bbr"] = "bbr" if congestion == "bbr" else "cubic"
+    site = Site(name=name.strip(), cluster=cluster, client_only=bool(client_only), congestion=kind, **numbers)
+    return site, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from phalanx.hardware.cpu_steps import CpuRates
 from phalanx.io.codec import Bounds
@@ -118,6 +118,7 @@ class Site:
     latency_s: Quantity = 0.0  # round trip to the other sites
     loss: Annotated[float, Bounds(ge=0, le=0.5)] = 0.0  # share of packets
     client_only: bool = False  # accepts no connections (NAT): averages nothing for others
+    congestion: Literal["cubic", "bbr"] = "cubic"  # what its TCP goes by; reno is cubic here
     session_s: Quantity = 0.0  # mean time it stays; 0: to the end
     absence_s: Quantity = 0.0  # mean time it is away between sessions
 

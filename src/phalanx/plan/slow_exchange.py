@@ -19,10 +19,12 @@ from phalanx.network.slow_shares import water_filling
 SEGMENT_BYTES, FRAME_BYTES, ACK_BYTES = 1448, 1514, 66
 PAYLOAD_SHARE = SEGMENT_BYTES / (FRAME_BYTES + ACK_BYTES / 2) * 16384 / (16384 + 22)
 # Mathis, Semke, Mahdavi and Ott, "The Macroscopic Behavior of the TCP Congestion Avoidance Algorithm", ACM CCR 27(3),
-# 1997: rate = MSS / RTT · C / sqrt(p), with C = sqrt(3/4) for receivers that acknowledge every second segment. CUBIC
-# keeps to the same rate where its own would be lower (RFC 9438, section 4.3), as it is at these rates.
-MATHIS_C = math.sqrt(3 / 4)
+# 1997: rate = MSS / RTT · C / sqrt(p), with C = sqrt(3/2) where every segment grows the window, as Linux' byte counting
+# does (RFC 3465). CUBIC keeps to the same rate where its own would be lower (RFC 9438, section 4.3), as it is at these
+# rates. BBR does not go by loss, and keeps its rate over idle times (Cardwell et al., ACM Queue 14(5), 2016).
+MATHIS_C = math.sqrt(3 / 2)
 INITIAL_WINDOW_BYTES = 10 * SEGMENT_BYTES  # RFC 6928; Linux returns to it after an idle second, as between exchanges
+PIECE_BYTES = 128 * 1024  # peers sum and send back in pieces of this size (peers/attempt.py): the last one has no cover
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,7 @@ class PeerLink:
     latency_s: float = 0.0
     loss: float = 0.0
     client_only: bool = False
+    congestion: str = "cubic"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +45,7 @@ class Exchange:
 
     seconds: float
     transfer_s: float  # bytes over bandwidth
-    latency_s: float  # rounds of messages, and the slow start of connections that were idle
+    latency_s: float  # rounds of messages, the slow start of connections that were idle, the last piece
     codec_s: float  # to encode, sum and decode
     shares: tuple[float, ...]  # of the vector, averaged by each peer
     bytes_sent: tuple[float, ...]  # by each peer; as many are received
@@ -58,6 +61,7 @@ def peer_link(site: Site) -> PeerLink:
         latency_s=site.latency_s,
         loss=site.loss,
         client_only=site.client_only,
+        congestion=site.congestion,
     )
 
 
@@ -65,11 +69,16 @@ def connection_rate(latency_s: float, loss: float) -> float:
     """Bytes per second that one TCP connection reaches on a path with loss, however fast the path (Mathis et al.).
 
     >>> round(connection_rate(0.1, 0.01) * 8 / 1e6, 2)  # Mbit/s
-    1.0
+    1.42
     """
     if loss <= 0 or latency_s <= 0:
         return math.inf
     return SEGMENT_BYTES / latency_s * MATHIS_C / math.sqrt(loss)
+
+
+def _path_loss(link: PeerLink, other: PeerLink) -> float:
+    """The loss that TCP between two peers slows down for; both send, so one that goes by loss is enough."""
+    return 0.0 if link.congestion == other.congestion == "bbr" else max(link.loss, other.loss)
 
 
 def slow_start_s(rate: float, latency_s: float, size_bytes: float) -> float:
@@ -98,7 +107,7 @@ def exchange_time(
     rates, lossy = [], []
     for index, link in enumerate(links):
         paths = [
-            connection_rate(max(link.latency_s, other.latency_s), max(link.loss, other.loss))
+            connection_rate(max(link.latency_s, other.latency_s), _path_loss(link, other))
             for place, other in enumerate(links)
             if place != index
         ]
@@ -114,8 +123,12 @@ def exchange_time(
     times = [size / rate for size, rate in zip(sent, rates, strict=True)]
     last = max(range(count), key=times.__getitem__)
     trip_s = max(link.latency_s for link in links)
-    starting_s = slow_start_s(rates[last], trip_s, sent[last] / max(1, count - 1))
-    latency_s = round_trips * trip_s + starting_s
+    starting_s = 0.0
+    if links[last].congestion != "bbr":
+        starting_s = slow_start_s(rates[last], trip_s, sent[last] / max(1, count - 1))
+    # The last piece of a share is summed and sent back when everything else has been moved.
+    piece_s = min(PIECE_BYTES, max(shares) * payload_bytes) / rates[last]
+    latency_s = round_trips * trip_s + starting_s + piece_s
     codec_s = values / values_per_s
     parts = {"packet loss" if lossy[last] else "bandwidth": times[last], "latency": latency_s, "encoding": codec_s}
     return Exchange(

@@ -325,9 +325,7 @@ class PeerTraining(Callback):
             if not is_delayed:
                 training.pause()
             weight = float(self._tokens.get(one, 0))
-            pending = self.exchange.average(
-                self._fragment_maps[one], chosen, weight, sender=one, waits=not is_delayed
-            )
+            pending = self.exchange.average(self._fragment_maps[one], chosen, weight, sender=one, waits=not is_delayed)
             if is_delayed:
                 self._pending = (training.step + sync.delay_steps, one, pending)
             else:
@@ -358,9 +356,10 @@ class PeerTraining(Callback):
     def _next_exchange(self, step: int) -> int:
         """The next step at which a fragment is due, or the end."""
         sync, total = self._sync, self._batch_plan.steps
-        while step < total and due_fragment(
-            step - self.warm_up, inner_steps=sync.inner_steps, fragments=sync.fragments
-        ) is None:
+        while (
+            step < total
+            and due_fragment(step - self.warm_up, inner_steps=sync.inner_steps, fragments=sync.fragments) is None
+        ):
             step += 1
         return step
 
@@ -391,4 +390,3 @@ def _weighted_mean(
     """Of two means, in host memory; the same bits on every peer."""
     share = added / (weight + added)
     return [old * (1.0 - share) + new * share for old, new in zip(before, mean, strict=True)]
-
