@@ -1,0 +1,326 @@
+"""Two real peers over a slow link: utilisation beside the planner's, bytes on the wire beside the codec's.
+
+python benchmarks/slow_links.py [--links clean,latency,loss,reno] [--modes step,h20,h20-int8] [--out table.md]
+
+Each case starts `phalanx peers start` and `phalanx peers join` in two network namespaces (slow_network.py; root), trains
+a model of 0.35M parameters with a link of 20 Mbit/s between them, and reads both peers' records. Compute per step is
+what the peers themselves needed between two exchanges; the planner is asked with it. "every-step" is target-batch in
+fp32: gradients of every step. The corpus of examples/first-run.toml must be there (`make run` fetches it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from slow_network import SlowNetwork
+
+from phalanx.job.sync_section import SyncSettings
+from phalanx.network.slow_codecs import encoded_bytes
+from phalanx.plan.slow_exchange import PeerLink
+from phalanx.plan.slow_modes import ModePrediction, SitePace, predict_mode
+
+MBIT_S = 20.0
+PATIENCE_S = 240.0
+PORT = 7771
+JOB = """\
+name = "slow"
+[model]
+name = "slow-llama"
+layers = 3
+hidden = 96
+heads = 4
+kv_heads = 2
+head_dim = 24
+ffn = 256
+vocab = 512
+tied = true
+[data]
+corpus = "offline-english"
+sequence = 256
+tokens = {tokens}
+[batch]
+global_sequences = {sequences}
+micro = 4
+[optim]
+lr = 3e-3
+[precision]
+compute = "fp32"
+[train]
+samples = 0
+evaluate_sequences = 0
+[checkpoint]
+interval_s = 3600
+[sync]
+peers = 2
+mode = "{mode}"
+inner_steps = {inner_steps}
+synchronous_steps = {warm_up}
+codec = "{codec}"
+dead_after_s = 60
+[cluster]
+spec = "local-cpu:1"
+"""
+LINKS: dict[str, dict[str, Any]] = {
+    "clean": {},
+    "latency": {"latency_s": 0.1, "congestion": "bbr"},
+    "loss": {"latency_s": 0.1, "loss": 0.01, "congestion": "bbr"},
+    "reno": {"latency_s": 0.1, "loss": 0.01, "congestion": "reno"},
+}
+MODES = {
+    "step": (SyncSettings(mode="target-batch"), 12),
+    "h20": (SyncSettings(mode="diloco", inner_steps=20), 81),
+    "h20-int8": (SyncSettings(mode="diloco", inner_steps=20, codec="int8"), 121),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One case: seconds are means over rounds, of both peers."""
+
+    link: str
+    mode: str
+    rounds: int
+    step_s: float  # compute
+    exchange_s: float
+    utilisation: float
+    predicted: ModePrediction
+    codec_bytes: float  # sent by one peer in the counted rounds, as the codec says
+    wire_bytes: float  # by the counter of its interface
+    bytes_per_step: float
+    load: float
+
+
+def run_case(link: str, mode: str, folder: Path, *, sequences: int) -> Measured:
+    """Train with two peers, and read what they recorded."""
+    sync, steps = MODES[mode]
+    folder.mkdir(parents=True)
+    job = folder / "job.toml"
+    text = JOB.format(tokens=steps * sequences * 256, sequences=sequences, mode=sync.mode, codec=sync.codec,
+                      inner_steps=sync.inner_steps, warm_up=0)  # fmt: skip
+    if sync.mode == "target-batch":
+        text = "\n".join(line for line in text.splitlines() if not line.startswith(("inner_steps", "synchronous")))
+    job.write_text(text, encoding="utf-8")
+    counters: list[tuple[float, int, int]] = []
+    with SlowNetwork(mbit_s=MBIT_S, **LINKS[link]) as net:
+        stop = threading.Event()
+        watch = threading.Thread(target=_count_bytes, args=(net, counters, stop), daemon=True)
+        watch.start()
+        try:
+            records = _train(net, job, folder)
+        finally:
+            stop.set()
+            watch.join(timeout=5)
+    return _measure(link, mode, records, counters)
+
+
+def _train(net: SlowNetwork, job: Path, folder: Path) -> list[list[dict[str, Any]]]:
+    """Both peers to the end; the events of each."""
+    phalanx = [sys.executable, "-m", "phalanx", "peers"]
+    options = ["--no-check", "--bandwidth", f"{MBIT_S:g}/{MBIT_S:g}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    logs = [(folder / f"{name}.log").open("w") for name in ("north", "south")]
+    listen = [f"{address}:{PORT}" for address in net.addresses]
+    runs = [folder / "north", folder / "south"]
+    start = [*phalanx, "start", str(job), "--name", "north", "--listen", listen[0], "--runs", str(runs[0]), *options]
+    processes = [net.start(0, start, stdout=logs[0], stderr=subprocess.STDOUT, env=env)]
+    try:
+        invitation = folder / "south.json"
+        _until(lambda: _invite(net, [*phalanx, "invite"], runs[0], invitation), processes, folder)
+        join = [*phalanx, "join", str(invitation), "--job", str(job), "--listen", listen[1], "--runs", str(runs[1])]
+        processes.append(net.start(1, [*join, *options], stdout=logs[1], stderr=subprocess.STDOUT, env=env))
+        ends = time.monotonic() + PATIENCE_S
+        for process in processes:
+            process.wait(timeout=max(1.0, ends - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        print(f"stopped after {PATIENCE_S:g} s; what was finished is counted", file=sys.stderr)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=20)
+            if process.poll() is None:
+                process.kill()
+    return [list(_events(run)) for run in runs]
+
+
+def _invite(net: SlowNetwork, command: list[str], runs: Path, invitation: Path) -> bool:
+    found = [path.parent for path in runs.glob("*/plan.json")]
+    if not found:
+        return False
+    done = subprocess.run(
+        ["ip", "netns", "exec", net.names[0], *command, str(found[0]), "south", "--out", str(invitation)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode == 0 and invitation.exists()
+
+
+def _until(is_done: Any, processes: list[subprocess.Popen[str]], folder: Path) -> None:
+    """Ask again until it is so; says why a peer ended meanwhile."""
+    ends = time.monotonic() + 120
+    while not is_done():
+        ended = [process for process in processes if process.poll() is not None]
+        if ended or time.monotonic() > ends:
+            logs = "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("*.log")))
+            raise SystemExit(f"a peer did not start:\n{logs}")
+        time.sleep(0.5)
+
+
+def _events(runs: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(runs.glob("*/events-00000*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):
+                yield json.loads(line)
+
+
+def _count_bytes(net: SlowNetwork, counters: list[tuple[float, int, int]], stop: threading.Event) -> None:
+    while not stop.wait(0.2):
+        with suppress(SystemExit, ValueError):
+            counters.append((time.time(), net.sent_bytes(0), net.sent_bytes(1)))
+
+
+def _measure(
+    link: str, mode: str, records: list[list[dict[str, Any]]], counters: list[tuple[float, int, int]]
+) -> Measured:
+    """Rounds after the first, which also waits for the other peer to start."""
+    sync, _ = MODES[mode]
+    spent, computed, codec_bytes, wire_bytes, steps = [], [], [], [], 0
+    for side, events in enumerate(records):
+        rounds = [one for one in events if one.get("event") == "exchange" and one.get("kind") != "meet"]
+        if len(rounds) < 3:
+            raise SystemExit(f"{link}, {mode}: {len(rounds)} exchanges are recorded")
+        if rounds[-1]["step"] - rounds[-2]["step"] < max(1, rounds[1]["step"] - rounds[0]["step"]):
+            rounds = rounds[:-1]  # the end of the run is no whole round
+        for before, one in zip(rounds, rounds[1:], strict=False):
+            took = float(one["seconds"])
+            spent.append(took)
+            computed.append((one["t"] - before["t"] - took) / max(1, one["step"] - before["step"]))
+        codec_bytes.append(sum(float(one["bytes_sent"]) for one in rounds[1:]))
+        wire_bytes.append(_between(counters, side + 1, rounds[0]["t"], rounds[-1]["t"]))
+        steps = rounds[-1]["step"] - rounds[0]["step"]
+    # Each waits for the slower: the exchange that the link takes is that of whoever came last.
+    count = len(spent) // 2
+    pairs = list(zip(spent[:count], spent[count:], strict=True))
+    exchange_s = statistics.mean(min(pair) for pair in pairs)
+    step_s = statistics.mean(computed)
+    per_round = steps / count
+    busy = per_round * step_s
+    values = _model_values()
+    paces = [
+        SitePace(
+            name=str(side),
+            devices=1,
+            step_s=step_s,
+            tokens_per_step=1.0,
+            link=PeerLink(name=str(side), bytes_per_s=MBIT_S * 1e6 / 8, **_known_link(link)),
+        )
+        for side in range(2)
+    ]
+    return Measured(
+        link=link,
+        mode=mode,
+        rounds=count,
+        step_s=step_s,
+        exchange_s=exchange_s,
+        utilisation=busy / (busy + exchange_s),
+        predicted=predict_mode(paces, values, replace(sync, inner_steps=max(1, round(per_round)))),
+        codec_bytes=statistics.mean(codec_bytes),
+        wire_bytes=statistics.mean(wire_bytes),
+        bytes_per_step=statistics.mean(codec_bytes) / steps,
+        load=os.getloadavg()[0],
+    )
+
+
+def _known_link(link: str) -> dict[str, Any]:
+    known = dict(LINKS[link])
+    if known.get("congestion") == "reno":
+        known["congestion"] = "cubic"
+    return known
+
+
+def _between(counters: list[tuple[float, int, int]], column: int, start: float, end: float) -> float:
+    """The counter's growth, read between its samples."""
+    times = [row[0] for row in counters]
+
+    def at(t: float) -> float:
+        place = min(max(1, bisect_left(times, t)), len(times) - 1)
+        (t0, *low), (t1, *high) = counters[place - 1], counters[place]
+        part = min(1.0, max(0.0, (t - t0) / (t1 - t0)))
+        return low[column - 1] + part * (high[column - 1] - low[column - 1])
+
+    return at(end) - at(start)
+
+
+def _model_values() -> int:
+    from phalanx.job.load import load
+    from phalanx.job.parameter_counts import count_parameters
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.toml"
+        path.write_text(JOB.format(tokens=4096, sequences=8, mode="diloco", codec="fp32", inner_steps=20, warm_up=0))
+        return count_parameters(load(path).job.model).total
+
+
+def table(rows: list[Measured]) -> str:
+    """As Markdown."""
+    first = next((row for row in rows if row.mode == "step" and row.link == "clean"), rows[0])
+    plain = encoded_bytes("fp32", _model_values())
+    lines = [
+        "| link | mode | rounds | compute a step | exchange | planned | utilisation | planned | points | wire / codec | "
+        "fewer bytes a step |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row.link} | {row.mode} | {row.rounds} | {row.step_s:.3f} s | {row.exchange_s:.3f} s | "
+            f"{row.predicted.exchange_s:.3f} s | {row.utilisation:.1%} | {row.predicted.utilisation:.1%} | "
+            f"{100 * (row.predicted.utilisation - row.utilisation):+.1f} | {row.wire_bytes / row.codec_bytes:.3f} | "
+            f"{plain / row.bytes_per_step:.1f}x |"
+        )
+    return "\n".join([*lines, "", f"Load of the machine (1 minute): {first.load:.1f} to {rows[-1].load:.1f}."])
+
+
+def main() -> None:
+    """Run every case and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--links", default=",".join(LINKS))
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--sequences", type=int, default=8, help="of a global batch, half for each peer")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--keep", type=Path, help="keep the run folders here")
+    args = parser.parse_args()
+    root = args.keep or Path(tempfile.mkdtemp(prefix="slow-links-"))
+    rows: list[Measured] = []
+    for link in args.links.split(","):
+        for mode in args.modes.split(","):
+            rows.append(run_case(link, mode, root / f"{link}-{mode}", sequences=args.sequences))
+            print(table(rows[-1:]).splitlines()[2], flush=True)
+    text = table(rows)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n", encoding="utf-8")
+    if not args.keep:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
