@@ -2,10 +2,10 @@
 
 python benchmarks/slow_links.py [--links clean,latency,loss,reno] [--modes step,h20,h20-int8] [--out table.md]
 
-Each case starts `phalanx peers start` and `phalanx peers join` in two network namespaces (slow_network.py; root), trains
-a model of 0.35M parameters with a link of 20 Mbit/s between them, and reads both peers' records. Compute per step is
-what the peers themselves needed between two exchanges; the planner is asked with it. "every-step" is target-batch in
-fp32: gradients of every step. The corpus of examples/first-run.toml must be there (`make run` fetches it).
+Each case starts `phalanx peers start` and `phalanx peers join` in two network namespaces (slow_network.py; root) with a
+link of 20 Mbit/s, trains a model of 0.35M parameters, and reads both peers' records. Compute per step is what each peer
+needed between two exchanges; the planner is asked with it. Waiting for the slower peer counts as waiting. "step" is
+target-batch in fp32: gradients of every step. The corpus of examples/first-run.toml must be there (`make run` fetches it).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slow_network import SlowNetwork
 from phalanx.job.sync_section import SyncSettings
 from phalanx.network.slow_codecs import encoded_bytes
 from phalanx.plan.slow_exchange import PeerLink
-from phalanx.plan.slow_modes import ModePrediction, SitePace, predict_mode
+from phalanx.plan.slow_modes import SitePace, predict_mode
 
 MBIT_S = 20.0
 PATIENCE_S = 240.0
@@ -100,11 +100,24 @@ class Measured:
     step_s: float  # compute
     exchange_s: float
     utilisation: float
-    predicted: ModePrediction
+    planned_s: float  # of an exchange
+    planned: float  # utilisation
     codec_bytes: float  # sent by one peer in the counted rounds, as the codec says
     wire_bytes: float  # by the counter of its interface
     bytes_per_step: float
     load: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rounds:
+    """What one peer recorded."""
+
+    wall_s: float
+    exchanges_s: list[float]
+    steps: int
+    step_s: float
+    codec_bytes: float
+    wire_bytes: float
 
 
 def run_case(link: str, mode: str, folder: Path, *, sequences: int) -> Measured:
@@ -203,50 +216,54 @@ def _measure(
 ) -> Measured:
     """Rounds after the first, which also waits for the other peer to start."""
     sync, _ = MODES[mode]
-    spent, computed, codec_bytes, wire_bytes, steps = [], [], [], [], 0
-    for side, events in enumerate(records):
-        rounds = [one for one in events if one.get("event") == "exchange" and one.get("kind") != "meet"]
-        if len(rounds) < 3:
-            raise SystemExit(f"{link}, {mode}: {len(rounds)} exchanges are recorded")
-        if rounds[-1]["step"] - rounds[-2]["step"] < max(1, rounds[1]["step"] - rounds[0]["step"]):
-            rounds = rounds[:-1]  # the end of the run is no whole round
-        for before, one in zip(rounds, rounds[1:], strict=False):
-            took = float(one["seconds"])
-            spent.append(took)
-            computed.append((one["t"] - before["t"] - took) / max(1, one["step"] - before["step"]))
-        codec_bytes.append(sum(float(one["bytes_sent"]) for one in rounds[1:]))
-        wire_bytes.append(_between(counters, side + 1, rounds[0]["t"], rounds[-1]["t"]))
-        steps = rounds[-1]["step"] - rounds[0]["step"]
-    # Each waits for the slower: the exchange that the link takes is that of whoever came last.
-    count = len(spent) // 2
-    pairs = list(zip(spent[:count], spent[count:], strict=True))
-    exchange_s = statistics.mean(min(pair) for pair in pairs)
-    step_s = statistics.mean(computed)
-    per_round = steps / count
-    busy = per_round * step_s
-    values = _model_values()
+    sides = [_read_rounds(events, counters, side, f"{link}, {mode}") for side, events in enumerate(records)]
+    per_round = sides[0].steps / len(sides[0].exchanges_s)
     paces = [
         SitePace(
-            name=str(side),
+            name=str(number),
             devices=1,
-            step_s=step_s,
+            step_s=side.step_s,
             tokens_per_step=1.0,
-            link=PeerLink(name=str(side), bytes_per_s=MBIT_S * 1e6 / 8, **_known_link(link)),
+            link=PeerLink(name=str(number), bytes_per_s=MBIT_S * 1e6 / 8, **_known_link(link)),
         )
-        for side in range(2)
+        for number, side in enumerate(sides)
     ]
+    predicted = predict_mode(paces, _model_values(), replace(sync, inner_steps=max(1, round(per_round))))
+    # Whoever comes first also waits for the other: what the exchange itself takes is the shorter of both.
+    pairs = zip(*(side.exchanges_s for side in sides), strict=False)
     return Measured(
         link=link,
         mode=mode,
-        rounds=count,
-        step_s=step_s,
-        exchange_s=exchange_s,
-        utilisation=busy / (busy + exchange_s),
-        predicted=predict_mode(paces, values, replace(sync, inner_steps=max(1, round(per_round)))),
-        codec_bytes=statistics.mean(codec_bytes),
-        wire_bytes=statistics.mean(wire_bytes),
-        bytes_per_step=statistics.mean(codec_bytes) / steps,
+        rounds=len(sides[0].exchanges_s),
+        step_s=statistics.mean(side.step_s for side in sides),
+        exchange_s=statistics.mean(min(pair) for pair in pairs),
+        utilisation=statistics.mean(1 - sum(side.exchanges_s) / side.wall_s for side in sides),
+        planned_s=predicted.exchange_s,
+        planned=statistics.mean(use.utilisation for use in predicted.sites),
+        codec_bytes=statistics.mean(side.codec_bytes for side in sides),
+        wire_bytes=statistics.mean(side.wire_bytes for side in sides),
+        bytes_per_step=statistics.mean(side.codec_bytes / side.steps for side in sides),
         load=os.getloadavg()[0],
+    )
+
+
+def _read_rounds(events: list[dict[str, Any]], counters: list[tuple[float, int, int]], side: int, what: str) -> Rounds:
+    """Exchanges of one peer, from the end of its first to the end of its last."""
+    rounds = [one for one in events if one.get("event") == "exchange" and one.get("kind") != "meet"]
+    if len(rounds) < 3:
+        raise SystemExit(f"{what}: {len(rounds)} exchanges are recorded")
+    if rounds[-1]["step"] - rounds[-2]["step"] < rounds[1]["step"] - rounds[0]["step"]:
+        rounds = rounds[:-1]  # the end of the run is no whole round
+    wall_s = rounds[-1]["t"] - rounds[0]["t"]
+    spent = [float(one["seconds"]) for one in rounds[1:]]
+    steps = rounds[-1]["step"] - rounds[0]["step"]
+    return Rounds(
+        wall_s=wall_s,
+        exchanges_s=spent,
+        steps=steps,
+        step_s=(wall_s - sum(spent)) / steps,
+        codec_bytes=sum(float(one["bytes_sent"]) for one in rounds[1:]),
+        wire_bytes=_between(counters, side + 1, rounds[0]["t"], rounds[-1]["t"]),
     )
 
 
@@ -284,16 +301,14 @@ def table(rows: list[Measured]) -> str:
     """As Markdown."""
     first = next((row for row in rows if row.mode == "step" and row.link == "clean"), rows[0])
     plain = encoded_bytes("fp32", _model_values())
-    lines = [
-        "| link | mode | rounds | compute a step | exchange | planned | utilisation | planned | points | wire / codec | "
-        "fewer bytes a step |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = ("link", "mode", "rounds", "compute a step", "exchange", "planned", "utilisation", "planned", "points",
+            "wire / codec", "fewer bytes a step")  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         lines.append(
             f"| {row.link} | {row.mode} | {row.rounds} | {row.step_s:.3f} s | {row.exchange_s:.3f} s | "
-            f"{row.predicted.exchange_s:.3f} s | {row.utilisation:.1%} | {row.predicted.utilisation:.1%} | "
-            f"{100 * (row.predicted.utilisation - row.utilisation):+.1f} | {row.wire_bytes / row.codec_bytes:.3f} | "
+            f"{row.planned_s:.3f} s | {row.utilisation:.1%} | {row.planned:.1%} | "
+            f"{100 * (row.planned - row.utilisation):+.1f} | {row.wire_bytes / row.codec_bytes:.3f} | "
             f"{plain / row.bytes_per_step:.1f}x |"
         )
     return "\n".join([*lines, "", f"Load of the machine (1 minute): {first.load:.1f} to {rows[-1].load:.1f}."])
