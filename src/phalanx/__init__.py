@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from phalanx.api import data as data
     from phalanx.api import fabric as fabric
+    from phalanx.api import peers as peers
     from phalanx.api import scale as scale
     from phalanx.api.checking import check, explain, fix
     from phalanx.api.checking import rules as rules
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 # Where each public name lives; imported on first use, since `phalanx --help` must not pay for numpy.
 _HOMES = {
-    "phalanx.api": ("data", "fabric", "scale"),
+    "phalanx.api": ("data", "fabric", "peers", "scale"),
     "phalanx.api.checking": ("check", "explain", "fix", "rules"),
     "phalanx.api.checkpoints": ("checkpoints", "export"),
     "phalanx.api.clusters": ("accelerators", "cluster", "describe_cluster", "probe"),
@@ -86,7 +87,7 @@ _HOMES = {
     "phalanx.rules.judge": ("CheckReport", "Finding"),
 }
 _PACKAGES = ("launch", "metrics", "plan", "rules", "train", "web")  # public functions whose name is a subpackage's too
-_NAMESPACES = ("scale",)  # namespaces of public functions, in api/, whose name is a subpackage's too
+_NAMESPACES = ("peers", "scale")  # namespaces of public functions, in api/, whose name is a subpackage's too
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -133,6 +134,7 @@ __all__ = [
     "load",
     "logs",
     "metrics",
+    "peers",
     "plan",
     "probe",
     "queue",

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.peers.allowlist import AllowList
@@ -91,3 +97,72 @@ def together(calls: Sequence[Callable[[], T]]) -> list[T]:
     """All at the same time."""
     with ThreadPoolExecutor(max(1, len(calls))) as pool:
         return [future.result(60.0) for future in [pool.submit(call) for call in calls]]
+
+
+def until(is_so: Callable[[], bool], timeout_s: float = 25.0) -> None:
+    """Look again and again, for what no event tells."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+
+
+class ProcessPeer:
+    """A peer in a process of its own, which can be killed and stopped; it is told what to do line by line."""
+
+    def __init__(self, place: int, count: int, **settings: Any) -> None:
+        self.id = identities(count)[place].id
+        self.lines: list[dict[str, Any]] = []
+        self._read = threading.Condition()
+        person = identities(count)[place]
+        setup = {
+            "key": person.key_pem,
+            "certificate": person.certificate_pem,
+            "allowed": allowlist(count).to_json(),
+            "settings": {**QUICK, **settings},
+        }
+        program = Path(__file__).with_name("peer_process.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self._thread = threading.Thread(target=self._collect, daemon=True)
+        self._thread.start()
+        self.tell(setup)
+
+    def tell(self, command: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def wait_for(self, kind: str, timeout_s: float = 40.0, **facts: Any) -> dict[str, Any]:
+        """The first line of a kind, with these facts."""
+
+        def found() -> dict[str, Any] | None:
+            wanted = {"kind": kind, **facts}
+            return next((line for line in self.lines if wanted.items() <= line.items()), None)
+
+        with self._read:
+            self._read.wait_for(lambda: found() is not None, timeout_s)
+            line = found()
+        assert line is not None, (kind, facts, self.lines[-20:])
+        return line
+
+    def join(self, address: Sequence[Any] | None) -> Sequence[Any]:
+        self.tell({"do": "join", "addresses": [address] if address else []})
+        return self.wait_for("address")["address"]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._thread.join(10.0)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+    def _collect(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._read:
+                self.lines.append(json.loads(line))
+                self._read.notify_all()

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,8 +115,37 @@ def train(
         return _train_as_rank(call, place)
     started = time.time()
     made, old, data_s = prepare_here(call)
+    if made.job.sync.has_peers:
+        return _train_peers(made, old, call, started=started, data_s=data_s)
     run = make_run_folder(made, call, old, started=started, data_s=data_s)
     return _launch_run(run, made, call, started=started)
+
+
+def _train_peers(plan: Plan, old: Run | None, call: TrainCall, *, started: float, data_s: float) -> Run:
+    """A trial of a job with peers: as many as [sync] says, each a process on this machine with a run of its own."""
+    from phalanx.api.peer_processes import make_trial, run_trial, trial_peers
+
+    sync = plan.job.sync
+    others = trial_peers(old) if old is not None else []
+    if not sync.peers or (old is not None and "trial" not in old.launch()):
+        raise mistake(
+            WHERE,
+            f'sync.mode = "{sync.mode}" with sync.peers = {sync.peers}' if not sync.peers else "this is a peer's run",
+            why="phalanx train starts all peers of a job on this machine, as a trial",
+            fix="say how many: --set sync.peers=4; phalanx peers start (or --resume) runs one peer that others join",
+        )
+    run = make_run_folder(plan, call, old, started=started, data_s=data_s)
+    if old is None:
+        stem = call.name if call.name is not None else plan.job.name
+        for place in range(2, sync.peers + 1):
+            named = replace(call, name=f"{stem[:54]}-peer-{place}")
+            others.append(make_run_folder(plan, named, None, started=started, data_s=data_s))
+        make_trial(run, others)
+    else:
+        for one in others:
+            make_run_folder(plan, call, one, started=started, data_s=data_s)
+        run.set_launch(**{**run.launch(), "is_trial": True, "trial": [one.path.name for one in others]})
+    return run_trial(run, others, plan, allow_code=call.consents, tell=call.tell)
 
 
 def dry_run(
@@ -170,6 +200,11 @@ def make_run_folder(plan: Plan, call: TrainCall, old: Run | None, *, started: fl
     )
     call.tell(f"  run: {run.path}")
     return run
+
+
+def launch_ranks(run: Run, plan: Plan, *, allow_code: bool, tell: Tell) -> Run:
+    """Start the ranks of a run on this machine and follow them, as `train` does."""
+    return _launch_run(run, plan, TrainCall(allow_code=allow_code, tell=tell), started=time.time())
 
 
 def _launch_run(run: Run, plan: Plan, call: TrainCall, *, started: float) -> Run:

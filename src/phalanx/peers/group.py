@@ -124,7 +124,7 @@ class PeerGroup:
 
     def progress(self) -> dict[str, Progress]:
         """How far each live member said it is, by id, this one among them."""
-        return self._call(_run_soon(lambda: dict(self._node.progress)))
+        return dict(self._node.progress)
 
     def links(self) -> dict[str, dict[str, float]]:
         """For a picture of links, by peer id: `latency_s`, `silent_s`, `sent_bytes`, `received_bytes`."""

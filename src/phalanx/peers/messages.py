@@ -52,6 +52,7 @@ class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
 
 class Join(Message, frozen=True, kw_only=True, tag="join"):
     member: Member
+    history: Text  # of the group it was in before: one that comes back has a state
 
 
 class Redirect(Message, frozen=True, kw_only=True, tag="redirect"):

@@ -194,7 +194,7 @@ class PeerNode:
         for _ in range(4):
             connection = await self.transport.dial(address, "join")
             try:
-                connection.post(say.Join(member=self.member))
+                connection.post(say.Join(member=self.member, history=self.view.history))
                 answer, _ = await asyncio.wait_for(connection.receive(), 4 * self.settings.dead_after_s + 5.0)
             finally:
                 connection.abort()
@@ -226,7 +226,7 @@ class PeerNode:
         if leader is None or self.closing or self.views.is_stuck:
             await connection.send(say.Wait())
         elif leader.id == self.me:
-            installed = await self.views.admit(member)
+            installed = await self.views.admit(member, is_new=message.history != self.view.history)
             await connection.send(say.Install(proposal=installed) if installed else say.Wait())
         else:
             host, port = leader.address
@@ -335,6 +335,19 @@ class PeerNode:
             return
         self.links.maintain(self.member, self.view)
         suspects = self.suspects()
+        self._send_heartbeats(suspects, now)
+        if self._rejoining is None:
+            self.views.consider(suspects, self._complained(suspects, now))
+            self.rounds.tick()
+            self.leader.tick()
+
+    def set_syncing(self, is_syncing: bool) -> None:
+        """Whether this peer fetches the state and nobody is to wait for it; the others hear of it at once."""
+        if is_syncing != (self.me in self.syncing):
+            (self.syncing.add if is_syncing else self.syncing.discard)(self.me)
+            self._send_heartbeats(self.suspects(), time.monotonic())
+
+    def _send_heartbeats(self, suspects: set[str], now: float) -> None:
         for peer, connection in self.links.control.items():
             heard = self._heard.get(peer, (0.0, now))
             connection.post(
@@ -351,10 +364,6 @@ class PeerNode:
                     committed=self.view.next_round - 1,
                 )
             )
-        if self._rejoining is None:
-            self.views.consider(suspects, self._complained(suspects, now))
-            self.rounds.tick()
-            self.leader.tick()
 
     def _complained(self, suspects: set[str], now: float) -> set[str]:
         """Members that others cannot reach though we can, for long enough that we would have noticed a death."""
@@ -420,14 +429,9 @@ class PeerNode:
             text = json.dumps(self.transport.allowed.to_json()).encode()
             connection.post(say.Lists(), text)
         if message.history != self.view.history or not self.is_current(connection):
-            if (
-                self.view.number >= message.view_number
-                and message.history == self.view.history
-                and self.views.installed
-            ):
+            same = message.history == self.view.history and message.view_number <= self.view.number
+            if same and self.views.installed:
                 connection.post(say.Install(proposal=self.views.installed))  # it was left out: it will learn so
-            elif message.history != self.view.history and self.me != self.view.leader and self.view.number:
-                pass  # of another founding; only joining again can help it
             return
         if message.view_number < self.view.number and self.views.installed:
             connection.post(say.Install(proposal=self.views.installed))
@@ -472,7 +476,7 @@ class PeerNode:
 
     async def fetch_state(self, into: Callable[[str, bytes], None]) -> int:
         """From the nearest peer that has the newest; see `PeerGroup`."""
-        self.syncing.add(self.me)
+        self.set_syncing(True)
         return await fetch_state_from(self, into)
 
     def _state_served(self, peer: str, size: int) -> None:

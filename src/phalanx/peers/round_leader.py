@@ -75,9 +75,9 @@ class RoundLeader:
         if not self._leads:
             return
         if isinstance(message, Ready):
+            node.syncing.discard(peer)
             if message.view_number == node.view.number and message.round_number == node.view.next_round:
                 self._ready[peer] = message
-                node.syncing.discard(peer)
                 self._consider()
         elif isinstance(message, say.Withdraw):
             current = message.view_number == node.view.number and message.round_number == node.view.next_round

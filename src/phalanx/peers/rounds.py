@@ -91,7 +91,7 @@ class RoundKeeper:
             future=asyncio.get_running_loop().create_future(),
             began=time.monotonic(),
         )
-        self._node.syncing.discard(self._node.me)
+        self._node.set_syncing(False)
         try:
             self._look_at_pending()
             async with asyncio.timeout(timeout_s):
@@ -366,7 +366,7 @@ class RoundKeeper:
         del self._wanted[number]
         if self.pending is not None and self.pending.round_number == number:
             text = f"round {number} was committed without this peer, and nobody has its result any more"
-            node.syncing.add(node.me)
+            node.set_syncing(True)
             self.fail_pending(text, behind=True)
 
     async def _hand_out(self, peer: str, number: int) -> None:

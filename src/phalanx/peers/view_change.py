@@ -34,7 +34,7 @@ class ViewKeeper:
         self.acceptor = Acceptor(node.view)
         self.installed: NextView | None = None
         self.is_stuck = False  # too few of the view are alive to decide anything
-        self._joining: dict[str, tuple[Member, asyncio.Future[NextView | None]]] = {}
+        self._joining: dict[str, tuple[Member, bool, asyncio.Future[NextView | None]]] = {}
         self._ballot: _Ballot | None = None
         self._highest = 0  # counter of the highest ballot that was seen in this view
         self._task: asyncio.Task[None] | None = None
@@ -62,20 +62,20 @@ class ViewKeeper:
         if self._task is None or self._task.done():
             self._task = node.spawn(self._change(suspects, complained))
 
-    async def admit(self, member: Member) -> NextView | None:
+    async def admit(self, member: Member, *, is_new: bool) -> NextView | None:
         """Take a newcomer into the next view; None where that did not come about."""
         future: asyncio.Future[NextView | None] = asyncio.get_running_loop().create_future()
         older = self._joining.get(member.id)
-        if older is not None and not older[1].done():
-            older[1].set_result(None)
-        self._joining[member.id] = (member, future)
+        if older is not None and not older[2].done():
+            older[2].set_result(None)
+        self._joining[member.id] = (member, is_new, future)
         self.consider(self._node.suspects(), set())
         try:
             return await asyncio.wait_for(future, 4 * self._node.settings.dead_after_s)
         except TimeoutError:
             return None
         finally:
-            if self._joining.get(member.id, (None, None))[1] is future:
+            if self._joining.get(member.id, (None, None, None))[2] is future:
                 del self._joining[member.id]
 
     async def _change(self, suspects: set[str], complained: set[str]) -> None:
@@ -90,7 +90,7 @@ class ViewKeeper:
         if not self._may_go_on(mine, set(mine.promises)):
             await asyncio.sleep(random.uniform(0.0, node.settings.heartbeat_s))
             return
-        joining = [member for member, _ in self._joining.values()]
+        joining = [member for member, _, _ in self._joining.values()]
         leaving = node.leaving | complained | (suspects - set(mine.promises))
         proposal = choose_proposal(view, mine.promises, joining=joining, leaving=leaving - {one.id for one in joining})
         if not proposal.view.leader:
@@ -195,12 +195,12 @@ class ViewKeeper:
                 node.tell("left", f"{member.name} is no member since view {view.number}", peer=member.id)
         text = f"view {view.number}: {len(view.members)} members, next round {view.next_round}"
         node.tell("view", text, members=float(len(view.members)))
-        for peer, (member, future) in list(self._joining.items()):
+        for peer, (member, is_new, future) in list(self._joining.items()):
             found = view.member(peer)
             if found is not None and found.instance == member.instance and not future.done():
                 future.set_result(proposal)
                 del self._joining[peer]
-                if view.next_round > view.first_round:
+                if is_new and view.next_round > view.first_round:
                     node.syncing.add(peer)  # it has a state to fetch first
         if before.member(node.me) is None and view.next_round > view.first_round and before.history != view.history:
             node.syncing.add(node.me)

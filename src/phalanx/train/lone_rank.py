@@ -35,6 +35,7 @@ from phalanx.train.state.reader import list_commits
 if TYPE_CHECKING:
     from phalanx.train.evaluate import Score
     from phalanx.train.loop import StepReport, TrainingLoop
+    from phalanx.train.slow_links.peer_training import PeerTraining
 
 SMOOTH = 0.9  # of the running mean of the loss
 PATIENCE = 20  # steps before a loss is judged
@@ -49,10 +50,13 @@ def train_lone_rank(
     progress: Callable[[int], None] = lambda step: None,
     callbacks: Sequence[Callback] = (),
     sharers: int = 1,
+    peers: Callable[[EventWriter], PeerTraining] | None = None,
+    allow_code: bool = False,
 ) -> str:
     """Train a run of one rank here, from its newest checkpoint on; "done", or "stopped" after `stop` said so.
 
-    `sharers` processes like this one share the cores. Whatever fails is left in the folder and raised.
+    `sharers` processes like this one share the cores. `peers` makes this one of several peers on slow links. Whatever
+    fails is left in the folder and raised.
     """
     plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
     assert plan.layout.devices == 1, "a lone rank trains the whole model"
@@ -62,8 +66,14 @@ def train_lone_rank(
         try:
             device = take_device(plan, sharers)
             joined_s = join_group(plan, device, rank=0, world=1, store=HashStore())
-            control = RankControl(stop=stop, progress=lambda step, phase: _tell(progress, step, phase))
-            state, step = train_rank(run, plan, device, events, control, joined_s=joined_s, callbacks=callbacks)
+            control = RankControl(
+                stop=stop,
+                progress=lambda step, phase: _tell(progress, step, phase),
+                peers=peers(events) if peers is not None else None,
+            )
+            state, step = train_rank(
+                run, plan, device, events, control, joined_s=joined_s, callbacks=callbacks, allow_code=allow_code
+            )
             run.set_status(state, exit_code=0, message="", step=step)
             return state
         except BaseException as error:

@@ -44,6 +44,8 @@ from phalanx.train.parallel.across_replicas import AcrossReplicas
 from phalanx.train.rank_control import RankControl, UntrustedState
 from phalanx.train.rank_training import train_rank
 from phalanx.train.regroup import ReplicaRounds
+from phalanx.train.slow_links.peer_session import PeerSession
+from phalanx.train.slow_links.peer_worker import join_training
 from phalanx.train.state.async_saver import HostCopies
 from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress
 from phalanx.train.state.replica_directory import ReplicaDirectory
@@ -170,6 +172,10 @@ class Rank:
             self.link.send(
                 "ready", epoch=membership.generation, port=port, vault=self._replica_port(membership.generation)
             )
+            session = None
+            if self.plan.job.sync.has_peers and rank == 0:  # other ranks of this peer leave it to rank 0
+                session = PeerSession(self.run, self.plan.job)
+                stack.callback(session.close)
             known = listening_sockets()  # not to be closed to strangers: they defend themselves
             if door is not None and across is None:  # else replicas that come back meet at this store
                 known = {name: number for name, number in known.items() if number != door.fileno()}
@@ -221,6 +227,9 @@ class Rank:
                 fence=lambda: commit_fence(self.run, membership.generation),
                 over=lambda: self.link.is_over(membership.generation),
                 rounds=rounds,
+                peers=join_training(session, self.plan, events, lambda: self.link.board.stopping)
+                if self.plan.job.sync.has_peers
+                else None,
             )
             copies = self._replica_source(go, places) if places is not None else None
             return train_rank(

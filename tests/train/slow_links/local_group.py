@@ -21,7 +21,7 @@ class LocalHub:
     calls: dict[int, dict[str, tuple[np.ndarray, float]]] = field(default_factory=dict)
     committed: dict[int, RoundResult] = field(default_factory=dict)
     next_round: int = 0
-    first_round: int | None = None
+    first_round: int = 0
     view_number: int = 0
 
     def remove(self, peer: str) -> None:
@@ -43,10 +43,12 @@ class LocalGroup:
         self.poison: Callable[[int, np.ndarray], np.ndarray] = lambda number, vector: vector
         self.before_round: Callable[[int], None] = lambda number: None
 
-    def join(self, addresses: Sequence[object] = (), *, timeout_s: float = 30.0) -> View:
+    def join(self, addresses: Sequence[object] = (), *, timeout_s: float = 30.0, first_round: int = 0) -> View:
         with self.hub.lock:
+            if not self.hub.members:
+                self.hub.next_round = self.hub.first_round = first_round
             self.hub.members[self.id] = self
-            if not self.hub.committed:
+            if self.hub.next_round == self.hub.first_round:
                 self.hub.active.add(self.id)
             self.hub.view_number += 1
             self.hub.lock.notify_all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -10,14 +10,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from phalanx.job.sync_section import SyncSettings
 from phalanx.peers.codecs import Sender
 from phalanx.peers.facts import Address, PeerState, Progress, RoundResult, Vector, View
 from phalanx.train.slow_links.peer_vector import VectorMap, spread_object
 
-ATTEMPT_S = 10.0  # of one wait for a round; between two of them a request to stop is heard
+ATTEMPT_S = 3600.0  # of one wait for a round: more than any update takes on a link that is worth joining with
+POLL_S = 0.1  # between looks at whether this peer was asked to stop
+LEAVE_S = 5.0  # that a round may still take then
 
 
 class GroupLink(Protocol):
@@ -26,7 +27,9 @@ class GroupLink(Protocol):
     @property
     def id(self) -> str: ...  # noqa: D102
 
-    def join(self, addresses: Sequence[Address] = (), *, timeout_s: float = 30.0) -> View: ...  # noqa: D102
+    def join(  # noqa: D102
+        self, addresses: Sequence[Address] = (), *, timeout_s: float = 30.0, first_round: int = 0
+    ) -> View: ...
 
     def view(self) -> View: ...  # noqa: D102
 
@@ -55,6 +58,9 @@ class GroupLink(Protocol):
     def close(self) -> None: ...  # noqa: D102
 
 
+PRESENT = 0.5  # tokens are whole: a weight that ends in a half is of a member without any
+
+
 class BehindGroup(Exception):
     """The group went on without this peer, which must take its state before it goes on."""
 
@@ -68,9 +74,9 @@ class AgreedRound:
     """What all peers know of a committed round, alike."""
 
     number: int
-    weights: dict[str, float]  # of everybody who took part, by id; 0 of who only listened or was dropped
-    counted: tuple[str, ...]
+    weights: dict[str, float]  # tokens of everybody who took part, by id; 0 of who had none
     dropped: dict[str, str]
+    scale: float = 1.0  # of the mean: members without tokens took part with a vector of zeros and a weight
     seconds: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -78,12 +84,12 @@ class AgreedRound:
     @property
     def members(self) -> tuple[str, ...]:
         """Everybody who took part and was not dropped."""
-        return tuple(sorted({*self.weights, *self.counted} - set(self.dropped)))
+        return tuple(sorted(set(self.weights) - set(self.dropped)))
 
     @property
-    def total_weight(self) -> float:
-        """Of those that are in the mean."""
-        return sum(self.weights.get(one, 0.0) for one in self.counted)
+    def tokens(self) -> float:
+        """Of all updates in the mean."""
+        return sum(self.weights.values())
 
 
 class PeerExchange:
@@ -106,13 +112,16 @@ class PeerExchange:
         self,
         vectors: VectorMap,
         tensors: Sequence[torch.Tensor],
-        weight: float,
+        tokens: float,
         *,
+        usual: float,
         sender: object = None,
         waits: bool = True,
     ) -> PendingRound:
         """Begin the next round with this peer's tensors; every rank of the peer calls this, and then `finish`.
 
+        They count as `tokens`. Without any, this peer takes part with zeros, so that all hear that it is present; its
+        weight is then about the `usual` one, since the group drops updates whose weights are out of proportion.
         `sender` names what codecs carry errors over for: a fragment. None is for gradients. Without `waits` training
         goes on meanwhile.
         """
@@ -120,7 +129,9 @@ class PeerExchange:
         future: Future[RoundResult] | None = None
         if vector is not None:
             codec = self._codec(vectors, sender)
-            future = self._thread.submit(self._ask_until_committed, self.round, vector, weight, codec)
+            weight = tokens or max(1, int(usual)) + PRESENT
+            vector = vector if tokens else vector * 0
+            future = self._thread.submit(self._ask_until_committed, self.round, vector, weight, codec, sender is not None)
         return PendingRound(exchange=self, vectors=vectors, future=future, frozen=self._frozen if waits else None)
 
     def meet(self) -> AgreedRound:
@@ -142,11 +153,17 @@ class PeerExchange:
             self._senders[sender] = Sender(codec, feedback=self._sync.feedback, top_share=self._sync.top_share)
         return self._senders[sender]
 
+<<<<<<< HEAD
     def _ask_until_committed(self, number: int, vector: Vector, weight: float, codec: str | Sender) -> RoundResult:
+=======
+    def _ask_until_committed(
+        self, number: int, vector: Vector, weight: float, codec: str | Sender, may_be_late: bool = False
+    ) -> RoundResult:
+>>>>>>> slow-train
         link, sync = self._link, self._sync
         assert link is not None
         quorum, grace_s = None, None
-        if sync.mode == "quorum" and sync.quorum:
+        if sync.mode == "quorum" and sync.quorum and may_be_late:
             quorum, grace_s = sync.quorum, sync.grace_s
         while True:
             present = len(link.view().members)
@@ -161,6 +178,18 @@ class PeerExchange:
             )
             if result.committed or result.behind or self._stop():
                 return result
+
+    def wait_for(self, future: Future[RoundResult]) -> RoundResult:
+        """The result of a round; a peer that was asked to stop leaves the group if it takes long."""
+        left_s, has_left = LEAVE_S, False
+        while True:
+            try:
+                return future.result(POLL_S)
+            except TimeoutError:
+                left_s -= POLL_S if self._stop() else 0.0
+                if left_s < 0 and not has_left and self._link is not None:
+                    has_left = True
+                    self._link.leave()  # which ends the wait
 
     def close(self) -> None:
         """Wait for nothing more."""
@@ -185,7 +214,7 @@ class PendingRound:
         vector: Vector | None = None
         if self.future is not None:
             with self.frozen() if self.frozen is not None else nullcontext():
-                result = self.future.result()
+                result = self.exchange.wait_for(self.future)
             vector = result.vector if result.committed else None
             told = {"committed": result.committed, "behind": result.behind, "has_vector": vector is not None}
             told["round"] = asdict(_agreed_round(result))
@@ -193,25 +222,23 @@ class PendingRound:
         if not told["committed"]:
             raise BehindGroup if told["behind"] else LeavingGroup
         self.exchange.round += 1
-        agreed = AgreedRound(**told["round"] | {"counted": tuple(told["round"]["counted"])})
-        if self.vectors is None or not told["has_vector"] or not agreed.total_weight:
+        agreed = AgreedRound(**told["round"])
+        if self.vectors is None or not told["has_vector"] or not agreed.tokens:
             return agreed, None
-        return agreed, self.vectors.spread(vector)
+        boxes = self.vectors.spread(vector)
+        return agreed, boxes if agreed.scale == 1.0 else [one * agreed.scale for one in boxes]
 
 
 def _agreed_round(result: RoundResult) -> AgreedRound:
-    weights: Mapping[str, float] = {one: float(weight) for one, weight in result.weights.items()}
+    weights = {one: float(weight) for one, weight in sorted(result.weights.items())}
+    tokens = {one: 0.0 if weight % 1.0 == PRESENT else weight for one, weight in weights.items()}
+    total = sum(tokens.values())
     return AgreedRound(
         number=result.round_number,
-        weights=dict(weights),
-        counted=tuple(sorted(result.members_counted)),
+        weights=tokens,
         dropped=dict(result.dropped),
+        scale=sum(weights.values()) / total if total else 1.0,
         seconds=result.seconds,
         bytes_sent=result.bytes_sent,
         bytes_received=result.bytes_received,
     )
-
-
-def is_speaker() -> bool:
-    """Whether this rank speaks for its peer."""
-    return dist.get_rank() == 0

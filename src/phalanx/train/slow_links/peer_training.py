@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from phalanx.errors import SystemFailure
 from phalanx.job.schema import Job
 from phalanx.job.sync_section import SyncSettings
-from phalanx.peers.facts import Address, Progress
+from phalanx.peers.facts import Address, Progress, Vector, View
 from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.train.callbacks import Callback
 from phalanx.train.data.batches import BatchPlan
@@ -33,6 +34,7 @@ from phalanx.train.slow_links.peer_exchange import AgreedRound, GroupLink, PeerE
 from phalanx.train.slow_links.peer_vector import VectorMap, spread_object
 from phalanx.train.slow_links.sample_deal import Ranges, count_samples, deal_samples, uncounted_samples
 from phalanx.train.slow_links.state_transfer import StateServer, copy_state, take_state
+from phalanx.train.slow_links.update_screening import LossScreen
 
 if TYPE_CHECKING:
     from phalanx.train.loop import StepReport, TrainingLoop
@@ -42,7 +44,10 @@ MOST_MISSED = 3  # rounds in a row without a peer, after which it is dealt no mo
 
 
 class PeerTraining(Callback):
-    """Of one rank of a peer. `link` is the group, on rank 0 only; `addresses` are where to join, none to found it."""
+    """Of one rank of a peer. `link` is the group, on rank 0 only; `addresses` are where other members may be.
+
+    A peer that `founds` the group does so where there are none, or nobody answers there.
+    """
 
     def __init__(
         self,
@@ -50,10 +55,12 @@ class PeerTraining(Callback):
         sync: SyncSettings,
         *,
         addresses: Sequence[Address] = (),
+        founds: bool = False,
         stop: Callable[[], bool] = lambda: False,
         patience_s: float = 60.0,
     ) -> None:
         self._link, self._sync, self._addresses = link, sync, tuple(addresses)
+        self._founds = founds or not addresses
         self._stop, self._patience_s = stop, patience_s
         self._server = StateServer()
         # The ranks of a mesh copy the state together, so only one that is alone is copied while it waits.
@@ -69,6 +76,8 @@ class PeerTraining(Callback):
         self._missed: dict[str, int] = {}  # rounds in a row that a member was late for, with a quorum
         self._samples = 0  # since the last round
         self._exchanged_step = -1
+        self._sent_fragment: int | None = None
+        self._screen: LossScreen | None = None
         self._pending: tuple[int, int, PendingRound] | None = None  # step to apply it after, fragment, round
         self._training: TrainingLoop | None = None
 
@@ -118,14 +127,14 @@ class PeerTraining(Callback):
         self._training = training
         if self.outer is not None and not step:
             self.outer.reset()
+        if self.outer is not None and self._sync.screening == "loss" and training.dataset is not None:
+            self._screen = LossScreen(self._engine, self.outer, training.dataset.folders)
         self._mark_boundary(step)
         self._server.serve(self._copy_state)
         is_elsewhere = False
         if self._link is not None:
             self._link.serve_state(self._server.provide)
-            # A group that stands where we stand waits for those who found it again.
-            view = self._link.join(self._addresses, timeout_s=self._patience_s)
-            is_elsewhere = bool(self._addresses) and view.next_round not in (0, self.exchange.round)
+            is_elsewhere = self._join_group(self._link).next_round != self.exchange.round
             if not is_elsewhere:
                 self._wait_for_peers()
                 is_elsewhere = self._link.view().next_round > self.exchange.round
@@ -134,6 +143,16 @@ class PeerTraining(Callback):
         self._agree(self.exchange.meet(), kind="meet", step=step)
         self._mark_boundary(step)
         return step
+
+    def _join_group(self, link: GroupLink) -> View:
+        if self._addresses:
+            try:
+                patience_s = 2 * self._sync.dead_after_s if self._founds else self._patience_s
+                return link.join(self._addresses, timeout_s=patience_s)
+            except SystemFailure:
+                if not self._founds:
+                    raise
+        return link.join((), first_round=self.exchange.round)
 
     def _wait_for_peers(self) -> None:
         """Until as many are here as the job says, the group has begun, or patience is at its end."""
@@ -147,9 +166,7 @@ class PeerTraining(Callback):
 
     def catch_up(self, training: TrainingLoop) -> int:
         """Take the newest state of the group; the steps that it has done. Every rank of the peer calls this."""
-        found: dict[str, bytes] = {}
-        if self._link is not None:
-            self._link.fetch_state(found.__setitem__)
+        found = self._fetch_state()
         self._engine.clear_gradients()
         position = take_state(self._engine, self.outer, found)
         self._restore_position(position)
@@ -161,6 +178,29 @@ class PeerTraining(Callback):
         self._mark_boundary(step)
         training.events.write("peer", step=step, kind="caught-up", text=f"took the state after step {step:,}")
         return step
+
+    def _fetch_state(self) -> dict[str, bytes]:
+        """On rank 0, from whoever has it; a group that cannot be reached is asked again for a while."""
+        until_s = time.monotonic() + self._patience_s
+        while self._link is not None:
+            found: dict[str, bytes] = {}
+            try:
+                self._link.fetch_state(found.__setitem__)
+                return found
+            except SystemFailure:
+                if time.monotonic() > until_s or self._stop():
+                    raise
+                time.sleep(POLL_S)
+        return {}
+
+    @property
+    def step(self) -> int:
+        """Steps that are done here."""
+        return self._training.step if self._training is not None else 0
+
+    def status(self) -> dict[str, Any]:
+        """For those who look at the group while it trains."""
+        return {"step": self.step, "mode": self._sync.mode, "credit": dict(self.credit)}
 
     # ---- where this peer is ----------------------------------------------------------------------------------------
 
@@ -204,8 +244,8 @@ class PeerTraining(Callback):
         self.members = self._members_after(agreed)
         self._samples = 0
         sequence = self._engine.settings.sequence
-        for peer in agreed.counted if kind != "meet" else ():
-            self.credit[peer] = self.credit.get(peer, 0) + round(agreed.weights.get(peer, 0.0) / sequence)
+        for peer, tokens in agreed.weights.items() if kind != "meet" else ():
+            self.credit[peer] = self.credit.get(peer, 0) + round(tokens / sequence)
         if self._training is not None and self._link is not None:
             self._training.events.write(
                 "exchange",
@@ -240,25 +280,25 @@ class PeerTraining(Callback):
         if step >= self.warm_up:
             return False
         training.pause()
-        own = self._share_of(step)
+        own, sequence = self._share_of(step), self._engine.settings.sequence
         dealt, further = self._dealt, list(grads)
         total: list[torch.Tensor] | None = None
         weight, is_stuck = 0.0, False
         while True:
-            tokens = count_samples(own) * self._engine.settings.sequence
+            tokens = count_samples(own) * sequence
             scale = 1.0 / (self._engine.unit * tokens) if tokens else 0.0
             self._samples = count_samples(own)
             self._report(step)
             with self._engine.clock.stall():
                 means = [grad * scale if tokens else torch.zeros_like(grad) for grad in further]
-                agreed, mean = self.exchange.average(self._gradients, means, tokens).finish()
+                usual = sum(map(count_samples, dealt.values())) * sequence / max(1, len(self.members))
+                agreed, mean = self.exchange.average(self._gradients, means, tokens, usual=usual).finish()
             self._agree(agreed, kind="gradient", step=step)
             if mean is not None:
-                added = agreed.total_weight
+                added = agreed.tokens
                 total = mean if total is None else _weighted_mean(total, weight, mean, added)
                 weight += added
-            sequence = self._engine.settings.sequence
-            counted = {one: round(agreed.weights.get(one, 0.0) / sequence) for one in agreed.counted}
+            counted = {one: round(tokens / sequence) for one, tokens in agreed.weights.items()}
             left = uncounted_samples(dealt, counted)
             if not left or not self.members or (is_stuck and mean is None):
                 break
@@ -318,19 +358,38 @@ class PeerTraining(Callback):
             self._apply(training, waiting, pending)
         due = list(range(sync.fragments)) if is_last else [] if fragment is None else [fragment]
         for one in due:
+            self._sent_fragment = one
             self._report(training.step)
             parts = self.outer.pseudo_gradients() if self.outer is not None else []
             chosen = [parts[at] for at in self._fragments[one]]
             is_delayed = bool(sync.delay_steps) and not is_last
             if not is_delayed:
                 training.pause()
-            weight = float(self._tokens.get(one, 0))
-            pending = self.exchange.average(self._fragment_maps[one], chosen, weight, sender=one, waits=not is_delayed)
+            steps = min(sync.inner_steps, max(1, training.step - self.warm_up))
+            usual = steps * self._batch_plan.at(training.step)[1] * self._engine.settings.sequence
+            pending = self.exchange.average(
+                self._fragment_maps[one],
+                chosen,
+                float(self._tokens.get(one, 0)),
+                usual=usual / max(1, len(self.members)),
+                sender=one,
+                waits=not is_delayed,
+            )
             if is_delayed:
                 self._pending = (training.step + sync.delay_steps, one, pending)
             else:
                 self._apply(training, one, pending)
         self._exchanged_step = training.step
+
+    def score_update(self, peer: str, vector: Vector) -> str | None:
+        """Why a peer's update of weights is left out, or None; on the group's thread, while training waits."""
+        fragment = self._sent_fragment
+        if self._screen is None or fragment is None or dist.get_world_size() > 1:
+            return None
+        with self._server.while_frozen() as is_frozen:
+            if not is_frozen or len(vector) != self._fragment_maps[fragment].length:
+                return None
+            return self._screen.complaint(self._fragment_maps[fragment], self._fragments[fragment], vector)
 
     def _apply(self, training: TrainingLoop, fragment: int, pending: PendingRound) -> None:
         """The outer step of a fragment; a peer that came too late follows, and drops or keeps what it has learnt."""
@@ -338,7 +397,7 @@ class PeerTraining(Callback):
         agreed, means = pending.finish()
         self._agree(agreed, kind="weights", step=training.step, fragment=fragment)
         places = self._fragments[fragment]
-        is_counted = self.id in agreed.counted or not self._tokens.get(fragment)
+        is_counted = self.id in agreed.weights or not self._tokens.get(fragment)
         if means is not None:
             before = [self.outer.weights[at].clone() for at in places] if not is_counted else []
             self.outer.step(dict(zip(places, means, strict=True)))
@@ -356,10 +415,9 @@ class PeerTraining(Callback):
     def _next_exchange(self, step: int) -> int:
         """The next step at which a fragment is due, or the end."""
         sync, total = self._sync, self._batch_plan.steps
-        while (
-            step < total
-            and due_fragment(step - self.warm_up, inner_steps=sync.inner_steps, fragments=sync.fragments) is None
-        ):
+        while step < total and due_fragment(
+            step - self.warm_up, inner_steps=sync.inner_steps, fragments=sync.fragments
+        ) is None:
             step += 1
         return step
 
@@ -390,3 +448,4 @@ def _weighted_mean(
     """Of two means, in host memory; the same bits on every peer."""
     share = added / (weight + added)
     return [old * (1.0 - share) + new * share for old, new in zip(before, mean, strict=True)]
+

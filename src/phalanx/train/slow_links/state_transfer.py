@@ -134,6 +134,12 @@ class StateServer:
             self._is_wanted = False
             return self._made
 
+    @contextmanager
+    def while_frozen(self) -> Iterator[bool]:
+        """Whether training waits for others; it goes on only when this ends."""
+        with self._lock:
+            yield self._is_frozen
+
     def make_copy(self) -> None:
         """Between two steps, on every rank of the peer alike."""
         made = self._copy()

@@ -1,0 +1,395 @@
+"""Peers on slow links: start a run that others join, invite them, join one, list its members, send one away.
+
+>>> run = phalanx.peers.start("job.toml", listen="0.0.0.0:29400")  # doctest: +SKIP
+>>> phalanx.peers.invite("runs/job-20261117-120000", "berlin").path  # doctest: +SKIP
+PosixPath('berlin.invitation.json')
+>>> run = phalanx.peers.join("berlin.invitation.json")  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.api.jobs import AnyJob
+from phalanx.api.peer_processes import run_peer
+from phalanx.api.progress_line import teller
+from phalanx.api.results import Overrides, PublicResult, Tell
+from phalanx.api.runs import AnyRun
+from phalanx.api.runs import run as open_public_run
+from phalanx.api.train_inputs import TrainCall, check_call, prepare_here, setting_texts
+from phalanx.api.training import make_run_folder
+from phalanx.errors import mistake
+from phalanx.io.files import load_json, replace_bytes
+from phalanx.plan.plan import Plan
+from phalanx.record.run import Run
+from phalanx.units import format_count, plural
+
+if TYPE_CHECKING:
+    from phalanx.peers.facts import Address
+
+__all__ = ["PeerTable", "SavedInvitation", "invite", "join", "members", "revoke", "start"]
+
+WHERE = "phalanx peers"
+MOST_INVITATION_BYTES = 16 * 2**20
+HEAD = ("name", "id", "address", "step", "samples", "latency", "state")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class SavedInvitation(PublicResult):
+    """An invitation that was written: whoever has the file can join as this peer.
+
+    >>> phalanx.peers.invite("runs/job-20261117-120000", "berlin").name  # doctest: +SKIP
+    'berlin'
+    """
+
+    path: Path
+    name: str
+    id: str
+    addresses: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: invites {self.name} ({self.id}); send it over a channel you trust, then there:\n"
+            f"  phalanx peers join {self.path.name}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class PeerTable(PublicResult):
+    """The members of a group as one peer of it last saw them.
+
+    >>> phalanx.peers.members("runs/job-20261117-120000").members  # doctest: +SKIP
+    """
+
+    run: str
+    group: str
+    mode: str
+    step: int
+    round: int
+    age_s: float | None  # since this peer last wrote how the group stands; None before it joined
+    members: tuple[dict[str, Any], ...]
+
+    def __str__(self) -> str:
+        from phalanx.io.tables import text_table
+
+        if self.age_s is None:
+            return f"{self.run}: this peer has not joined its group yet"
+        rows = [HEAD, *(_member_cells(one) for one in self.members)]
+        present = sum(one["state"] == "member" for one in self.members)
+        head = f"{self.run}: {plural(present, 'member')}, {self.mode}, step {self.step:,}, round {self.round:,}"
+        return "\n".join([f"{head}, as of {self.age_s:,.0f} s ago", *text_table(rows, right=(3, 4, 5))])
+
+
+def _member_cells(one: dict[str, Any]) -> tuple[str, ...]:
+    address = f"{one['address'][0]}:{one['address'][1]}" if one.get("address") else "–"
+    step = "–" if one.get("step") is None else f"{one['step']:,}"
+    latency = "–" if not one.get("latency_s") else f"{1000 * one['latency_s']:.0f} ms"
+    return one["name"], one["id"], address, step, format_count(one["samples"]), latency, one["state"]
+
+
+def start(
+    job: AnyJob | None = None,
+    *,
+    listen: str = "127.0.0.1:0",
+    advertise: str | None = None,
+    name: str = "owner",
+    bandwidth: str | None = None,
+    resume: AnyRun | None = None,
+    cluster: str | None = None,
+    steps: int | None = None,
+    overrides: Overrides = (),
+    runs: str | Path = "runs",
+    check: bool = True,
+    allow_code: bool = False,
+    progress: bool | Tell = True,
+) -> Run:
+    """Start a run that other peers can join, as its owner, and train; or go on with a peer's run (`resume`).
+
+    `listen` is the address and port that others connect to, `advertise` another one that leads there (behind NAT with
+    a forwarded port), `bandwidth` is "UP/DOWN" in Mbit/s. Ctrl-C saves a checkpoint and leaves the group.
+
+    >>> run = phalanx.peers.start("job.toml", listen="0.0.0.0:29400", bandwidth="40/200")  # doctest: +SKIP
+    """
+    from phalanx.peers.allowlist import AllowList
+    from phalanx.peers.identity import PeerIdentity
+    from phalanx.train.slow_links.peer_session import SessionFacts, write_session
+
+    if resume is not None:
+        if job is not None:
+            raise mistake(f"{WHERE} start", "JOB and --resume exclude each other", fix="give one of them")
+        return _resume_peer(resume, steps=steps, overrides=overrides, allow_code=allow_code, tell=teller(progress))
+    up, down = parse_bandwidth(bandwidth)
+    place, public = parse_address(listen), parse_address(advertise) if advertise else None
+    identity = PeerIdentity.create(name)
+    call = _peer_call(job, cluster, steps, overrides, runs, check, allow_code, progress)
+    run, plan = _prepare_run(call)
+    group = run.run_id
+    allowed = AllowList.create(identity, group)
+    facts = SessionFacts(group=group, listen=place, advertise=public, up_mbps=up, down_mbps=down)
+    write_session(run, identity, allowed, facts)
+    call.tell(f"  others join with an invitation: phalanx peers invite {run.path} NAME")
+    return run_peer(run, plan, allow_code=allow_code, tell=call.tell)
+
+
+def join(
+    invitation: str | Path,
+    *,
+    job: AnyJob | None = None,
+    data: str | Path | None = None,
+    listen: str = "127.0.0.1:0",
+    advertise: str | None = None,
+    bandwidth: str | None = None,
+    client_only: bool = False,
+    cluster: str | None = None,
+    overrides: Overrides = (),
+    runs: str | Path = "runs",
+    check: bool = True,
+    allow_code: bool = False,
+    progress: bool | Tell = True,
+) -> Run:
+    """Join a run with an invitation, take its newest state, and train until it ends or Ctrl-C.
+
+    The invitation names the job of the run; `job` is taken instead where given, and must be the same but for its
+    cluster, layout and paths. `data` is where this machine has the dataset. `client_only` accepts no connections: for
+    a peer behind NAT.
+
+    >>> run = phalanx.peers.join("berlin.invitation.json", data="data/tokens", client_only=True)  # doctest: +SKIP
+    """
+    from phalanx.peers.invitation import Invitation
+    from phalanx.train.slow_links.peer_session import SessionFacts, write_session
+
+    path = Path(invitation)
+    found = Invitation.load(path)
+    up, down = parse_bandwidth(bandwidth)
+    place, public = parse_address(listen), parse_address(advertise) if advertise else None
+    texts = [*setting_texts(overrides, None), *([f"data.path={json.dumps(str(Path(data).resolve()))}"] if data else [])]
+    source = job if job is not None else _job_of(path, Path(runs))
+    call = _peer_call(source, cluster, None, texts, runs, check, allow_code, progress)
+    run, plan = _prepare_run(call)
+    facts = SessionFacts(
+        group=found.run_id,
+        addresses=tuple(found.addresses),
+        listen=place,
+        advertise=public,
+        up_mbps=up,
+        down_mbps=down,
+        client_only=client_only,
+    )
+    write_session(run, found.identity, found.allowed, facts)
+    return run_peer(run, plan, allow_code=allow_code, tell=call.tell)
+
+
+def invite(
+    run: AnyRun, name: str, *, out: str | Path | None = None, addresses: Sequence[str] = ()
+) -> SavedInvitation:
+    """Write an invitation for a new peer, a file that only this user can read; the run may be going.
+
+    Its addresses are those of the members that this peer knows, its own first, or those given.
+
+    >>> phalanx.peers.invite("runs/job-20261117-120000", "berlin", addresses=["203.0.113.7:29400"])  # doctest: +SKIP
+    """
+    from phalanx.peers.invitation import Invitation
+    from phalanx.train.slow_links.peer_session import ALLOWED, peers_folder
+
+    found, identity, allowed = _owned_group(run)
+    places = [parse_address(one) for one in addresses] or _known_addresses(found)
+    if not places:
+        raise mistake(
+            str(found.path),
+            "nobody can be reached yet: the peer has never listened",
+            fix="start it first, or give --address HOST:PORT",
+        )
+    if name in allowed.fingerprints().values():
+        raise mistake(str(found.path), f"a peer called {name[:60]} is invited already", fix="choose another name")
+    made = Invitation.create(identity, allowed, name, places)
+    path = Path(out) if out is not None else Path(f"{name}.invitation.json")
+    made.save(path)
+    text = json.loads(path.read_text(encoding="utf-8")) | {"job_toml": found.job_toml.read_text(encoding="utf-8")}
+    replace_bytes(path, (json.dumps(text, indent=1) + "\n").encode(), mode=0o600)
+    made.allowed.save(peers_folder(found) / ALLOWED)
+    return SavedInvitation(path=path, name=name, id=made.identity.id, addresses=tuple(places))
+
+
+def members(run: AnyRun) -> PeerTable:
+    """The members of a peer's group, how far each is, and the samples that each has learnt from.
+
+    >>> print(phalanx.peers.members("runs/job-20261117-120000"))  # doctest: +SKIP
+    """
+    from phalanx.peers.allowlist import AllowList
+    from phalanx.peers.identity import ID_DIGITS
+    from phalanx.train.slow_links.peer_session import ALLOWED, peers_folder, read_session, read_status
+
+    found = open_public_run(run)
+    facts, status = read_session(found), read_status(found)
+    allowed = AllowList.load(peers_folder(found) / ALLOWED)
+    credit = status.get("credit", {})
+    names = {fingerprint[:ID_DIGITS]: name for fingerprint, name in allowed.fingerprints().items()}
+    present = {one["id"]: one for one in status.get("members", ())}
+    revoked = {one[:ID_DIGITS] for one in allowed.revoked}
+    rows = []
+    for peer in dict.fromkeys([*present, *names, *credit, *sorted(revoked)]):
+        state = "revoked" if peer in revoked else "member" if peer in present else "away"
+        known = {"id": peer, "name": names.get(peer, "–"), **present.get(peer, {})}
+        rows.append({**known, "samples": int(credit.get(peer, 0)), "state": state})
+    age_s = max(0.0, time.time() - float(status["t"])) if "t" in status else None
+    return PeerTable(
+        run=str(found.path),
+        group=facts.group,
+        mode=str(status.get("mode", "")),
+        step=int(status.get("step", 0)),
+        round=int(status.get("round", 0)),
+        age_s=age_s,
+        members=tuple(rows),
+    )
+
+
+def revoke(run: AnyRun, name: str) -> PeerTable:
+    """Send a peer away for good, by its name or id; a running group drops it at once.
+
+    >>> phalanx.peers.revoke("runs/job-20261117-120000", "berlin")  # doctest: +SKIP
+    """
+    from phalanx.peers.identity import ID_DIGITS
+    from phalanx.train.slow_links.peer_session import ALLOWED, peers_folder
+
+    found, identity, allowed = _owned_group(run)
+    matches = [one for one, known in allowed.fingerprints().items() if name in (known, one, one[:ID_DIGITS])]
+    if not matches:
+        known = ", ".join(sorted(allowed.fingerprints().values()))
+        raise mistake(str(found.path), f"there is no peer called {name[:60]}", fix=f"the peers are {known}")
+    allowed.revoke(identity, matches[0]).save(peers_folder(found) / ALLOWED)
+    return members(found)
+
+
+# ---- small parts -----------------------------------------------------------------------------------------------------
+
+
+def parse_address(text: str) -> Address:
+    """A host and a port.
+
+    >>> parse_address("0.0.0.0:29400"), parse_address("[::1]:0")
+    (('0.0.0.0', 29400), ('::1', 0))
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise mistake(WHERE, f"{text[:80]!r} is not an address", fix="write HOST:PORT, as 0.0.0.0:29400")
+    return host.strip("[]"), int(port)
+
+
+def parse_bandwidth(text: str | None) -> tuple[float | None, float | None]:
+    """Mbit/s up and down, of "40/200" or "100".
+
+    >>> parse_bandwidth("40/200"), parse_bandwidth("100"), parse_bandwidth(None)
+    ((40.0, 200.0), (100.0, 100.0), (None, None))
+    """
+    if text is None:
+        return None, None
+    up, slash, down = text.partition("/")
+    try:
+        found = float(up), float(down if slash else up)
+    except ValueError:
+        found = (-1.0, -1.0)
+    if not all(0.0 < one < 1e9 for one in found):
+        raise mistake(
+            WHERE,
+            f"--bandwidth {text[:40]} is not a speed",
+            why="both directions must be above 0, or nothing can be sent",
+            fix="write UP/DOWN in Mbit/s, as 40/200",
+        )
+    return found
+
+
+def _peer_call(
+    job: AnyJob | None,
+    cluster: str | None,
+    steps: int | None,
+    overrides: Overrides,
+    runs: str | Path,
+    check: bool,
+    allow_code: bool,
+    progress: bool | Tell,
+) -> TrainCall:
+    from phalanx.train.prepare import need_torch
+
+    call = TrainCall(
+        job=job,
+        cluster=cluster,
+        steps=steps,
+        overrides=setting_texts(overrides, None),
+        runs=Path(runs),
+        check=check,
+        allow_code=allow_code,
+        tell=teller(progress),
+    )
+    check_call(call)
+    need_torch()
+    return call
+
+
+def _prepare_run(call: TrainCall) -> tuple[Run, Plan]:
+    """The plan with its data, and the new run folder."""
+    started = time.time()
+    plan, old, data_s = prepare_here(call)
+    if not plan.job.sync.has_peers:
+        raise mistake(
+            WHERE,
+            'sync.mode = "every-step" exchanges nothing with peers',
+            fix='use "target-batch", "diloco" or "quorum" under [sync], or phalanx train',
+        )
+    return make_run_folder(plan, call, old, started=started, data_s=data_s), plan
+
+
+def _resume_peer(run: AnyRun, *, steps: int | None, overrides: Overrides, allow_code: bool, tell: Tell) -> Run:
+    from phalanx.train.slow_links.peer_session import read_session
+
+    found = open_public_run(run)
+    read_session(found)
+    call = TrainCall(
+        resume=found, steps=steps, overrides=setting_texts(overrides, None), allow_code=allow_code, tell=tell
+    )
+    plan, old, data_s = prepare_here(call)
+    made = make_run_folder(plan, call, old, started=time.time(), data_s=data_s)
+    return run_peer(made, plan, allow_code=allow_code, tell=tell)
+
+
+def _owned_group(run: AnyRun) -> tuple[Run, Any, Any]:
+    """The run, its owner's identity and its allowlist; raises UserError where this peer is not the owner."""
+    from phalanx.peers.allowlist import AllowList
+    from phalanx.peers.identity import PeerIdentity
+    from phalanx.train.slow_links.peer_session import ALLOWED, peers_folder, read_session
+
+    found = open_public_run(run)
+    read_session(found)
+    folder = peers_folder(found)
+    identity, allowed = PeerIdentity.load(folder), AllowList.load(folder / ALLOWED)
+    if identity.fingerprint != allowed.owner_fingerprint:
+        raise mistake(
+            str(found.path),
+            "only the owner of a run invites and revokes",
+            fix="ask whoever ran phalanx peers start",
+        )
+    return found, identity, allowed
+
+
+def _known_addresses(run: Run) -> list[Address]:
+    from phalanx.train.slow_links.peer_session import read_status
+
+    status = read_status(run)
+    own = [status["address"]] if status.get("address") else []
+    others = [one["address"] for one in status.get("members", ()) if not one.get("client_only")]
+    return list(dict.fromkeys((str(host), int(port)) for host, port in [*own, *others]))
+
+
+def _job_of(path: Path, runs: Path) -> Path:
+    """The job that an invitation carries, as a file in the folder of runs."""
+    text = load_json(path, MOST_INVITATION_BYTES).get("job_toml")
+    if not isinstance(text, str):
+        raise mistake(str(path), "names no job", fix="give --job with the job file of the run")
+    runs.mkdir(parents=True, exist_ok=True)
+    made = runs / f"{path.name.split('.')[0]}.job.toml"
+    replace_bytes(made, text.encode(), mode=0o600)
+    return made

@@ -1,0 +1,217 @@
+"""A peer's place in a run folder: its identity, who is allowed, where the others are, and how the group stands.
+
+    peers/                     mode 0700: whoever reads the key can take the peer's place
+    peers/peer-key.pem, peer-certificate.pem
+    peers/allowlist.json       of the run's owner; a running peer takes up a newer one
+    peers/session.json         how this peer takes part: `SessionFacts`
+    peers/status.json          how the group stands, written while the peer runs
+
+This module imports no torch: the command line reads it, and a process opens its group before it imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import UserError, mistake
+from phalanx.io.codec import from_json_values, json_text, json_values
+from phalanx.io.files import load_json, replace_text
+from phalanx.io.packages import installed_version
+from phalanx.job.dataset import read_manifest
+from phalanx.job.schema import Job
+from phalanx.peers.allowlist import AllowList
+from phalanx.peers.facts import Address, Bandwidth, PeerEvent, RunFacts
+from phalanx.peers.identity import PeerIdentity
+from phalanx.record.run import Run
+
+if TYPE_CHECKING:
+    from phalanx.peers.facts import Vector
+    from phalanx.peers.group import PeerGroup
+
+FOLDER, ALLOWED, SESSION, STATUS = "peers", "allowlist.json", "session.json", "status.json"
+LOOK_S = 0.5  # between looks at the allowlist, and writes of the status
+# What must be the same for all peers; the layout, the machine and what is written where are each peer's own.
+SHARED_SYNC = ("peers", "heartbeat_s", "dead_after_s", "screening")  # of [sync], what need not be
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionFacts:
+    """How this peer takes part. Without `addresses` it founds the group, unless members it knew before answer."""
+
+    group: str  # the run that all peers share, as its owner named it
+    addresses: tuple[tuple[str, int], ...] = ()
+    listen: tuple[str, int] = ("127.0.0.1", 0)
+    advertise: tuple[str, int] | None = None
+    up_mbps: float | None = None
+    down_mbps: float | None = None
+    client_only: bool = False
+
+    @property
+    def bandwidth(self) -> Bandwidth | None:
+        """As its owner stated it."""
+        if self.up_mbps is None or self.down_mbps is None:
+            return None
+        return Bandwidth(up_mbps=self.up_mbps, down_mbps=self.down_mbps)
+
+
+def peers_folder(run: Run) -> Path:
+    """Where a run keeps what it knows of peers."""
+    return run.path / FOLDER
+
+
+def write_session(run: Run, identity: PeerIdentity, allowed: AllowList, facts: SessionFacts) -> None:
+    """Make a run folder that of a peer."""
+    folder = peers_folder(run)
+    identity.save(folder)
+    allowed.save(folder / ALLOWED)
+    replace_text(folder / SESSION, json_text(facts, indent=1) + "\n")
+
+
+def read_session(run: Run) -> SessionFacts:
+    """Of a run folder; raises UserError where it is none of a peer's."""
+    path = peers_folder(run) / SESSION
+    try:
+        return from_json_values(SessionFacts, load_json(path), str(path), noun="peer session")
+    except FileNotFoundError as error:
+        raise mistake(
+            str(run.path), "is not the run of a peer", fix="phalanx peers start JOB makes one, or phalanx peers join"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise mistake(str(path), f"cannot be read: {error}") from error
+
+
+def read_status(run: Run) -> dict[str, Any]:
+    """How the group stood when this peer last looked; empty before it joined."""
+    try:
+        found = load_json(peers_folder(run) / STATUS)
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def run_facts(job: Job, base: Path, group: str) -> RunFacts:
+    """What peers compare before they exchange anything; `base` is where relative data paths start."""
+    sync = {name: value for name, value in asdict(job.sync).items() if name not in SHARED_SYNC}
+    model = {
+        "model": json_values(job.model),
+        "optim": json_values(job.optim),
+        "batch": [job.batch.global_tokens, json_values(job.batch.ramp)],
+        "data": [job.data.sequence, job.data.tokens, job.data.seed],
+        "scale": json_values(job.scale),
+        "sync": sync,
+    }
+    folders = [base / path for path in job.data.paths]
+    manifests = [read_manifest(folder) for folder in folders]
+    text = "+".join(f"{one.tokenizer_sha256} {one.digest}" for one in manifests)
+    return RunFacts(
+        run_id=group,
+        model_digest=hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest(),
+        tokenizer_digest=hashlib.sha256(text.encode()).hexdigest(),
+        code_digest=f"phalanx-{installed_version('phalanx') or 'unknown'}",
+    )
+
+
+class PeerSession:
+    """The open group of this process, and a thread that follows the allowlist and writes the status."""
+
+    def __init__(self, run: Run, job: Job) -> None:
+        from phalanx.peers.group import PeerGroup
+
+        self.run, self._folder = run, peers_folder(run)
+        self.facts = read_session(run)
+        self._allowed = AllowList.load(self._folder / ALLOWED)
+        identity = PeerIdentity.load(self._folder)
+        sync = job.sync
+        self._tell: Callable[[PeerEvent], None] | None = None
+        self._early: list[PeerEvent] = []
+        self._before = read_status(run)
+        self.screen: Callable[[str, Vector], str | None] = lambda peer, vector: None
+        screens = {"screen": lambda peer, vector: self.screen(peer, vector)} if sync.screening == "loss" else {}
+        self.group: PeerGroup = PeerGroup(
+            identity,
+            run_facts(job, run.path, self.facts.group),
+            allowed=self._allowed,
+            listen=self.facts.listen,
+            advertise=self.facts.advertise,
+            bandwidth=self.facts.bandwidth,
+            client_only=self.facts.client_only,
+            events=self._on_event,
+            heartbeat_s=sync.heartbeat_s,
+            dead_after_s=sync.dead_after_s,
+            **screens,
+        )
+        self.more_status: Callable[[], dict[str, Any]] = dict
+        self._ended = threading.Event()
+        self._write_status()
+        self._thread = threading.Thread(target=self._look, name="peer-session", daemon=True)
+        self._thread.start()
+
+    def addresses(self) -> tuple[Address, ...]:
+        """Where the others may be: those this peer was told of, and members that it knew before it was restarted."""
+        members = self._before.get("members", [])
+        own = self.group.id
+        known = [tuple(one["address"]) for one in members if one.get("id") != own and not one.get("client_only")]
+        return tuple(dict.fromkeys([*self.facts.addresses, *((str(host), int(port)) for host, port in known)]))
+
+    def tell_events(self, tell: Callable[[PeerEvent], None]) -> None:
+        """Where events of the group go; those that came before are told now."""
+        early, self._early, self._tell = self._early, [], tell
+        for event in early:
+            tell(event)
+
+    def _on_event(self, event: PeerEvent) -> None:
+        if event.kind not in ("committed", "view"):  # rounds are told with what training knows of them
+            if self._tell is None:
+                self._early.append(event)
+            else:
+                self._tell(event)
+
+    def _look(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            try:
+                newer = AllowList.load(self._folder / ALLOWED, owner=self._allowed.owner_fingerprint)
+                if newer.version > self._allowed.version:
+                    self._allowed = newer
+                    self.group.set_allowed(newer)
+                self._write_status()
+            except (UserError, OSError):  # a file that is being written, or a group that is being closed
+                continue
+
+    def _write_status(self) -> None:
+        view, links, progress = self.group.view(), self.group.links(), self.group.progress()
+        members = [
+            {
+                "id": member.id,
+                "name": member.name,
+                "address": list(member.address),
+                "client_only": member.client_only,
+                "up_mbps": member.bandwidth.up_mbps if member.bandwidth else None,
+                "down_mbps": member.bandwidth.down_mbps if member.bandwidth else None,
+                "step": progress[member.id].step if member.id in progress else None,
+                **links.get(member.id, {}),
+            }
+            for member in view.members
+        ]
+        status = {
+            "t": round(time.time(), 3),
+            "id": self.group.id,
+            "address": list(self.group.address),
+            "view": view.number,
+            "round": view.next_round,
+            "members": members if view.number else self._before.get("members", []),
+            **self.more_status(),
+        }
+        replace_text(self._folder / STATUS, json_text(status) + "\n")
+
+    def close(self) -> None:
+        """End the thread, and the group where it is still open."""
+        self._ended.set()
+        self._thread.join()
+        self.group.close()

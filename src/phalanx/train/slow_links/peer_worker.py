@@ -1,0 +1,110 @@
+"""The process of a peer that is one rank: opens its group, trains, and leaves politely when asked to stop.
+
+    python -m phalanx.train.slow_links.peer_worker RUN [--allow-code]
+
+A peer that is a mesh has an agent and ranks as any run has; its rank 0 opens the group (train/worker.py).
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import PhalanxError
+from phalanx.io.visible import visible
+from phalanx.plan.plan import Plan
+from phalanx.record.run import Run, open_run
+from phalanx.train.slow_links.peer_session import PeerSession
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.record.events import EventWriter
+    from phalanx.train.slow_links.peer_training import PeerTraining
+
+
+class StopRequests:
+    """The first Ctrl-C or SIGTERM asks for an end after the step; the second ends the process."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.stopping:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.stopping = True
+
+
+def join_training(
+    session: PeerSession | None, plan: Plan, events: EventWriter, stop: Callable[[], bool]
+) -> PeerTraining:
+    """The peer of a rank whose process group is made; `session` is open on rank 0, and None on the others."""
+    from phalanx.train.slow_links.peer_training import PeerTraining
+
+    patience_s = plan.job.comm.init_timeout_s
+    if session is None:
+        return PeerTraining(None, plan.job.sync, stop=stop, patience_s=patience_s)
+
+    def tell(event: Any) -> None:
+        events.write(
+            "peer",
+            step=max(0, training.step),
+            kind=event.kind,
+            text=event.text,
+            peer=event.peer,
+            name=event.name,
+            round=event.round_number if event.round_number >= 0 else None,
+        )
+
+    training = PeerTraining(
+        session.group,
+        plan.job.sync,
+        addresses=session.addresses(),
+        founds=not session.facts.addresses,
+        stop=stop,
+        patience_s=patience_s,
+    )
+    session.tell_events(tell)
+    session.more_status = training.status
+    session.screen = training.score_update
+    return training
+
+
+def train_peer(run: Run, *, stop: Callable[[], bool], allow_code: bool = False) -> str:
+    """Train in this process until the run is done or `stop` says so; how it ended."""
+    plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
+    session = PeerSession(run, plan.job)
+    try:
+        from phalanx.train.lone_rank import train_lone_rank  # after the group is open: torch takes seconds to import
+
+        return train_lone_rank(
+            run,
+            stop=stop,
+            peers=lambda events: join_training(session, plan, events, stop),
+            allow_code=allow_code,
+            sharers=max(1, plan.job.sync.peers) if run.launch().get("is_trial") else 1,
+        )
+    finally:
+        session.close()
+
+
+def main(arguments: list[str]) -> int:
+    """Train the peer of a run folder; the exit code of the process."""
+    requests = StopRequests()
+    try:
+        train_peer(
+            open_run(arguments[0]), stop=partial(getattr, requests, "stopping"), allow_code="--allow-code" in arguments
+        )
+    except PhalanxError as error:
+        print(visible(str(error)), file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""Loss-drop screening (Covenant-72B's Gauntlet, arXiv:2603.08163): an update that raises the loss is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from phalanx.peers.facts import Vector
+from phalanx.train.engine import Engine
+from phalanx.train.evaluate import HeldoutScorer
+from phalanx.train.slow_links.outer_optimizer import OuterOptimizer
+from phalanx.train.slow_links.peer_vector import VectorMap
+
+SEQUENCES = 8  # held-out ones that an update is scored on
+RISE = 0.01  # of the loss: an update that raises it by more has learnt nothing that is of use
+
+
+class LossScreen:
+    """Scores updates of weights by what they do to the loss. Only while training waits: it changes the weights."""
+
+    def __init__(self, engine: Engine, outer: OuterOptimizer, folders: Sequence[Path]) -> None:
+        self._engine, self._outer = engine, outer
+        self._scorer = HeldoutScorer(folders, engine, sequences=SEQUENCES)
+
+    @torch.no_grad()
+    def complaint(self, vectors: VectorMap, places: Sequence[int], vector: Vector) -> str | None:
+        """Why the update is left out, or None. `places` are the shards that its vector is of."""
+        shards = [self._engine.shards[place] for place in places]
+        own = [shard.tensor.clone() for shard in shards]
+        shared = [self._outer.weights[place] for place in places]
+        try:
+            before = self._loss_with(places, shared)
+            moved = [weight - part.to(weight) for weight, part in zip(shared, vectors.spread(vector), strict=True)]
+            after = self._loss_with(places, moved)
+        finally:
+            for shard, tensor in zip(shards, own, strict=True):
+                shard.tensor.copy_(tensor)
+            self._engine.publish()
+        if before is None or after is None or after <= before * (1.0 + RISE):
+            return None
+        return f"it raises the loss on held-out text from {before:.3f} to {after:.3f}"
+
+    def _loss_with(self, places: Sequence[int], weights: Sequence[torch.Tensor]) -> float | None:
+        for place, weight in zip(places, weights, strict=True):
+            self._engine.shards[place].tensor.copy_(weight)
+        self._engine.publish()
+        score = self._scorer.score({})
+        return score.loss if score is not None else None
