@@ -34,7 +34,7 @@ class SlowNetwork:
     mbit_s: float
     latency_s: float = 0.0  # round trip
     loss: float = 0.0  # share of packets, each way
-    congestion: str = "cubic"  # what TCP goes by: Linux' default, or bbr
+    congestion: str = "reno"  # what TCP goes by, or bbr; a namespace may not have cubic, which does the same here
     tag: str = field(default_factory=lambda: f"px{os.getpid() % 10000}")
     addresses: tuple[str, str] = ("10.77.0.1", "10.77.0.2")
 

@@ -104,9 +104,7 @@ class Engine:
             allow_code=settings.allow_code,
             scales=self._scales,
         )
-        self.peer_state: list[
-            TensorShard
-        ] = []  # what peers on slow links share beside it: slow_links/outer_optimizer.py
+        self.peer_state: list[TensorShard] = []  # what peers on slow links share beside it: slow_links/outer_optimizer.py
         # What a checkpoint holds for others than the engine: the states of callbacks, the position in the data.
         self.restored_extras: dict[str, Any] = {}
         self.outline: NetworkOutline | None = next(

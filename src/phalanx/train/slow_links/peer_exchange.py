@@ -153,13 +153,9 @@ class PeerExchange:
             self._senders[sender] = Sender(codec, feedback=self._sync.feedback, top_share=self._sync.top_share)
         return self._senders[sender]
 
-<<<<<<< HEAD
-    def _ask_until_committed(self, number: int, vector: Vector, weight: float, codec: str | Sender) -> RoundResult:
-=======
     def _ask_until_committed(
         self, number: int, vector: Vector, weight: float, codec: str | Sender, may_be_late: bool = False
     ) -> RoundResult:
->>>>>>> slow-train
         link, sync = self._link, self._sync
         assert link is not None
         quorum, grace_s = None, None
