@@ -53,11 +53,11 @@ vocab = 512
 tied = true
 [data]
 corpus = "offline-english"
-sequence = 256
+sequence = 64
 tokens = {tokens}
 [batch]
 global_sequences = {sequences}
-micro = 4
+micro = 2
 [optim]
 lr = 3e-3
 [precision]
@@ -85,7 +85,7 @@ LINKS: dict[str, dict[str, Any]] = {
 }
 MODES = {
     "step": (SyncSettings(mode="target-batch"), 12),
-    "h20": (SyncSettings(mode="diloco", inner_steps=20), 81),
+    "h20": (SyncSettings(mode="diloco", inner_steps=20), 101),
     "h20-int8": (SyncSettings(mode="diloco", inner_steps=20, codec="int8"), 121),
 }
 
@@ -125,7 +125,7 @@ def run_case(link: str, mode: str, folder: Path, *, sequences: int) -> Measured:
     sync, steps = MODES[mode]
     folder.mkdir(parents=True)
     job = folder / "job.toml"
-    text = JOB.format(tokens=steps * sequences * 256, sequences=sequences, mode=sync.mode, codec=sync.codec,
+    text = JOB.format(tokens=steps * sequences * 64, sequences=sequences, mode=sync.mode, codec=sync.codec,
                       inner_steps=sync.inner_steps, warm_up=0)  # fmt: skip
     if sync.mode == "target-batch":
         text = "\n".join(line for line in text.splitlines() if not line.startswith(("inner_steps", "synchronous")))
@@ -319,7 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", default=",".join(LINKS))
     parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--sequences", type=int, default=8, help="of a global batch, half for each peer")
+    parser.add_argument("--sequences", type=int, default=4, help="of a global batch, half for each peer")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--keep", type=Path, help="keep the run folders here")
     args = parser.parse_args()

@@ -16,9 +16,9 @@ def write_peer_events(run: Path, *, rounds: int = 10) -> None:
     last = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
     began = float(last["t"])
     events: list[dict[str, Any]] = [
-        _peer(began, "joined", NORTH, "north", text="this peer founded the group", is_self=True),
-        _peer(began, "joined", SOUTH, "south", text="south joined", latency_s=0.04, up_mbps=20.0, down_mbps=100.0),
-        _peer(began, "joined", WEST, "west", text="west joined", latency_s=0.1, up_mbps=5.0, down_mbps=50.0),
+        _peer(began, "joined", NORTH, "north", text="north is a member since view 1"),
+        _peer(began, "joined", SOUTH, "south", text="south is a member since view 2"),
+        _peer(began, "joined", WEST, "west", text="west is a member since view 3"),
         _exchange(began, 0, "meet", [NORTH, SOUTH, WEST], seconds=0.1),
     ]
     for number in range(1, rounds + 1):
@@ -29,6 +29,13 @@ def write_peer_events(run: Path, *, rounds: int = 10) -> None:
         events.append(_exchange(now, number, "weights", members, dropped=dropped, credit=number * 8))
         if number == rounds // 2:
             events.append(_peer(now + 1, "lost", WEST, "west", text="west has been silent for 5 s"))
+    members = [
+        {"id": NORTH, "name": "north", "client_only": False, "up_mbps": 20.0, "down_mbps": 100.0, "step": 10},
+        {"id": SOUTH, "name": "south", "client_only": False, "up_mbps": 20.0, "down_mbps": 50.0, "latency_s": 0.04},
+    ]
+    (run / "peers").mkdir()
+    status = {"t": began, "id": NORTH, "view": 4, "round": rounds, "members": members, "mode": "diloco"}
+    (run / "peers" / "status.json").write_text(json.dumps(status), encoding="utf-8")
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(event) + "\n" for event in events)
 
@@ -51,5 +58,5 @@ def _exchange(
         "v": 1, "event": "exchange", "rank": 0, "t": t, "step": number, "round": number, "kind": kind,
         "members": members, "weights": dict.fromkeys(members, 2048.0), "dropped": dropped or {}, "fragment": 0,
         "seconds": seconds, "bytes_sent": 1000, "bytes_received": 1000,
-        "credit": {NORTH: credit, SOUTH: credit} if credit else {}, "shares": {NORTH: 0.5, SOUTH: 0.5},
+        "credit": {NORTH: credit, SOUTH: credit} if credit else {},
     }  # fmt: skip

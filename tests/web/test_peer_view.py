@@ -21,6 +21,7 @@ def test_peers_rounds_and_utilisation(tmp_path: Path) -> None:
     assert list(peers) == ["north", "south", "west"]  # who takes part comes first
     assert (peers["north"]["is_self"], peers["west"]["present"]) == (True, False)
     assert (peers["south"]["latency_s"], peers["south"]["up_mbps"]) == (0.04, 20.0)
+    assert [peer["share"] for peer in peers.values()] == [0.5, 0.5, None]
     assert peers["north"]["credit_share"] == pytest.approx(0.5)
     assert peers["west"]["dropped"] == 1
     assert found["utilisation"] == pytest.approx(0.8)  # 2 s of every 10
@@ -44,6 +45,10 @@ def test_damaged_events_are_no_reason_to_fail(tmp_path: Path) -> None:
     with (tmp_path / "odd" / "events-00000.jsonl").open("a") as file:
         for line in lines:
             file.write(json.dumps({"v": 1, "event": "exchange", "rank": 0, "t": 1.0, **line}) + "\n")
-        file.write(json.dumps({"v": 1, "event": "peer", "rank": 0, "t": 1.0, "links": {"a": 3}, "peer": 4}) + "\n")
+        file.write(json.dumps({"v": 1, "event": "peer", "rank": 0, "t": 1.0, "latency_s": {}, "peer": 4}) + "\n")
+    (tmp_path / "odd" / "peers").mkdir()
+    (tmp_path / "odd" / "peers" / "status.json").write_text(
+        '{"members": [3, {"id": 5}, {"id": "x", "up_mbps": "fast"}]}'
+    )
     found = peers_view(open_run_store(tmp_path), "odd")
     assert len(found["rounds"]) == 2

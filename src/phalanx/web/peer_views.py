@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.io.values import at, integer, number, printable, seconds, text
+from phalanx.network.slow_shares import water_filling
 from phalanx.record.events import Event
+from phalanx.record.run_files import read_json
 from phalanx.web.answer import AnswerParts, Json
 from phalanx.web.run_store import RunStore
 from phalanx.web.run_views import plan_of
@@ -25,8 +27,10 @@ def peers_view(store: RunStore, name: str) -> Json:
         rounds = parts.read("exchange", lambda: history.events("exchange"), [])
         told = parts.read("peer", lambda: history.events("peer"), [])
         parts.note(parts.read("events", history.damage, ()))
+    status_file = run.path / "peers" / "status.json"
+    status = parts.read("peers/status.json", lambda: read_json(status_file), {}) if status_file.exists() else {}
     drawn = [_round_row(one) for one in rounds]
-    peers = _known_peers(rounds, told)
+    peers = _known_peers(rounds, told, status if isinstance(status, dict) else {})
     return {
         "mode": text(at(plan, "job", "sync"), "mode"),
         "codec": text(at(plan, "job", "sync"), "codec"),
@@ -80,8 +84,8 @@ def _round_row(event: Event) -> Json:
     }
 
 
-def _known_peers(rounds: Sequence[Event], told: Sequence[Event]) -> list[Json]:
-    """Every peer that anything was said of, those of the last round first."""
+def _known_peers(rounds: Sequence[Event], told: Sequence[Event], status: Json) -> list[Json]:
+    """Every peer that anything was said of, those of the last round first; `status` is how its group stands now."""
     newest = rounds[-1] if rounds else {}
     present = {str(one) for one in _listed(newest.get("members"))}
     credit = _table(newest, "credit")
@@ -96,14 +100,14 @@ def _known_peers(rounds: Sequence[Event], told: Sequence[Event]) -> list[Json]:
             entry(str(peer))["rounds"] += 1
         for peer in _table(one, "dropped"):
             entry(peer)["dropped"] += 1
-        for peer in _table(one, "shares"):
-            entry(peer)["share"] = number(_table(one, "shares"), peer)
     for one in told:
         if peer := text(one, "peer"):
             _take_link(entry(peer), one)
-        for peer, link in _table(one, "links").items():
-            if isinstance(link, dict):
-                _take_link(entry(peer), link)
+    for one in _listed(status.get("members")):
+        if isinstance(one, dict) and (peer := text(one, "id")):
+            _take_link(entry(peer), one)
+            found[peer]["is_self"] = peer == text(status, "id")
+    _fill_shares([found[peer] for peer in found if peer in present])
     whole = sum(number(credit, peer) or 0.0 for peer in credit)
     rows = []
     for peer, row in found.items():
@@ -121,9 +125,18 @@ def _take_link(row: Json, said: Mapping[str, Any]) -> None:
     for key in LINK:
         if (value := number(said, key)) is not None:
             row[key] = value
-    for key in ("client_only", "is_self"):
-        if isinstance(said.get(key), bool):
-            row[key] = said[key]
+    if isinstance(said.get("client_only"), bool):
+        row["client_only"] = said["client_only"]
+
+
+def _fill_shares(rows: Sequence[Json]) -> None:
+    """The parts of the vector that members average, which follow from their bandwidths as the peers cut it."""
+    speeds = [min(row["up_mbps"] or 0.0, row["down_mbps"] or 0.0) for row in rows]
+    clients = [row["client_only"] for row in rows]
+    if not rows or min(speeds) <= 0.0 or all(clients):
+        return  # a peer that does not know its bandwidth: nobody here knows how the vector is cut
+    for row, share in zip(rows, water_filling(speeds, clients), strict=True):
+        row["share"] = share
 
 
 def _happened_row(event: Event) -> Json:
