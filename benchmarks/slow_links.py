@@ -38,6 +38,7 @@ from phalanx.plan.slow_modes import SitePace, predict_mode
 
 MBIT_S = 20.0
 PATIENCE_S = 240.0
+AROUND_S = 0.4  # of an exchange: two samples of the counters
 PORT = 7771
 JOB = """\
 name = "slow"
@@ -85,8 +86,8 @@ LINKS: dict[str, dict[str, Any]] = {
 }
 MODES = {
     "step": (SyncSettings(mode="target-batch"), 12),
-    "h20": (SyncSettings(mode="diloco", inner_steps=20), 101),
-    "h20-int8": (SyncSettings(mode="diloco", inner_steps=20, codec="int8"), 121),
+    "h20": (SyncSettings(mode="diloco", inner_steps=20), 81),
+    "h20-int8": (SyncSettings(mode="diloco", inner_steps=20, codec="int8"), 81),
 }
 
 
@@ -263,7 +264,7 @@ def _read_rounds(events: list[dict[str, Any]], counters: list[tuple[float, int, 
         steps=steps,
         step_s=(wall_s - sum(spent)) / steps,
         codec_bytes=sum(float(one["bytes_sent"]) for one in rounds[1:]),
-        wire_bytes=_between(counters, side + 1, rounds[0]["t"], rounds[-1]["t"]),
+        wire_bytes=_exchange_bytes(counters, side + 1, rounds[1:]),
     )
 
 
@@ -272,6 +273,18 @@ def _known_link(link: str) -> dict[str, Any]:
     if known.get("congestion") == "reno":
         known["congestion"] = "cubic"
     return known
+
+
+def _exchange_bytes(counters: list[tuple[float, int, int]], column: int, rounds: list[dict[str, Any]]) -> float:
+    """The counter's growth around exchanges: heartbeats of the long steps between two are left out."""
+    spans: list[list[float]] = []
+    for one in rounds:
+        start, end = one["t"] - float(one["seconds"]) - AROUND_S, one["t"] + AROUND_S
+        if spans and start <= spans[-1][1]:
+            spans[-1][1] = end
+        else:
+            spans.append([start, end])
+    return sum(_between(counters, column, start, end) for start, end in spans)
 
 
 def _between(counters: list[tuple[float, int, int]], column: int, start: float, end: float) -> float:
