@@ -5,7 +5,7 @@ python benchmarks/slow_links.py [--links clean,latency,loss,reno] [--modes step,
 Each case starts `phalanx peers start` and `phalanx peers join` in two network namespaces (slow_network.py; root) with a
 link of 20 Mbit/s, trains a model of 0.35M parameters, and reads both peers' records. Compute per step is what each peer
 needed between two exchanges; the planner is asked with it. Waiting for the slower peer counts as waiting. "step" is
-target-batch in fp32: gradients of every step. The corpus of examples/first-run.toml must be there: `make run` fetches it.
+target-batch in fp32: gradients of every step. `make run` fetches the corpus, that of examples/first-run.toml.
 """
 
 from __future__ import annotations
