@@ -37,6 +37,10 @@ def begin(peers: list[ProcessPeer], number: int, **more: Any) -> None:
         peer.tell({"do": "average", "round": number, "values": VALUES, "weight": 1.0, **more})
 
 
+def said(line: dict[str, Any]) -> str:
+    return f"{line['kind']} {line.get('text', '')} {line.get('peer', '')[:4]}"
+
+
 def check(peers: list[ProcessPeer], counted: list[ProcessPeer], number: int) -> str:
     """All have the mean of those counted, and the same bytes; returns their digest."""
     lines = [peer.wait_for("result", round=number) for peer in peers]
@@ -44,7 +48,7 @@ def check(peers: list[ProcessPeer], counted: list[ProcessPeer], number: int) -> 
     wanted = np.mean([vector_of(peer, number, VALUES) for peer in ids], axis=0)
     for line in lines:
         assert line["committed"], line
-        assert line["counted"] == ids
+        assert line["counted"] == ids, [[said(one) for one in peer.lines] for peer in peers]
         assert np.max(np.abs(np.array(line["head"]) - wanted[:50])) < 1e-12
     assert len({line["digest"] for line in lines}) == 1
     return str(lines[0]["digest"])
@@ -100,7 +104,7 @@ def test_a_late_joiner_gets_the_state_and_takes_part() -> None:
             fetched = late.wait_for("fetched")
             assert fetched["digest"] == digest
             assert (fetched["round"], fetched["step"], fetched["names"]) == (1, "1", ["step", "weights"])
-            # Nobody waits for a newcomer until it is heard to have the state: it is counted in this round or a later one.
+            # Nobody waits for a newcomer until it is heard to have the state: this round counts it, or a later one.
             for number in range(2, 12):
                 begin([*peers, late], number)
                 lines = [peer.wait_for("result", round=number) for peer in (*peers, late)]

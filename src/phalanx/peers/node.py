@@ -23,7 +23,7 @@ from phalanx.peers.round_leader import RoundLeader
 from phalanx.peers.rounds import RoundKeeper
 from phalanx.peers.screening import ProgressCheck
 from phalanx.peers.state_transfer import fetch_state_from, serve_state_to
-from phalanx.peers.transport import Transport, first_refusal, unreachable
+from phalanx.peers.transport import NoWelcomeError, Transport, first_refusal, unknown_key, unreachable
 from phalanx.peers.view_change import ViewKeeper
 from phalanx.peers.wire import Connection
 
@@ -171,6 +171,7 @@ class PeerNode:
         self.known_addresses = list(dict.fromkeys([*addresses, *self.known_addresses]))
         why: dict[Address, str] = {}
         refusals: list[BaseException] = []
+        unwelcome: dict[Address, int] = {}
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -181,6 +182,10 @@ class PeerNode:
                                 return
                         except UserError as error:
                             refusals.append(error)
+                        except NoWelcomeError:
+                            unwelcome[address] = unwelcome.get(address, 0) + 1
+                            if unwelcome[address] >= 3:  # a peer that dies does so once
+                                refusals.append(unknown_key(address, self.identity.name))
                         except (OSError, TimeoutError, ValueError) as error:
                             why[address] = printable(str(error) or type(error).__name__, most=100)
                     if len(refusals) == len(addresses) and (refusal := first_refusal(refusals)):
@@ -376,6 +381,7 @@ class PeerNode:
     def _on_link_up(self, peer: str, connection: Connection) -> None:
         self._heard.pop(peer, None)
         if self.is_current(connection):
+            self.views.greet(peer)
             self.leader.greet(peer)
             self.rounds.say_ready()
 

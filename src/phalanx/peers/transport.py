@@ -31,6 +31,10 @@ FACT_NAMES = {
 }
 
 
+class NoWelcomeError(ConnectionResetError):
+    """What answers has a key that we trust, and ended the connection: it does not trust ours, or just died."""
+
+
 class Transport:
     """This peer's end of all connections: one listener, and a way to dial."""
 
@@ -133,13 +137,9 @@ class Transport:
             await connection.send(hello)
             answer, _ = await connection.receive(MOST_HELLO_BYTES)
         except ConnectionError as error:
-            # TLS 1.3: the other side looks at our certificate only after our side of the handshake is over.
-            if "alert" in str(error).lower():
-                what = (
-                    f"does not know the key of {self.identity.name}: it is not on the allowlist there, or was revoked"
-                )
-                raise mistake(where, what, fix="ask the run's owner for an invitation") from error
-            raise
+            # TLS 1.3: the other side looks at our certificate only after our side of the handshake is over, and may end
+            # the connection without a word.
+            raise NoWelcomeError(str(error)) from error
         if isinstance(answer, Refusal):
             raise mistake(where, printable(answer.what), fix=printable(answer.fix))
         if not isinstance(answer, Welcome):
@@ -220,6 +220,13 @@ def unreachable(addresses: list[Address], why: dict[Address, str]) -> SystemFail
     tried = "; ".join(f"{printable(host)}:{port}: {why.get((host, port), 'no answer')}" for host, port in addresses[:8])
     fix = "check that a peer of the run is up there, and that no firewall is between"
     return SystemFailure(Problem(where="join", what=f"no peer of the run could be reached ({tried})", fix=fix))
+
+
+def unknown_key(address: Address, name: str) -> UserError:
+    """A peer has ended the connection after it saw our key, again and again."""
+    where = f"peer at {printable(address[0])}:{address[1]}"
+    what = f"does not know the key of {name}: it is not on the allowlist there, or was revoked"
+    return mistake(where, what, fix="ask the run's owner for an invitation")
 
 
 def first_refusal(errors: list[BaseException]) -> UserError | None:

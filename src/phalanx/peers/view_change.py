@@ -23,6 +23,7 @@ class _Ballot:
         self.promises: dict[str, say.Promise] = {}
         self.agreed: set[str] = set()
         self.is_lost = False
+        self.asked: tuple[set[str], Message] | None = None  # whom, and what
         self.changed = asyncio.Event()
 
 
@@ -120,7 +121,14 @@ class ViewKeeper:
         except TimeoutError:
             pass  # whoever has answered by now counts
 
+    def greet(self, peer: str) -> None:
+        """A connection is new: ask again what could not be asked before, as of a member that has only just joined."""
+        if self._ballot is not None and self._ballot.asked is not None and peer in self._ballot.asked[0]:
+            self._node.links.post(peer, self._ballot.asked[1])
+
     def _send(self, peers: set[str], message: say.Prepare | say.Propose) -> None:
+        if self._ballot is not None:
+            self._ballot.asked = (peers, message)
         for peer in sorted(peers - {self._node.me}):
             self._node.links.post(peer, message)
         if self._node.me in peers:

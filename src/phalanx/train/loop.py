@@ -142,9 +142,9 @@ class TrainingLoop:
             except ReplicaLost:
                 self._regroup_replicas()
                 continue
-            except BehindGroup:
+            except BehindGroup as error:
                 assert self.control.peers is not None
-                self.step = self.control.peers.catch_up(self)
+                self.step = self.control.peers.catch_up(self, str(error))
                 continue
             except LeavingGroup:
                 leaving = "stopped"

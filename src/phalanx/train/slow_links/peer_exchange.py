@@ -129,7 +129,7 @@ class PeerExchange:
         future: Future[RoundResult] | None = None
         if vector is not None:
             codec = self._codec(vectors, sender)
-            weight = tokens or max(1, int(usual)) + PRESENT
+            weight = float(tokens) or max(1, int(usual)) + PRESENT
             vector = vector if tokens else vector * 0
             future = self._thread.submit(self._ask_until_committed, self.round, vector, weight, codec, sender is not None)
         return PendingRound(exchange=self, vectors=vectors, future=future, frozen=self._frozen if waits else None)
@@ -213,10 +213,11 @@ class PendingRound:
                 result = self.exchange.wait_for(self.future)
             vector = result.vector if result.committed else None
             told = {"committed": result.committed, "behind": result.behind, "has_vector": vector is not None}
+            told["reason"] = result.reason
             told["round"] = asdict(_agreed_round(result))
         told = spread_object(told)
         if not told["committed"]:
-            raise BehindGroup if told["behind"] else LeavingGroup
+            raise (BehindGroup if told["behind"] else LeavingGroup)(told["reason"])
         self.exchange.round += 1
         agreed = AgreedRound(**told["round"])
         if self.vectors is None or not told["has_vector"] or not agreed.tokens:

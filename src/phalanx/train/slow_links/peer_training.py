@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,9 +165,12 @@ class PeerTraining(Callback):
                 return
             time.sleep(POLL_S)
 
-    def catch_up(self, training: TrainingLoop) -> int:
+    def catch_up(self, training: TrainingLoop, why: str = "") -> int:
         """Take the newest state of the group; the steps that it has done. Every rank of the peer calls this."""
-        found = self._fetch_state()
+        text = why or "this peer is new"
+        training.events.write("peer", step=training.step, kind="behind", text=text)
+        with self._server.frozen() if dist.get_world_size() == 1 else nullcontext():  # its own state is still a state
+            found = self._fetch_state()
         self._engine.clear_gradients()
         position = take_state(self._engine, self.outer, found)
         self._restore_position(position)
