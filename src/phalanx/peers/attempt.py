@@ -18,7 +18,7 @@ from phalanx.peers.codecs import BadBytes, Sender, decode, encode
 from phalanx.peers.facts import Vector, View
 from phalanx.peers.messages import RoundPlan
 
-SEGMENT_BYTES = 128 * 1024  # a tenth of a second at 10 Mbit/s
+SEGMENT_BYTES = 32 * 1024  # a fortieth of a second at 10 Mbit/s: what waits for the last piece of a segment is short
 MOST_SEGMENT_VALUES = 2**20
 MOST_VALUES = 2**40
 # A codec changes the norm a little (2-bit values by up to a tenth); the limit on norms is far above it.
@@ -37,7 +37,7 @@ def segment_values(codec: str, top_share: float) -> int:
     """Values that travel together: about `SEGMENT_BYTES`, and a multiple of what every block divides.
 
     >>> segment_values("fp32", 0.03), segment_values("topk-2bit", 0.03)
-    (32768, 1048576)
+    (8192, 606208)
     """
     chunks = SEGMENT_BYTES // max(1, encoded_bytes(codec, CUT_VALUES, top_share))
     return min(MOST_SEGMENT_VALUES, max(1, chunks) * CUT_VALUES)
