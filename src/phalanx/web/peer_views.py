@@ -25,12 +25,12 @@ def peers_view(store: RunStore, name: str) -> Json:
     plan = plan_of(run)
     with store.history(name) as history:
         rounds = parts.read("exchange", lambda: history.events("exchange"), [])
-        told = parts.read("peer", lambda: history.events("peer"), [])
+        happened = parts.read("peer", lambda: history.events("peer"), [])
         parts.note(parts.read("events", history.damage, ()))
     status_file = run.path / "peers" / "status.json"
     status = parts.read("peers/status.json", lambda: read_json(status_file), {}) if status_file.exists() else {}
     drawn = [_round_row(one) for one in rounds]
-    peers = _known_peers(rounds, told, status if isinstance(status, dict) else {})
+    peers = _known_peers(rounds, happened, status if isinstance(status, dict) else {})
     return {
         "mode": text(at(plan, "job", "sync"), "mode"),
         "codec": text(at(plan, "job", "sync"), "codec"),
@@ -42,7 +42,7 @@ def peers_view(store: RunStore, name: str) -> Json:
         "rounds_in_all": len(drawn),
         "peers": peers[:MOST_PEERS],
         "rounds": drawn[-MOST_ROUNDS:],
-        "happened": [_happened_row(one) for one in told if text(one, "text")][-MOST_HAPPENED:],
+        "happened": [_happened_row(one) for one in happened if text(one, "text")][-MOST_HAPPENED:],
         "damage": parts.damage,
     }
 
@@ -84,7 +84,7 @@ def _round_row(event: Event) -> Json:
     }
 
 
-def _known_peers(rounds: Sequence[Event], told: Sequence[Event], status: Json) -> list[Json]:
+def _known_peers(rounds: Sequence[Event], happened: Sequence[Event], status: Json) -> list[Json]:
     """Every peer that anything was said of, those of the last round first; `status` is how its group stands now."""
     newest = rounds[-1] if rounds else {}
     present = {str(one) for one in _listed(newest.get("members"))}
@@ -100,7 +100,7 @@ def _known_peers(rounds: Sequence[Event], told: Sequence[Event], status: Json) -
             entry(str(peer))["rounds"] += 1
         for peer in _table(one, "dropped"):
             entry(peer)["dropped"] += 1
-    for one in told:
+    for one in happened:
         if peer := text(one, "peer"):
             _take_link(entry(peer), one)
     for one in _listed(status.get("members")):
