@@ -23,6 +23,7 @@ def peers_view(store: RunStore, name: str) -> Json:
     """What this peer's record says of all peers. Other peers keep records of their own."""
     parts, run = AnswerParts(), store.run(name)
     plan = plan_of(run)
+    sync = at(plan, "job", "sync")
     with store.history(name) as history:
         rounds = parts.read("exchange", lambda: history.events("exchange"), [])
         happened = parts.read("peer", lambda: history.events("peer"), [])
@@ -32,11 +33,12 @@ def peers_view(store: RunStore, name: str) -> Json:
     drawn = [_round_row(one) for one in rounds]
     peers = _known_peers(rounds, happened, status if isinstance(status, dict) else {})
     return {
-        "mode": text(at(plan, "job", "sync"), "mode"),
-        "codec": text(at(plan, "job", "sync"), "codec"),
-        "inner_steps": integer(at(plan, "job", "sync"), "inner_steps"),
+        "mode": text(sync, "mode"),
+        "codec": text(sync, "codec"),
+        "inner_steps": integer(sync, "inner_steps") if text(sync, "mode") in ("diloco", "quorum") else None,
         "planned_utilisation": _planned_utilisation(plan),
-        "utilisation": _utilisation(drawn),
+        # With a delay training goes on during an exchange, and its seconds say nothing of waiting.
+        "utilisation": None if integer(sync, "delay_steps") else _utilisation(drawn),
         "bytes_sent": sum(one["bytes_sent"] or 0 for one in drawn),
         "bytes_received": sum(one["bytes_received"] or 0 for one in drawn),
         "rounds_in_all": len(drawn),
@@ -62,21 +64,18 @@ def _utilisation(rounds: Sequence[Json]) -> float | None:
     if len(timed) < 2:
         return None
     wall_s = timed[-1]["t"] - timed[0]["t"]
-    waited_s = sum(one["waited_s"] or 0.0 for one in timed[1:])
+    waited_s = sum(one["seconds"] or 0.0 for one in timed[1:])
     return max(0.0, 1.0 - waited_s / wall_s) if wall_s > 0 else None
 
 
 def _round_row(event: Event) -> Json:
-    spent = seconds(event, "seconds")
-    waited = seconds(event, "waited_s")
     return {
         "t": number(event, "t"),
         "round": integer(event, "round"),
         "step": integer(event, "step"),
         "kind": text(event, "kind"),
         "fragment": integer(event, "fragment"),
-        "seconds": spent,
-        "waited_s": spent if waited is None else waited,
+        "seconds": seconds(event, "seconds"),
         "bytes_sent": number(event, "bytes_sent"),
         "bytes_received": number(event, "bytes_received"),
         "members": [printable(str(one))[:64] for one in _listed(event.get("members"))][:MOST_PEERS],
