@@ -24,7 +24,7 @@ PAYLOAD_SHARE = SEGMENT_BYTES / (FRAME_BYTES + ACK_BYTES / 2) * 16384 / (16384 +
 # rates. BBR does not go by loss, and keeps its rate over idle times (Cardwell et al., ACM Queue 14(5), 2016).
 MATHIS_C = math.sqrt(3 / 2)
 INITIAL_WINDOW_BYTES = 10 * SEGMENT_BYTES  # RFC 6928; Linux returns to it after an idle second, as between exchanges
-PIECE_BYTES = 128 * 1024  # peers sum and send back in pieces of this size (peers/attempt.py): the last one has no cover
+PIECE_BYTES = 32 * 1024  # peers sum and send back in pieces of this size (peers/attempt.py): the last one has no cover
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

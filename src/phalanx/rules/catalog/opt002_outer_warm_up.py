@@ -98,12 +98,16 @@ steps are synchronous; and `(steps − synchronous_steps) / inner_steps >= 4`.
         "least_rounds": Limit(value=4, note="exchanges after the warm-up: our choice"),
     },
     bad="""
+[data]
+tokens = "1.6B"         # about 400 steps
 [sync]
 mode = "diloco"
 inner_steps = 500
-synchronous_steps = 0   # of 400 steps
+synchronous_steps = 0
 """,
     good="""
+[data]
+tokens = "1.6B"
 [sync]
 mode = "diloco"
 inner_steps = 20
