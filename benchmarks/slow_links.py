@@ -1,11 +1,14 @@
 """Two real peers over a slow link: utilisation beside the planner's, bytes on the wire beside the codec's.
 
-python benchmarks/slow_links.py [--links clean,latency,loss,reno] [--modes step,h20,h20-int8] [--out table.md]
+python benchmarks/slow_links.py [--links clean,latency,loss,reno] [--modes step,h20,h20-int8] [--pause 0.1] [--out FILE]
 
 Each case starts `phalanx peers start` and `phalanx peers join` in two network namespaces (slow_network.py; root) with a
 link of 20 Mbit/s, trains a model of 0.35M parameters, and reads both peers' records. Compute per step is what each peer
 needed between two exchanges; the planner is asked with it. Waiting for the slower peer counts as waiting. "step" is
 target-batch in fp32: gradients of every step. `make run` fetches the corpus, that of examples/first-run.toml.
+
+With --pause the peers exchange as in training, but pause for so long instead of each step: the link alone is measured,
+on a machine whose cores are busy.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from phalanx.plan.slow_modes import SitePace, predict_mode
 
 MBIT_S = 20.0
 PATIENCE_S = 240.0
+PAUSED_ROUNDS = 8
 AROUND_S = 0.4  # of an exchange: two samples of the counters
 PORT = 7771
 JOB = """\
@@ -121,7 +125,7 @@ class Rounds:
     wire_bytes: float
 
 
-def run_case(link: str, mode: str, folder: Path, *, sequences: int) -> Measured:
+def run_case(link: str, mode: str, folder: Path, *, sequences: int, pause_s: float) -> Measured:
     """Train with two peers, and read what they recorded."""
     sync, steps = MODES[mode]
     folder.mkdir(parents=True)
@@ -137,7 +141,7 @@ def run_case(link: str, mode: str, folder: Path, *, sequences: int) -> Measured:
         watch = threading.Thread(target=_count_bytes, args=(net, counters, stop), daemon=True)
         watch.start()
         try:
-            records = _train(net, job, folder)
+            records = _pause(net, mode, folder, pause_s) if pause_s else _train(net, job, folder)
         finally:
             stop.set()
             watch.join(timeout=5)
@@ -173,6 +177,72 @@ def _train(net: SlowNetwork, job: Path, folder: Path) -> list[list[dict[str, Any
             if process.poll() is None:
                 process.kill()
     return [list(_events(run)) for run in runs]
+
+
+def _pause(net: SlowNetwork, mode: str, folder: Path, pause_s: float) -> list[list[dict[str, Any]]]:
+    """Both peers as groups without training; the events that training would write."""
+    from phalanx.peers.allowlist import AllowList
+    from phalanx.peers.identity import PeerIdentity
+
+    identities = [PeerIdentity.create(name) for name in ("north", "south")]
+    for identity in identities:
+        identity.save(folder / identity.name)
+    allowed = AllowList.create(identities[0], "slow", [one.certificate_pem for one in identities])
+    allowed.save(folder / "allowed.json")
+    sync, _ = MODES[mode]
+    spec = {"folder": str(folder), "addresses": net.addresses, "codec": sync.codec, "values": _model_values(),
+            "pause_s": pause_s, "steps": 1 if mode == "step" else sync.inner_steps}  # fmt: skip
+    processes = [
+        net.start(
+            side, [sys.executable, __file__, "--peer", json.dumps({**spec, "side": side})], stdout=subprocess.PIPE
+        )
+        for side in range(2)
+    ]
+    try:
+        return [json.loads(process.communicate(timeout=PATIENCE_S)[0]) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _run_paused_peer(spec: dict[str, Any]) -> None:
+    """One end of `_pause`: prints its exchanges."""
+    import numpy as np
+
+    from phalanx.peers.allowlist import AllowList
+    from phalanx.peers.facts import Bandwidth, RunFacts
+    from phalanx.peers.group import PeerGroup
+    from phalanx.peers.identity import PeerIdentity
+
+    folder, side = Path(spec["folder"]), spec["side"]
+    group = PeerGroup(
+        PeerIdentity.load(folder / ("north", "south")[side]),
+        RunFacts(run_id="slow", model_digest="none"),
+        allowed=AllowList.load(folder / "allowed.json"),
+        listen=(spec["addresses"][side], PORT),
+        bandwidth=Bandwidth(up_mbps=MBIT_S, down_mbps=MBIT_S),
+        dead_after_s=60.0,
+    )
+    ends = time.monotonic() + 60
+    while side and time.monotonic() < ends:
+        with suppress(Exception):  # the first may not listen yet
+            group.join([(spec["addresses"][0], PORT)], timeout_s=10)
+            break
+        time.sleep(0.5)
+    if not side:
+        group.join()
+    while len(group.view().members) < 2:
+        time.sleep(0.05)
+    vector = np.random.default_rng(side).standard_normal(spec["values"]).astype(np.float32)
+    first, events = group.view().next_round, []
+    for number in range(PAUSED_ROUNDS + 1):
+        time.sleep(spec["pause_s"] * spec["steps"])
+        result = group.average(first + number, vector, 1.0, spec["codec"], timeout_s=PATIENCE_S)
+        events.append({"event": "exchange", "kind": "weights", "t": time.time(), "step": (number + 1) * spec["steps"],
+                       "seconds": result.seconds, "bytes_sent": result.bytes_sent})  # fmt: skip
+    print(json.dumps(events), flush=True)
+    time.sleep(2.0)  # the other may still be in its last round
+    os._exit(0)
 
 
 def _invite(net: SlowNetwork, command: list[str], runs: Path, invitation: Path) -> bool:
@@ -335,12 +405,16 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=4, help="of a global batch, half for each peer")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--keep", type=Path, help="keep the run folders here")
+    parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="pause so long instead of each step")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.peer:
+        return _run_paused_peer(json.loads(args.peer))
     root = args.keep or Path(tempfile.mkdtemp(prefix="slow-links-"))
     rows: list[Measured] = []
     for link in args.links.split(","):
         for mode in args.modes.split(","):
-            rows.append(run_case(link, mode, root / f"{link}-{mode}", sequences=args.sequences))
+            rows.append(run_case(link, mode, root / f"{link}-{mode}", sequences=args.sequences, pause_s=args.pause))
             print(table(rows[-1:]).splitlines()[2], flush=True)
     text = table(rows)
     print(text)
