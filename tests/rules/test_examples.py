@@ -23,6 +23,8 @@ ELSEWHERE = {
     "SPC001": "waivers are judged after all rules: test_waivers.py",
     "SPC003": "rules of the user: test_own_rules.py",
     "BAT003": "needs a run log",
+    "TOP006": "needs a cluster of sites: cases/slow_links.py",
+    "EFF006": "needs a cluster of sites: cases/slow_links.py",
 }
 
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from dashboard import Dashboard, dashboard
+from peer_events import write_peer_events
 from synthetic import write_run
 
 from phalanx.record.events import EventWriter
@@ -35,6 +36,7 @@ PAGES = {
     "plan": ("#/runs/alpha/plan", "text=Why not another layout"),
     "findings": ("#/runs/alpha/findings", ".finding >> nth=3"),
     "cost": ("#/runs/alpha/cost", ".cost-figures"),
+    "peers": ("#/runs/slow/peers", ".peer-line rect >> nth=3"),
     "compare": ("#/compare?runs=alpha,beta&x=tokens", ".chart .u-over"),
     "damaged": ("#/runs/damaged", ".notice"),
 }
@@ -78,6 +80,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     write_run(root, name="alpha", ranks=8, steps=160, straggler=5)
     write_run(root, name="beta", ranks=4, steps=100, seed=3, incidents=0)
+    write_peer_events(write_run(root, name="slow", ranks=1, steps=40, incidents=0).path)
     _damage(write_run(root, name="damaged", ranks=4, steps=60))
     _poison(write_run(root, name="hostile", ranks=4, steps=60, straggler=3))
     return root

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.api.fabric_inputs import named_fabric
 from phalanx.api.jobs import AnyJob, read_job
+from phalanx.api.peer_simulating import PeersSimulation, simulate_peers
 from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, teller, warn
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.types import Cluster
@@ -86,13 +87,14 @@ def simulate(
     repair_hours: float = 24.0,
     levers: bool = False,
     progress: bool | Tell = False,
-) -> StepSimulation | MonthsForecast | MonthsComparison:
+) -> StepSimulation | MonthsForecast | MonthsComparison | PeersSimulation:
     """Simulate one step of a plan on a fabric or, with `days`, months of running with failures.
 
     `plan` is a Plan, or a job that is planned first. Of a step: `routing` is spray (packets over 256 paths) or ecmp
     (16 hashed QPs), `broken` a part that fails for `outage_s` seconds. Of months: `runs` with other random numbers,
     `edge_recovery` for a network in which a lost link costs bandwidth and no restart, `compare` for both networks with
-    three recovery times, `levers` for what would help most. Ctrl-C keeps what is finished.
+    three recovery times, `levers` for what would help most. On a cluster of sites, months are of peers that come and
+    go, and only `runs` and `seed` apply. Ctrl-C keeps what is finished.
 
     >>> forecast = simulate("examples/llama-3-8b-64xH100.toml", days=30, runs=2)
     >>> 0 < forecast.forecast.effective.mean <= 1
@@ -124,6 +126,10 @@ def simulate(
     found = named_fabric(str(fabric), tell) if isinstance(fabric, str | Path) else fabric
     if days is None:
         return _simulate_step(made, found, step, tell)
+    if made.sites is not None:
+        if others := _no_effect_on_peers(months, has_fabric=found is not None):
+            raise UserError(others)
+        return simulate_peers(made, days=days, runs=runs, seed=seed, tell=tell)
     network = _network_causes(made, found, months, tell)
     if compare:
         return _compare_recoveries(made, network, days, months, tell)
@@ -261,6 +267,16 @@ def _months_problems(days: float, months: MonthsCall, step: StepCall, *, has_fab
         what = "--compare and --levers are two tables"
         found.append(Problem(where=WHERE, what=what, fix="leave one of them out"))
     return [one for one in found if one]
+
+
+def _no_effect_on_peers(months: MonthsCall, *, has_fabric: bool) -> list[Problem]:
+    """Options of a network inside a cluster, where sites come and go."""
+    usual = MonthsCall(runs=months.runs, seed=months.seed)
+    given = [option for option, name in MONTHS_OPTIONS.items() if getattr(months, name) != getattr(usual, name)]
+    return [
+        Problem(where=WHERE, what=f"{option} has no effect on a cluster of sites", fix="leave it out, or name one site")
+        for option in (*given, *(["--fabric"] if has_fabric else []))
+    ]
 
 
 def _outside_range(option: str, value: float, least: float, most: float) -> Problem | None:

@@ -35,7 +35,9 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
     )
     step.add_argument("--trace", metavar="FILE.json", help="write the timeline; ui.perfetto.dev opens it")
     months = parser.add_argument_group("months of running (with --days)")
-    months.add_argument("--days", metavar="N", type=float, help="simulate N days with failures")
+    months.add_argument(
+        "--days", metavar="N", type=float, help="simulate N days with failures, or of sites that come and go"
+    )
     months.add_argument(
         "--runs",
         metavar="N",

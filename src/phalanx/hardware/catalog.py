@@ -369,7 +369,7 @@ def _cell_problem(field: NumberField, raw: object, number: float, where: Callabl
 
 def _range_text(field: NumberField) -> str:
     kind = "a whole number" if field.whole else "a number"
-    return f"give {kind} from {field.least:,g} to {field.most:,.0f}"
+    return f"give {kind} from {field.least:,g} to {field.most:,.12g}"
 
 
 # Accelerators a person adds: the same columns as the shipped table, as CSV or as `[[accelerator]]` in TOML.

@@ -161,6 +161,8 @@ def _uneven_hosts(where: str, accelerator: Accelerator, devices: int) -> UserErr
 # disk_gb_per_s = 5             # checkpoint writes, per host
 # matmul_tflops = 600           # measured; overrides the catalogue
 # launch_us = 5                 # measured cost of one small operation
+#
+# A file with [[site]] is a cluster of sites joined by slow links instead: hardware/sites.py.
 
 
 VERSION = 1
@@ -170,6 +172,10 @@ _TEXT_KEYS = ("version", "name", "accelerator", "usd_per_device_hour")
 def load_cluster(path: Path, *, files: Sequence[Path] = (), environ: Mapping[str, str] | None = None) -> Cluster:
     """The cluster a file describes; every mistake in it is reported at once with file:line."""
     file = read_toml(path)
+    if "site" in file.table:
+        from phalanx.hardware.sites import cluster_of_sites  # which reads the spec of every site with this file
+
+        return cluster_of_sites(file, files=files, environ=environ)
     data = file.table
     known = [*_TEXT_KEYS, *(field.key for field in CLUSTER_FIELDS)]
     problems = unknown_keys(data, known, lambda key: file.where(key))
@@ -188,6 +194,9 @@ def load_cluster(path: Path, *, files: Sequence[Path] = (), environ: Mapping[str
 
 def render_cluster(cluster: Cluster) -> str:
     """A cluster file with every value written out, for a person to edit."""
+    if cluster.sites:
+        fix = f"edit {cluster.source}; phalanx cluster --toml SPEC writes the file of one site"
+        raise mistake(cluster.name, "is a cluster of sites, whose file names other clusters", fix=fix)
     lines = [
         "# A Phalanx cluster. Speeds are per device and one direction; keys left out take their documented default.",
         f"version = {VERSION}",

@@ -4,16 +4,47 @@ from __future__ import annotations
 
 from phalanx.hardware.catalog import matmul_flops
 from phalanx.hardware.cluster_defaults import usual_power_w_per_device
-from phalanx.hardware.types import Accelerator, Cluster
+from phalanx.hardware.types import Accelerator, Cluster, Site
 from phalanx.io.tables import text_table
-from phalanx.units import GIB, format_bytes, format_flops, format_money, format_seconds, plural
+from phalanx.units import GIB, HOUR_S, format_bytes, format_flops, format_money, format_seconds, plural
 
 Rows = list[tuple[str, str]]
 
 
 def cluster_page(cluster: Cluster) -> str:
     """The page that `phalanx cluster` prints."""
+    if cluster.sites:
+        head = ("site", "devices", "up", "down", "round trip", "loss", "stays", "")
+        rows = [head, *(_site_row(site) for site in cluster.sites)]
+        title = f"cluster {cluster.name}: {plural(len(cluster.sites), 'site')} joined by slow links"
+        pages = {site.cluster.name: table_of(f"{site.name}: {site.cluster.name}", cluster_rows(site.cluster))
+                 for site in reversed(cluster.sites)}  # fmt: skip
+        return "\n\n".join(["\n".join([title, *text_table(rows, indent=2)]), *reversed(pages.values())])
     return table_of(f"cluster {cluster.name}", cluster_rows(cluster))
+
+
+def _site_row(site: Site) -> tuple[str, ...]:
+    stays = f"{site.session_s / HOUR_S:g} h, away {site.absence_s / HOUR_S:g} h" if site.session_s else "to the end"
+    return (
+        site.name,
+        f"{site.cluster.devices:,} x {site.cluster.accelerator.name}",
+        format_bit_rate(site.up_bytes_per_s),
+        format_bit_rate(site.down_bytes_per_s),
+        format_seconds(site.latency_s),
+        f"{site.loss:.2%}" if site.loss else "none",
+        stays,
+        "accepts no connections" if site.client_only else "",
+    )
+
+
+def format_bit_rate(bytes_per_s: float) -> str:
+    """As links are sold.
+
+    >>> format_bit_rate(2.5e6), format_bit_rate(1.25e9)
+    ('20 Mbit/s', '10 Gbit/s')
+    """
+    mbit = bytes_per_s * 8 / 1e6
+    return f"{mbit:,.4g} Mbit/s" if mbit < 1000 else f"{mbit / 1000:,.4g} Gbit/s"
 
 
 def table_of(title: str, rows: Rows) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar, Literal
 
 from phalanx.hardware.cpu_steps import CpuRates
 from phalanx.io.codec import Bounds
@@ -75,6 +75,8 @@ class Cluster:
     launch_s: Quantity = 0.0  # measured cost of one small operation; 0 uses the framework profile
     cpu: CpuRates | None = None  # of measured cores: their steps are priced by hardware/cpu_steps.py
     source: str = ""
+    sites: tuple[Site, ...] = ()  # joined by slow links; everything above is then the first site's
+    JSON_UNLESS_DEFAULT: ClassVar[tuple[str, ...]] = ("sites",)
 
     def __str__(self) -> str:
         """The page that `phalanx cluster` prints."""
@@ -99,6 +101,31 @@ class Cluster:
     def hosts(self) -> int:
         """Machines that can fail on their own."""
         return max(1, self.devices // max(1, self.host_devices))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """One end of the slow links: a whole cluster, and its way to the internet.
+
+    Two sites talk at the slower of the sender's upload and the receiver's download, with the longer round trip and the
+    higher loss of the two.
+    """
+
+    name: str
+    cluster: Cluster  # without sites of its own
+    up_bytes_per_s: Annotated[float, Bounds(gt=0)]
+    down_bytes_per_s: Annotated[float, Bounds(gt=0)]
+    latency_s: Quantity = 0.0  # round trip to the other sites
+    loss: Annotated[float, Bounds(ge=0, le=0.5)] = 0.0  # share of packets
+    client_only: bool = False  # accepts no connections (NAT): averages nothing for others
+    congestion: Literal["cubic", "bbr"] = "cubic"  # what its TCP goes by; reno is cubic here
+    session_s: Quantity = 0.0  # mean time it stays; 0: to the end
+    absence_s: Quantity = 0.0  # mean time it is away between sessions
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What it sends and receives at once: an exchange moves as many bytes each way (plan/slow_exchange.py)."""
+        return min(self.up_bytes_per_s, self.down_bytes_per_s)
 
 
 # This machine as a value: processors, memory, network cards, GPUs and the paths between them.

@@ -38,7 +38,7 @@ def json_values(value: Any) -> Any:
     """A value as JSON can hold it: dataclasses become objects, infinities and NaN null, sets sorted lists.
 
     A dataclass may name properties that are written beside its fields, in a class variable `JSON_PROPERTIES`, and
-    sections that are left out where all their values are defaults, in `JSON_UNLESS_DEFAULT`.
+    fields that are left out while they hold their default, in `JSON_UNLESS_DEFAULT`: older documents stay as they are.
     """
     if value is None or isinstance(value, str | int):
         return value
@@ -68,7 +68,7 @@ def _simpler_value(value: Any) -> Any:
         names = [
             item.name
             for item in dataclasses.fields(value)
-            if item.name not in omitted or (one := getattr(value, item.name)) != type(one)()
+            if item.name not in omitted or getattr(value, item.name) != _field_default(item)
         ]
         return {name: getattr(value, name) for name in (*names, *getattr(value, "JSON_PROPERTIES", ()))}
     if isinstance(value, set | frozenset):
@@ -76,6 +76,10 @@ def _simpler_value(value: Any) -> Any:
     # numpy scalars and arrays, without importing numpy to ask
     to_list = getattr(value, "tolist", None)
     return to_list() if callable(to_list) else str(value)
+
+
+def _field_default(item: dataclasses.Field[Any]) -> Any:
+    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
 def from_message(kind: type[T], data: Any) -> T:

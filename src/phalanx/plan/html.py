@@ -9,6 +9,7 @@ from phalanx.io.svg import coloured_bar
 from phalanx.io.tables import html_table
 from phalanx.plan.plan import Plan
 from phalanx.plan.reasons import part_name
+from phalanx.plan.site_text import site_html
 from phalanx.units import format_bytes, format_count, format_money, format_seconds, plural
 
 # Okabe and Ito's palette: told apart by colour-blind readers, on light and dark pages.
@@ -43,6 +44,7 @@ def plan_html(plan: Plan) -> str:
         [
             f"<div><h4>{escape(title)}</h4>",
             html_table(list(figures.items())),
+            *(site_html(plan.sites) if plan.sites is not None else ()),
             f"<h5>Step time</h5>{_stacked_bar(step, format_seconds)}",
             f"<h5>Memory per device</h5>{_stacked_bar(room, format_bytes)}",
             "<h5>Pareto front: time, cost and memory</h5>",

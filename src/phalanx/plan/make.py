@@ -77,15 +77,22 @@ def make_plan(
         cluster = resolve_cluster(cluster, ranks_per_gpu=asked.train.ranks_per_gpu)
     origins = {key: origin.where for key, origin in job.origins.items()} if isinstance(job, ResolvedJob) else {}
     noted = job.warnings if isinstance(job, ResolvedJob) else ()
-    request, advice = request_from_job(asked, cluster, origins=origins)
-    noted = (*noted, *advice)
-    return _make_plan(
-        asked,
-        _with_calibration(request, calibration),
-        noted=noted,
-        calibration=calibration,
-        allow_unfinishable=allow_unfinishable,
-    )
+
+    def plan_on(asked: Job, where: Cluster) -> Plan:
+        request, advice = request_from_job(asked, where, origins=origins)
+        return _make_plan(
+            asked,
+            _with_calibration(request, calibration),
+            noted=(*noted, *advice),
+            calibration=calibration,
+            allow_unfinishable=allow_unfinishable,
+        )
+
+    if cluster.sites:
+        from phalanx.plan.site_plan import plan_sites  # nothing that a plan of one cluster needs
+
+        return plan_sites(asked, cluster, plan_on)
+    return plan_on(asked, cluster)
 
 
 def _with_calibration(request: PlanRequest, note: CalibrationNote | None) -> PlanRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from phalanx.errors import mistake
 from phalanx.hardware.types import Cluster
@@ -17,6 +17,7 @@ from phalanx.plan.mapping import AxisUse
 from phalanx.plan.prediction import Duration, MemoryReport, Prediction
 from phalanx.plan.reasons import Alternative
 from phalanx.plan.reliability import Reliability
+from phalanx.plan.site_forecast import SiteForecast
 
 SCHEMA = "phalanx.plan/1"
 
@@ -80,6 +81,8 @@ class Plan:
     search: SearchStats
     calibration: CalibrationNote | None
     warnings: tuple[str, ...]
+    sites: SiteForecast | None = None  # of a cluster of sites; layout, step and memory are then the first site's
+    JSON_UNLESS_DEFAULT: ClassVar[tuple[str, ...]] = ("sites",)
 
     def __str__(self) -> str:
         """The page that `phalanx plan` prints."""

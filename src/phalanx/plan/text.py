@@ -18,6 +18,7 @@ from phalanx.plan.reasons import Alternative, part_name
 from phalanx.plan.reliability import Reliability
 from phalanx.plan.request import trains_with_phalanx
 from phalanx.plan.search import FULL_MEMORY
+from phalanx.plan.site_text import site_sections
 from phalanx.plan.trainable import why_not_left_out
 from phalanx.units import DAY_S, HOUR_S, MINUTE_S, format_bytes, format_count, format_money, format_seconds, plural
 
@@ -31,6 +32,7 @@ SMALLEST_SHARE = 0.001  # parts of the step below a thousandth are left out of t
 def plan_text(plan: Plan, *, top: int = 6) -> str:
     """The page; `top` limits runners-up and Pareto points."""
     sections = [
+        *(site_sections(plan.sites) if plan.sites is not None else ()),
         ("STEP TIME", _step_lines(plan)),
         ("MEMORY PER DEVICE", _memory_lines(plan)),
         ("COMMUNICATION BY AXIS", _mapping_lines(plan)),
@@ -70,10 +72,15 @@ def _headline_lines(plan: Plan) -> list[str]:
         ("cost", money),
         ("memory", f"{format_bytes(plan.memory.total_bytes)} of {format_bytes(plan.memory.usable_bytes)} usable"),
     ]
+    devices, whose = plural(plan.layout.devices, "device"), ""
+    if plan.sites is not None:
+        first = plan.sites.sites[0].name
+        devices = f"{plural(sum(site.devices for site in plan.sites.sites), 'device')} at {len(plan.sites.sites)} sites"
+        whose = f"step, layout, memory and failures of site {first}: "
+        left[1] = ("tokens/s", f"{format_count(plan.sites.row.prediction.tokens_per_s)} at all sites")
     head = [
-        f"{plan.job.name}: {plan.job.model.name}, {size} parameters, on {plan.cluster.name} "
-        f"({plural(plan.layout.devices, 'device')})",
-        f"{plan.layout.name}",
+        f"{plan.job.name}: {plan.job.model.name}, {size} parameters, on {plan.cluster.name} ({devices})",
+        f"{whose}{plan.layout.name}",
         *_simpler_lines(plan),
         "",
     ]

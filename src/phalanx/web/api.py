@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from phalanx.errors import PhalanxError
-from phalanx.web import check_views, detail_views, run_views
+from phalanx.web import check_views, detail_views, peer_views, run_views
 from phalanx.web.answer import encode_answer
 from phalanx.web.detail_views import NoRankError
 from phalanx.web.run_store import NotYetError, RunStore
@@ -82,6 +82,7 @@ def api_routes(store: RunStore, hub: NewsHub, *, complain: Callable[[str], None]
         tell(f"{base}/verdicts", _run_only_view(check_views.counts_view)),
         tell("/api/rules/{rule}", _rule_answer),
         tell(f"{base}/cost", _run_only_view(run_views.cost_view)),
+        tell(f"{base}/peers", _run_only_view(peer_views.peers_view)),
         _stream_route(context, hub, f"{base}/stream"),
     ]
 

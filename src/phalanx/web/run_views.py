@@ -77,6 +77,11 @@ def curve_json(curve: Curve) -> Json:
     return {name: getattr(curve, name) for name in names}
 
 
+def has_peers(plan: Json) -> bool:
+    """Whether a run's job trains with peers; jobs without [sync] do not mention it."""
+    return text(at(plan, "job", "sync"), "mode") not in ("", "every-step", None)
+
+
 def tokens_per_step(plan: Json) -> float | None:
     """Of the whole global batch, as planned."""
     return number(at(plan, "job", "batch"), "global_tokens")
@@ -194,6 +199,7 @@ def run_view(store: RunStore, name: str) -> Json:
         "names": names,
         "ranks": ranks,
         "tokens_per_step": tokens_per_step(plan),
+        "has_peers": has_peers(plan),
         "damage": parts.damage,
         "launched": number(launch, "started"),
         "live": bool(now.get("live")),

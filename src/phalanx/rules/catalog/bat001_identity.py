@@ -27,6 +27,9 @@ def _judge_plan(evidence: Evidence) -> tuple[Outcome, ...]:
     if evidence.plan is None:
         return _judge_refusal(evidence)
     layout, wanted = evidence.plan.layout, evidence.the_job.batch.global_sequences
+    if evidence.plan.sites is not None:
+        peers = len(evidence.plan.sites.sites)
+        return (passed(f"{peers} sites share {plural(wanted, 'sequence')} a step, as declared", value=wanted),)
     made = layout.micro_batch * layout.accumulation * layout.data
     formula = (
         f"B = b · a · dp = {layout.micro_batch} × {layout.accumulation} × {layout.data} = {plural(made, 'sequence')}, "

@@ -12,7 +12,7 @@ const KEYS = [
   ["?", "this list"],
   ["r", "all runs"],
   ["/", "filter the runs"],
-  ["1 … 7", `of a run: ${TABS.map(([, text]) => text.toLowerCase()).join(", ")}`],
+  ["1 … 8", `of a run: ${TABS.map(([, text]) => text.toLowerCase()).join(", ")}`],
   ["← →", "in a chart, map or timeline: move; with Shift by ten"],
   ["+ −", "in a chart: zoom in and out; dragging zooms too"],
   ["0", "show the whole run; double-clicking does the same"],

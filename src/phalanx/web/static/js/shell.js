@@ -10,6 +10,7 @@ import { CostPage } from "./pages/cost.js";
 import { FindingsPage } from "./pages/findings.js";
 import { LedgerPage } from "./pages/ledger.js";
 import { MeshPage } from "./pages/mesh.js";
+import { PeersPage } from "./pages/peers.js";
 import { PlanPage } from "./pages/plan.js";
 import { RunPage } from "./pages/run.js";
 import { StepPage } from "./pages/step.js";
@@ -22,6 +23,7 @@ export const TABS = [
   ["plan", "Plan"],
   ["findings", "Findings"],
   ["cost", "Cost"],
+  ["peers", "Peers"], // of runs over slow links only
 ];
 const PAGES = {
   "": RunPage,
@@ -31,6 +33,7 @@ const PAGES = {
   plan: PlanPage,
   findings: FindingsPage,
   cost: CostPage,
+  peers: PeersPage,
 };
 
 const AGAIN_MS = 3000;
@@ -83,6 +86,7 @@ export class RunShell {
     TABS.forEach(([key], index) => {
       const anchor = this.tabs.children[index];
       anchor.href = link(key ? ["runs", this.name, key] : ["runs", this.name], { rank: query.rank });
+      anchor.hidden = key === "peers" && key !== tab && !this.info?.has_peers;
       if (key === tab) anchor.setAttribute("aria-current", "page");
       else anchor.removeAttribute("aria-current");
     });
@@ -129,6 +133,7 @@ export class RunShell {
     if (this.gone) return;
     if (this.problem) this.#recovered();
     this.#header();
+    this.#tabs(this.tab, here().query);
     this.page?.informed?.(this.info);
     if (this.info.settled === false) this.timer = setTimeout(() => this.#load(), AGAIN_MS);
     this.#add("cost", "/cost");

@@ -1,0 +1,428 @@
+"""Two real peers over a slow link: utilisation beside the planner's, bytes on the wire beside the codec's.
+
+python benchmarks/slow_links.py [--links clean,latency,loss,reno] [--modes step,h20,h20-int8] [--pause 0.1] [--out FILE]
+
+Each case starts `phalanx peers start` and `phalanx peers join` in two network namespaces (slow_network.py; root) with a
+link of 20 Mbit/s, trains a model of 0.35M parameters, and reads both peers' records. Compute per step is what each peer
+needed between two exchanges; the planner is asked with it. Waiting for the slower peer counts as waiting. "step" is
+target-batch in fp32: gradients of every step. `make run` fetches the corpus, that of examples/first-run.toml.
+
+With --pause the peers exchange as in training, but pause for so long instead of each step: the link alone is measured,
+on a machine whose cores are busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from slow_network import SlowNetwork
+
+from phalanx.job.sync_section import SyncSettings
+from phalanx.network.slow_codecs import encoded_bytes
+from phalanx.plan.slow_exchange import PeerLink
+from phalanx.plan.slow_modes import SitePace, predict_mode
+
+MBIT_S = 20.0
+PATIENCE_S = 240.0
+PAUSED_ROUNDS = 8
+AROUND_S = 0.4  # of an exchange: two samples of the counters
+PORT = 7771
+JOB = """\
+name = "slow"
+[model]
+name = "slow-llama"
+layers = 3
+hidden = 96
+heads = 4
+kv_heads = 2
+head_dim = 24
+ffn = 256
+vocab = 512
+tied = true
+[data]
+corpus = "offline-english"
+sequence = 64
+tokens = {tokens}
+[batch]
+global_sequences = {sequences}
+micro = 2
+[optim]
+lr = 3e-3
+[precision]
+compute = "fp32"
+[train]
+samples = 0
+evaluate_sequences = 0
+[checkpoint]
+interval_s = 3600
+[sync]
+peers = 2
+mode = "{mode}"
+inner_steps = {inner_steps}
+synchronous_steps = {warm_up}
+codec = "{codec}"
+dead_after_s = 60
+[cluster]
+spec = "local-cpu:1"
+"""
+LINKS: dict[str, dict[str, Any]] = {
+    "clean": {},
+    "latency": {"latency_s": 0.1, "congestion": "bbr"},
+    "loss": {"latency_s": 0.1, "loss": 0.01, "congestion": "bbr"},
+    "reno": {"latency_s": 0.1, "loss": 0.01, "congestion": "reno"},
+}
+MODES = {
+    "step": (SyncSettings(mode="target-batch"), 12),
+    "h20": (SyncSettings(mode="diloco", inner_steps=20), 81),
+    "h20-int8": (SyncSettings(mode="diloco", inner_steps=20, codec="int8"), 81),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One case: seconds are means over rounds, of both peers."""
+
+    link: str
+    mode: str
+    rounds: int
+    step_s: float  # compute
+    exchange_s: float
+    utilisation: float
+    planned_s: float  # of an exchange
+    planned: float  # utilisation
+    codec_bytes: float  # sent by one peer in the counted rounds, as the codec says
+    wire_bytes: float  # by the counter of its interface
+    bytes_per_step: float
+    load: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rounds:
+    """What one peer recorded."""
+
+    wall_s: float
+    exchanges_s: list[float]
+    steps: int
+    step_s: float
+    codec_bytes: float
+    wire_bytes: float
+
+
+def run_case(link: str, mode: str, folder: Path, *, sequences: int, pause_s: float) -> Measured:
+    """Train with two peers, and read what they recorded."""
+    sync, steps = MODES[mode]
+    folder.mkdir(parents=True)
+    job = folder / "job.toml"
+    text = JOB.format(tokens=steps * sequences * 64, sequences=sequences, mode=sync.mode, codec=sync.codec,
+                      inner_steps=sync.inner_steps, warm_up=0)  # fmt: skip
+    if sync.mode == "target-batch":
+        text = "\n".join(line for line in text.splitlines() if not line.startswith(("inner_steps", "synchronous")))
+    job.write_text(text, encoding="utf-8")
+    counters: list[tuple[float, int, int]] = []
+    with SlowNetwork(mbit_s=MBIT_S, **LINKS[link]) as net:
+        stop = threading.Event()
+        watch = threading.Thread(target=_count_bytes, args=(net, counters, stop), daemon=True)
+        watch.start()
+        try:
+            records = _pause(net, mode, folder, pause_s) if pause_s else _train(net, job, folder)
+        finally:
+            stop.set()
+            watch.join(timeout=5)
+    return _measure(link, mode, records, counters)
+
+
+def _train(net: SlowNetwork, job: Path, folder: Path) -> list[list[dict[str, Any]]]:
+    """Both peers to the end; the events of each."""
+    phalanx = [sys.executable, "-m", "phalanx", "peers"]
+    options = ["--no-check", "--bandwidth", f"{MBIT_S:g}/{MBIT_S:g}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    logs = [(folder / f"{name}.log").open("w") for name in ("north", "south")]
+    listen = [f"{address}:{PORT}" for address in net.addresses]
+    runs = [folder / "north", folder / "south"]
+    start = [*phalanx, "start", str(job), "--name", "north", "--listen", listen[0], "--runs", str(runs[0]), *options]
+    processes = [net.start(0, start, stdout=logs[0], stderr=subprocess.STDOUT, env=env)]
+    try:
+        invitation = folder / "south.json"
+        _until(lambda: _invite(net, [*phalanx, "invite"], runs[0], invitation), processes, folder)
+        join = [*phalanx, "join", str(invitation), "--job", str(job), "--listen", listen[1], "--runs", str(runs[1])]
+        processes.append(net.start(1, [*join, *options], stdout=logs[1], stderr=subprocess.STDOUT, env=env))
+        ends = time.monotonic() + PATIENCE_S
+        for process in processes:
+            process.wait(timeout=max(1.0, ends - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        print(f"stopped after {PATIENCE_S:g} s; what was finished is counted", file=sys.stderr)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=20)
+            if process.poll() is None:
+                process.kill()
+    return [list(_events(run)) for run in runs]
+
+
+def _pause(net: SlowNetwork, mode: str, folder: Path, pause_s: float) -> list[list[dict[str, Any]]]:
+    """Both peers as groups without training; the events that training would write."""
+    from phalanx.peers.allowlist import AllowList
+    from phalanx.peers.identity import PeerIdentity
+
+    identities = [PeerIdentity.create(name) for name in ("north", "south")]
+    for identity in identities:
+        identity.save(folder / identity.name)
+    allowed = AllowList.create(identities[0], "slow", [one.certificate_pem for one in identities])
+    allowed.save(folder / "allowed.json")
+    sync, _ = MODES[mode]
+    spec = {"folder": str(folder), "addresses": net.addresses, "codec": sync.codec, "values": _model_values(),
+            "pause_s": pause_s, "steps": 1 if mode == "step" else sync.inner_steps}  # fmt: skip
+    processes = [
+        net.start(
+            side, [sys.executable, __file__, "--peer", json.dumps({**spec, "side": side})], stdout=subprocess.PIPE
+        )
+        for side in range(2)
+    ]
+    try:
+        return [json.loads(process.communicate(timeout=PATIENCE_S)[0]) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _run_paused_peer(spec: dict[str, Any]) -> None:
+    """One end of `_pause`: prints its exchanges."""
+    import numpy as np
+
+    from phalanx.peers.allowlist import AllowList
+    from phalanx.peers.facts import Bandwidth, RunFacts
+    from phalanx.peers.group import PeerGroup
+    from phalanx.peers.identity import PeerIdentity
+
+    folder, side = Path(spec["folder"]), spec["side"]
+    group = PeerGroup(
+        PeerIdentity.load(folder / ("north", "south")[side]),
+        RunFacts(run_id="slow", model_digest="none"),
+        allowed=AllowList.load(folder / "allowed.json"),
+        listen=(spec["addresses"][side], PORT),
+        bandwidth=Bandwidth(up_mbps=MBIT_S, down_mbps=MBIT_S),
+        dead_after_s=60.0,
+    )
+    ends = time.monotonic() + 60
+    while side and time.monotonic() < ends:
+        with suppress(Exception):  # the first may not listen yet
+            group.join([(spec["addresses"][0], PORT)], timeout_s=10)
+            break
+        time.sleep(0.5)
+    if not side:
+        group.join()
+    while len(group.view().members) < 2:
+        time.sleep(0.05)
+    vector = np.random.default_rng(side).standard_normal(spec["values"]).astype(np.float32)
+    first, events = group.view().next_round, []
+    for number in range(PAUSED_ROUNDS + 1):
+        time.sleep(spec["pause_s"] * spec["steps"])
+        result = group.average(first + number, vector, 1.0, spec["codec"], timeout_s=PATIENCE_S)
+        events.append({"event": "exchange", "kind": "weights", "t": time.time(), "step": (number + 1) * spec["steps"],
+                       "seconds": result.seconds, "bytes_sent": result.bytes_sent})  # fmt: skip
+    print(json.dumps(events), flush=True)
+    time.sleep(2.0)  # the other may still be in its last round
+    os._exit(0)
+
+
+def _invite(net: SlowNetwork, command: list[str], runs: Path, invitation: Path) -> bool:
+    found = [path.parent for path in runs.glob("*/plan.json")]
+    if not found:
+        return False
+    done = subprocess.run(
+        ["ip", "netns", "exec", net.names[0], *command, str(found[0]), "south", "--out", str(invitation)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode == 0 and invitation.exists()
+
+
+def _until(is_done: Any, processes: list[subprocess.Popen[str]], folder: Path) -> None:
+    """Ask again until it is so; says why a peer ended meanwhile."""
+    ends = time.monotonic() + 120
+    while not is_done():
+        ended = [process for process in processes if process.poll() is not None]
+        if ended or time.monotonic() > ends:
+            logs = "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("*.log")))
+            raise SystemExit(f"a peer did not start:\n{logs}")
+        time.sleep(0.5)
+
+
+def _events(runs: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(runs.glob("*/events-00000*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):
+                yield json.loads(line)
+
+
+def _count_bytes(net: SlowNetwork, counters: list[tuple[float, int, int]], stop: threading.Event) -> None:
+    while not stop.wait(0.2):
+        with suppress(SystemExit, ValueError):
+            counters.append((time.time(), net.sent_bytes(0), net.sent_bytes(1)))
+
+
+def _measure(
+    link: str, mode: str, records: list[list[dict[str, Any]]], counters: list[tuple[float, int, int]]
+) -> Measured:
+    """Rounds after the first, which also waits for the other peer to start."""
+    sync, _ = MODES[mode]
+    sides = [_read_rounds(events, counters, side, f"{link}, {mode}") for side, events in enumerate(records)]
+    per_round = sides[0].steps / len(sides[0].exchanges_s)
+    paces = [
+        SitePace(
+            name=str(number),
+            devices=1,
+            step_s=side.step_s,
+            tokens_per_step=1.0,
+            link=PeerLink(name=str(number), bytes_per_s=MBIT_S * 1e6 / 8, **_known_link(link)),
+        )
+        for number, side in enumerate(sides)
+    ]
+    predicted = predict_mode(paces, _model_values(), replace(sync, inner_steps=max(1, round(per_round))))
+    # Whoever comes first also waits for the other: what the exchange itself takes is the shorter of both.
+    pairs = zip(*(side.exchanges_s for side in sides), strict=False)
+    return Measured(
+        link=link,
+        mode=mode,
+        rounds=len(sides[0].exchanges_s),
+        step_s=statistics.mean(side.step_s for side in sides),
+        exchange_s=statistics.mean(min(pair) for pair in pairs),
+        utilisation=statistics.mean(1 - sum(side.exchanges_s) / side.wall_s for side in sides),
+        planned_s=predicted.exchange_s,
+        planned=statistics.mean(use.utilisation for use in predicted.sites),
+        codec_bytes=statistics.mean(side.codec_bytes for side in sides),
+        wire_bytes=statistics.mean(side.wire_bytes for side in sides),
+        bytes_per_step=statistics.mean(side.codec_bytes / side.steps for side in sides),
+        load=os.getloadavg()[0],
+    )
+
+
+def _read_rounds(events: list[dict[str, Any]], counters: list[tuple[float, int, int]], side: int, what: str) -> Rounds:
+    """Exchanges of one peer, from the end of its first to the end of its last."""
+    rounds = [one for one in events if one.get("event") == "exchange" and one.get("kind") != "meet"]
+    if len(rounds) < 3:
+        raise SystemExit(f"{what}: {len(rounds)} exchanges are recorded")
+    if rounds[-1]["step"] - rounds[-2]["step"] < rounds[1]["step"] - rounds[0]["step"]:
+        rounds = rounds[:-1]  # the end of the run is no whole round
+    wall_s = rounds[-1]["t"] - rounds[0]["t"]
+    spent = [float(one["seconds"]) for one in rounds[1:]]
+    steps = rounds[-1]["step"] - rounds[0]["step"]
+    return Rounds(
+        wall_s=wall_s,
+        exchanges_s=spent,
+        steps=steps,
+        step_s=(wall_s - sum(spent)) / steps,
+        codec_bytes=sum(float(one["bytes_sent"]) for one in rounds[1:]),
+        wire_bytes=_exchange_bytes(counters, side + 1, rounds[1:]),
+    )
+
+
+def _known_link(link: str) -> dict[str, Any]:
+    known = dict(LINKS[link])
+    if known.get("congestion") == "reno":
+        known["congestion"] = "cubic"
+    return known
+
+
+def _exchange_bytes(counters: list[tuple[float, int, int]], column: int, rounds: list[dict[str, Any]]) -> float:
+    """The counter's growth around exchanges: heartbeats of the long steps between two are left out."""
+    spans: list[list[float]] = []
+    for one in rounds:
+        start, end = one["t"] - float(one["seconds"]) - AROUND_S, one["t"] + AROUND_S
+        if spans and start <= spans[-1][1]:
+            spans[-1][1] = end
+        else:
+            spans.append([start, end])
+    return sum(_between(counters, column, start, end) for start, end in spans)
+
+
+def _between(counters: list[tuple[float, int, int]], column: int, start: float, end: float) -> float:
+    """The counter's growth, read between its samples."""
+    times = [row[0] for row in counters]
+
+    def at(t: float) -> float:
+        place = min(max(1, bisect_left(times, t)), len(times) - 1)
+        (t0, *low), (t1, *high) = counters[place - 1], counters[place]
+        part = min(1.0, max(0.0, (t - t0) / (t1 - t0)))
+        return low[column - 1] + part * (high[column - 1] - low[column - 1])
+
+    return at(end) - at(start)
+
+
+def _model_values() -> int:
+    from phalanx.job.load import load
+    from phalanx.job.parameter_counts import count_parameters
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.toml"
+        path.write_text(JOB.format(tokens=4096, sequences=8, mode="diloco", codec="fp32", inner_steps=20, warm_up=0))
+        return count_parameters(load(path).job.model).total
+
+
+def table(rows: list[Measured]) -> str:
+    """As Markdown."""
+    first = next((row for row in rows if row.mode == "step" and row.link == "clean"), rows[0])
+    plain = encoded_bytes("fp32", _model_values())
+    head = ("link", "mode", "rounds", "compute a step", "exchange", "planned", "utilisation", "planned", "points",
+            "wire / codec", "fewer bytes a step")  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        lines.append(
+            f"| {row.link} | {row.mode} | {row.rounds} | {row.step_s:.3f} s | {row.exchange_s:.3f} s | "
+            f"{row.planned_s:.3f} s | {row.utilisation:.1%} | {row.planned:.1%} | "
+            f"{100 * (row.planned - row.utilisation):+.1f} | {row.wire_bytes / row.codec_bytes:.3f} | "
+            f"{plain / row.bytes_per_step:.1f}x |"
+        )
+    return "\n".join([*lines, "", f"Load of the machine (1 minute): {first.load:.1f} to {rows[-1].load:.1f}."])
+
+
+def main() -> None:
+    """Run every case and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--links", default=",".join(LINKS))
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--sequences", type=int, default=4, help="of a global batch, half for each peer")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--keep", type=Path, help="keep the run folders here")
+    parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="pause so long instead of each step")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peer:
+        return _run_paused_peer(json.loads(args.peer))
+    root = args.keep or Path(tempfile.mkdtemp(prefix="slow-links-"))
+    rows: list[Measured] = []
+    for link in args.links.split(","):
+        for mode in args.modes.split(","):
+            rows.append(run_case(link, mode, root / f"{link}-{mode}", sequences=args.sequences, pause_s=args.pause))
+            print(table(rows[-1:]).splitlines()[2], flush=True)
+    text = table(rows)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n", encoding="utf-8")
+    if not args.keep:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

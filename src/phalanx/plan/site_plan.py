@@ -1,0 +1,261 @@
+"""A plan on a cluster of sites: each site's own layout, and what the slow links between them leave of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from phalanx.errors import Problem
+from phalanx.hardware.types import Cluster, Site
+from phalanx.job.schema import Job
+from phalanx.job.sync_section import CODECS, SyncSettings
+from phalanx.plan.bill import Bill, run_bill
+from phalanx.plan.loss_penalty import expected_penalty
+from phalanx.plan.plan import Plan
+from phalanx.plan.prediction import Duration
+from phalanx.plan.site_forecast import CodecRow, ModeRow, SiteForecast, SiteRow
+from phalanx.plan.slow_exchange import peer_link
+from phalanx.plan.slow_modes import TARGET_UTILISATION, SitePace, predict_mode, smallest_inner_steps
+from phalanx.units import HOUR_S, format_seconds, plural
+
+GRID_INNER_STEPS = (1, 10, 20, 50, 100, 200, 500)  # of the grid; DiLoCo's own is 500, INTELLECT-1's 100
+POOR_UTILISATION = 0.5  # below it, more than half of the bill buys waiting
+
+PlanOn = Callable[[Job, Cluster], Plan]
+
+
+def plan_sites(job: Job, cluster: Cluster, plan_on: PlanOn) -> Plan:
+    """The plan of the first site with its share of the batch, and the forecast of all sites beside it.
+
+    `plan_on` plans a job on one cluster. Time and cost are those of the whole run on all sites.
+    """
+    sites = cluster.sites
+    planned: dict[int, Plan] = {}  # sites of the same devices need one search
+    plans: list[Plan] = []
+    for site in sites:
+        known = next((index for index, plan in planned.items() if sites[index].cluster == site.cluster), None)
+        plan = (
+            plan_on(job_of_peer(job, len(sites), site.cluster.devices), site.cluster)
+            if known is None
+            else planned[known]
+        )
+        planned.setdefault(len(plans), plan)
+        plans.append(plan)
+    first = plans[0]
+    forecast = forecast_sites(job, sites, plans)
+    duration = _run_duration(first, forecast)
+    return replace(
+        first,
+        job=job,
+        cluster=cluster,
+        duration=duration,
+        bill=_sum_bills(job, plans, duration),
+        sites=forecast,
+        pareto=(),  # of one site, with a share of the batch: no choice between whole runs
+        warnings=(*first.warnings, *(problem.render() for problem in _advice(job, cluster, forecast))),
+    )
+
+
+def job_of_peer(job: Job, peers: int, devices: int) -> Job:
+    """What one of so many peers trains in a step: its part of the global batch, in whole passes of its devices."""
+    batch = job.batch
+    each = devices * (batch.micro if isinstance(batch.micro, int) else 1)
+    part = batch.global_sequences / peers
+    # A batch too small for one pass of every device is left to the planner, which may use fewer of them.
+    sequences = round(part / each) * each if part >= each else max(1, round(part))
+    ramp = tuple(
+        replace(stage, global_tokens=max(job.data.sequence, stage.global_tokens // peers)) for stage in batch.ramp
+    )
+    tokens = sequences * job.data.sequence
+    return replace(job, batch=replace(batch, global_sequences=sequences, global_tokens=tokens, ramp=ramp))
+
+
+def site_pace(site: Site, plan: Plan, tokens_per_step: float) -> SitePace:
+    """A site at the pace that its own plan predicts, for its part of the global batch."""
+    price = plan.bill.usd_per_device_hour
+    return SitePace(
+        name=site.name,
+        devices=plan.layout.devices,
+        step_s=tokens_per_step / plan.prediction.tokens_per_s,
+        tokens_per_step=tokens_per_step,
+        link=peer_link(site),
+        usd_per_hour=price[1] * plan.layout.devices if price else None,
+    )
+
+
+def forecast_sites(job: Job, sites: Sequence[Site], plans: Sequence[Plan]) -> SiteForecast:
+    """Every mode and codec at the job's H, and every codec at several H."""
+    part = job.batch.global_tokens / len(sites)
+    paces = [site_pace(site, plan, part) for site, plan in zip(sites, plans, strict=True)]
+    values = plans[0].prediction.parameters
+    tokens = plans[0].duration.tokens
+    chosen = job.sync
+    rows = tuple(_mode_row(paces, values, sync, tokens=tokens, chosen=chosen) for sync in _shown_modes(chosen))
+    spread = replace(chosen, mode=chosen.mode if chosen.mode in ("diloco", "quorum") else "diloco")
+    inner_steps = tuple(sorted({*GRID_INNER_STEPS, chosen.inner_steps}))
+    grid = tuple(
+        CodecRow(
+            codec=codec,
+            utilisation=tuple(
+                predict_mode(paces, values, _with_inner_steps(spread, codec, steps)).utilisation
+                for steps in inner_steps
+            ),
+            smallest_inner_steps=smallest_inner_steps(paces, values, replace(spread, codec=codec)),
+        )
+        for codec in CODECS
+    )
+    return SiteForecast(
+        sites=tuple(
+            SiteRow(
+                name=site.name,
+                cluster=plan.cluster.name,
+                devices=pace.devices,
+                layout=plan.layout.short,
+                step_s=pace.step_s,
+                tokens_per_s=pace.tokens_per_s,
+                up_bytes_per_s=site.up_bytes_per_s,
+                down_bytes_per_s=site.down_bytes_per_s,
+                latency_s=site.latency_s,
+                loss=site.loss,
+                client_only=site.client_only,
+                usd_per_hour=pace.usd_per_hour,
+            )
+            for site, plan, pace in zip(sites, plans, paces, strict=True)
+        ),
+        values=values,
+        target_utilisation=TARGET_UTILISATION,
+        rows=rows,
+        chosen=next(index for index, row in enumerate(rows) if row.sync == chosen),
+        inner_steps=inner_steps,
+        grid=grid,
+    )
+
+
+def _shown_modes(chosen: SyncSettings) -> list[SyncSettings]:
+    """What is compared: the plain modes, DiLoCo with each codec, and the job's own."""
+    plain = replace(chosen, codec="fp32")
+    found = [
+        replace(plain, mode="every-step"),
+        *(replace(chosen, mode="target-batch", codec=codec) for codec in ("fp32", "bf16", "int8")),
+        *(replace(chosen, mode="diloco", codec=codec) for codec in CODECS),
+    ]
+    if chosen.mode == "quorum":
+        found += [replace(chosen, codec=codec) for codec in CODECS]
+    return list(dict.fromkeys([*found, chosen]))
+
+
+def _with_inner_steps(sync: SyncSettings, codec: str, steps: int) -> SyncSettings:
+    """Another H and codec; fragments and delay as far as H allows them."""
+    fragments = min(sync.fragments, steps)
+    delay = min(sync.delay_steps, steps // fragments - 1)
+    return replace(sync, codec=codec, inner_steps=steps, fragments=fragments, delay_steps=delay)
+
+
+def _mode_row(
+    paces: Sequence[SitePace], values: int, sync: SyncSettings, *, tokens: int, chosen: SyncSettings
+) -> ModeRow:
+    """One mode over the whole run, its synchronous steps at the start included."""
+    found = predict_mode(paces, values, sync)
+    steps = math.ceil(tokens / sum(pace.tokens_per_step for pace in paces))
+    warm = sync.warm_up_steps(steps)
+    warm_s = warm * predict_mode(paces, values, replace(sync, mode="every-step", codec=warm_up_codec(sync))).step_s
+    # By tokens, not steps: of what a quorum drops nothing was learnt.
+    left = max(0.0, tokens - warm * sum(pace.tokens_per_step for pace in paces))
+    wall_s = warm_s + left / found.tokens_per_s
+    prices = [pace.usd_per_hour for pace in paces]
+    usd = sum(price for price in prices if price is not None) * wall_s / HOUR_S if None not in prices else None
+    penalty = expected_penalty(sync, warm=warm > 0)
+    ideal_s = tokens / sum(pace.tokens_per_s for pace in paces)
+    return ModeRow(
+        sync=sync,
+        prediction=found,
+        steps=steps,
+        warm_up_steps=warm,
+        warm_up_s=warm_s,
+        training_s=wall_s,
+        run_utilisation=ideal_s / wall_s,
+        usd=usd,
+        penalty=penalty,
+    )
+
+
+def warm_up_codec(sync: SyncSettings) -> str:
+    """Gradients of the synchronous steps travel as the updates later do, except that top-k would spoil Adam."""
+    return "int8" if sync.codec in ("int4", "topk-2bit") else sync.codec
+
+
+def _run_duration(first: Plan, forecast: SiteForecast) -> Duration:
+    """The whole run in the job's mode; doubt and failures as the first site has them."""
+    row, alone = forecast.rows[forecast.chosen], first.duration
+    factor = row.training_s / alone.training_s if alone.training_s else 1.0
+    return replace(
+        alone,
+        steps=row.steps,
+        training_s=row.training_s,
+        wall_s=alone.wall_s * factor,
+        wall_s_low=alone.wall_s_low * factor,
+        wall_s_high=alone.wall_s_high * factor,
+    )
+
+
+def _sum_bills(job: Job, plans: Sequence[Plan], duration: Duration) -> Bill:
+    """All sites over the whole run; unknown where one of them is. Prices per hour are the first site's."""
+    bills = [
+        run_bill(
+            plan.cluster,
+            cost=job.cost,
+            wall_s=duration.wall_s,
+            wall_interval_s=(duration.wall_s_low, duration.wall_s_high),
+            spares=plan.reliability.spares,
+            devices=plan.layout.devices,
+        )
+        for plan in plans
+    ]
+    usd = [bill.usd for bill in bills]
+    kwh, carbon, ranges = ([getattr(bill, name) for bill in bills] for name in ("kwh", "kgco2e", "kwh_interval"))
+    return replace(
+        bills[0],
+        device_hours=sum(bill.device_hours for bill in bills),
+        usd=None if None in usd else tuple(sum(column) for column in zip(*usd, strict=True)),
+        kwh=None if None in kwh else sum(kwh),
+        kgco2e=None if None in carbon else sum(carbon),
+        kwh_interval=None if None in ranges else tuple(sum(column) for column in zip(*ranges, strict=True)),
+    )
+
+
+def _advice(job: Job, cluster: Cluster, forecast: SiteForecast) -> list[Problem]:
+    """What the tables mean for this job."""
+    row, found = forecast.rows[forecast.chosen], []
+    if job.sync.peers not in (0, len(cluster.sites)):
+        what = f"sync.peers = {job.sync.peers}, and {cluster.name} has {plural(len(cluster.sites), 'site')}"
+        found.append(Problem(where=cluster.name, what=what, fix="the plan counts the sites; leave sync.peers out"))
+    if row.warm_up_s > POOR_UTILISATION * row.training_s:
+        share = row.warm_up_s / row.training_s
+        found.append(
+            Problem(
+                where=cluster.name,
+                what=f"the {row.warm_up_steps:,} synchronous steps at the start take {share:.0%} of the time",
+                why=f"each exchanges gradients, {format_seconds(row.warm_up_s / row.warm_up_steps)} a step",
+                fix="train them at one site and let the others join, or set sync.synchronous_steps; our runs, which "
+                "were short, needed 20 % of the steps",
+            )
+        )
+    if row.prediction.utilisation < POOR_UTILISATION:
+        best = next((one for one in forecast.grid if one.codec == "int8"), forecast.grid[0])
+        steps = best.smallest_inner_steps
+        fix = (
+            f'sync.mode = "diloco" with codec = "int8" and inner_steps = {steps:,} reaches '
+            f"{forecast.target_utilisation:.0%}"
+            if steps
+            else "no H reaches 90 %: the sites differ too much in speed, or their links are too slow"
+        )
+        found.append(
+            Problem(
+                where=cluster.name,
+                what=f"sites compute {row.prediction.utilisation:.0%} of the time with sync.mode = "
+                f'"{job.sync.mode}": an exchange takes {format_seconds(row.prediction.exchange_s)}',
+                fix=fix,
+            )
+        )
+    return found

@@ -1,0 +1,113 @@
+"""The sites of a plan as tables: each site, the modes and codecs, and utilisation by H."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from html import escape
+
+from phalanx.hardware.sites import MBIT
+from phalanx.io.tables import html_table, text_table
+from phalanx.plan.site_forecast import ModeRow, SiteForecast
+from phalanx.units import format_bytes, format_count, format_money, format_seconds
+
+Table = list[tuple[str, ...]]
+WIDTH = 96  # of a note, as on the rest of the page
+
+
+def site_table(forecast: SiteForecast) -> Table:
+    """Sites in the job's own mode, with a head."""
+    rows: Table = [("site", "devices", "layout", "step", "up / down", "trip", "loss", "share", "busy")]
+    for site, use in zip(forecast.sites, forecast.row.prediction.sites, strict=True):
+        rows.append(
+            (site.name, f"{site.devices:,} x {_device_name(site.cluster)}", site.layout, format_seconds(site.step_s),
+             f"{site.up_bytes_per_s / MBIT:,.4g} / {site.down_bytes_per_s / MBIT:,.4g} Mbit/s",
+             format_seconds(site.latency_s), f"{site.loss:.2%}" if site.loss else "none",
+             "none" if site.client_only else f"{use.share:.0%}",
+             f"{use.utilisation:.1%}" if use.counted else "late")
+        )  # fmt: skip
+    return rows
+
+
+def mode_table(forecast: SiteForecast) -> tuple[Table, list[str]]:
+    """Modes and codecs with a head, the job's own marked; and the sources that the last column numbers."""
+    head = ("  mode", "codec", "H", "exchange", "busy", "run", "tok/s", "sent", "time", "cost", "loss %")
+    rows: Table = [head]
+    sources: list[str] = []
+    for index, row in enumerate(forecast.rows):
+        found, mark = row.prediction, ">" if index == forecast.chosen else " "
+        rows.append(
+            (f"{mark} {found.mode}", found.codec, f"{found.inner_steps:,}", format_seconds(found.exchange_s),
+             f"{found.utilisation:.1%}", f"{row.run_utilisation:.0%}", format_count(found.tokens_per_s),
+             format_bytes(found.bytes_per_step), format_seconds(row.training_s),
+             format_money(row.usd) if row.usd is not None else "-", _penalty_text(row, sources))
+        )  # fmt: skip
+    return rows, [f"[{number}] {source}" for number, source in enumerate(sources, start=1)]
+
+
+def _penalty_text(row: ModeRow, sources: list[str]) -> str:
+    penalty = row.penalty
+    told = "; ".join(part for part in (penalty.source, penalty.note) if part)
+    if told not in sources:
+        sources.append(told)
+    number = sources.index(told) + 1
+    if penalty.percent is None:
+        return f"? [{number}]"
+    return f"{round(penalty.percent, 1) + 0.0:+.1f} [{number}]"  # + 0.0: no "-0.0"
+
+
+def grid_table(forecast: SiteForecast) -> Table:
+    """Utilisation of each codec at each H, and the smallest H that reaches the target."""
+    head = ("codec", *(f"H = {steps:,}" for steps in forecast.inner_steps))
+    rows: Table = [(*head, f"smallest H for {forecast.target_utilisation:.0%}")]
+    for one in forecast.grid:
+        least = f"{one.smallest_inner_steps:,}" if one.smallest_inner_steps else "none"
+        rows.append((one.codec, *(f"{share:.1%}" for share in one.utilisation), least))
+    return rows
+
+
+def site_sections(forecast: SiteForecast) -> list[tuple[str, list[str]]]:
+    """Headed blocks of lines for the page of a plan."""
+    modes, sources = mode_table(forecast)
+    notes = [part for note in (*mode_notes(forecast), *sources) for part in textwrap.wrap(note, WIDTH)]
+    return [
+        ("SITES", text_table(site_table(forecast), right=(3, 4, 5, 6, 7, 8))),
+        ("MODES AND CODECS ON THE SLOW LINKS", [*text_table(modes, right=range(2, 10)), *notes]),
+        ("UTILISATION BY CODEC AND INNER STEPS (H)", text_table(grid_table(forecast), right=range(1, 99))),
+    ]
+
+
+def mode_notes(forecast: SiteForecast) -> list[str]:
+    """What the columns mean, and what the warm-up of the job's own mode takes."""
+    row = forecast.row
+    notes = [
+        f"> is the job's own [sync]; {format_count(forecast.values)} values are exchanged",
+        "busy: utilisation after the synchronous steps at the start; run, time and cost: with them, without failures; "
+        "sent: bytes per optimizer step of the busiest site, which receives as many",
+        "loss %: expected rise of the validation loss over every-step with fp32; ?: not measured by us",
+    ]
+    if row.warm_up_steps:
+        notes.append(
+            f"the first {row.warm_up_steps:,} of {row.steps:,} steps exchange gradients every time and take "
+            f"{format_seconds(row.warm_up_s)} of the {format_seconds(row.training_s)}"
+        )
+    return notes
+
+
+def site_html(forecast: SiteForecast) -> list[str]:
+    """The same tables for notebooks and pages."""
+    modes, sources = mode_table(forecast)
+    blocks: Sequence[tuple[str, Table]] = (
+        ("Sites", site_table(forecast)),
+        ("Modes and codecs on the slow links", modes),
+        ("Utilisation by codec and inner steps (H)", grid_table(forecast)),
+    )
+    tables = [f"<h5>{title}</h5>{html_table(rows[1:], head=rows[0])}" for title, rows in blocks]
+    return [*tables, *(f"<p>{escape(note)}</p>" for note in (*mode_notes(forecast), *sources))]
+
+
+def _device_name(cluster: str) -> str:
+    """`8xH100-80GB-SXM:1` as `H100-80GB-SXM`; other names as they are."""
+    spec = re.fullmatch(r"\d+x(.+):\d+", cluster)
+    return spec.group(1) if spec else cluster

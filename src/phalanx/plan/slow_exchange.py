@@ -1,0 +1,143 @@
+"""How long peers on slow links take to average one vector: shares by bandwidth, rounds of messages, loss.
+
+Every peer averages a share of the vector for all, and moves P · (1 + (n - 2) · share) bytes each way for a vector of P
+bytes among n peers (network/slow_shares.py, with which the peers cut it too). Pure arithmetic: the planner, the
+simulator and the rules ask the same functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.hardware.types import Site
+from phalanx.network.slow_shares import water_filling
+
+# Of the bytes on an Ethernet link, what TCP delivers: 1,448 of a 1,514-byte frame (timestamps on), and while data flows
+# both ways a 66-byte acknowledgement for every second segment of the other direction. TLS adds 22 to 16,384: no more.
+SEGMENT_BYTES, FRAME_BYTES, ACK_BYTES = 1448, 1514, 66
+PAYLOAD_SHARE = SEGMENT_BYTES / (FRAME_BYTES + ACK_BYTES / 2) * 16384 / (16384 + 22)
+# Mathis, Semke, Mahdavi and Ott, "The Macroscopic Behavior of the TCP Congestion Avoidance Algorithm", ACM CCR 27(3),
+# 1997: rate = MSS / RTT · C / sqrt(p), with C = sqrt(3/2) where every segment grows the window, as Linux' byte counting
+# does (RFC 3465). CUBIC keeps to the same rate where its own would be lower (RFC 9438, section 4.3), as it is at these
+# rates. BBR does not go by loss, and keeps its rate over idle times (Cardwell et al., ACM Queue 14(5), 2016).
+MATHIS_C = math.sqrt(3 / 2)
+INITIAL_WINDOW_BYTES = 10 * SEGMENT_BYTES  # RFC 6928; Linux returns to it after an idle second, as between exchanges
+PIECE_BYTES = 32 * 1024  # peers sum and send back in pieces of this size (peers/attempt.py): the last one has no cover
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerLink:
+    """A peer's way to the others: what it sends and receives per second at once, round trip, loss."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float = 0.0
+    loss: float = 0.0
+    client_only: bool = False
+    congestion: str = "cubic"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """One average of a vector among all peers; seconds add up to `seconds`."""
+
+    seconds: float
+    transfer_s: float  # bytes over bandwidth
+    latency_s: float  # rounds of messages, the slow start of connections that were idle, the last piece
+    codec_s: float  # to encode, sum and decode
+    shares: tuple[float, ...]  # of the vector, averaged by each peer
+    bytes_sent: tuple[float, ...]  # by each peer; as many are received
+    slowest: str  # the peer that the others wait for
+    limited_by: str  # "bandwidth", "packet loss" or "latency": the largest part
+
+
+def peer_link(site: Site) -> PeerLink:
+    """The link of a site."""
+    return PeerLink(
+        name=site.name,
+        bytes_per_s=site.bytes_per_s,
+        latency_s=site.latency_s,
+        loss=site.loss,
+        client_only=site.client_only,
+        congestion=site.congestion,
+    )
+
+
+def connection_rate(latency_s: float, loss: float) -> float:
+    """Bytes per second that one TCP connection reaches on a path with loss, however fast the path (Mathis et al.).
+
+    >>> round(connection_rate(0.1, 0.01) * 8 / 1e6, 2)  # Mbit/s
+    1.42
+    """
+    if loss <= 0 or latency_s <= 0:
+        return math.inf
+    return SEGMENT_BYTES / latency_s * MATHIS_C / math.sqrt(loss)
+
+
+def _path_loss(link: PeerLink, other: PeerLink) -> float:
+    """The loss that TCP between two peers slows down for; both send, so one that goes by loss is enough."""
+    return 0.0 if link.congestion == other.congestion == "bbr" else max(link.loss, other.loss)
+
+
+def slow_start_s(rate: float, latency_s: float, size_bytes: float) -> float:
+    """Seconds that an idle connection loses until its window, which doubles every round trip, fills the link."""
+    window = min(rate * latency_s, size_bytes)
+    if window <= INITIAL_WINDOW_BYTES:
+        return 0.0
+    return max(0.0, math.log2(window / INITIAL_WINDOW_BYTES)) * latency_s
+
+
+def exchange_time(
+    links: Sequence[PeerLink],
+    payload_bytes: float,
+    *,
+    round_trips: float,
+    values: float = 0.0,
+    values_per_s: float = math.inf,
+    equal_shares: bool = False,
+) -> Exchange:
+    """What one average of `payload_bytes` (encoded, of each peer) takes among these peers.
+
+    `round_trips` are the messages that wait for each other; `values` numbers are encoded and decoded at
+    `values_per_s`. `equal_shares` is for comparison.
+    """
+    count = len(links)
+    rates, lossy = [], []
+    for index, link in enumerate(links):
+        paths = [
+            connection_rate(max(link.latency_s, other.latency_s), _path_loss(link, other))
+            for place, other in enumerate(links)
+            if place != index
+        ]
+        wire = link.bytes_per_s * PAYLOAD_SHARE
+        rates.append(min(wire, sum(paths)))
+        lossy.append(sum(paths) < wire)
+    owners = [not link.client_only for link in links]
+    if equal_shares:
+        shares: tuple[float, ...] = tuple(owner / sum(owners) for owner in owners)
+    else:
+        shares = tuple(water_filling(rates, [not owner for owner in owners]))
+    sent = tuple(payload_bytes * (1 + (count - 2) * share) for share in shares)
+    times = [size / rate for size, rate in zip(sent, rates, strict=True)]
+    last = max(range(count), key=times.__getitem__)
+    trip_s = max(link.latency_s for link in links)
+    starting_s = 0.0
+    if links[last].congestion != "bbr":
+        starting_s = slow_start_s(rates[last], trip_s, sent[last] / max(1, count - 1))
+    # The last piece of a share is summed and sent back when everything else has been moved.
+    piece_s = min(PIECE_BYTES, max(shares) * payload_bytes) / rates[last]
+    latency_s = round_trips * trip_s + starting_s + piece_s
+    codec_s = values / values_per_s
+    parts = {"packet loss" if lossy[last] else "bandwidth": times[last], "latency": latency_s, "encoding": codec_s}
+    return Exchange(
+        seconds=times[last] + latency_s + codec_s,
+        transfer_s=times[last],
+        latency_s=latency_s,
+        codec_s=codec_s,
+        shares=shares,
+        bytes_sent=sent,
+        slowest=links[last].name,
+        limited_by=max(parts, key=parts.__getitem__),
+    )

@@ -1,0 +1,157 @@
+"""Peers of a run on slow links: who they are, how their links are, what they contributed, and the rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.io.values import at, integer, number, printable, seconds, text
+from phalanx.network.slow_shares import water_filling
+from phalanx.record.events import Event
+from phalanx.record.run_files import read_json
+from phalanx.web.answer import AnswerParts, Json
+from phalanx.web.run_store import RunStore
+from phalanx.web.run_views import plan_of
+
+MOST_ROUNDS = 400  # newest ones, in one answer
+MOST_PEERS = 200
+MOST_HAPPENED = 200
+LINK = ("latency_s", "up_mbps", "down_mbps", "sent_bytes", "received_bytes")
+
+
+def peers_view(store: RunStore, name: str) -> Json:
+    """What this peer's record says of all peers. Other peers keep records of their own."""
+    parts, run = AnswerParts(), store.run(name)
+    plan = plan_of(run)
+    sync = at(plan, "job", "sync")
+    with store.history(name) as history:
+        rounds = parts.read("exchange", lambda: history.events("exchange"), [])
+        happened = parts.read("peer", lambda: history.events("peer"), [])
+        parts.note(parts.read("events", history.damage, ()))
+    status_file = run.path / "peers" / "status.json"
+    status = parts.read("peers/status.json", lambda: read_json(status_file), {}) if status_file.exists() else {}
+    drawn = [_round_row(one) for one in rounds]
+    peers = _known_peers(rounds, happened, status if isinstance(status, dict) else {})
+    return {
+        "mode": text(sync, "mode"),
+        "codec": text(sync, "codec"),
+        "inner_steps": integer(sync, "inner_steps") if text(sync, "mode") in ("diloco", "quorum") else None,
+        "planned_utilisation": _planned_utilisation(plan),
+        # With a delay training goes on during an exchange, and its seconds say nothing of waiting.
+        "utilisation": None if integer(sync, "delay_steps") else _utilisation(drawn),
+        "bytes_sent": sum(one["bytes_sent"] or 0 for one in drawn),
+        "bytes_received": sum(one["bytes_received"] or 0 for one in drawn),
+        "rounds_in_all": len(drawn),
+        "peers": peers[:MOST_PEERS],
+        "rounds": drawn[-MOST_ROUNDS:],
+        "happened": [_happened_row(one) for one in happened if text(one, "text")][-MOST_HAPPENED:],
+        "damage": parts.damage,
+    }
+
+
+def _planned_utilisation(plan: Json) -> float | None:
+    """Of a plan on a cluster of sites."""
+    sites = at(plan, "sites")
+    rows, chosen = sites.get("rows"), integer(sites, "chosen")
+    if not isinstance(rows, list) or chosen is None or not 0 <= chosen < len(rows):
+        return None
+    return number(at(rows[chosen], "prediction"), "utilisation")
+
+
+def _utilisation(rounds: Sequence[Json]) -> float | None:
+    """Share of the time between the first and the last exchange in which none was waited for."""
+    timed = [one for one in rounds if one["t"] is not None and one["kind"] != "meet"]
+    if len(timed) < 2:
+        return None
+    wall_s = timed[-1]["t"] - timed[0]["t"]
+    waited_s = sum(one["seconds"] or 0.0 for one in timed[1:])
+    return max(0.0, 1.0 - waited_s / wall_s) if wall_s > 0 else None
+
+
+def _round_row(event: Event) -> Json:
+    return {
+        "t": number(event, "t"),
+        "round": integer(event, "round"),
+        "step": integer(event, "step"),
+        "kind": text(event, "kind"),
+        "fragment": integer(event, "fragment"),
+        "seconds": seconds(event, "seconds"),
+        "bytes_sent": number(event, "bytes_sent"),
+        "bytes_received": number(event, "bytes_received"),
+        "members": [printable(str(one))[:64] for one in _listed(event.get("members"))][:MOST_PEERS],
+        "dropped": {printable(key)[:64]: printable(str(why))[:200] for key, why in _table(event, "dropped").items()},
+    }
+
+
+def _known_peers(rounds: Sequence[Event], happened: Sequence[Event], status: Json) -> list[Json]:
+    """Every peer that anything was said of, those of the last round first; `status` is how its group stands now."""
+    newest = rounds[-1] if rounds else {}
+    present = {str(one) for one in _listed(newest.get("members"))}
+    credit = _table(newest, "credit")
+    found: dict[str, Json] = {}
+
+    def entry(peer: str) -> Json:
+        blank = {"id": printable(peer)[:64], "name": "", "is_self": False, "client_only": False, "share": None}
+        return found.setdefault(peer, {**blank, **dict.fromkeys(LINK), "rounds": 0, "dropped": 0})
+
+    for one in rounds:
+        for peer in _listed(one.get("members")):
+            entry(str(peer))["rounds"] += 1
+        for peer in _table(one, "dropped"):
+            entry(peer)["dropped"] += 1
+    for one in happened:
+        if peer := text(one, "peer"):
+            _take_link(entry(peer), one)
+    for one in _listed(status.get("members")):
+        if isinstance(one, dict) and (peer := text(one, "id")):
+            _take_link(entry(peer), one)
+            found[peer]["is_self"] = peer == text(status, "id")
+    _fill_shares([found[peer] for peer in found if peer in present])
+    whole = sum(number(credit, peer) or 0.0 for peer in credit)
+    rows = []
+    for peer, row in found.items():
+        part = number(credit, peer) or 0.0
+        rows.append(
+            {**row, "present": peer in present, "credit": part, "credit_share": part / whole if whole else None}
+        )
+    return sorted(rows, key=lambda row: (not row["present"], row["name"] or row["id"]))
+
+
+def _take_link(row: Json, said: Mapping[str, Any]) -> None:
+    """Newer words about a peer over older ones."""
+    if name := text(said, "name"):
+        row["name"] = printable(name)[:64]
+    for key in LINK:
+        if (value := number(said, key)) is not None:
+            row[key] = value
+    if isinstance(said.get("client_only"), bool):
+        row["client_only"] = said["client_only"]
+
+
+def _fill_shares(rows: Sequence[Json]) -> None:
+    """The parts of the vector that members average, which follow from their bandwidths as the peers cut it."""
+    speeds = [min(row["up_mbps"] or 0.0, row["down_mbps"] or 0.0) for row in rows]
+    clients = [row["client_only"] for row in rows]
+    if not rows or min(speeds) <= 0.0 or all(clients):
+        return  # a peer that does not know its bandwidth: nobody here knows how the vector is cut
+    for row, share in zip(rows, water_filling(speeds, clients), strict=True):
+        row["share"] = share
+
+
+def _happened_row(event: Event) -> Json:
+    return {
+        "t": number(event, "t"),
+        "step": integer(event, "step"),
+        "kind": text(event, "kind"),
+        "peer": printable(text(event, "peer") or "")[:64],
+        "text": printable(text(event, "text") or "")[:400],
+    }
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _table(event: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = event.get(key)
+    return {str(name): one for name, one in value.items()} if isinstance(value, dict) else {}
