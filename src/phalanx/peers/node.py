@@ -8,7 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phalanx.errors import UserError, mistake
 from phalanx.io.values import printable
@@ -497,7 +497,10 @@ class PeerNode:
     async def fetch_state(self, into: Callable[[str, bytes], None]) -> int:
         """From the nearest peer that has the newest; see `PeerGroup`."""
         self.set_syncing(True)
-        return await fetch_state_from(self, into)
+        number = await fetch_state_from(self, into)
+        if number >= self.view.next_round:  # the state holds rounds that this peer never heard the end of
+            self.view = replace(self.view, next_round=number + 1)
+        return number
 
     def _state_served(self, peer: str, size: int) -> None:
         self.tell("state-served", f"{size:,} bytes of state sent", peer=peer, bytes=float(size))
