@@ -89,7 +89,7 @@ def test_wide_layers_of_few_tokens_are_fullest_while_they_are_reduced(name):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_last_layer_goes_backward_beside_the_reduction_of_a_large_head(recompute):
-    """README's Llama 3 70B on 128 devices lay 6.3 % above its count: FSDP2 keeps the head's fp32 gradients meanwhile."""
+    """Llama 3 70B on 128 devices lay 6.3 % above its count: FSDP2 keeps the head's fp32 gradients meanwhile."""
     layout = replace(ONE, data=16, shard=16, zero=3, micro_batch=2, recompute=recompute)
     wishes = [f"batch.global_sequences={layout.data * layout.micro_batch * layout.accumulation}"]
     job = load("examples/llama-3-8b-64xH100.toml", overrides=[*wishes, "model.preset=llama-3-70b"]).job
