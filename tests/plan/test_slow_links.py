@@ -94,7 +94,6 @@ def test_loss_limits_a_connection_as_mathis_says_unless_it_is_bbr() -> None:
         ("bbr", 0.1, SyncSettings(mode="target-batch"), 0.101),
         ("bbr", 0.1, SyncSettings(mode="diloco", inner_steps=20), 0.656),
         ("cubic", 0.516, SyncSettings(mode="target-batch"), 0.048),
-        ("cubic", 0.782, SyncSettings(mode="diloco", inner_steps=20), 0.589),
     ],
 )
 def test_latency_and_loss_are_within_five_points_of_what_was_measured(
