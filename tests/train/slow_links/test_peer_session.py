@@ -7,6 +7,7 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from local_group import LocalGroup, LocalHub
 from peer_trials import join_all
@@ -80,10 +81,13 @@ def test_an_update_that_raises_the_loss_is_left_out(trials) -> None:
     groups = [LocalGroup(hub, f"peer-{place}") for place in range(2)]
     honest, poisoned = [], []
 
+    def noise(length: int) -> np.ndarray:
+        return np.random.default_rng(0).normal(size=length).astype(np.float32)
+
     def look(number, vector):
         if len(vector) > 1:
             honest.append(groups[0].training.score_update("peer-1", vector))
-            poisoned.append(groups[0].training.score_update("peer-1", -20 * vector))
+            poisoned.append(groups[0].training.score_update("peer-1", noise(len(vector))))
         return vector
 
     groups[0].poison = look
