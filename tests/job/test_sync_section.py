@@ -57,7 +57,7 @@ def test_a_job_with_peers_is_written_whole(tmp_path: Path) -> None:
         ('mode = "quorum"\npeers = 3\nquorum = 4', "sync.quorum = 4 is more than sync.peers = 3"),
         ('mode = "target-batch"\npeers = 5', "sync.peers = 5 share a global batch of 4 sequences"),
         ('mode = "diloco"\ninner_steps = 4\nfragments = 5', "sync.fragments = 5 with sync.inner_steps = 4"),
-        ('mode = "diloco"\ninner_steps = 4\ndelay_steps = 4', "sync.delay_steps = 4 with a fragment sent every 4 steps"),
+        ('mode = "diloco"\ninner_steps = 4\ndelay_steps = 4', "delay_steps = 4 with a fragment sent every 4 steps"),
         ('mode = "diloco"\ndead_after_s = 1\nheartbeat_s = 0.5', "sync.dead_after_s = 1 with sync.heartbeat_s = 0.5"),
         ('mode = "gossip"', "is not a choice"),
     ],

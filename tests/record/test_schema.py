@@ -49,7 +49,7 @@ def test_everything_in_a_run_folder_fits_and_is_in_the_schema(tmp_path: Path, va
         validator.validate(event)
         assert set(event) - set(COMMON) <= set(known[event["event"]]), event["event"]
     kinds = {event["event"] for event in events}
-    assert kinds >= set(KINDS) - {"stop", "remark", "memory", "communicators", "compile_check", "regroup"}
+    assert kinds >= set(KINDS) - {"stop", "remark", "memory", "communicators", "compile_check", "regroup", "exchange", "peer"}
     assert kinds >= {"host", "epoch", "restore", "incident", "evidence", "end"}
 
 

@@ -65,7 +65,9 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
             tell(f"{run.path.name} ended with exit code {processes[run.path].returncode}: {_reason(run)}")
     code = processes[first.path].returncode
     if code:
-        raise TrainingFailure(Problem(where=str(first.path), what=_reason(first)), run=first, exit_code=2 if code == 2 else 3)
+        raise TrainingFailure(
+            Problem(where=str(first.path), what=_reason(first)), run=first, exit_code=2 if code == 2 else 3
+        )
     return first
 
 
@@ -76,7 +78,7 @@ def start_process(run: Run, *, allow_code: bool, sharers: int = 1) -> subprocess
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as out:
         return subprocess.Popen(
-            [sys.executable, *WORKER, str(run.path), *consent],
+            [sys.executable, *WORKER, str(run.path), str(os.getpid()), *consent],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

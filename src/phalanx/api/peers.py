@@ -184,9 +184,7 @@ def join(
     return run_peer(run, plan, allow_code=allow_code, tell=call.tell)
 
 
-def invite(
-    run: AnyRun, name: str, *, out: str | Path | None = None, addresses: Sequence[str] = ()
-) -> SavedInvitation:
+def invite(run: AnyRun, name: str, *, out: str | Path | None = None, addresses: Sequence[str] = ()) -> SavedInvitation:
     """Write an invitation for a new peer, a file that only this user can read; the run may be going.
 
     Its addresses are those of the members that this peer knows, its own first, or those given.

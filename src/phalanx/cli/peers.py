@@ -84,9 +84,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.what == "start":
         run = phalanx.peers.start(args.job, name=args.name, resume=args.resume, steps=args.steps, **options)
     else:
-        run = phalanx.peers.join(
-            args.invitation, job=args.job, data=args.data, client_only=args.client_only, **options
-        )
+        run = phalanx.peers.join(args.invitation, job=args.job, data=args.data, client_only=args.client_only, **options)
     return _print_run(run, as_json=args.json)
 
 

@@ -43,9 +43,11 @@ def check_sync(draft: Draft, job: Job) -> None:
             why="a lost peer is left out anyway, and both would decide on it",
             fix='use fault.on_loss = "rebuild", which holds for the ranks inside a peer',
         )
+    _check_trainer(draft, job)
     _warn_of_quality(draft, job)
-    if sync.mode == "target-batch" and sync.screening == "loss":
-        draft.warn("sync.screening", 'sync.screening = "loss" has no effect on gradients: their norm is looked at')
+    if sync.screening == "loss" and (sync.mode == "target-batch" or sync.delay_steps):
+        what = "on gradients" if sync.mode == "target-batch" else "with sync.delay_steps"
+        draft.warn("sync.screening", f'sync.screening = "loss" has no effect {what}: norms are looked at')
     for name, modes in USED_BY.items():
         key = f"sync.{name}"
         if sync.mode not in modes and key in draft.origins and draft.origins[key].by_hand:
@@ -84,6 +86,19 @@ def _check_counts(draft: Draft, job: Job) -> None:
             why="a result must be applied before the next fragment is sent",
             fix=f"use delay_steps = {most - 1} or less, or fewer fragments" if most > 1 else "use delay_steps = 0",
         )
+
+
+def _check_trainer(draft: Draft, job: Job) -> None:
+    """What training with peers is not worked out for."""
+    said = f'sync.mode = "{job.sync.mode}"'
+    refused = (
+        (job.model.is_moe, "a model with experts", "peers would balance their experts each in its own way"),
+        (job.precision.compute == "fp16", 'precision.compute = "fp16"', "each peer would find its own loss scale"),
+        (bool(job.plugins.data), "plugins.data", "peers share out positions of a dataset folder"),
+    )
+    for has, what, why in refused:
+        if has:
+            draft.complain("sync.mode", f"{said} with {what}", why=why, fix='use sync.mode = "every-step"')
 
 
 def _warn_of_quality(draft: Draft, job: Job) -> None:

@@ -7,6 +7,7 @@ means: their results are equal to the last bit.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Iterator
@@ -79,6 +80,7 @@ class Attempt:
         self.outgoing = outgoing if me in plan.weights else None
         self.commit_digest = ""  # of the committed result, once that is known
         self.bytes_sent = self.bytes_received = 0
+        self.screening = asyncio.Lock()
         self.squares = dict.fromkeys(plan.weights, 0.0)
         self._sender, self._screen = sender, screen
         self._ends: dict[int, int] = {}
@@ -92,6 +94,11 @@ class Attempt:
         carries = sender is not None and sender.carries and self.outgoing is not None
         self._lost = np.array(self.outgoing, copy=True) if carries else None
         self._lost_sums = np.zeros_like(self._lost) if self._lost is not None else None
+
+    @property
+    def has_screen(self) -> bool:
+        """Whether taking the last piece may take long: the loss may be evaluated."""
+        return self._screen is not None
 
     def segments_of(self, owner: str) -> list[int]:
         """Where the segments of an owner start, in order."""

@@ -41,8 +41,9 @@ class PeerGroup:
     another address. `client_only` peers listen to nobody, own no share and never lead. `routes` are addresses by peer
     id that are taken instead of the advertised ones (a private link between two sites). `screen` is asked by the owner
     of a share for each update before it is summed, with the peer and a vector that is zero outside this share; a text
-    in return drops the update, with the text as the reason. `events` is called on the group's own thread and must not
-    block. `norm_limit` is how many times the round's median norm an update may have.
+    in return drops the update, with the text as the reason. It may take its time, on a thread of its own. `events` is
+    called on the group's thread and must not block. `norm_limit` is how many times the round's median norm an update
+    may have; `samples_per_s` what no peer of the run can exceed.
     """
 
     def __init__(
@@ -149,7 +150,10 @@ class PeerGroup:
         calls later gets the committed result at once, without being counted. After a discarded round call again with
         the same number; where `behind` is true, call `fetch_state` first. Weight 0 takes the result and adds nothing.
         """
-        sender = Sender(codec, feedback=0.0) if isinstance(codec, str) else codec
+        try:
+            sender = Sender(codec, feedback=0.0) if isinstance(codec, str) else codec
+        except ValueError as error:
+            raise mistake("codec", str(error)) from error
         if self._node.view.number == 0:
             raise mistake("average", "this peer has not joined the group", fix="call join first")
         if vector.ndim != 1 or vector.dtype not in (np.float32, np.float64):

@@ -8,7 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phalanx.errors import UserError, mistake
 from phalanx.io.values import printable
@@ -200,7 +200,11 @@ class PeerNode:
             connection = await self.transport.dial(address, "join")
             try:
                 connection.post(say.Join(member=self.member, history=self.view.history))
-                answer, _ = await asyncio.wait_for(connection.receive(), 4 * self.settings.dead_after_s + 5.0)
+                patience_s = 4 * self.settings.dead_after_s + 5.0
+                answer, data = await asyncio.wait_for(connection.receive(), patience_s)
+                if isinstance(answer, say.Lists):  # an invitation is older than those who were invited after it
+                    self._learn_list(data)
+                    answer, _ = await asyncio.wait_for(connection.receive(), patience_s)
             finally:
                 connection.abort()
             if isinstance(answer, say.Install) and answer.proposal.view.member(self.me):
@@ -211,6 +215,15 @@ class PeerNode:
                 return False
             address = self.settings.routes.get(answer.leader, (answer.host, answer.port))
         return False
+
+    def _learn_list(self, data: bytes) -> None:
+        """A newer allowlist of the same owner, before this peer is a member; anything else is left alone."""
+        if len(data) > MOST_LIST_BYTES:
+            return
+        allowed = self.transport.allowed
+        newer = AllowList.from_json(json.loads(data), where="allowlist", owner=allowed.owner_fingerprint)
+        if newer.replaces(allowed):
+            self.transport.set_allowed(newer)
 
     async def _on_accept(self, connection: Connection, hello: say.Hello) -> None:
         if hello.purpose == "join":
@@ -235,6 +248,7 @@ class PeerNode:
             await connection.send(say.Install(proposal=installed) if installed else say.Wait())
         else:
             host, port = leader.address
+            await connection.send(say.Lists(), json.dumps(self.transport.allowed.to_json()).encode())
             await connection.send(say.Redirect(leader=leader.id, host=host, port=port))
         await connection.close()
 
@@ -408,10 +422,10 @@ class PeerNode:
             self._on_heartbeat(connection, message)
         elif isinstance(message, say.Lists):
             self._on_lists(data)
+        elif not self.is_current(connection):
+            return  # only members of our view speak for it, or for the one that follows it
         elif isinstance(message, say.Install):
             self.views.on_install(message.proposal)
-        elif not self.is_current(connection):
-            return
         elif isinstance(message, say.Leaving):
             self.leaving.add(peer)
             self.views.consider(self.suspects(), set())
@@ -483,7 +497,10 @@ class PeerNode:
     async def fetch_state(self, into: Callable[[str, bytes], None]) -> int:
         """From the nearest peer that has the newest; see `PeerGroup`."""
         self.set_syncing(True)
-        return await fetch_state_from(self, into)
+        number = await fetch_state_from(self, into)
+        if number >= self.view.next_round:  # the state holds rounds that this peer never heard the end of
+            self.view = replace(self.view, next_round=number + 1)
+        return number
 
     def _state_served(self, peer: str, size: int) -> None:
         self.tell("state-served", f"{size:,} bytes of state sent", peer=peer, bytes=float(size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -193,7 +194,7 @@ class RoundKeeper:
                 self._couriers[peer] = courier
                 self._sending.append(node.spawn(courier.run()))
         self._wake()
-        self._take(attempt, node.me, attempt.take_own_pieces())
+        self._take(attempt, attempt.take_own_pieces())
         self._progressed(attempt)  # an attempt without values is whole from the beginning
 
     async def on_data(self, connection: Connection, message: Message, data: bytes) -> None:
@@ -224,13 +225,23 @@ class RoundKeeper:
             self._progressed(attempt)
         else:
             attempt.bytes_received += len(data)
-            self._take(attempt, connection.peer, attempt.take_piece(connection.peer, message.start, data))
+            means: Iterable[tuple[int, bytes]] = attempt.take_piece(connection.peer, message.start, data)
+            if attempt.has_screen:  # heartbeats go on meanwhile, and one piece is taken at a time
+                try:
+                    async with attempt.screening:
+                        means = await asyncio.to_thread(list, means)
+                except BadUpdate as error:
+                    self._trouble(message.key, error.peer, error.reason, drop=True)
+                    return
+            self._take(attempt, means)
 
-    def _take(self, attempt: Attempt, peer: str, means: object) -> None:
+    def _take(self, attempt: Attempt, means: Iterable[tuple[int, bytes]]) -> None:
         """Send on every mean that is whole now; report an update that cannot be summed."""
         key, found = attempt.plan.key, False
+        if self._attempts.get(key) is not attempt:
+            return  # given up meanwhile
         try:
-            for start, data in means:  # type: ignore[attr-defined]
+            for start, data in means:
                 found = True
                 for courier in self._couriers.values():
                     courier.add_mean(start, data)

@@ -18,7 +18,7 @@ from phalanx.peers.allowlist import AllowList
 from phalanx.peers.facts import Address, RunFacts
 from phalanx.peers.identity import ID_DIGITS, PeerIdentity
 from phalanx.peers.messages import PROTOCOL, Hello, Refusal, Welcome
-from phalanx.peers.wire import MOST_HELLO_BYTES, Connection
+from phalanx.peers.wire import MOST_HELLO_BYTES, READ_BYTES, Connection
 
 HANDSHAKE_S = 10.0
 MOST_CONNECTIONS = 1024
@@ -85,7 +85,12 @@ class Transport:
         where = ListenAddress(host=address[0], port=address[1])
         sock = open_socket(where, guarded=True, where="peers listen")
         self._server = await asyncio.start_server(
-            serve, sock=sock, ssl=self._server_context, ssl_handshake_timeout=HANDSHAKE_S, ssl_shutdown_timeout=1.0
+            serve,
+            sock=sock,
+            limit=READ_BYTES,
+            ssl=self._server_context,
+            ssl_handshake_timeout=HANDSHAKE_S,
+            ssl_shutdown_timeout=1.0,
         )
         host, port = sock.getsockname()[:2]
         return host, port
@@ -102,7 +107,7 @@ class Transport:
         async with asyncio.timeout(timeout_s):
             try:
                 reader, writer = await asyncio.open_connection(
-                    *address, ssl=self._client_context, server_hostname="", ssl_shutdown_timeout=1.0
+                    *address, limit=READ_BYTES, ssl=self._client_context, server_hostname="", ssl_shutdown_timeout=1.0
                 )
             except ssl.SSLCertVerificationError as error:
                 what = "answers with a key that is not on the run's allowlist"

@@ -104,7 +104,9 @@ class Engine:
             allow_code=settings.allow_code,
             scales=self._scales,
         )
-        self.peer_state: list[TensorShard] = []  # what peers on slow links share beside it: slow_links/outer_optimizer.py
+        self.peer_state: list[
+            TensorShard
+        ] = []  # what peers on slow links share beside it: slow_links/outer_optimizer.py
         # What a checkpoint holds for others than the engine: the states of callbacks, the position in the data.
         self.restored_extras: dict[str, Any] = {}
         self.outline: NetworkOutline | None = next(
@@ -290,7 +292,8 @@ class Engine:
         skipped = not finite or self.spikes.is_spike(norm)
         with self.clock.phase("optimizer"):
             if not skipped:
-                self._update_weights(grads, factor * self._clip_factor(norm), lr)
+                clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0  # 1e-6 as torch's clip_grad_norm_
+                self._update_weights(grads, factor * clip, lr)
             self.clear_gradients()
             self.experts.finish(learn=not skipped)
             if any(moved_by_all):
@@ -412,7 +415,7 @@ class Engine:
         return found
 
     def more_gradients(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> list[torch.Tensor]:
-        """Gradients of `unit` × the summed loss of further sequences, in the middle of a step. Every rank calls this."""
+        """Gradients of `unit` × the summed loss of further sequences, in the middle of a step; on every rank."""
         self.clear_gradients()
         self.micro_batches.accumulate_gradients(self._own_slices(tokens_BS), self._own_slices(targets_BS))
         return self._gradients()
@@ -475,9 +478,6 @@ class Engine:
         if self.dims.world > 1:
             dist.all_reduce(numbers)
         return numbers
-
-    def _clip_factor(self, norm: float) -> float:
-        return min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0  # 1e-6 as torch.nn.utils.clip_grad_norm_
 
     @torch.no_grad()
     def _update_weights(self, grads: Sequence[torch.Tensor], factor: float, lr: float) -> None:

@@ -17,8 +17,8 @@ from phalanx.record.run import Run
 from phalanx.train.callbacks import CallbackList
 from phalanx.train.checkpointing import Checkpointing
 from phalanx.train.collective_timeouts import CollectiveTimeouts
-from phalanx.train.data.batches import BatchPlan
-from phalanx.train.data.sources import open_batches
+from phalanx.train.data.batches import Batches, BatchPlan
+from phalanx.train.data.sources import OwnBatches, open_batches
 from phalanx.train.drill_hooks import DrillFaults
 from phalanx.train.engine import Engine
 from phalanx.train.evaluate import Evaluator, TextSamples
@@ -28,6 +28,7 @@ from phalanx.train.optim.learning_rate import learning_rate
 from phalanx.train.parallel.across_replicas import ReplicaLost
 from phalanx.train.plugins import LoadedPlugins
 from phalanx.train.rank_control import RankControl
+from phalanx.train.slow_links.peer_batches import PeerBatches
 from phalanx.train.slow_links.peer_exchange import BehindGroup, LeavingGroup
 from phalanx.train.step_result import MemoryChanged, StepRequest, StepResult
 from phalanx.train.telemetry.clock import compiled_s
@@ -73,11 +74,11 @@ class TrainingLoop:
         self.lr = 0.0  # of that step
         plugins = plugins or LoadedPlugins()
         self.batch_plan = BatchPlan.of(self.job.batch, sequence=self.job.data.sequence, tokens=plan.duration.tokens)
-        self.batches, self.dataset = (
-            control.peers.open_batches(folder.path, self.job, self.batch_plan, engine)
-            if control.peers is not None
-            else open_batches(folder.path, self.job, self.batch_plan, engine, plugins.data)
-        )
+        self.batches: Batches | OwnBatches | PeerBatches
+        if control.peers is not None:
+            self.batches, self.dataset = control.peers.open_batches(folder.path, self.job, self.batch_plan, engine)
+        else:
+            self.batches, self.dataset = open_batches(folder.path, self.job, self.batch_plan, engine, plugins.data)
         self.timeouts = CollectiveTimeouts.of(plan)
         # Callbacks of the user's own may change weights after an update: not between every two, as far as we know.
         self.comparison = ReplicaComparison(self, each_step=not plugins.callbacks and control.peers is None)

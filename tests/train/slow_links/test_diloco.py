@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import Outcome, join_all
 from local_group import LocalGroup, LocalHub
+from peer_trials import Outcome, join_all
 
 PLAIN = 'mode = "diloco"\npeers = 2\nsynchronous_steps = 0\n'
 AVERAGE = PLAIN + "outer_learning_rate = 1.0\nouter_momentum = 0.0\n"
@@ -71,7 +71,9 @@ def test_fragments_cover_all_weights_once_in_every_period(trials) -> None:
     assert equal(*peers)
 
 
-@pytest.mark.parametrize("more", ["delay_steps = 1", "delay_steps = 2\nlocal_share = 0.5", "fragments = 2\ndelay_steps = 1"])
+@pytest.mark.parametrize(
+    "more", ["delay_steps = 1", "delay_steps = 2\nlocal_share = 0.5", "fragments = 2\ndelay_steps = 1"]
+)
 def test_delayed_and_mixed_results_end_in_the_same_weights(trials, more: str) -> None:
     peers = trials.train(trials.plan(PLAIN + f"inner_steps = 4\n{more}", steps=9), 2)
     assert [one.state for one in peers] == ["done", "done"]
@@ -134,7 +136,7 @@ def test_a_quorum_goes_on_without_a_late_peer(trials) -> None:
 
         groups[2].before_round = wait
         groups[0].before_round = groups[1].before_round = wait_for_late
-        peers = join_all([lambda group=group: trials.start(plan, group) for group in groups])
+        peers = join_all([lambda group=group, plan=plan: trials.start(plan, group) for group in groups])
         assert [one.state for one in peers] == ["done"] * 3
         rounds = [one["weights"] for one in peers[2].events("exchange") if one["kind"] == "weights"]
         assert sorted(rounds[0]) == ["peer-0", "peer-1"]

@@ -70,7 +70,7 @@ MFU = "mfu"  # not recorded: derived from tokens/s and the plan
 FREQUENT = ("step", "monitor", "peers")  # kinds whose places in the file are not kept one by one
 # Kinds that came after the first indexes were written: add at the end. An older index has their events among those of
 # unknown kinds, where they are looked for too (`blocks.kind_bits`).
-LATER = ("memory", "communicators", "compile_check", "regroup")
+LATER = ("memory", "communicators", "compile_check", "regroup", "exchange", "peer")
 # Every kind a rank writes (docs/events.md), in the order of bits in index files: no place may change.
 KINDS = (
     *FREQUENT,

@@ -1,4 +1,4 @@
-"""Rounds as the ranks of a peer see them: rank 0 asks the group until a round is committed, and all ranks hear of it."""
+"""Rounds as the ranks of a peer see them: rank 0 asks the group until one is committed, and all ranks hear of it."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ class GroupLink(Protocol):
     """What training wants of `peers.group.PeerGroup`."""
 
     @property
-    def id(self) -> str: ...  # noqa: D102
+    def id(self) -> str: ...
 
-    def join(  # noqa: D102
-        self, addresses: Sequence[Address] = (), *, timeout_s: float = 30.0, first_round: int = 0
-    ) -> View: ...
+    def join(self, addresses: Sequence[Address] = (), *, timeout_s: float = 30.0, first_round: int = 0) -> View: ...
 
-    def view(self) -> View: ...  # noqa: D102
+    def view(self) -> View: ...
 
-    def report(self, progress: Progress) -> None: ...  # noqa: D102
+    def report(self, progress: Progress) -> None: ...
 
-    def progress(self) -> dict[str, Progress]: ...  # noqa: D102
+    def progress(self) -> dict[str, Progress]: ...
 
-    def average(  # noqa: D102
+    def average(
         self,
         round_number: int,
         vector: Vector,
@@ -49,13 +47,13 @@ class GroupLink(Protocol):
         grace_s: float | None = None,
     ) -> RoundResult: ...
 
-    def serve_state(self, provider: Callable[[], PeerState | None]) -> None: ...  # noqa: D102
+    def serve_state(self, provider: Callable[[], PeerState | None]) -> None: ...
 
-    def fetch_state(self, into: Callable[[str, bytes], None], *, timeout_s: float = 600.0) -> int: ...  # noqa: D102
+    def fetch_state(self, into: Callable[[str, bytes], None], *, timeout_s: float = 600.0) -> int: ...
 
-    def leave(self) -> None: ...  # noqa: D102
+    def leave(self) -> None: ...
 
-    def close(self) -> None: ...  # noqa: D102
+    def close(self) -> None: ...
 
 
 PRESENT = 0.5  # tokens are whole: a weight that ends in a half is of a member without any
@@ -131,7 +129,9 @@ class PeerExchange:
             codec = self._codec(vectors, sender)
             weight = float(tokens) or max(1, int(usual)) + PRESENT
             vector = vector if tokens else vector * 0
-            future = self._thread.submit(self._ask_until_committed, self.round, vector, weight, codec, sender is not None)
+            future = self._thread.submit(
+                self._ask_until_committed, self.round, vector, weight, codec, sender is not None
+            )
         return PendingRound(exchange=self, vectors=vectors, future=future, frozen=self._frozen if waits else None)
 
     def meet(self) -> AgreedRound:
@@ -175,6 +175,11 @@ class PeerExchange:
             if result.committed or result.behind or self._stop():
                 return result
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether this peer was asked to stop."""
+        return self._stop()
+
     def wait_for(self, future: Future[RoundResult]) -> RoundResult:
         """The result of a round; a peer that was asked to stop leaves the group if it takes long."""
         left_s, has_left = LEAVE_S, False
@@ -206,21 +211,22 @@ class PendingRound:
 
         Raises BehindGroup or LeavingGroup, on every rank of the peer alike.
         """
-        told: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         vector: Vector | None = None
         if self.future is not None:
             with self.frozen() if self.frozen is not None else nullcontext():
                 result = self.exchange.wait_for(self.future)
             vector = result.vector if result.committed else None
-            told = {"committed": result.committed, "behind": result.behind, "has_vector": vector is not None}
-            told["reason"] = result.reason
-            told["round"] = asdict(_agreed_round(result))
-        told = spread_object(told)
-        if not told["committed"]:
-            raise (BehindGroup if told["behind"] else LeavingGroup)(told["reason"])
+            is_behind = result.behind and not self.exchange.is_stopping  # whoever leaves needs no newer state
+            answer = {"committed": result.committed, "behind": is_behind, "has_vector": vector is not None}
+            answer["reason"] = result.reason
+            answer["round"] = asdict(_agreed_round(result))
+        answer = spread_object(answer)
+        if not answer["committed"]:
+            raise (BehindGroup if answer["behind"] else LeavingGroup)(answer["reason"])
         self.exchange.round += 1
-        agreed = AgreedRound(**told["round"])
-        if self.vectors is None or not told["has_vector"] or not agreed.tokens:
+        agreed = AgreedRound(**answer["round"])
+        if self.vectors is None or not answer["has_vector"] or not agreed.tokens:
             return agreed, None
         boxes = self.vectors.spread(vector)
         return agreed, boxes if agreed.scale == 1.0 else [one * agreed.scale for one in boxes]

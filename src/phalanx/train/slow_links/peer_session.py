@@ -133,7 +133,6 @@ class PeerSession:
         self._early: list[PeerEvent] = []
         self._before = read_status(run)
         self.screen: Callable[[str, Vector], str | None] = lambda peer, vector: None
-        screens = {"screen": lambda peer, vector: self.screen(peer, vector)} if sync.screening == "loss" else {}
         self.group: PeerGroup = PeerGroup(
             identity,
             run_facts(job, run.path, self.facts.group),
@@ -145,7 +144,7 @@ class PeerSession:
             events=self._on_event,
             heartbeat_s=sync.heartbeat_s,
             dead_after_s=sync.dead_after_s,
-            **screens,
+            screen=(lambda peer, vector: self.screen(peer, vector)) if sync.screening == "loss" else None,
         )
         self.more_status: Callable[[], dict[str, Any]] = dict
         self._ended = threading.Event()

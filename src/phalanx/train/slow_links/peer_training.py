@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from phalanx.train.loop import StepReport, TrainingLoop
 
 POLL_S = 0.05  # between looks at who has joined
+FETCH_S = 600.0  # for the whole state; a peer that stalls is given up much earlier
 MOST_MISSED = 3  # rounds in a row without a peer, after which it is dealt no more samples
 
 
@@ -189,7 +190,7 @@ class PeerTraining(Callback):
         while self._link is not None:
             found: dict[str, bytes] = {}
             try:
-                self._link.fetch_state(found.__setitem__)
+                self._link.fetch_state(found.__setitem__, timeout_s=FETCH_S)
                 return found
             except SystemFailure:
                 if time.monotonic() > until_s or self._stop():
@@ -347,19 +348,15 @@ class PeerTraining(Callback):
 
     def _exchange_weights(self, training: TrainingLoop) -> None:
         sync, total = self._sync, self._batch_plan.steps
-        if self._pending is not None and training.step >= self._pending[0]:
-            _, fragment, pending = self._pending
-            self._pending = None
-            self._apply(training, fragment, pending)
         if sync.mode == "quorum" and self._is_waited_for(training.step):
             training.step = self._next_exchange(training.step)  # with what was learnt so far; the rest is not counted
         inner = training.step - self.warm_up
         fragment = due_fragment(inner, inner_steps=sync.inner_steps, fragments=sync.fragments)
         is_last = training.step >= total
-        if is_last and self._pending is not None:
-            _, waiting, pending = self._pending
+        if self._pending is not None and (is_last or training.step >= self._pending[0]):
+            _, sent, round_of_it = self._pending
             self._pending = None
-            self._apply(training, waiting, pending)
+            self._apply(training, sent, round_of_it)
         due = list(range(sync.fragments)) if is_last else [] if fragment is None else [fragment]
         for one in due:
             self._sent_fragment = one
@@ -388,7 +385,7 @@ class PeerTraining(Callback):
     def score_update(self, peer: str, vector: Vector) -> str | None:
         """Why a peer's update of weights is left out, or None; on the group's thread, while training waits."""
         fragment = self._sent_fragment
-        if self._screen is None or fragment is None or dist.get_world_size() > 1:
+        if self._screen is None or fragment is None or dist.get_world_size() > 1 or self._sync.delay_steps:
             return None
         with self._server.while_frozen() as is_frozen:
             if not is_frozen or len(vector) != self._fragment_maps[fragment].length:
@@ -419,9 +416,10 @@ class PeerTraining(Callback):
     def _next_exchange(self, step: int) -> int:
         """The next step at which a fragment is due, or the end."""
         sync, total = self._sync, self._batch_plan.steps
-        while step < total and due_fragment(
-            step - self.warm_up, inner_steps=sync.inner_steps, fragments=sync.fragments
-        ) is None:
+        while (
+            step < total
+            and due_fragment(step - self.warm_up, inner_steps=sync.inner_steps, fragments=sync.fragments) is None
+        ):
             step += 1
         return step
 
@@ -452,4 +450,3 @@ def _weighted_mean(
     """Of two means, in host memory; the same bits on every peer."""
     share = added / (weight + added)
     return [old * (1.0 - share) + new * share for old, new in zip(before, mean, strict=True)]
-

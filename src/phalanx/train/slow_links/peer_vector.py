@@ -1,4 +1,4 @@
-"""All trained weights of a peer as one vector, the same for any layout inside the peer: only such vectors are exchanged.
+"""All trained weights of a peer as one vector, the same for any layout inside the peer: what is exchanged.
 
 A peer may be a mesh. Rank 0 speaks for it: it gathers the boxes of all ranks into the vector, and spreads the result.
 """

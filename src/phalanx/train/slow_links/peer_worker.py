@@ -1,6 +1,8 @@
 """The process of a peer that is one rank: opens its group, trains, and leaves politely when asked to stop.
 
-    python -m phalanx.train.slow_links.peer_worker RUN [--allow-code]
+    python -m phalanx.train.slow_links.peer_worker RUN PARENT [--allow-code]
+
+It ends with the process PARENT, which started it and follows it.
 
 A peer that is a mesh has an agent and ranks as any run has; its rank 0 opens the group (train/worker.py).
 """
@@ -12,6 +14,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from phalanx.elastic.rank_process import die_with
 from phalanx.errors import PhalanxError
 from phalanx.io.visible import visible
 from phalanx.plan.plan import Plan
@@ -95,6 +98,7 @@ def train_peer(run: Run, *, stop: Callable[[], bool], allow_code: bool = False) 
 
 def main(arguments: list[str]) -> int:
     """Train the peer of a run folder; the exit code of the process."""
+    die_with(int(arguments[1]))
     requests = StopRequests()
     try:
         train_peer(

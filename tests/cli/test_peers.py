@@ -1,0 +1,224 @@
+"""`phalanx peers`: real processes that meet over TLS, one that is killed, one that joins late; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_dataset import write_dataset
+
+import phalanx
+from phalanx.cli.main import main
+from phalanx.record.events import read_events
+from phalanx.record.run import Run, list_runs
+
+PATIENCE_S = 120.0  # on a machine that others use too
+JOB = """
+name = "peers"
+[model]
+layers = 2
+hidden = 16
+heads = 2
+head_dim = 8
+ffn = 32
+vocab = 300
+[data]
+path = "{data}"
+sequence = 16
+tokens = {tokens}
+[batch]
+global_sequences = 6
+micro = 1
+[optim]
+lr = 3e-3
+[precision]
+compute = "fp32"
+[parallel]
+mode = "fixed"
+[train]
+samples = 0
+evaluate_sequences = 16
+[telemetry]
+timeline_every = 0
+[cluster]
+spec = "local-cpu:1"
+[sync]
+mode = "target-batch"
+heartbeat_s = 0.2
+dead_after_s = 4.0
+{sync}
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("corpus"), documents=400)
+
+
+def write_job(folder: Path, data: Path, *, steps: int, sync: str = "", name: str = "job.toml") -> Path:
+    (folder / name).write_text(JOB.format(data=data, tokens=steps * 96, sync=sync))
+    return folder / name
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition that other processes bring about; how long it takes is not judged."""
+    ticks = threading.Event()
+    for _ in range(int(PATIENCE_S / 0.1)):
+        if condition():
+            return
+        ticks.wait(0.1)
+    raise AssertionError(f"never came: {what}")
+
+
+def events(run: Run, kind: str) -> list[dict]:
+    return [one for one in read_events(run.events(0))[0] if one["event"] == kind] if run.events(0).exists() else []
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "phalanx", "peers", *words, "--runs", str(folder / "runs"), "--no-check"]
+    return subprocess.Popen(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def only_run(folder: Path) -> Run:
+    wait_until(lambda: bool(list_runs(folder / "runs")), "a run folder")
+    return list_runs(folder / "runs")[0]
+
+
+def worker_of(run: Run) -> int:
+    """The process that trains a peer: it holds the run."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"phalanx.train.slow_links.peer_worker" in words and str(run.path).encode() in words:
+                return int(entry.name)
+    return 0
+
+
+def test_a_kill_and_a_late_joiner_leave_the_loss_as_it_was(tmp_path: Path, data: Path) -> None:
+    """Three peers that met with invitations: one is killed, a fourth joins late; nobody restarts.
+
+    The others are held (SIGSTOP) while the fourth imports torch, so that the run does not end before.
+    """
+    steps = 40
+    alone = phalanx.train(
+        write_job(tmp_path, data, steps=steps, sync="peers = 1", name="alone.toml"),
+        runs=tmp_path / "alone",
+        check=False,
+        progress=False,
+    )
+    job = write_job(tmp_path, data, steps=steps, sync="peers = 3")
+    places = {name: tmp_path / name for name in ("owner", "second", "third", "late")}
+    for place in places.values():
+        place.mkdir()
+    peers = {"owner": start(places["owner"], "start", str(job))}
+    try:
+        owner = only_run(places["owner"])
+        wait_until(lambda: (owner.path / "peers" / "status.json").exists(), "the owner's address")
+        for name in ("second", "third", "late"):
+            made = phalanx.peers.invite(owner, name, out=tmp_path / f"{name}.invitation.json")
+            assert stat.S_IMODE(made.path.stat().st_mode) == 0o600
+        for name in ("second", "third"):
+            peers[name] = start(places[name], "join", str(tmp_path / f"{name}.invitation.json"))
+        wait_until(lambda: len(events(owner, "step")) >= 5, "five steps")
+        os.kill(worker_of(only_run(places["third"])), signal.SIGKILL)
+        held = [worker_of(owner), worker_of(only_run(places["second"]))]
+        for process in held:
+            os.kill(process, signal.SIGSTOP)
+        try:
+            peers["late"] = start(places["late"], "join", str(tmp_path / "late.invitation.json"))
+            late = only_run(places["late"])
+            wait_until(lambda: bool(events(late, "communicators")), "a newcomer that is about to join")
+        finally:
+            for process in held:
+                os.kill(process, signal.SIGCONT)
+        said = {name: process.communicate(timeout=PATIENCE_S)[0] for name, process in peers.items()}
+    finally:
+        for process in peers.values():
+            process.kill()
+            process.communicate()
+    assert peers["third"].returncode == 3, said["third"]
+    for name in ("owner", "second", "late"):
+        assert peers[name].returncode == 0, said[name]
+    found = [only_run(places[name]) for name in ("owner", "second", "late")]
+    wanted = events(alone, "evaluate")[-1]["loss"]
+    for run in found:
+        assert abs(events(run, "evaluate")[-1]["loss"] - wanted) < 0.02
+        assert len(events(run, "run_start")) == 1  # nobody was restarted
+    rounds = [one for one in events(owner, "exchange") if one["kind"] == "gradient"]
+    assert sum(rounds[-1]["credit"].values()) == steps * 6  # every sample of every step, once
+    assert any(one["kind"] in ("lost", "left") for one in events(owner, "peer"))
+    table = phalanx.peers.members(owner)
+    assert {one["name"] for one in table.members} == {"owner", "second", "third", "late"}
+    assert "samples" in str(table)
+
+
+def test_a_trial_is_stopped_and_resumed(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`phalanx train` starts the peers of [sync]; Ctrl-C saves and leaves, and --resume goes on with all of them."""
+    sync = 'peers = 2\ninner_steps = 4\ncodec = "int8"'
+    job = write_job(tmp_path, data, steps=300, sync=sync)
+    job.write_text(job.read_text().replace("target-batch", "diloco"))
+    command = [sys.executable, "-m", "phalanx", "train", str(job), "--runs", str(tmp_path / "runs"), "--no-check"]
+    trial = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+
+        def owners() -> list[Run]:
+            made = [run for run in list_runs(tmp_path / "runs") if (run.path / "launch.json").exists()]
+            return [run for run in made if "trial" in run.launch()]
+
+        wait_until(lambda: bool(owners()), "the run of the trial")
+        first = owners()[0]
+        wait_until(lambda: len(events(first, "step")) >= 3, "three steps")
+        trial.send_signal(signal.SIGINT)
+        said = trial.communicate(timeout=PATIENCE_S)[0]
+    finally:
+        trial.kill()
+        trial.communicate()
+    assert trial.returncode == 0, said
+    assert "leaving after this step" in said
+    done = [run.status()["step"] for run in list_runs(tmp_path / "runs")]
+    assert all(0 < step < 300 for step in done)
+    steps = max(done) + 8
+    resumed = phalanx.train(resume=first, steps=steps, progress=False, check=False)
+    assert resumed.status()["state"] == "done"
+    assert resumed.status()["step"] == steps
+    kinds = {one["kind"] for one in events(resumed, "exchange")}
+    assert {"meet", "gradient"} <= kinds
+    assert main(["peers", "list", str(first.path), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["members"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["start", "JOB", "--bandwidth", "0/10"], "--bandwidth 0/10 is not a speed"),
+        (["start", "JOB", "--listen", "here"], "'here' is not an address"),
+        (["start", "JOB", "--set", "sync.inner_steps=0"], "sync.inner_steps = 0 is below 1"),
+        (["start", "JOB", "--set", "sync.mode=quorum", "--set", "sync.quorum=9"], "sync.quorum = 9 is more than"),
+        (["start", "JOB", "--set", "sync.mode=every-step"], "exchanges nothing with peers"),
+        (["join", "nobody.json"], "there is no such invitation"),
+        (["list", "alone"], "is not the run of a peer"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_sentence(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words, what
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = write_job(tmp_path, data, steps=2, sync="peers = 3")
+    from phalanx.record.run import create_run
+
+    run = create_run(tmp_path / "runs", "alone", job_toml="", job={}, plan_json="{}")
+    named = [str(job) if word == "JOB" else str(run.path) if word == "alone" else word for word in words]
+    assert main(["peers", *named]) == 2
+    assert what in capsys.readouterr().err
+    assert len(list_runs(tmp_path / "runs")) == 1  # nothing was made
