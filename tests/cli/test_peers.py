@@ -173,7 +173,8 @@ def test_a_trial_is_stopped_and_resumed(tmp_path: Path, data: Path, capsys: pyte
     try:
 
         def owners() -> list[Run]:
-            return [run for run in list_runs(tmp_path / "runs") if "trial" in run.launch()]
+            made = [run for run in list_runs(tmp_path / "runs") if (run.path / "launch.json").exists()]
+            return [run for run in made if "trial" in run.launch()]
 
         wait_until(lambda: bool(owners()), "the run of the trial")
         first = owners()[0]

@@ -45,8 +45,9 @@ def check_sync(draft: Draft, job: Job) -> None:
         )
     _check_trainer(draft, job)
     _warn_of_quality(draft, job)
-    if sync.mode == "target-batch" and sync.screening == "loss":
-        draft.warn("sync.screening", 'sync.screening = "loss" has no effect on gradients: their norm is looked at')
+    if sync.screening == "loss" and (sync.mode == "target-batch" or sync.delay_steps):
+        what = "on gradients" if sync.mode == "target-batch" else "with sync.delay_steps"
+        draft.warn("sync.screening", f'sync.screening = "loss" has no effect {what}: norms are looked at')
     for name, modes in USED_BY.items():
         key = f"sync.{name}"
         if sync.mode not in modes and key in draft.origins and draft.origins[key].by_hand:

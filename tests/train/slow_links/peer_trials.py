@@ -135,7 +135,7 @@ class PeerTrials:
         peers = None
         if group is not None:
             peers = PeerTraining(group, plan.job.sync, addresses=addresses, patience_s=30.0)
-            outcome.peers = peers
+            outcome.peers = group.training = peers
         control = RankControl(stop=lambda: False, progress=lambda step, phase: None, peers=peers)
         callbacks = [KeepWeights(outcome, stop_after=stop_after, at_step=at_step)]
         try:

@@ -386,7 +386,7 @@ class PeerTraining(Callback):
     def score_update(self, peer: str, vector: Vector) -> str | None:
         """Why a peer's update of weights is left out, or None; on the group's thread, while training waits."""
         fragment = self._sent_fragment
-        if self._screen is None or fragment is None or dist.get_world_size() > 1:
+        if self._screen is None or fragment is None or dist.get_world_size() > 1 or self._sync.delay_steps:
             return None
         with self._server.while_frozen() as is_frozen:
             if not is_frozen or len(vector) != self._fragment_maps[fragment].length:

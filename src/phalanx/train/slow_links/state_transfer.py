@@ -22,6 +22,7 @@ from phalanx.train.slow_links.peer_vector import VectorMap, spread_object
 from phalanx.train.state.training_state import state_numbers, take_state_numbers
 
 META = "meta.json"
+FREEZE_S = 5.0  # between the begin of a round and training's wait for it: no more than a thread's start
 PATIENCE_S = 120.0  # that the group's thread waits for training to reach the end of a step
 
 
@@ -136,9 +137,9 @@ class StateServer:
 
     @contextmanager
     def while_frozen(self) -> Iterator[bool]:
-        """Whether training waits for others; it goes on only when this ends."""
+        """Whether training waits for others, or soon does; it goes on only when this ends."""
         with self._lock:
-            yield self._is_frozen
+            yield self._lock.wait_for(lambda: self._is_frozen, timeout=FREEZE_S)
 
     def make_copy(self) -> None:
         """Between two steps, on every rank of the peer alike."""

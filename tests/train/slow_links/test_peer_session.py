@@ -1,0 +1,98 @@
+"""A peer's place in a run folder: what peers must agree on, invitations, revocation, and screening by loss."""
+
+from __future__ import annotations
+
+import json
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from local_group import LocalGroup, LocalHub
+from peer_trials import join_all
+from tiny_dataset import write_dataset
+
+import phalanx
+from phalanx.errors import UserError
+from phalanx.io.toml import to_toml
+from phalanx.job.load import job_to_dict
+from phalanx.peers.allowlist import AllowList
+from phalanx.peers.identity import PeerIdentity
+from phalanx.record.run import Run, create_run
+from phalanx.train.slow_links.peer_session import SessionFacts, read_session, run_facts, write_session
+
+
+@pytest.fixture
+def owner(trials, tmp_path: Path) -> Run:
+    """The run folder of an owner that has never trained."""
+    plan = trials.plan('mode = "target-batch"')
+    job = job_to_dict(plan.job)
+    run = create_run(tmp_path / "runs", "owner", job_toml=to_toml(job), job=job, plan_json=plan.to_json())
+    identity = PeerIdentity.create("owner")
+    write_session(run, identity, AllowList.create(identity, run.run_id), SessionFacts(group=run.run_id))
+    return run
+
+
+def test_peers_agree_on_model_data_and_code(trials, tmp_path: Path) -> None:
+    job = trials.plan('mode = "diloco"\npeers = 2').job
+    same = run_facts(replace(job, sync=replace(job.sync, peers=5, dead_after_s=9.0)), tmp_path, "run")
+    assert same == run_facts(job, tmp_path, "run")  # how many the plan assumes is each peer's own
+    faster = replace(job, optim=replace(job.optim, lr=1.0))
+    assert run_facts(faster, tmp_path, "run").model_digest != same.model_digest
+    (tmp_path / "other").mkdir()
+    other = write_dataset(tmp_path / "other", documents=300)
+    elsewhere = run_facts(replace(job, data=replace(job.data, paths=(str(other),))), tmp_path, "run")
+    assert elsewhere.tokenizer_digest != same.tokenizer_digest
+    assert elsewhere.model_digest == same.model_digest
+
+
+def test_an_invitation_is_private_and_carries_the_job(owner: Run, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the peer has never listened"):
+        phalanx.peers.invite(owner, "berlin")
+    made = phalanx.peers.invite(owner, "berlin", out=tmp_path / "berlin.json", addresses=["127.0.0.1:29400"])
+    assert stat.S_IMODE(made.path.stat().st_mode) == 0o600
+    assert "[sync]" in json.loads(made.path.read_text())["job_toml"]
+    assert "phalanx peers join berlin.json" in str(made)
+    with pytest.raises(UserError, match="a peer called berlin is invited already"):
+        phalanx.peers.invite(owner, "berlin", out=tmp_path / "again.json", addresses=["127.0.0.1:29400"])
+    assert {one["name"]: one["state"] for one in phalanx.peers.members(owner).members} == {
+        "owner": "away",
+        "berlin": "away",
+    }
+
+
+def test_only_the_owner_revokes_and_only_whom_it_knows(owner: Run, tmp_path: Path) -> None:
+    phalanx.peers.invite(owner, "berlin", out=tmp_path / "berlin.json", addresses=["127.0.0.1:29400"])
+    with pytest.raises(UserError, match="there is no peer called paris"):
+        phalanx.peers.revoke(owner, "paris")
+    table = phalanx.peers.revoke(owner, "berlin")
+    assert "revoked" in {one["state"] for one in table.members}
+    guest = create_run(tmp_path / "runs", "guest", job_toml="", job={}, plan_json="{}")
+    allowed = AllowList.load(owner.path / "peers" / "allowlist.json")
+    write_session(guest, PeerIdentity.create("guest"), allowed, replace(read_session(owner), addresses=(("h", 1),)))
+    with pytest.raises(UserError, match="only the owner of a run invites and revokes"):
+        phalanx.peers.revoke(guest, "berlin")
+
+
+def test_an_update_that_raises_the_loss_is_left_out(trials) -> None:
+    sync = 'mode = "diloco"\npeers = 2\nsynchronous_steps = 0\ninner_steps = 4\nscreening = "loss"'
+    plan, hub = trials.plan(sync, steps=8), LocalHub()
+    groups = [LocalGroup(hub, f"peer-{place}") for place in range(2)]
+    honest, poisoned = [], []
+
+    def noise(length: int) -> np.ndarray:
+        return np.random.default_rng(0).normal(size=length).astype(np.float32)
+
+    def look(number, vector):
+        if len(vector) > 1:
+            honest.append(groups[0].training.score_update("peer-1", vector))
+            poisoned.append(groups[0].training.score_update("peer-1", noise(len(vector))))
+        return vector
+
+    groups[0].poison = look
+    peers = join_all([lambda group=group: trials.start(plan, group) for group in groups])
+    assert peers[0].state == "done"
+    assert honest == [None] * len(honest)
+    assert len(poisoned) == 2
+    assert all("raises the loss on held-out text" in str(one) for one in poisoned)
