@@ -142,8 +142,7 @@ class Engine:
         )
         # Called in every step: by callbacks of the loop.
         self.on_gradients_ready: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # before their norm
-        # Before that: whether the gradients were replaced by their mean over the tokens of all peers (slow_links/).
-        self.average_over_peers: Callable[[Sequence[torch.Tensor]], bool] = lambda grads: False
+        self.average_over_peers: Callable[[Sequence[torch.Tensor]], bool] = lambda grads: False  # True: means by now
         self.on_before_update: Callable[[Sequence[torch.Tensor]], None] = lambda grads: None  # averaged and clipped
         self.on_after_update: Callable[[], None] = lambda: None
         # 1 where memory changed since the last update; None where nobody compares it.
