@@ -30,6 +30,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], int]] = {
     "parity and plug-ins": (("tests/train/test_",), 4),
     "elastic": (("tests/elastic/",), 3),
     "commands that train": (tuple(f"tests/cli/test_{name}.py" for name in REAL_RUNS), 3),
+    "peers": (("tests/peers/", "tests/train/slow_links/", "tests/cli/test_peers"), 2),
     "models, data, optimizers": (("tests/train/models/", "tests/train/data/", "tests/train/optim/"), 1),
     "parallel": (("tests/train/parallel/",), 2),
     "guard, drill, verify, telemetry": (("tests/train/",), 2),
