@@ -168,7 +168,7 @@ class PeerGroup:
             self._node.rounds.average(
                 round_number,
                 vector,
-                weight,
+                float(weight),  # a whole number has other bytes on the wire
                 sender,
                 timeout_s=timeout_s,
                 quorum=quorum or 0,
