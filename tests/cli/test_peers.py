@@ -206,6 +206,7 @@ def test_a_trial_is_stopped_and_resumed(tmp_path: Path, data: Path, capsys: pyte
         (["start", "JOB", "--set", "sync.inner_steps=0"], "sync.inner_steps = 0 is below 1"),
         (["start", "JOB", "--set", "sync.mode=quorum", "--set", "sync.quorum=9"], "sync.quorum = 9 is more than"),
         (["start", "JOB", "--set", "sync.mode=every-step"], "exchanges nothing with peers"),
+        (["train", "JOB", "--dry-run", "--set", "sync.peers=0"], 'sync.mode = "target-batch" with sync.peers = 0'),
         (["join", "nobody.json"], "there is no such invitation"),
         (["list", "alone"], "is not the run of a peer"),
     ],
@@ -219,6 +220,6 @@ def test_what_cannot_be_is_said_in_a_sentence(
 
     run = create_run(tmp_path / "runs", "alone", job_toml="", job={}, plan_json="{}")
     named = [str(job) if word == "JOB" else str(run.path) if word == "alone" else word for word in words]
-    assert main(["peers", *named]) == 2
+    assert main(named if named[0] == "train" else ["peers", *named]) == 2
     assert what in capsys.readouterr().err
     assert len(list_runs(tmp_path / "runs")) == 1  # nothing was made

@@ -127,13 +127,7 @@ def _train_peers(plan: Plan, old: Run | None, call: TrainCall, *, started: float
 
     sync = plan.job.sync
     others = trial_peers(old) if old is not None else []
-    if not sync.peers or (old is not None and "trial" not in old.launch()):
-        raise mistake(
-            WHERE,
-            f'sync.mode = "{sync.mode}" with sync.peers = {sync.peers}' if not sync.peers else "this is a peer's run",
-            why="phalanx train starts all peers of a job on this machine, as a trial",
-            fix="say how many: --set sync.peers=4; phalanx peers start (or --resume) runs one peer that others join",
-        )
+    _check_trial(plan, old)
     run = make_run_folder(plan, call, old, started=started, data_s=data_s)
     if old is None:
         stem = call.name if call.name is not None else plan.job.name
@@ -146,6 +140,17 @@ def _train_peers(plan: Plan, old: Run | None, call: TrainCall, *, started: float
             make_run_folder(plan, call, one, started=started, data_s=data_s)
         run.set_launch(**{**run.launch(), "is_trial": True, "trial": [one.path.name for one in others]})
     return run_trial(run, others, plan, allow_code=call.consents, tell=call.tell)
+
+
+def _check_trial(plan: Plan, old: Run | None) -> None:
+    sync = plan.job.sync
+    if sync.has_peers and (not sync.peers or (old is not None and "trial" not in old.launch())):
+        raise mistake(
+            WHERE,
+            f'sync.mode = "{sync.mode}" with sync.peers = {sync.peers}' if not sync.peers else "this is a peer's run",
+            why="phalanx train starts all peers of a job on this machine, as a trial",
+            fix="say how many: --set sync.peers=4; phalanx peers start (or --resume) runs one peer that others join",
+        )
 
 
 def dry_run(
@@ -171,7 +176,9 @@ def dry_run(
     need_torch()
     if find_rank(os.environ) is not None:
         raise mistake(WHERE, "--dry-run starts nothing, so it needs no launcher", fix="run it without one")
-    return prepare_here(call)[0]
+    plan, old, _ = prepare_here(call)
+    _check_trial(plan, old)
+    return plan
 
 
 def make_run_folder(plan: Plan, call: TrainCall, old: Run | None, *, started: float, data_s: float) -> Run:
