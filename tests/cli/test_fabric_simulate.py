@@ -290,7 +290,9 @@ def test_traffic_of_a_file_and_of_a_plan(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "m.csv").write_text("src,dst,bytes\n0,5,1M\n5,9,3000000\n")
     made = found(capsys, SMALL, "--traffic", str(tmp_path / "m.csv"))
     assert (made["flows"], made["bytes_total"], made["traffic"]) == (2, 4e6, "m.csv")
-    job = Path(__file__).parents[2] / "examples" / "llama-3-8b-64xH100.toml"
+    example = Path(__file__).parents[2] / "examples" / "llama-3-8b-64xH100.toml"
+    job = tmp_path / "job.toml"
+    job.write_text(example.read_text() + "\n[parallel]\ntensor = 1\ncontext = 1\npipeline = 1\nzero = 3\nshard = 8\n")
     assert main(["fabric", "simulate", "clos2:64x400G/1p/32", "--traffic", f"{job}:replica", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["flows"] == 64

@@ -77,10 +77,6 @@ interval_s = 10  # between samples of utilization, memory and energy
 # [cost]
 # usd_per_device_hour = 2.5  # left out, a range from the price table is used
 
-# [sync]  # peers that are joined by slow links, and come and go
-# mode = "diloco"  # or target-batch, quorum
-# peers = 4
-
 # [[waiver]]  # a rule of the training specification that this job breaks on purpose
 # rule = "CKP001"
 # reason = "the store is rationed until the new array arrives"

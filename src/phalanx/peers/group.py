@@ -244,6 +244,11 @@ class PeerGroup:
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
+            # Callers in the middle of a TLS handshake are known to the loop alone, and it closes nobody.
+            for transport in list(getattr(self._loop, "_transports", {}).values()):
+                transport.abort()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # aborted, then freed
             await self._loop.shutdown_default_executor()
 
         with contextlib.suppress(Exception):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.train.kernels.float8_rounding import float8_columns, float8_rows, round_rows
+from phalanx.train.kernels.float8_rounding import float8_rows, float8_transposed, round_rows
 from phalanx.train.parallel import float8
 
 
@@ -20,7 +20,7 @@ def numbers(tokens: int, columns: int, dtype: torch.dtype = torch.float32) -> to
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("whole", [float8_rows, lambda rows: float8_columns(rows.t()), round_rows])
+@pytest.mark.parametrize("whole", [float8_rows, round_rows])
 def test_no_element_is_off_by_more_than_is_promised(whole, dtype: torch.dtype) -> None:
     rows = numbers(48, 32, dtype).t().contiguous()
     rounded, scale = whole(rows)
@@ -34,23 +34,33 @@ def test_no_element_is_off_by_more_than_is_promised(whole, dtype: torch.dtype) -
     assert torch.equal(rounded[1].float(), torch.zeros(48))
 
 
+def test_a_transposed_copy_has_one_scale() -> None:
+    rows = numbers(48, 32)
+    scale = float8_rows(rows)[1].amax()
+    rounded = float8_transposed(rows, scale)
+    assert (rounded.shape, rounded.dtype, rounded.is_contiguous()) == ((32, 48), torch.float8_e4m3fn, True)
+    exact = rows.double().t()
+    off = (rounded.double() * scale.double() - exact).abs()
+    assert (off <= torch.maximum(exact.abs() / 16, exact.abs().amax() * 2**-10 / 448) * (1 + 1e-5)).all()
+
+
 def test_not_a_number_stays_visible() -> None:
     rows = numbers(16, 16)
     rows[5, 7] = float("nan")
-    rounded, scale = float8_columns(rows)
-    assert (rounded[7].float() * scale[7]).isnan().any()
-    assert not (rounded[8].float() * scale[8]).isnan().any()
+    rounded, scale = float8_rows(rows)
+    assert (rounded[5].float() * scale[5]).isnan().any()
+    assert not (rounded[6].float() * scale[6]).isnan().any()
+    assert float8_transposed(rows, scale.amax()).float().isnan().any()
 
 
 def test_shapes_are_known_without_data_and_under_compile() -> None:
     with FakeTensorMode():
-        rounded, scale = float8_columns(torch.empty(48, 32, dtype=torch.bfloat16))
-        assert (rounded.shape, rounded.dtype, scale.shape) == ((32, 48), torch.float8_e4m3fn, (32, 1))
-    rows = numbers(48, 32)
-    compiled = torch.compile(lambda one: float8_columns(one * 2), backend="aot_eager", fullgraph=True)
-    for ours, theirs in zip(compiled(rows), float8_columns(rows * 2), strict=True):
-        assert torch.equal(ours.float(), theirs.float())
-    torch.library.opcheck(float8_columns, (rows,), test_utils=("test_schema", "test_faketensor"))
+        rounded = float8_transposed(torch.empty(48, 32, dtype=torch.bfloat16), torch.empty(()))
+        assert (rounded.shape, rounded.dtype) == ((32, 48), torch.float8_e4m3fn)
+    rows, scale = numbers(48, 32), torch.tensor(0.5)
+    compiled = torch.compile(lambda one: float8_transposed(one * 2, scale), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(rows).float(), float8_transposed(rows * 2, scale).float())
+    torch.library.opcheck(float8_transposed, (rows, scale), test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(float8_rows, (rows,), test_utils=("test_schema", "test_faketensor"))
 
 

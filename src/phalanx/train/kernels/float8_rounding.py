@@ -1,9 +1,9 @@
-"""Matrices rounded to fp8 with one scale per row, or per column and then transposed: the factors of fp8 products.
+"""Matrices rounded to fp8 with one scale per row, or with one for all and transposed: the factors of fp8 products.
 
 An fp8 product reads both factors along what it sums over. A weight gradient sums over tokens, and activations and
-gradients lie the other way: their columns are rounded into a transposed copy, which plain operations send through
-memory three times. Here one kernel finds each column's largest number and a second rounds and transposes tile by tile:
-5 bytes per element, at 3.8 TB/s on an H200.
+gradients lie the other way: they are rounded into a transposed copy, which plain operations send through memory twice.
+Here one kernel rounds and transposes tile by tile, with one scale for the matrix: 3 bytes per element. The rows' scales
+are known by then, and the largest of them is that scale; one per column would take another pass over the matrix.
 
 Rows are rounded by plain operations where they are compiled, fused with what made them; elsewhere, in blocks that are
 computed again in backward, by one kernel instead of seven.
@@ -27,12 +27,11 @@ FORMAT = torch.float8_e4m3fn
 MOST = 448.0  # largest e4m3 number
 LEAST = 1e-12  # a column of zeros has a scale too
 TILE_TOKENS, TILE_COLUMNS = 128, 64  # the fastest of six on an H200, at widths from 2,048 to 14,336
-AMAX_TOKENS = 1024  # tokens that one program looks through for its columns' largest
 WIDEST_ROW = 65536  # elements that one program holds
 
 
 def plain_float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """What the kernels compute, in plain operations: of a transposed matrix, the columns."""
+    """What the kernel of rows computes, in plain operations."""
     scale = rows.abs().amax(dim=-1, keepdim=True).float().clamp(min=LEAST) / MOST
     return (rows.float() / scale).clamp(-MOST, MOST).to(FORMAT).contiguous(), scale
 
@@ -68,34 +67,26 @@ def _row_shapes(rows_TC: Tensor) -> tuple[Tensor, Tensor]:
     return rows_TC.new_empty((tokens, columns), dtype=FORMAT), rows_TC.new_empty((tokens, 1), dtype=torch.float32)
 
 
-@torch.library.custom_op("phalanx::float8_columns", mutates_args=())
-def float8_columns(rows_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """rowsᵀ rounded to e4m3, [C, T], and what each of its rows is multiplied by, [C, 1]."""
+@torch.library.custom_op("phalanx::float8_transposed", mutates_args=())
+def float8_transposed(rows_TC: Tensor, scale: Tensor) -> Tensor:
+    """rowsᵀ rounded to e4m3, [C, T], all with the one scale that is given: the largest of the rows' scales."""
     if triton is None or not rows_TC.is_cuda:
-        return plain_float8_rows(rows_TC.t())
+        return (rows_TC.t().float() / scale).clamp(-MOST, MOST).to(FORMAT).contiguous()
     rows_TC = rows_TC.contiguous()
     tokens, columns = rows_TC.shape
-    largest_C = torch.zeros(columns, dtype=torch.int32, device=rows_TC.device)
     columns_CT = torch.empty((columns, tokens), dtype=FORMAT, device=rows_TC.device)
-    scale_C1 = torch.empty((columns, 1), dtype=torch.float32, device=rows_TC.device)
     with torch.cuda.device(rows_TC.device):
-        _largest_of_columns[(triton.cdiv(tokens, AMAX_TOKENS), triton.cdiv(columns, 128))](
-            rows_TC, largest_C, tokens, columns, TOKENS=AMAX_TOKENS, AT_ONCE=32, COLUMNS=128, num_warps=4
-        )
         _round_and_transpose[(triton.cdiv(tokens, TILE_TOKENS), triton.cdiv(columns, TILE_COLUMNS))](
-            rows_TC, largest_C, columns_CT, scale_C1, tokens, columns,
-            TOKENS=TILE_TOKENS, COLUMNS=TILE_COLUMNS, FLOOR=LEAST, num_warps=4,
-        )  # fmt: skip
-    return columns_CT, scale_C1
+            rows_TC, scale, columns_CT, tokens, columns, TOKENS=TILE_TOKENS, COLUMNS=TILE_COLUMNS, num_warps=4
+        )
+    return columns_CT
 
 
-@float8_columns.register_fake
-def _column_shapes(rows_TC: Tensor) -> tuple[Tensor, Tensor]:
+@float8_transposed.register_fake
+def _transposed_shape(rows_TC: Tensor, scale: Tensor) -> Tensor:
+    del scale
     tokens, columns = rows_TC.shape
-    return (
-        rows_TC.new_empty((columns, tokens), dtype=FORMAT),
-        rows_TC.new_empty((columns, 1), dtype=torch.float32),
-    )
+    return rows_TC.new_empty((columns, tokens), dtype=FORMAT)
 
 
 if triton is not None:
@@ -112,29 +103,12 @@ if triton is not None:
         tl.store(scales + token, scale)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _largest_of_columns(rows, largest, tokens, columns,  # type: ignore[no-untyped-def]
-                            TOKENS: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        most = tl.zeros((AT_ONCE, COLUMNS), dtype=tl.float32)
-        first = tl.program_id(0) * TOKENS
-        for start in range(0, TOKENS, AT_ONCE):
-            token = first + start + tl.arange(0, AT_ONCE)
-            inside = (token < tokens)[:, None] & (column < columns)[None, :]
-            tile = tl.load(rows + token[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0)
-            most = tl.maximum(most, tl.abs(tile.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
-        bits = tl.max(most.to(tl.int32, bitcast=True), axis=0)
-        tl.atomic_max(largest + column, bits, mask=column < columns)
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _round_and_transpose(rows, largest, out, scales, tokens, columns,  # type: ignore[no-untyped-def]
-                             TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FLOOR: tl.constexpr):  # fmt: skip
+    def _round_and_transpose(rows, scale, out, tokens, columns,  # type: ignore[no-untyped-def]
+                             TOKENS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
         token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = (token < tokens)[:, None] & (column < columns)[None, :]
         tile = tl.load(rows + token[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0)
-        most = tl.load(largest + column, mask=column < columns, other=0).to(tl.float32, bitcast=True)
-        scale = tl.maximum(most, FLOOR, propagate_nan=tl.PropagateNan.ALL) / 448.0
-        rounded = (tile.to(tl.float32) / scale[None, :]).to(tl.float8e4nv)
+        rounded = (tile.to(tl.float32) / tl.load(scale)).to(tl.float8e4nv)
         places = column[:, None].to(tl.int64) * tokens + token[None, :]
         tl.store(out + places, tl.trans(rounded), mask=(column < columns)[:, None] & (token < tokens)[None, :])
-        tl.store(scales + column, scale, mask=(column < columns) & (tl.program_id(0) == 0))

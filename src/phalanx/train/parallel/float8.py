@@ -1,4 +1,7 @@
-"""fp8 matrix products on GPUs that have them: all three of a linear layer in e4m3, with a scale per row of each factor.
+"""fp8 matrix products on GPUs that have them: all three of a linear layer in e4m3.
+
+Forward, each factor has a scale per row. What is read across its rows in backward has one scale for the whole matrix,
+the largest of its rows' (`kernels/float8_rounding.py` says why).
 
 A weight gradient sums over all tokens of a micro-batch. Tensor cores add fp8 products with about 14 bits unless told
 otherwise ("fast accumulation"), and over 16,384 tokens of real text such sums came out up to 16 % too small (an H200;
@@ -22,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from phalanx.errors import mistake
-from phalanx.train.kernels.float8_rounding import float8_columns, round_rows
+from phalanx.train.kernels.float8_rounding import float8_transposed, round_rows
 
 LEAST_CAPABILITY = (8, 9)  # Ada and Hopper
 UNIT = 16  # _scaled_mm wants multiples of this in what it sums over and in the width of its result
@@ -111,19 +114,24 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         ctx.whole_units = x_TI.shape[0] % UNIT == 0  # else there is no fp8 product that sums over these tokens
-        kept = float8_columns(x_TI) if ctx.whole_units else (x_TI,)
-        ctx.save_for_backward(weight_OI, *kept)
-        return _multiply_fp8(round_rows(x_TI), round_rows(weight_OI), x_TI.dtype)
+        x_rows, weight_rows = round_rows(x_TI), round_rows(weight_OI)
+        x_scale, weight_scale = x_rows[1].amax(), weight_rows[1].amax()
+        kept = float8_transposed(x_TI, x_scale) if ctx.whole_units else x_TI
+        ctx.save_for_backward(weight_OI, weight_scale, kept, x_scale)
+        return _multiply_fp8(x_rows, weight_rows, x_TI.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (grad_TO,) = grads
-        weight_OI, *kept = ctx.saved_tensors
-        grad_x = _multiply_fp8(round_rows(grad_TO), float8_columns(weight_OI), grad_TO.dtype)
+        weight_OI, weight_scale, kept, x_scale = ctx.saved_tensors
+        grad_rows = round_rows(grad_TO)
+        weight_IO = float8_transposed(weight_OI, weight_scale), weight_scale
+        grad_x = _multiply_fp8(grad_rows, weight_IO, grad_TO.dtype)
         if not ctx.whole_units:
-            return grad_x, grad_TO.t() @ kept[0]
-        x_IT, scale_I1 = kept
-        return grad_x, _multiply_fp8(float8_columns(grad_TO), (x_IT, scale_I1), grad_TO.dtype, fast_sums=False)
+            return grad_x, grad_TO.t() @ kept
+        grad_scale = grad_rows[1].amax()
+        grad_OT = float8_transposed(grad_TO, grad_scale), grad_scale
+        return grad_x, _multiply_fp8(grad_OT, (kept, x_scale), grad_TO.dtype, fast_sums=False)
 
 
 @torch.library.custom_op("phalanx::fp8_product", mutates_args=())
@@ -139,10 +147,14 @@ def _product_shape(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 @torch.library.custom_op("phalanx::fp8_product_gradients", mutates_args=())
 def _product_gradients(grad_TO: Tensor, x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    grad_x = _multiply_fp8(round_rows(grad_TO), float8_columns(weight_OI), grad_TO.dtype)
+    grad_rows, weight_scale = round_rows(grad_TO), round_rows(weight_OI)[1].amax()
+    weight_IO = float8_transposed(weight_OI, weight_scale), weight_scale
+    grad_x = _multiply_fp8(grad_rows, weight_IO, grad_TO.dtype)
     if x_TI.shape[0] % UNIT:
         return grad_x, grad_TO.t() @ x_TI
-    return grad_x, _multiply_fp8(float8_columns(grad_TO), float8_columns(x_TI), grad_TO.dtype, fast_sums=False)
+    grad_scale, x_scale = grad_rows[1].amax(), round_rows(x_TI)[1].amax()
+    grad_OT, x_IT = (float8_transposed(grad_TO, grad_scale), grad_scale), (float8_transposed(x_TI, x_scale), x_scale)
+    return grad_x, _multiply_fp8(grad_OT, x_IT, grad_TO.dtype, fast_sums=False)
 
 
 @_product_gradients.register_fake
@@ -168,9 +180,15 @@ FP8_PRODUCT = torch.ops.phalanx.fp8_product.default
 def _multiply_fp8(
     left_MK: tuple[Tensor, Tensor], right_NK: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast_sums: bool = True
 ) -> Tensor:
-    """left rightᵀ of matrices that were rounded with one scale per row."""
+    """left rightᵀ of matrices that were rounded with one scale per row, or with one for all."""
     (left, left_scale), (right, right_scale) = left_MK, right_NK
+    if left_scale.ndim or right_scale.ndim:  # both per row, or both for all
+        left_scale, right_scale = (
+            scale if scale.ndim else scale.expand(matrix.shape[0], 1).contiguous()
+            for matrix, scale in (left_MK, right_NK)
+        )
+        right_scale = right_scale.t()
     out: Tensor = torch._scaled_mm(
-        left, right.t(), scale_a=left_scale, scale_b=right_scale.t(), out_dtype=dtype, use_fast_accum=fast_sums
+        left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=fast_sums
     )
     return out
