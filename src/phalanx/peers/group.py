@@ -28,7 +28,8 @@ from phalanx.peers.facts import (
     View,
 )
 from phalanx.peers.identity import PeerIdentity
-from phalanx.peers.node import NodeSettings, PeerNode
+from phalanx.peers.node import PeerNode
+from phalanx.peers.node_settings import NodeSettings
 
 LOOPBACK: Address = ("127.0.0.1", 0)
 T = TypeVar("T")

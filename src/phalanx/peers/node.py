@@ -7,18 +7,19 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from phalanx.errors import UserError, mistake
 from phalanx.io.values import printable
 from phalanx.peers import messages as say
 from phalanx.peers.allowlist import MOST_LIST_BYTES, AllowList
-from phalanx.peers.facts import Address, Bandwidth, Member, PeerEvent, PeerState, Progress, RunFacts, Vector, View
+from phalanx.peers.facts import Address, Member, PeerEvent, PeerState, Progress, RunFacts, View
 from phalanx.peers.identity import ID_DIGITS, NAME, PeerIdentity
 from phalanx.peers.links import Links
 from phalanx.peers.membership import worst_complaints
 from phalanx.peers.messages import Message
+from phalanx.peers.node_settings import NodeSettings
 from phalanx.peers.round_leader import RoundLeader
 from phalanx.peers.rounds import RoundKeeper
 from phalanx.peers.screening import ProgressCheck
@@ -28,28 +29,6 @@ from phalanx.peers.view_change import ViewKeeper
 from phalanx.peers.wire import Connection
 
 EMPTY_VIEW = View(number=0, members=(), next_round=0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeSettings:
-    """What a node is told once; see `PeerGroup`."""
-
-    listen: Address
-    advertise: Address | None
-    bandwidth: Bandwidth | None
-    client_only: bool
-    events: Callable[[PeerEvent], None]
-    screen: Callable[[str, Vector], str | None] | None
-    norm_limit: float
-    heartbeat_s: float
-    dead_after_s: float
-    samples_per_s: float | None
-    routes: Mapping[str, Address] = field(default_factory=dict)
-
-    @property
-    def reconnect_s(self) -> float:
-        """How long a peer may be without a connection before it counts as gone."""
-        return min(self.dead_after_s, max(2 * self.heartbeat_s, 0.5))
 
 
 class PeerNode:

@@ -1,0 +1,30 @@
+"""What a peer's node is told once: addresses, limits, and whom to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from phalanx.peers.facts import Address, Bandwidth, PeerEvent, Vector
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSettings:
+    """The arguments of `PeerGroup`, which explains them."""
+
+    listen: Address
+    advertise: Address | None
+    bandwidth: Bandwidth | None
+    client_only: bool
+    events: Callable[[PeerEvent], None]
+    screen: Callable[[str, Vector], str | None] | None
+    norm_limit: float
+    heartbeat_s: float
+    dead_after_s: float
+    samples_per_s: float | None
+    routes: Mapping[str, Address] = field(default_factory=dict)
+
+    @property
+    def reconnect_s(self) -> float:
+        """How long a peer may be without a connection before it counts as gone."""
+        return min(self.dead_after_s, max(2 * self.heartbeat_s, 0.5))
