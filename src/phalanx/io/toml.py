@@ -12,7 +12,9 @@ import tomllib
 from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,7 @@ def read_toml(path: Path, *, noun: str = "file") -> TomlFile:
     """Parse a TOML file. Raises UserError, with the line, for anything that is not a small and shallow one."""
     text = read_text(path, noun=noun)
     try:
-        lines = key_lines(text)
-        table = tomllib.loads(text)
+        lines, table = _parse_text(text)
     except TooDeep as error:
         raise _too_deep(f"{path}:{error.line}", noun) from error
     except RecursionError as error:
@@ -72,7 +73,14 @@ def read_toml(path: Path, *, noun: str = "file") -> TomlFile:
         raise _syntax_error(path, text, str(error)) from error
     except ValueError as error:  # int() refuses more than 4,300 digits, dates their impossible days
         raise mistake(str(path), f"holds a value no computer can use: {str(error).split(';')[0]}") from error
-    return TomlFile(path=path, table=table, lines=lines)
+    return TomlFile(path=path, table=deepcopy(table), lines=lines)
+
+
+@lru_cache(
+    maxsize=4
+)  # a command reads one job file several times: to know its kind, its waivers, its plug-ins, the job
+def _parse_text(text: str) -> tuple[dict[KeyPath, int], dict[str, object]]:
+    return key_lines(text), tomllib.loads(text)
 
 
 def _too_deep(where: str, noun: str) -> UserError:

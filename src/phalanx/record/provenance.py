@@ -8,9 +8,10 @@ import json
 import platform
 import re
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from phalanx.io.packages import installed_version
 
 PACKAGES = ("torch", "numpy", "safetensors")
 COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -22,9 +23,9 @@ def job_provenance(job: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "versions": {
             "python": platform.python_version(),
-            **{name: _package_version(name) for name in PACKAGES},
+            **{name: installed_version(name) for name in PACKAGES},
             # Of a source tree that was never installed, a digest of its files.
-            "phalanx": _package_version("phalanx") or f"source {our_code()}",
+            "phalanx": installed_version("phalanx") or f"source {our_code()}",
         },
         "commit": commit_of(Path(__file__).resolve().parents[3]),
         "code": our_code(),
@@ -84,13 +85,6 @@ def code_digest(package: Path) -> str:
         found.update(f"{path.relative_to(package)}\n".encode())
         found.update(hashlib.sha256(path.read_bytes()).digest())
     return f"sha256:{found.hexdigest()}"
-
-
-def _package_version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 # ---- secrets stay out of the record ----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from typing import TYPE_CHECKING
 
 from phalanx.errors import Problem
 from phalanx.job.draft import Origin
@@ -14,12 +15,14 @@ from phalanx.plan.plan import Plan
 from phalanx.rules.facts.data_facts import DataFacts
 from phalanx.rules.facts.drill_facts import DrillFacts
 from phalanx.rules.facts.host import HostFacts
-from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.facts.parity import ParityFacts
 from phalanx.rules.facts.trainers import Practice
 from phalanx.rules.outcome import Impact, Spot
 from phalanx.rules.profiles import HardwareProfile, Scaling
 from phalanx.units import HOUR_S
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import LogFacts
 
 # Of another trainer's file: the keys whose lines decide a plan, and those that settle what a file leaves to a default.
 DECIDES_PLAN = ("batch.micro", "parallel.tensor", "parallel.zero", "batch.global_sequences", "model.layers")

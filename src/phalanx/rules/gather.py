@@ -24,13 +24,13 @@ from phalanx.rules.evidence import Evidence, Unmapped
 from phalanx.rules.facts.data_facts import DataFacts, folder_facts, megatron_facts, named_facts
 from phalanx.rules.facts.drill_facts import DrillFacts, find_drills
 from phalanx.rules.facts.host import HostFacts, this_host
-from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.facts.parity import parity_of
 from phalanx.rules.facts.trainers import PHALANX, Practice
 from phalanx.rules.plan_consistency import require_coherent
 from phalanx.rules.profiles import PROFILES, HardwareProfile, find_profile, profile_of, scaling_of
 
 if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import LogFacts
     from phalanx.rules.foreign.convert import ConvertedConfig
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all

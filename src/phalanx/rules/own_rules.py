@@ -9,17 +9,20 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx.errors import Problem, UserError, mistake
+from phalanx.io.packages import offered_points
 from phalanx.io.user_code import load_user_object, user_code_error
 from phalanx.job.schema import RULE_ID_PATTERN
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Outcome, Severity
 from phalanx.rules.rule import GROUPS, LETTERS, Limit, Limits, Reference, Rule
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "phalanx.rules"
 RESERVED = (*GROUPS, "SPC")  # beginnings of ids that this and later editions use
@@ -129,7 +132,7 @@ def collect_own_rules(
 @functools.cache
 def installed_rules() -> tuple[tuple[str, tuple[Rule, ...], Problem | None], ...]:
     """Rules of installed packages: name of the entry point, its rules, and why there are none."""
-    return tuple(_installed_rules(one) for one in sorted(entry_points(group=ENTRY_POINTS), key=lambda one: one.name))
+    return tuple(_installed_rules(one) for one in offered_points(ENTRY_POINTS))
 
 
 def _installed_rules(point: EntryPoint) -> tuple[str, tuple[Rule, ...], Problem | None]:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as Tree
 
 from rules.toy import bad, made, mixed, rule
 
-from phalanx.rules.formats import html, machine
+from phalanx.rules.formats import html, junit, machine
 from phalanx.rules.formats.render import FORMATS, render_reports
 from phalanx.rules.formats.text import report_dict
 from phalanx.rules.outcome import Impact
@@ -57,7 +57,7 @@ def _elsewhere(report, file: str):
 
 
 def test_junit_counts_and_skips_what_is_unknown() -> None:
-    suite = Tree.fromstring(machine.render_junit([mixed()]).encode()).find("testsuite")
+    suite = Tree.fromstring(junit.render_junit([mixed()]).encode()).find("testsuite")
     assert suite is not None
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("7", "2", "2")
     cases = {(case.get("name") or "").split()[0]: case for case in suite}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from phalanx.errors import Problem
 from phalanx.job.schema import Batch
 from phalanx.rules.catalog.top001_degrees import is_batch
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import StepFacts
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import StepFacts
 
 LEARNS = Impact(note="no time lost, but the learning rate was chosen for another batch")
 

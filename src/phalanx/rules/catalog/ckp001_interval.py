@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import checkpoint_overhead, daly_interval
 from phalanx.rules.catalog.intervals import ALONE, SaveCost, interval_edits
 from phalanx.rules.catalog.shared import is_rate_given, job_s, unmeasured_rate, unstated_key, without_measurement
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import LogFacts, Spread
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_seconds, plural
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import LogFacts, Spread
 
 KEY = "checkpoint.interval_s"
 

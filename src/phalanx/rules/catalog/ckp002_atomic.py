@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from phalanx.rules.catalog.ckp_drills import SUITE, is_asked, judge_drill
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.drill_facts import counted_records
-from phalanx.rules.facts.log_facts import CheckpointFacts
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import CheckpointFacts
 
 TORN = Impact(note="a restore may load half a checkpoint, or none: all work since the last whole one is at stake")
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from phalanx.rules.catalog.intervals import SaveCost, interval_edits, planned_cost, suits_rules
 from phalanx.rules.catalog.shared import job_s, unstated_key
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import CheckpointFacts
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_bytes, plural
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import CheckpointFacts
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from phalanx.rules.catalog.tel_measured import file_of, finite_value, still_reading, wall_s
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import LogFacts, StepFacts
 from phalanx.rules.outcome import Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_seconds, plural
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import LogFacts, StepFacts
 
 NOT_JUDGED = 1.0  # as a share: nothing is larger
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from phalanx.rules.catalog.flt_shared import (
     counted_drills,
     high_percentile,
@@ -13,10 +15,12 @@ from phalanx.rules.catalog.flt_shared import (
 )
 from phalanx.rules.catalog.shared import MARGIN, severity_above
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Impact, Outcome, Spot, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_seconds, plural
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import LogFacts
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import LogFacts
 
 SPOILT = 0.10  # of starts: taking lemon nodes out brought failures of large jobs from 14 to 4 % (arXiv:2410.21680)
 

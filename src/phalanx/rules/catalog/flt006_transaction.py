@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from phalanx.rules.catalog.flt_shared import how_to_see, newest_drill, no_drill, with_ranks
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.drill_facts import DrillFacts
-from phalanx.rules.facts.log_facts import DigestFacts, LogFacts
 from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import DigestFacts, LogFacts
 
 RARE = Impact(note="work since the last intact checkpoint whenever it happens; how often is not published")
 CHANGES = ("partition", "freeze", "host", "hang", "kill")  # faults after which somebody of the past could speak

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import LogFacts, MonitorFacts
 from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_bytes, plural
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import LogFacts, MonitorFacts
 
 OUT_OF_MEMORY = ("outofmemory", "out of memory", "memoryerror")
 

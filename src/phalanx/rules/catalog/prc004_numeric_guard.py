@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from phalanx.rules.catalog.shared import MARGIN, beyond_count
 from phalanx.rules.catalog.tel_measured import file_of
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import StepFacts
 from phalanx.rules.outcome import Edit, Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_seconds, plural
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import StepFacts
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:

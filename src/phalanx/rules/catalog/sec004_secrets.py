@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import GrammarFacts
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import GrammarFacts
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:

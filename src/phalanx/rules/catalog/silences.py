@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import CheckpointFacts
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import CheckpointFacts
 
 # A timeout that is proposed is twice the longest silence: a save that is predicted from the disk's bandwidth, or seen a
 # few times, may well take longer once. Our choice.

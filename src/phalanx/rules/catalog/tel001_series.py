@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from phalanx.rules.catalog.shared import MARGIN, severity_above
 from phalanx.rules.catalog.tel_measured import file_of, finite_value, steps_of, still_reading, too_young, why_no_noise
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import LogFacts
 
 BLIND = Impact(note="costs no time by itself; what goes wrong unseen is found by whoever pays for it")
 SERIES = ("utilization", "memory", "peers", "noise", "steps")

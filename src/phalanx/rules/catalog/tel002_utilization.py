@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from phalanx.rules.catalog.tel_measured import file_of, finite_value, still_reading, too_young, wall_s
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import LogFacts, MonitorFacts
 from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import HOUR_S, format_seconds
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import LogFacts, MonitorFacts
 
 NOT_JUDGED = 0.0
 DUE_S = 20.0  # a first sample: TEL001's interval, twice

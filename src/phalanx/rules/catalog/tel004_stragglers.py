@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
-from phalanx.record.account.stragglers import Straggler
 from phalanx.rules.catalog.tel_measured import file_of, finite_value, steps_of, still_reading
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.drill_facts import counted_records
-from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Impact, Outcome, Spot, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
+
+if TYPE_CHECKING:
+    from phalanx.record.account.stragglers import Straggler
+    from phalanx.rules.facts.log_facts import LogFacts
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from phalanx.rules.catalog.tel_measured import file_of, finite_value, steps_of
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Impact, Outcome, Spot, exempt, failed, passed
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import LogFacts
 
 UNTOLD = Impact(note="costs no time by itself: what is not in the log cannot be accounted for or checked")
 MOST_NAMED = 6

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from phalanx.record.account.ledger import Ledger
 from phalanx.rules.catalog.tel_measured import file_of, finite_value, still_reading
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
+
+if TYPE_CHECKING:
+    from phalanx.record.account.ledger import Ledger
+    from phalanx.rules.facts.log_facts import LogFacts
 
 LOST_TRACK = Impact(note="costs no time by itself: time in no account cannot be won back")
 

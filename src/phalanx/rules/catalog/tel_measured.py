@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from phalanx.plan.layout import Layout
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.facts.log_facts import LogFacts
 from phalanx.rules.outcome import Outcome, Spot, exempt, unknown
 from phalanx.units import format_seconds
+
+if TYPE_CHECKING:
+    from phalanx.rules.facts.log_facts import LogFacts
 
 
 def finite_value(value: float | None) -> float | None:

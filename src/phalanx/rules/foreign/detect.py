@@ -155,10 +155,13 @@ def trainer_of_file(path: Path) -> str:
 
 def _toml_keys(path: Path) -> set[str]:
     from phalanx.io.toml import read_toml
-    from phalanx.rules.foreign.conversion import leaves_of
 
     table = read_toml(path, noun="job file").table
-    return set() if set(table) & OURS else set(leaves_of(table, file=str(path), line=lambda steps: 0))
+    if set(table) & OURS:
+        return set()
+    from phalanx.rules.foreign.conversion import leaves_of
+
+    return set(leaves_of(table, file=str(path), line=lambda steps: 0))
 
 
 def _has_key(keys: Collection[str], sign: str) -> bool:

@@ -1,4 +1,4 @@
-"""Reports for other programs: JSON, SARIF 2.1.0, GitHub workflow commands and JUnit XML."""
+"""Reports for other programs: JSON, SARIF 2.1.0 and GitHub workflow commands."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-from xml.etree import ElementTree as Tree
 
 from phalanx.errors import PhalanxError, Problem
 from phalanx.io.codec import json_text, json_values
 from phalanx.io.values import printable
 from phalanx.io.visible import visible_json
-from phalanx.rules.formats.text import fix_lines, report_dict, shown_cost, shown_place, summary_of
+from phalanx.rules.formats.text import fix_lines, report_dict, shown_cost, summary_of
 from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.outcome import Spot
 from phalanx.rules.rule import LETTERS, Rule
@@ -88,13 +87,14 @@ def problem_place(problem: Problem) -> tuple[str, int]:
     return (file, int(line)) if file and line.isdigit() and len(line) < 9 else (problem.where, 0)
 
 
-def _problem_text(problem: Problem) -> str:
+def problem_text(problem: Problem) -> str:
+    """What is wrong, why, and the cure, a line each."""
     return "\n".join(printable(one, most=MOST_TEXT) for one in (problem.what, problem.why, problem.fix) if one)
 
 
 def _sarif_notification(problem: Problem, root: str) -> dict[str, Any]:
     file, line = problem_place(problem)
-    found: dict[str, Any] = {"level": "error", "message": {"text": _problem_text(problem)}}
+    found: dict[str, Any] = {"level": "error", "message": {"text": problem_text(problem)}}
     if file and os.path.exists(os.path.join(root, file)):
         uri = as_uri(file, root)
         artifact = {"uri": uri} if uri.startswith("file:") else {"uri": uri, "uriBaseId": "%SRCROOT%"}
@@ -215,7 +215,7 @@ def _github_failure(problem: Problem, root: str) -> str:
     place = {"file": relative_path(file, root) if file else "", "line": str(line) if line else ""}
     said = {**place, "title": "phalanx check cannot read this"}
     statement = ",".join(f"{name}={_github_property(value)}" for name, value in said.items() if value)
-    return f"::error {statement}::{_github_data(_problem_text(problem))}"
+    return f"::error {statement}::{_github_data(problem_text(problem))}"
 
 
 def _github_commands(report: CheckReport, root: str) -> list[str]:
@@ -245,70 +245,3 @@ def _github_data(text: str) -> str:
 
 def _github_property(text: str) -> str:
     return _github_data(printable(text)).replace(":", "%3A").replace(",", "%2C")
-
-
-# A report as JUnit XML: a suite per target, a case per rule; missing evidence is a skipped case.
-
-
-def render_junit(reports: Sequence[CheckReport], failures: Sequence[PhalanxError] = ()) -> str:
-    """The document, with a last line break."""
-    root = Tree.Element("testsuites", name="phalanx check")
-    for report in reports:
-        root.append(_junit_suite(report))
-    for problem in (one for error in failures for one in error.problems):
-        suite = Tree.SubElement(root, "testsuite", name=printable(problem.where), tests="1", failures="0", errors="1")
-        case = Tree.SubElement(suite, "testcase", classname="phalanx", name="can be read", time="0")
-        Tree.SubElement(case, "error", message=printable(problem.what, most=MOST_TEXT)).text = _problem_text(problem)
-    Tree.indent(root)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + Tree.tostring(root, encoding="unicode") + "\n"
-
-
-def _junit_suite(report: CheckReport) -> Tree.Element:
-    by_rule: dict[str, list[Finding]] = {}
-    for one in report.findings:
-        if one.verdict == "habit":
-            continue
-        by_rule.setdefault(one.rule.id, []).append(one)
-    cases = [_junit_case(found, report) for found in by_rule.values()]
-    suite = Tree.Element(
-        "testsuite",
-        name=printable(report.target),
-        tests=str(len(cases)),
-        failures=str(sum(case.find("failure") is not None for case in cases)),
-        errors="0",
-        skipped=str(sum(case.find("skipped") is not None for case in cases)),
-        time="0",
-    )
-    suite.extend(cases)
-    return suite
-
-
-def _junit_case(found: Sequence[Finding], report: CheckReport) -> Tree.Element:
-    """One rule. What is only told for information stands in the case's output and fails nothing."""
-    rule = found[0].rule
-    case = Tree.Element("testcase", classname=f"phalanx.{rule.group}", name=f"{rule.id} {rule.slug}", time="0")
-    bad = [one for one in report.problems if one.rule.id == rule.id and one.severity != "info"]
-    skipped = [one for one in found if one.verdict in ("unknown", "waived")]
-    if bad:
-        kind, message = bad[0].severity, printable(bad[0].outcome.what, most=MOST_TEXT)
-        Tree.SubElement(case, "failure", type=kind, message=message).text = _junit_text(bad, report)
-    elif skipped:
-        Tree.SubElement(case, "skipped", message="; ".join(_skip_reason(one) for one in skipped))
-    else:
-        Tree.SubElement(case, "system-out").text = _junit_text(found, report)
-    return case
-
-
-def _skip_reason(finding: Finding) -> str:
-    if finding.verdict == "waived":
-        return printable(f"waived: {finding.reason}")
-    fix = f" ({finding.outcome.fix})" if finding.outcome.fix else ""
-    return printable(f"unknown: {finding.outcome.what}{fix}", most=MOST_TEXT)
-
-
-def _junit_text(found: Sequence[Finding], report: CheckReport) -> str:
-    lines: list[str] = []
-    for one in found:
-        cost = shown_cost(one.outcome.impact, report.usd)
-        lines += [f"{shown_place(one)}: {one.outcome.what}", *one.outcome.formula, cost, *fix_lines(one.outcome)]
-    return "\n".join(printable(line, most=MOST_TEXT) for line in lines if line)

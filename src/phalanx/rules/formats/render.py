@@ -31,6 +31,10 @@ def render_reports(
         from phalanx.rules.formats.text import render_text
 
         text = render_text(reports, verbose=verbose)
+    elif name == "junit":
+        from phalanx.rules.formats.junit import render_junit
+
+        text = render_junit(reports, failures)
     else:
         from phalanx.rules.formats import machine
 
@@ -39,7 +43,6 @@ def render_reports(
         elif name == "github":
             text = machine.render_github(reports, root=root, failures=failures)
         else:
-            render = machine.render_junit if name == "junit" else machine.render_json
-            text = render(reports, failures)
+            text = machine.render_json(reports, failures)
     # a file name that is no UTF-8 must not cost the whole report
     return text.encode("utf-8", "replace").decode("utf-8")
