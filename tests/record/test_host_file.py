@@ -294,6 +294,7 @@ def test_damaged_heads_cost_their_extent(tmp_path: Path) -> None:
     writer = EventWriter(run.events(1), rank=1, host_file=path, generation=2)
     writer.write("ready", step=1000)
     writer.close()
+    host_files.cache_clear()  # on a busy machine the last look took long, and the next one waits for it
     assert [event["step"] for event in read_events(run.events(1))[0]] == [*steps[1], 1000]
     assert [event["step"] for event in read_events(run.events(2))[0]] == list(range(300))
 
