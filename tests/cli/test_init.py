@@ -101,6 +101,22 @@ def test_every_preset_makes_a_file_that_loads(model: str) -> None:
     assert 0 < job.optim.warmup_tokens / job.batch.global_tokens <= max(1, steps / 10)
 
 
+@pytest.mark.parametrize(
+    ("model", "cluster", "reason"),
+    [
+        ("deepseek-v3", "8xH100:256", "deepseek-v3 has latent attention (MLA), which the trainer has no layer for"),
+        ("llama-3-8b", "tpu-v5p:64", "the trainer does not run on TPU-v5p"),
+    ],
+)
+def test_what_cannot_be_trained_here_is_planned(
+    capsys: pytest.CaptureFixture[str], model: str, cluster: str, reason: str
+) -> None:
+    assert main(["init", "job.toml", "--model", model, "--cluster", cluster]) == 0
+    shown = capsys.readouterr()
+    assert f"# phalanx train cannot run it: {reason}; plan it here, train it elsewhere" in shown.out + shown.err
+    assert "--ntasks" not in shown.out + shown.err
+
+
 def test_never_overwrites_unless_forced(capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.toml").write_text("precious")
     assert main(["init"]) == 2

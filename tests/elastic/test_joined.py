@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
 import threading
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from phalanx.elastic.launchers import RankPlace
 from phalanx.elastic.local_launch import HostSpec, LauncherTask, LaunchOutcome, prepare_launch, tend_agents
@@ -22,7 +24,7 @@ from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, create_run
 from phalanx.train import joined
-from phalanx.train.joined import _agree_on_call, _meeting_store, check_world, run_joined_rank
+from phalanx.train.joined import _agree_on_call, _meeting_store, _run_of_first, check_world, run_joined_rank
 from phalanx.train.prepare import load_job, plan_for_run
 
 HERE = Path(__file__).parent
@@ -238,8 +240,35 @@ def test_a_first_node_that_cannot_be_looked_up_is_said_at_once(port: int) -> Non
     assert "export MASTER_ADDR with an address of that node" in str(caught.value)
 
 
+def test_a_launcher_that_binds_ranks_to_cores_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    cluster = SimpleNamespace(name="local", accelerator=SimpleNamespace(family="cpu"))
+    plan = SimpleNamespace(layout=SimpleNamespace(devices=1), cluster=cluster)
+    with pytest.raises(PhalanxError) as caught:
+        check_world(plan, place(0, 2, 1))  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "local: the plan needs 1 rank, and srun started 2\n"
+        "  srun bound this process to 1 of 2 cores, and the plan counts those\n"
+        "  leave the cores to all ranks: mpirun --bind-to none, srun --cpu-bind=none"
+    )
+
+
+def test_a_rank_whose_store_is_gone_says_that_rank_0_failed() -> None:
+    class GoneStore:
+        def get(self, name: str) -> bytes:
+            raise DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed.")
+
+    with pytest.raises(PhalanxError) as caught:
+        _run_of_first(GoneStore(), 1)  # type: ignore[arg-type]
+    assert str(caught.value) == "rank 1: rank 0 could not prepare the run\n  see its message"
+
+
 def test_the_number_of_ranks_must_be_the_plans() -> None:
-    plan = SimpleNamespace(layout=SimpleNamespace(devices=4), cluster=SimpleNamespace(name="local:4"))
+    accelerator = SimpleNamespace(family="cpu")
+    plan = SimpleNamespace(
+        layout=SimpleNamespace(devices=4), cluster=SimpleNamespace(name="local:4", accelerator=accelerator)
+    )
     check_world(plan, place(0, 4, 1))  # type: ignore[arg-type]
     with pytest.raises(PhalanxError) as caught:
         check_world(plan, place(0, 2, 1))  # type: ignore[arg-type]

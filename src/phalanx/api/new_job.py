@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,14 +45,17 @@ def init(path: str | Path = "job.toml", *, model: str = TINY, cluster: str = LOC
     >>> print(init("job.toml", model="llama-3-8b", cluster="8xH100:4"))  # doctest: +SKIP
     """
     from phalanx.job.parameter_counts import count_parameters
+    from phalanx.plan.trainable import device_problems, model_problems
 
     file, preset = Path(path), _known_preset(model)
     devices = 0
+    untrained = [problem.what for problem in model_problems(preset.model())]
     if cluster != LOCAL:  # an unknown cluster is refused before a file names it
         from phalanx.hardware.cluster import resolve_cluster  # reads the accelerator tables
 
         found = resolve_cluster(cluster, base=file.parent)
         devices = found.devices if found.hosts > 1 else 0
+        untrained += [problem.what for problem in device_problems(found)]
     text = render_template(
         file=str(path),
         name=job_name(file),
@@ -62,7 +66,7 @@ def init(path: str | Path = "job.toml", *, model: str = TINY, cluster: str = LOC
     )
     _write_new(file, text, force=force)
     _write_schema(file.parent)
-    steps = tuple(_next_steps(file, model=model, devices=devices))
+    steps = tuple(_next_steps(file, model=model, devices=devices, untrained=untrained))
     return NewJob(path=str(file), model=model, cluster=cluster, next_steps=steps)
 
 
@@ -86,12 +90,23 @@ def _known_preset(name: str) -> Preset:
     raise mistake("--model", f'"{name[:60]}" is not a known model', fix=fix)
 
 
-def _next_steps(path: Path, *, model: str, devices: int) -> list[str]:
-    """Commands that work as they stand, from the current folder, each with what it is for behind a #."""
+def _next_steps(path: Path, *, model: str, devices: int, untrained: Sequence[str]) -> list[str]:
+    """Commands that work as they stand, from the current folder, each with what it is for behind a #.
+
+    `untrained` says why `phalanx train` cannot run this job: then it is planned and checked, and trained elsewhere.
+    """
     job, data = shlex.quote(str(path)), shlex.quote(str(path.parent / DATA))
     build = f"phalanx data build {data}"
+    plan = (f"phalanx plan {job}", "the layout, its time, memory and cost; needs no data")
+    if untrained:
+        check = (f"phalanx check {job}", "the job and its plan against the specification")
+        reasons = "; ".join(untrained)
+        return [
+            *_command_lines([plan, check]),
+            f"# phalanx train cannot run it: {reasons}; plan it here, train it elsewhere",
+        ]
     steps = [
-        (f"phalanx plan {job}", "the layout, its time, memory and cost; needs no data"),
+        plan,
         (f"{build} --corpus offline-english", "sample text, downloaded once; or name your own files and folders"),
         (f"phalanx train {job}", "Ctrl-C saves; phalanx train --resume RUN continues")
         if not devices
@@ -100,6 +115,10 @@ def _next_steps(path: Path, *, model: str, devices: int) -> list[str]:
     if model != TINY:
         steps[1] = (f"{build} --corpus offline-english", "sample text, downloaded once")
         steps.insert(2, (f"# {build} YOUR_TEXT --tokenizer tokenizer.json", f"your own, with the tokenizer of {model}"))
+    return _command_lines(steps)
+
+
+def _command_lines(steps: Sequence[tuple[str, str]]) -> list[str]:
     return text_table([(command, f"# {why}") for command, why in steps])
 
 

@@ -55,7 +55,7 @@ def trainer_problems(job: Job, layout: Layout, cluster: Cluster) -> list[Problem
         reproducible=job.numerics.reproducible,
     )
     return [
-        *_device_problems(cluster),
+        *device_problems(cluster),
         *_compile_problems(job, layout),
         *(leave_out_problems(job, layout, cluster) if job.fault.on_loss == "leave-out" else ()),
         *precision_problems(job),
@@ -139,7 +139,8 @@ def precision_problems(job: Job) -> list[Problem]:
     return []
 
 
-def _device_problems(cluster: Cluster) -> Iterator[Problem]:
+def device_problems(cluster: Cluster) -> Iterator[Problem]:
+    """Devices that are planned and priced, and not trained on."""
     if cluster.accelerator.family.startswith("tpu"):
         yield Problem(
             where=cluster.name,

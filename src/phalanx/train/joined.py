@@ -17,6 +17,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 ONE_BY_ONE = "in a Slurm job: srun --ntasks=1 --exact phalanx train …"
 MEETING_S = 300.0  # for the other ranks to arrive before the plan, and with it comm.init_timeout_s, is known
+REFUSAL_S = 10.0  # for the others to read that rank 0 could not prepare the run
 
 
 def run_joined_rank(
@@ -135,6 +137,8 @@ def _prepare_for_all(store: Store, place: RankPlace, prepare: Callable[[], tuple
         prepare_launch(run, hosts, world=place.world, machines=machines, launcher=place.launcher)
     except BaseException:
         store.set("run", "")
+        with suppress(Exception):  # the store ends with this process: let the others read why they end too
+            store.wait([f"refused/{rank}" for rank in range(1, place.world)], timedelta(seconds=REFUSAL_S))
         raise
     store.set("run", str(run.path.resolve()))
     return plan, run
@@ -302,7 +306,12 @@ def _no_meeting(host: str, port: int, rank: int, text: str) -> SystemFailure:
 
 def _run_of_first(store: Store, rank: int) -> Run:
     """The run that rank 0 made."""
-    answer = store.get("run").decode("utf-8")
+    try:
+        answer = store.get("run").decode("utf-8")
+        if not answer:
+            store.set(f"refused/{rank}", "")
+    except RuntimeError:  # torch's errors of a connection: rank 0 is gone, and the store with it
+        answer = ""
     if not answer:
         raise SystemFailure(
             Problem(where=f"rank {rank}", what="rank 0 could not prepare the run", fix="see its message")
@@ -329,6 +338,14 @@ def _visible_folder(path: Path, rank: int) -> Path:
 def check_world(plan: Plan, place: RankPlace) -> None:
     """As many ranks were started as the plan has places."""
     needed, world = plan.layout.devices, place.world
+    bound, cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0, os.cpu_count() or 1
+    if needed < world and plan.cluster.accelerator.family == "cpu" and 0 < bound < cores:
+        raise mistake(
+            plan.cluster.name,
+            f"the plan needs {plural(needed, 'rank')}, and {place.launcher} started {world:,}",
+            why=f"{place.launcher} bound this process to {bound} of {plural(cores, 'core')}, and the plan counts those",
+            fix="leave the cores to all ranks: mpirun --bind-to none, srun --cpu-bind=none",
+        )
     if needed != world:
         raise mistake(
             plan.cluster.name,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +29,12 @@ def plan(*, memory_every: int) -> Any:
 
 def test_what_the_plan_says_at_the_drills_rate_of_failures() -> None:
     # Each failure costs 1 s + 2 s + half of what is redone: a step with copies in memory, an interval without.
-    assert perform._planned_effective(plan(memory_every=1), mtbf_s=32.0) == pytest.approx((1 - 3.2 / 32) / 1.01)
-    assert perform._planned_effective(plan(memory_every=0), mtbf_s=280.0) == pytest.approx((1 - 28 / 280) / 1.01)
-    assert perform._planned_effective(plan(memory_every=1), mtbf_s=inf) == pytest.approx(1 / 1.01)
-    assert perform._planned_effective(plan(memory_every=1), mtbf_s=2.0) == 0.0
+    assert perform._planned_effective(plan(memory_every=1), trained_s=28.8, failures=1) == pytest.approx(
+        (1 - 3.2 / 32) / 1.01
+    )
+    assert perform._planned_effective(plan(memory_every=0), trained_s=504.0, failures=2) == pytest.approx(0.9 / 1.01)
+    assert perform._planned_effective(plan(memory_every=1), trained_s=5.0, failures=0) == pytest.approx(1 / 1.01)
+    assert perform._planned_effective(plan(memory_every=1), trained_s=3.2, failures=9) == pytest.approx(0.1 / 1.01)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ verdicts
   ok      steps in order            2 generations
   FAILED  every sample in one step  step 3: 1 sample twice
 recovery: 710 ms; the plan assumed 1.00 s
-effective training time without start-up and shutdown: 80.0%; the plan predicts 75.0% at this failure rate"""
+effective training time without start-up and shutdown: 80.0%; with the plan's assumptions these faults \
+would have left 75.0%"""
     )
     assert not RESULT.ok
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,7 +61,7 @@ class DrillNumbers:
     recovery_worst_s: float | None
     planned_recovery_s: float
     effective: float | None  # productive share of the time without start-up and shutdown; not the ledger's, of all time
-    planned_effective: float  # at this rate of failures, with the plan's own figures
+    planned_effective: float  # with these failures, each at what the plan assumed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,7 +257,7 @@ def _ending_verdict(
 
 def _drill_numbers(plan: Plan, run: Run, history: DrillHistory, found: Sequence[FaultOutcome]) -> DrillNumbers:
     times = [one.recovered_s for one in found if one.recovered_s is not None]
-    effective, trained_s = _measured_effective(run)
+    effective, between_s = _measured_effective(run)
     failures = len({one.generation for one in found if one.recovered_s is not None})
     return DrillNumbers(
         wall_s=_wall_s(history),
@@ -268,16 +267,21 @@ def _drill_numbers(plan: Plan, run: Run, history: DrillHistory, found: Sequence[
         recovery_worst_s=max(times, default=None),
         planned_recovery_s=plan.job.fault.detect_s + plan.job.fault.restart_s,
         effective=effective,
-        planned_effective=_planned_effective(plan, mtbf_s=trained_s / failures if failures else inf),
+        planned_effective=_planned_effective(plan, trained_s=(effective or 0.0) * between_s, failures=failures),
     )
 
 
-def _planned_effective(plan: Plan, *, mtbf_s: float) -> float:
-    """What the plan's own figures give at the drill's rate of failures; with copies in memory only a step is redone."""
+def _planned_effective(plan: Plan, *, trained_s: float, failures: int) -> float:
+    """The share of time that trains if each of the drill's failures cost what the plan assumed.
+
+    With copies in memory only a step is redone. A drill fails far more often than a cluster, so its failures are added
+    to the time that it trained: taken as a rate they could cost more time than there is.
+    """
     figures = plan.reliability
     redone_s = (figures.memory_every * plan.prediction.step_s if figures.memory_every else figures.interval_s) / 2
     lost_s = plan.job.fault.detect_s + plan.job.fault.restart_s + redone_s
-    return max(0.0, 1 - lost_s / mtbf_s) / (1 + figures.blocking_s / figures.interval_s)
+    spent_s = trained_s + failures * lost_s
+    return (trained_s / spent_s if spent_s else 1.0) / (1 + figures.blocking_s / figures.interval_s)
 
 
 def _wall_s(history: DrillHistory) -> float:

@@ -118,7 +118,7 @@ def _prediction_lines(numbers: DrillNumbers) -> str:
     if numbers.effective is not None:
         lines.append(
             f"effective training time without start-up and shutdown: {numbers.effective:.1%}; "
-            f"the plan predicts {numbers.planned_effective:.1%} at this failure rate"
+            f"with the plan's assumptions these faults would have left {numbers.planned_effective:.1%}"
         )
     return "\n".join(lines)
 
