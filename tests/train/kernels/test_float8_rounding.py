@@ -60,7 +60,8 @@ def test_shapes_are_known_without_data_and_under_compile() -> None:
     rows, scale = numbers(48, 32), torch.tensor(0.5)
     compiled = torch.compile(lambda one: float8_transposed(one * 2, scale), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(rows).float(), float8_transposed(rows * 2, scale).float())
-    torch.library.opcheck(float8_transposed, (rows, scale), test_utils=("test_schema", "test_faketensor"))
+    operator = torch.ops.phalanx.float8_transposed.default
+    torch.library.opcheck(operator, (rows, scale), test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(float8_rows, (rows,), test_utils=("test_schema", "test_faketensor"))
 
 
