@@ -14,7 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -128,8 +128,8 @@ class FakeHost:
         del self.buffer[:whole]
         shaken, text = self._opening
         told = handshake.decode(answer)
-        # Its key is derived with its first frame, as the coordinator's: both share this machine.
-        self.seal, self.term = Seal(partial(shaken.client_key, text, answer)), int(told["term"])
+        _, key = shaken.server_mac_and_key(text, answer)
+        self.seal, self.term = Seal(key, handshake.FROM_CLIENT), int(told["term"])
         self.take_rhythm(told["every_s"], told["sign_s"])
         self.heard_s = time.monotonic()
         return True

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import resource
+import select
 import selectors
 import sys
 import time
@@ -151,54 +152,72 @@ class AgentConnections:
 
     def __init__(self, listener: Listener, *, beat_every_s: float = 0.0) -> None:
         self._listener, self._beat_every_s = listener, beat_every_s
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._gauge = Gauge(self._selector)
-        self._pumped_s = self._listened_s = -1e9
+        # Not `selectors` for what there are thousands of: its records and lookups cost more than the kernel's.
+        self._poll = select.epoll()
+        self._poll.register(listener.fileno(), select.EPOLLIN)
+        measured = selectors.EpollSelector()  # of the one agent that measures its link
+        self._gauge, self._gauge_descriptor = Gauge(measured), measured.fileno()
+        self._poll.register(self._gauge_descriptor, select.EPOLLIN)
+        self._pumped_s = -1e9
         self._channels: dict[str, Channel] = {}
+        self._by_descriptor: dict[int, tuple[str, Channel]] = {}
         self._heard_s: dict[str, float] = {}
 
     def receive(self, timeout_s: float) -> list[tuple[str, dict[str, Any]]]:
         """What was said within `timeout_s`; an agent that came or went is told as `joined` and `gone`."""
         now = time.monotonic()
         heard: list[tuple[str, dict[str, Any]]] = []
-        self._listened_s = now
         is_due = now - self._pumped_s > PUMP_S  # it drops who is late
-        for key, _ in self._selector.select(timeout_s):
-            if key.fileobj is self._listener:
-                is_due = True
-            elif key.data is self._gauge:
-                self._gauge.listen()
-            else:
-                self._listen(key.data, key.fileobj, heard)  # type: ignore[arg-type]
+        by_descriptor, heard_s = self._by_descriptor, self._heard_s
+        for descriptor, _ in self._poll.poll(timeout_s, len(by_descriptor) + 2):
+            known = by_descriptor.get(descriptor)
+            if known is None:
+                if descriptor == self._gauge_descriptor:
+                    self._gauge.listen()
+                else:
+                    is_due = True
+                continue
+            host, channel = known
+            try:
+                for message in channel.receive_all():
+                    heard.append((host, message))
+                heard_s[host] = now
+            except (Closed, Refused, OSError):
+                self._drop(host)
+                heard.append((host, {"kind": "gone"}))
         if not is_due:
             return heard
         self._pumped_s = time.monotonic()
-        return heard + [one for channel in self._listener.pump() for one in self._admit(channel)]
+        for channel in self._listener.pump():
+            self._admit(channel, heard)
+        return heard
 
     @property
     def is_measuring(self) -> bool:
         """Whether an agent may be measuring how much passes: it is to be read without a pause."""
         return self._gauge.is_busy
 
-    def _admit(self, channel: Channel) -> list[tuple[str, dict[str, Any]]]:
+    def _admit(self, channel: Channel, heard: list[tuple[str, dict[str, Any]]]) -> None:
         if channel.peer.get("role") == ROLE:
             self._gauge.admit(channel)
-            return []
+            return
         host = str(channel.peer.get("host", ""))[:200]
-        if self._is_taken(host, channel):
-            with suppress(Closed, OSError, TimeoutError):
-                channel.send({"kind": "taken"})
-            channel.close()
-            return []
         if host in self._channels:
+            if self._is_taken(host, channel):
+                with suppress(Closed, OSError, TimeoutError):
+                    channel.send({"kind": "taken"})
+                channel.close()
+                return
             self._drop(host)
-        self._channels[host] = channel
-        self._heard_s[host] = time.monotonic()
-        self._selector.register(channel, selectors.EVENT_READ, host)
+        descriptor = channel.fileno()
+        self._channels[host], self._by_descriptor[descriptor] = channel, (host, channel)
+        self._heard_s[host] = self._pumped_s
+        self._poll.register(descriptor, select.EPOLLIN)
         status = channel.peer.pop("status", None)  # where it fits in: one message less from each of thousands
         joined = {"kind": "joined", "hello": channel.peer}
-        return [(host, {**joined, "status": status} if isinstance(status, dict) else joined)]
+        if isinstance(status, dict):
+            joined["status"] = status
+        heard.append((host, joined))
 
     def _is_taken(self, host: str, channel: Channel) -> bool:
         """Whether another agent of that name is there and speaks: two would drive each other out for ever."""
@@ -207,21 +226,12 @@ class AgentConnections:
         speaks_s = max(SPEAKS_S, 2 * max(self._beat_every_s, heartbeat_every_s(len(self._channels))))
         return other and time.monotonic() - self._heard_s[host] < speaks_s
 
-    def _listen(self, host: str, channel: Channel, heard: list[tuple[str, dict[str, Any]]]) -> None:
-        if self._channels.get(host) is not channel:
-            return
-        try:
-            for message in channel.receive_all():
-                heard.append((host, message))
-            self._heard_s[host] = self._listened_s
-        except (Closed, Refused, OSError):
-            self._drop(host)
-            heard.append((host, {"kind": "gone"}))
-
     def _drop(self, host: str) -> None:
         channel = self._channels.pop(host)
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(channel)
+        descriptor = channel.fileno()
+        del self._by_descriptor[descriptor]
+        with suppress(OSError):
+            self._poll.unregister(descriptor)
         channel.close()
 
     def send(self, send: Send) -> None:
