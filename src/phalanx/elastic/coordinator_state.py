@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import FrozenMap
@@ -45,8 +45,11 @@ class CoordinatorSettings:
         return Layout(**wanted[-1]["layout"]) if wanted else self.planned
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: a changed copy of a dictionary is ten times faster than `replace`
-class HostView:
+NO_PROCESSES: Mapping[int, int] = {}
+NO_EXCEPTIONS: Mapping[int, Progress | None] = {}
+
+
+class HostView(NamedTuple):  # no dataclass: a changed copy is made of every message of thousands of hosts
     """A host, as its agent describes it."""
 
     name: str
@@ -54,9 +57,9 @@ class HostView:
     heard_s: float  # when it last spoke, less the pauses of our own until then (`excused_s`)
     has_status: bool = False  # it has said which processes it has
     gone_s: float | None = None  # when it hung up, on the same clock
-    alive: Mapping[int, int] = field(default_factory=dict)  # slot -> process
+    alive: Mapping[int, int] = NO_PROCESSES  # slot -> process
     progress: Progress | None = None  # of its ranks; None before any has told
-    exceptions: Mapping[int, Progress | None] = field(default_factory=dict)  # slots that differ, or have not told
+    exceptions: Mapping[int, Progress | None] = NO_EXCEPTIONS  # slots that differ, or have not told
     problems: tuple[str, ...] = ()  # what its preflight found; it takes no part
     announced_generation: int = 0  # the newest that this connection has told it of
     ready: Message | None = None
@@ -64,11 +67,62 @@ class HostView:
     stacks: Mapping[int, tuple[bool, str]] | None = None  # slot -> whether it waits for others, and where
 
     def changed(self, **fields: Any) -> HostView:
-        """The same host with other values: what `dataclasses.replace` gives, for every heartbeat."""
-        made = object.__new__(HostView)
-        made.__dict__.update(self.__dict__)
-        made.__dict__.update(fields)
-        return made
+        """The same host with other values."""
+        return self._replace(**fields)
+
+    def moved(self, heard_s: float, progress: Progress | None, exceptions: Mapping[int, Progress | None]) -> HostView:
+        """After a heartbeat: a quarter of the cost of `changed`."""
+        return HostView(
+            self.name,
+            self.address,
+            heard_s,
+            self.has_status,
+            self.gone_s,
+            self.alive,
+            progress,
+            exceptions,
+            self.problems,
+            self.announced_generation,
+            self.ready,
+            self.is_ready,
+            self.stacks,
+        )
+
+    def answered(self, heard_s: float, ready: Message, is_ready: bool) -> HostView:
+        """It has said who is ready; the same."""
+        return HostView(
+            self.name,
+            self.address,
+            heard_s,
+            self.has_status,
+            self.gone_s,
+            self.alive,
+            self.progress,
+            self.exceptions,
+            self.problems,
+            self.announced_generation,
+            ready,
+            is_ready,
+            self.stacks,
+        )
+
+    def announced(self, generation: int) -> HostView:
+        """It is told of a membership that begins: it is not ready for it, and has got nowhere in it; the same."""
+        return HostView(
+            self.name,
+            self.address,
+            self.heard_s,
+            self.has_status,
+            self.gone_s,
+            self.alive,
+            None,
+            NO_EXCEPTIONS,
+            self.problems,
+            generation,
+            None,
+            False,
+            self.stacks,
+        )
 
     @property
     def is_here(self) -> bool:
@@ -230,6 +284,7 @@ class CoordinatorState:
     out_of_memory: bool = False
 
     before: Membership | None = None  # the membership before this one
+    formed_with: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # `alive` by host as it was; not inherited
     peer_table: PeerTable | None = None  # of the last one that was told to go; not inherited
     asked_at: tuple[float, float] | None = None  # Unix time and clock when a membership was announced; not inherited
     unfit_s: float | None = None  # when it was first found that it cannot be, because of bad hosts

@@ -128,14 +128,7 @@ class Decision:
     def announce_membership(self, generation: int) -> None:
         """All hosts are told of a membership that begins: nobody is ready for it, or has got anywhere in it."""
         state = self.state
-        begun: Message = {
-            "announced_generation": generation,
-            "ready": None,
-            "is_ready": False,
-            "progress": None,
-            "exceptions": {},
-        }
-        state.hosts, state.num_ready = state.hosts.mapped(lambda host: host.changed(**begun)), 0
+        state.hosts, state.num_ready = state.hosts.mapped(lambda host: host.announced(generation)), 0
 
     def exclude_host(self, host: HostView, problems: Sequence[str]) -> None:
         """A bad host takes no part until its agent is started again."""

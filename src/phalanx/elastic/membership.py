@@ -7,11 +7,12 @@ Every change of members is a new generation. In messages, in coordinator.json an
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
+
+import orjson
 
 from phalanx.plan.layout import Layout
 from phalanx.plan.shrink_layout import shrink_layout
@@ -119,7 +120,7 @@ class Membership:
     @cached_property
     def digest(self) -> str:
         """Of who is which rank: hosts are told of changes only, and this is what they must add up to."""
-        text = json.dumps([asdict(self.layout), self.runs], sort_keys=True).encode()
+        text = orjson.dumps([asdict(self.layout), self.runs], option=orjson.OPT_SORT_KEYS)
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
