@@ -34,7 +34,6 @@ from phalanx.elastic.coordinator_state import (
     CoordinatorSettings,
     CoordinatorState,
     EndRun,
-    HostView,
     Input,
     ListCheckpoints,
     RecordEvent,
@@ -46,6 +45,7 @@ from phalanx.elastic.decide import decide, initial_state
 from phalanx.elastic.election import LEASE_S
 from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import Phase, fold_progress
+from phalanx.elastic.host_view import HostView
 from phalanx.elastic.membership import HostMembership, HostSlot
 from phalanx.plan.plan import Plan
 from phalanx.train.prepare import load_job, plan_for_run

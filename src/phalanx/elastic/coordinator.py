@@ -15,7 +15,6 @@ import select
 import selectors
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -40,6 +39,7 @@ from phalanx.record.run_lock import ENDED
 TICK_S = 0.01  # while something is under way
 SETTLED_S = 0.05  # while all train: then only what was silent for seconds is looked for
 SPEAKS_S = 2.0  # without a word, after which another agent may take the name; longer where heartbeats are rarer
+MOST_EVENTS = 8192  # that are taken at a time: room for them is made anew every time
 PUMP_S = 0.1  # between looks for strangers who are late
 PROGRESS_S = 1.0  # between notes of how far the run is
 
@@ -75,7 +75,7 @@ def _coordinate(run: Run, address: str, election: Election, *, pipe: int) -> Non
     # time of 16,384 hosts, because each look goes through all that is known of them.
     gc.set_threshold(1_000_000, 50, 100)
     beat_every_s = heartbeat_every_s(hosts, plan.job.fault.dead_after_s)
-    greet = partial(_greet, election.term, rhythm={"every_s": beat_every_s, "sign_s": first_sign_s(hosts)})
+    greet = partial(_greet, answer_of(election.term, every_s=beat_every_s, sign_s=first_sign_s(hosts)))
     listener = Listener(address, 0, read_secret(run.path / "secret"), greet, half_open=max(64, 2 * hosts))
     events = EventWriter(run.supervisor, rank=-1)
     agents = AgentConnections(listener, beat_every_s=beat_every_s)
@@ -135,16 +135,21 @@ def allow_descriptors(hosts: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _greet(term: int, hello: dict[str, Any], *, rhythm: Mapping[str, float] | None = None) -> dict[str, Any]:
+def answer_of(term: int, **rhythm: float) -> dict[str, Any]:
+    """What an agent is told when it joins; at once how often to show that it lives: there may be thousands."""
+    return {"role": "coordinator", "term": term, **rhythm}
+
+
+def _greet(answer: dict[str, Any], hello: dict[str, Any]) -> dict[str, Any]:
     """Only agents belong here: a replica on its way to a peer may reach a port that was the peer's before.
 
-    They are told at once how often to show that they live: thousands that join would beat four times a second.
+    All are given the same value, so that it is encoded once.
     """
     if hello.get("role") == ROLE:
         return {"role": "coordinator"}
     if hello.get("role") != "agent" or not isinstance(hello.get("time"), int | float):
         raise Refused(f"role {hello.get('role')!r} may not connect to the coordinator")
-    return {"role": "coordinator", "term": term, **(rhythm or {})}
+    return answer
 
 
 class AgentConnections:
@@ -169,7 +174,7 @@ class AgentConnections:
         heard: list[tuple[str, dict[str, Any]]] = []
         is_due = now - self._pumped_s > PUMP_S  # it drops who is late
         by_descriptor, heard_s = self._by_descriptor, self._heard_s
-        for descriptor, _ in self._poll.poll(timeout_s, len(by_descriptor) + 2):
+        for descriptor, _ in self._poll.poll(timeout_s, MOST_EVENTS):
             known = by_descriptor.get(descriptor)
             if known is None:
                 if descriptor == self._gauge_descriptor:

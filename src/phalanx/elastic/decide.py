@@ -13,7 +13,6 @@ from typing import Any
 
 from phalanx.elastic.clock_skew import MOST_SKEW_S, check_skew, clock_skew_s
 from phalanx.elastic.coordinator_state import (
-    NO_EXCEPTIONS,
     Action,
     AgentMessage,
     AgentMessages,
@@ -22,7 +21,6 @@ from phalanx.elastic.coordinator_state import (
     CoordinatorSettings,
     CoordinatorState,
     EndRun,
-    HostView,
     Input,
     Message,
     SavedState,
@@ -57,13 +55,13 @@ from phalanx.elastic.heartbeat_board import (
     heartbeat_every_s,
     sign_every_s,
 )
+from phalanx.elastic.host_view import NO_EXCEPTIONS, HostView
 from phalanx.elastic.membership import HostSlot
 
 PAUSE_S = 1.0  # between two of our own turns, after which it was us who did not listen
 RECONNECT_S = 1.0  # an agent that hung up may be back at once; one whose host is gone is not
 TAKE_OVER_S = 5.0  # for agents to find a new coordinator, as long as nothing seems to be wrong
 CONNECT_S = 2.0  # an agent reads its clock before a connection that may take so long
-NEW_HOST = HostView(name="", address="", heard_s=0.0)
 CLOCK_SET_S = 1.0  # between what our clock says has passed and what has, after which it was set
 
 
@@ -285,7 +283,7 @@ def _on_joined(decision: Decision, name: str, hello: Message, status: Message | 
     problems = [str(text) for text in hello.get("problems", ())]
     problems += [problem.render() for problem in check_skew(skew_s, host=name)] if abs(skew_s) > MOST_SKEW_S else []
     address = str(hello.get("address", ""))
-    host = NEW_HOST.changed(name=name, address=address, heard_s=decision.heard_s, problems=tuple(problems))
+    host = HostView(name, address, decision.heard_s, problems=tuple(problems))
     if status is not None:  # thousands come at once: each is noted once
         host = _with_status(state, host, status)
     decision.set_host(host)
@@ -316,7 +314,7 @@ def _with_status(state: CoordinatorState, host: HostView, message: Message) -> H
         saved.membership.digest,
     )
     alive = {int(slot): int(pid) for slot, pid in message["slots"].items()}
-    return host.changed(has_status=True, alive=alive, announced_generation=generation if is_announced else 0)
+    return host.with_processes(alive, generation if is_announced else 0)
 
 
 def _compare_status(decision: Decision, host: HostView, message: Message) -> None:

@@ -10,7 +10,6 @@ from itertools import chain, islice
 from phalanx.elastic.coordinator_state import (
     CoordinatorState,
     EndRun,
-    HostView,
     ListCheckpoints,
     MarkRunning,
     Message,
@@ -22,6 +21,7 @@ from phalanx.elastic.decision import FAILED, STOPPED, Decision
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import sign_every_s
+from phalanx.elastic.host_view import HostView
 from phalanx.elastic.membership import HostSlot, Membership, next_membership, replace_slots
 from phalanx.elastic.replica_ring import PeerTable
 from phalanx.elastic.restore_point import find_whole_step
@@ -89,7 +89,7 @@ def form(decision: Decision, reason: str, *, as_planned: bool = True) -> bool:
     decision.announce_membership(membership.generation)
     alive = {host.name: host.alive for host in hosts}
     pids = _process_ids(state, membership, alive)
-    state.formed_with = alive
+    state.formed = (membership, alive)
     decision.save(
         generation=membership.generation,
         membership=membership,
@@ -110,17 +110,24 @@ def form(decision: Decision, reason: str, *, as_planned: bool = True) -> bool:
     return True
 
 
+def _formed_with(state: CoordinatorState) -> Mapping[str, Mapping[int, int]]:
+    """The processes of each host with which the present membership was formed, by us and with no rank moved since."""
+    formed = state.formed
+    return formed[1] if formed is not None and formed[0] is state.saved.membership else {}
+
+
 def _process_ids(
     state: CoordinatorState, membership: Membership, alive: Mapping[str, Mapping[int, int]]
 ) -> tuple[int, ...]:
     """The process of every rank; of 131,072 only those are looked up whose host has others than it had before."""
-    before, old = state.saved.membership, state.formed_with
-    if before is None or not before.has_same_ranks(membership) or len(state.saved.pids) != membership.world:
+    before, old = state.saved.membership, _formed_with(state)
+    if before is None or len(state.saved.pids) != membership.world:
         return tuple(alive[name][slot] for name, slot in membership.slots)
     pids = list(state.saved.pids)
+    is_same = before.has_same_ranks(membership)
     for name in membership.hosts:
         mine = alive[name]
-        if old.get(name) is not mine:
+        if old.get(name) is not mine or not (is_same or before.has_same_ranks_on(name, membership)):
             for slot, rank in membership.ranks_on(name).items():
                 pids[rank] = mine[slot]
     return tuple(pids)
@@ -162,7 +169,7 @@ def tell_membership(decision: Decision, hosts: Sequence[HostView]) -> None:
     is_same = before is not None and before.has_same_ranks(membership)  # of every host
     for host in hosts:
         name, is_announced = host.name, before is not None and host.announced_generation == before.generation
-        if is_announced and before is not None and (is_same or before.ranks_on(name) == membership.ranks_on(name)):
+        if is_announced and before is not None and (is_same or before.has_same_ranks_on(name, membership)):
             same.append(name)
         else:
             shares[name] = membership.share_of(name)
@@ -184,7 +191,7 @@ def _replace_lost_slots(state: CoordinatorState, before: Membership, generation:
         for name, host in state.hosts.items()
         if host.has_status and host.gone_s is None and not host.problems
     }
-    formed_with = state.formed_with
+    formed_with = _formed_with(state)
     for name in before.hosts:
         host = usable.get(name)
         if host is None:
@@ -379,9 +386,7 @@ def _last_collectives(state: CoordinatorState, known: Mapping[str, HostView]) ->
             for slot in slots
             if slot in ranks
         )
-        found.update(
-            dict.fromkeys(islice(chain(itself.get(text, ()), members), MOST_LISTED - len(found)), str(text))
-        )
+        found.update(dict.fromkeys(islice(chain(itself.get(text, ()), members), MOST_LISTED - len(found)), str(text)))
     return dict(sorted(found.items()))
 
 

@@ -11,7 +11,6 @@ from phalanx.elastic.coordinator_state import (
     BeginGeneration,
     CoordinatorState,
     EndRun,
-    HostView,
     Message,
     RecordEvent,
     SaveState,
@@ -20,6 +19,7 @@ from phalanx.elastic.coordinator_state import (
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import WORD_S
+from phalanx.elastic.host_view import HostView
 from phalanx.elastic.membership import HostSlot
 
 STOPPED, FAILED = 130, 3  # exit codes

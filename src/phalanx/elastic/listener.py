@@ -42,6 +42,7 @@ class Listener:
     ) -> None:
         self._secret, self._hello = secret, hello
         self._half_open, self._hello_s, self._stall_s = half_open, hello_s, stall_s
+        self._answer: tuple[Message, bytes] = ({}, handshake.encode({}))  # the last one, and its text
         self._guests: OrderedDict[int, _Guest] = OrderedDict()  # by descriptor, oldest first
         family, _, _, _, place = socket.getaddrinfo(address or LOOPBACK, port, type=socket.SOCK_STREAM)[0]
         self._sock = socket.create_server(place, family=family, backlog=max(BACKLOG, half_open))
@@ -123,7 +124,7 @@ class Listener:
 
     def _advance(self, guest: _Guest) -> Channel | None:
         try:
-            channel = guest.listen(self._secret, self._hello)
+            channel = guest.listen(self._secret, self._answer_text)
         except OSError:
             self._drop(guest)
             return None
@@ -131,6 +132,13 @@ class Listener:
             self._poll.unregister(guest.descriptor)
             del self._guests[guest.descriptor]
         return channel
+
+    def _answer_text(self, peer: Message) -> bytes:
+        """What is said to an authentic client; where thousands are told the same it is encoded once."""
+        answer = self._hello(peer) if callable(self._hello) else self._hello
+        if answer is not self._answer[0]:
+            self._answer = (answer, handshake.encode_hello(answer))
+        return self._answer[1]
 
     def _drop_late(self, before_s: float) -> None:
         while self._guests and (oldest := next(iter(self._guests.values()))).since_s < before_s:
@@ -156,7 +164,7 @@ class _Guest:
         self.sock, self.descriptor, self._nonce_s, self._stall_s = sock, descriptor, nonce_s, stall_s
         self._said = b""
 
-    def listen(self, secret: bytes, hello: Hello) -> Channel | None:
+    def listen(self, secret: bytes, answer_text: Callable[[Message], bytes]) -> Channel | None:
         """A channel once the guest has proved itself, None while it has more to say; raises Closed or Refused."""
         # Read at once: an honest guest says nothing after its hello before it was answered.
         self._said += receive_some(self.sock, MOST_OPENING_BYTES - len(self._said))
@@ -170,12 +178,12 @@ class _Guest:
         shaken = Handshake(secret, self._nonce_s, nonce_c)
         if not handshake.same(mac, shaken.client_mac(hello_c)):
             self._refuse("a wrong secret")
-        return self._answer(shaken, hello_c, hello)
+        return self._answer(shaken, hello_c, answer_text)
 
-    def _answer(self, shaken: Handshake, hello_c: bytes, hello: Hello) -> Channel | None:
+    def _answer(self, shaken: Handshake, hello_c: bytes, answer_text: Callable[[Message], bytes]) -> Channel | None:
         peer = handshake.decode(hello_c)
         try:
-            hello_s = handshake.encode_hello(hello(peer) if callable(hello) else hello)
+            hello_s = answer_text(peer)
         except Refused as refusal:
             self._refuse(str(refusal))
         mac, key = shaken.server_mac_and_key(hello_c, hello_s)

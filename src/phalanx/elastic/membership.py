@@ -76,6 +76,11 @@ class Membership:
         """Whether every rank is in the same slot as in another generation."""
         return self.slots is other.slots or self.slots == other.slots
 
+    def has_same_ranks_on(self, host: str, other: Membership) -> bool:
+        """Whether a host has the same ranks in the same slots in another generation."""
+        mine, theirs = self._ranks.get(host), other._ranks.get(host)
+        return mine is theirs or mine == theirs  # of most hosts it is the same dictionary
+
     @property
     def world(self) -> int:
         """The number of ranks."""
