@@ -13,7 +13,7 @@ import pytest
 from phalanx.elastic import bandwidth
 from phalanx.elastic import local_launch as client
 from phalanx.elastic.channel import connect
-from phalanx.elastic.coordinator import AgentConnections, _greet
+from phalanx.elastic.coordinator import AgentConnections, _greet, answer_of
 from phalanx.elastic.listener import Listener
 from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
@@ -27,7 +27,7 @@ SECRET = bytes(range(32))
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    door = Listener("127.0.0.1", 0, SECRET, partial(_greet, 1))
+    door = Listener("127.0.0.1", 0, SECRET, partial(_greet, answer_of(1)))
     yield door
     door.close()
 

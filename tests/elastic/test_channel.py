@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import os
 import select
 import selectors
@@ -19,11 +18,13 @@ import pytest
 
 from phalanx.elastic.channel import BURST, Channel, Closed, Refused, connect, encode_frame, extend_frame
 from phalanx.elastic.handshake import (
+    FROM_CLIENT,
+    FROM_SERVER,
     GREETING_BYTES,
     MAGIC,
     OPENING,
     Handshake,
-    KeyedHash,
+    Seal,
     make_nonce,
     make_secret,
     read_greeting,
@@ -498,11 +499,21 @@ def test_who_speaks_on_before_it_was_answered_is_not_let_in(listener: Listener) 
             assert listener.pump(0.1) == []
 
 
-@pytest.mark.parametrize("key_bytes", [0, 32, 64, 65])
-def test_a_keyed_hash_is_an_hmac(key_bytes: int) -> None:
-    key = bytes(range(key_bytes))
-    for text in (b"", b"text", bytes(300)):
-        assert KeyedHash(key).digest(text) == hmac.digest(key, text, "sha256")
+def test_the_key_of_a_connection_depends_on_all_that_was_said() -> None:
+    """And no proof of one side is a proof of the other, nor a frame of one direction one of the other."""
+    said = [(SECRET, b"n" * 32, b"m" * 32, b"hello", b"answer")]
+    said += [(bytes(32), *said[0][1:]), (SECRET, b"x" * 32, *said[0][2:]), (SECRET, b"n" * 32, b"x" * 32, *said[0][3:])]
+    said += [(*said[0][:3], b"helloa", b"nswer"), (*said[0][:3], b"hello", b"other")]
+    seen: list[bytes] = []
+    for secret, nonce_s, nonce_c, hello_c, hello_s in said:
+        shaken = Handshake(secret, nonce_s, nonce_c)
+        seen += [*shaken.server_mac_and_key(hello_c, hello_s), shaken.client_mac(hello_c)]
+    assert len(set(seen)) == len(seen) - 1, "of the last, only the answer differs: the client has said the same"
+    key = seen[1]
+    client, server = Seal(key, FROM_CLIENT), Seal(key, FROM_SERVER)
+    macs = [seal.next(frame) for seal in (client, server) for frame in (b"frame", b"frame")]
+    assert len(set(macs)) == 4
+    assert macs[0] == Seal(key, FROM_CLIENT).next(b"frame")
 
 
 def test_a_frame_is_extended_by_what_only_one_host_is_told(pair: tuple[Channel, Channel]) -> None:

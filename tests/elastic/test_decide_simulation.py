@@ -34,7 +34,6 @@ from phalanx.elastic.coordinator_state import (
     CoordinatorSettings,
     CoordinatorState,
     EndRun,
-    HostView,
     Input,
     ListCheckpoints,
     RecordEvent,
@@ -46,6 +45,7 @@ from phalanx.elastic.decide import decide, initial_state
 from phalanx.elastic.election import LEASE_S
 from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import Phase, fold_progress
+from phalanx.elastic.host_view import HostView
 from phalanx.elastic.membership import HostMembership, HostSlot
 from phalanx.plan.plan import Plan
 from phalanx.train.prepare import load_job, plan_for_run
@@ -614,7 +614,7 @@ def test_a_message_costs_the_same_on_any_number_of_hosts() -> None:
     hosts: FrozenMap[str, HostView] = FrozenMap()
     for number in range(4096):
         hosts = hosts.set(f"h{number}", HostView(name=f"h{number}", address="", heard_s=0.0))
-    other = hosts.set("h7", replace(hosts["h7"], heard_s=1.0))
+    other = hosts.set("h7", hosts["h7"].changed(heard_s=1.0))
     shared = sum(one is two for one, two in zip(hosts._buckets, other._buckets, strict=True))
     assert (len(other), other["h7"].heard_s, hosts["h7"].heard_s) == (4096, 1.0, 0.0)
     assert shared == len(hosts._buckets) - 1

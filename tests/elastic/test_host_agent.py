@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.elastic import host_agent as hosting
 from phalanx.elastic.channel import Channel
-from phalanx.elastic.coordinator import AgentConnections, _greet
+from phalanx.elastic.coordinator import AgentConnections, _greet, answer_of
 from phalanx.elastic.coordinator_memory import CoordinatorMemory
 from phalanx.elastic.coordinator_state import SavedState
 from phalanx.elastic.file_election import FileElection, Watched, read_sign
@@ -52,7 +52,7 @@ def agent(run: Run) -> Iterator[HostAgent]:
 
 def listen(run: Run, term: int, stop: threading.Event, threads: list[threading.Thread]) -> Listener:
     """A coordinator of a term, as far as its door."""
-    listener = Listener("127.0.0.1", 0, hosting.read_secret(run.path / "secret"), partial(_greet, term))
+    listener = Listener("127.0.0.1", 0, hosting.read_secret(run.path / "secret"), partial(_greet, answer_of(term)))
 
     def pump() -> None:
         channels = []
@@ -168,7 +168,7 @@ def test_an_agent_says_what_it_has_with_its_hello_where_that_is_short(
     run: Run, agent: HostAgent, monkeypatch: pytest.MonkeyPatch, most_bytes: int
 ) -> None:
     monkeypatch.setattr(hosting, "MAX_HELLO_BYTES", most_bytes)
-    listener = Listener("127.0.0.1", 0, hosting.read_secret(run.path / "secret"), partial(_greet, 1))
+    listener = Listener("127.0.0.1", 0, hosting.read_secret(run.path / "secret"), partial(_greet, answer_of(1)))
     connections, heard = AgentConnections(listener), list[tuple[str, dict[str, Any]]]()
     caller = threading.Thread(target=agent._connect, args=(listener.address,))
     caller.start()
@@ -202,7 +202,7 @@ def test_a_coordinator_starts_without_the_planner(tmp_path: Path) -> None:
 def test_an_agent_is_told_its_rhythm_with_the_answer_to_its_hello(run: Run, agent: HostAgent) -> None:
     """Thousands who join would beat four times a second each until they were told otherwise."""
     secret = hosting.read_secret(run.path / "secret")
-    listener = Listener("127.0.0.1", 0, secret, partial(_greet, 1, rhythm={"every_s": 4.0, "sign_s": 2.0}))
+    listener = Listener("127.0.0.1", 0, secret, partial(_greet, answer_of(1, every_s=4.0, sign_s=2.0)))
     caller = threading.Thread(target=agent._connect, args=(listener.address,))
     caller.start()
     channels = list[Channel]()

@@ -4,7 +4,7 @@ A channel has no thread of its own. It serves a loop over selectors (`fileno`, `
 `read_into`) alike, because it never reads further than the frame it is in: whatever was not taken is still in the
 socket, where a selector sees it. One thread may send while another receives.
 
-    frame   size of the message, bytes of data, crc32 of the data | message | HMAC      then the data as it is
+    frame   size of the message, bytes of data, crc32 of the data | message | MAC      then the data as it is
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BURST = 64  # messages one receive() takes, so that a talkative peer does not st
 
 
 def encode_frame(message: Message) -> bytes:
-    """A message without data as a frame, but for its HMAC; raises ValueError for one that no channel takes."""
+    """A message without data as a frame, but for its MAC; raises ValueError for one that no channel takes."""
     text = _encode(message)
     return PREFIX.pack(len(text), 0, 0) + text
 
@@ -221,11 +221,12 @@ class Channel:
         return crc32
 
     def _push(self, data: bytes | memoryview) -> None:
-        view = data
-        while view:
+        view, length = data, len(data)
+        while length:
             try:
-                sent = self._sock.send(view if len(view) <= PIECE_BYTES else memoryview(view)[:PIECE_BYTES])
-                if sent == len(view):
+                sent = self._sock.send(view if length <= PIECE_BYTES else memoryview(view)[:PIECE_BYTES])
+                length -= sent
+                if not length:
                     return
                 view = memoryview(view)[sent:]
             except BlockingIOError:
@@ -301,10 +302,11 @@ def _introduce(sock: socket.socket, secret: bytes, hello: Message, deadline: flo
         raise Refused("the other side refused our hello: it has another secret, so it is of another run")
     answer = take_before(sock, intake, size + MAC_BYTES, deadline)
     hello_s, mac = answer[:size], answer[size:]
-    if not handshake.same(mac, shaken.server_mac(hello_c, hello_s)):
+    expected, key = shaken.server_mac_and_key(hello_c, hello_s)
+    if not handshake.same(mac, expected):
         raise Refused("the other side does not know the run's secret")
-    ours, theirs = shaken.keys(hello_c, hello_s)
-    return Channel(sock, send=Seal(ours), receive=Seal(theirs), peer=handshake.decode(hello_s), stall_s=stall_s)
+    ours, theirs = Seal(key, handshake.FROM_CLIENT), Seal(key, handshake.FROM_SERVER)
+    return Channel(sock, send=ours, receive=theirs, peer=handshake.decode(hello_s), stall_s=stall_s)
 
 
 def _flat(data: memoryview | bytes | bytearray) -> memoryview:

@@ -11,10 +11,10 @@ import gc
 import json
 import os
 import resource
+import select
 import selectors
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from phalanx.record.run_lock import ENDED
 TICK_S = 0.01  # while something is under way
 SETTLED_S = 0.05  # while all train: then only what was silent for seconds is looked for
 SPEAKS_S = 2.0  # without a word, after which another agent may take the name; longer where heartbeats are rarer
+MOST_EVENTS = 8192  # that are taken at a time: room for them is made anew every time
 PUMP_S = 0.1  # between looks for strangers who are late
 PROGRESS_S = 1.0  # between notes of how far the run is
 
@@ -74,7 +75,7 @@ def _coordinate(run: Run, address: str, election: Election, *, pipe: int) -> Non
     # time of 16,384 hosts, because each look goes through all that is known of them.
     gc.set_threshold(1_000_000, 50, 100)
     beat_every_s = heartbeat_every_s(hosts, plan.job.fault.dead_after_s)
-    greet = partial(_greet, election.term, rhythm={"every_s": beat_every_s, "sign_s": first_sign_s(hosts)})
+    greet = partial(_greet, answer_of(election.term, every_s=beat_every_s, sign_s=first_sign_s(hosts)))
     listener = Listener(address, 0, read_secret(run.path / "secret"), greet, half_open=max(64, 2 * hosts))
     events = EventWriter(run.supervisor, rank=-1)
     agents = AgentConnections(listener, beat_every_s=beat_every_s)
@@ -134,16 +135,21 @@ def allow_descriptors(hosts: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _greet(term: int, hello: dict[str, Any], *, rhythm: Mapping[str, float] | None = None) -> dict[str, Any]:
+def answer_of(term: int, **rhythm: float) -> dict[str, Any]:
+    """What an agent is told when it joins; at once how often to show that it lives: there may be thousands."""
+    return {"role": "coordinator", "term": term, **rhythm}
+
+
+def _greet(answer: dict[str, Any], hello: dict[str, Any]) -> dict[str, Any]:
     """Only agents belong here: a replica on its way to a peer may reach a port that was the peer's before.
 
-    They are told at once how often to show that they live: thousands that join would beat four times a second.
+    All are given the same value, so that it is encoded once.
     """
     if hello.get("role") == ROLE:
         return {"role": "coordinator"}
     if hello.get("role") != "agent" or not isinstance(hello.get("time"), int | float):
         raise Refused(f"role {hello.get('role')!r} may not connect to the coordinator")
-    return {"role": "coordinator", "term": term, **(rhythm or {})}
+    return answer
 
 
 class AgentConnections:
@@ -151,54 +157,72 @@ class AgentConnections:
 
     def __init__(self, listener: Listener, *, beat_every_s: float = 0.0) -> None:
         self._listener, self._beat_every_s = listener, beat_every_s
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._gauge = Gauge(self._selector)
-        self._pumped_s = self._listened_s = -1e9
+        # Not `selectors` for what there are thousands of: its records and lookups cost more than the kernel's.
+        self._poll = select.epoll()
+        self._poll.register(listener.fileno(), select.EPOLLIN)
+        measured = selectors.EpollSelector()  # of the one agent that measures its link
+        self._gauge, self._gauge_descriptor = Gauge(measured), measured.fileno()
+        self._poll.register(self._gauge_descriptor, select.EPOLLIN)
+        self._pumped_s = -1e9
         self._channels: dict[str, Channel] = {}
+        self._by_descriptor: dict[int, tuple[str, Channel]] = {}
         self._heard_s: dict[str, float] = {}
 
     def receive(self, timeout_s: float) -> list[tuple[str, dict[str, Any]]]:
         """What was said within `timeout_s`; an agent that came or went is told as `joined` and `gone`."""
         now = time.monotonic()
         heard: list[tuple[str, dict[str, Any]]] = []
-        self._listened_s = now
         is_due = now - self._pumped_s > PUMP_S  # it drops who is late
-        for key, _ in self._selector.select(timeout_s):
-            if key.fileobj is self._listener:
-                is_due = True
-            elif key.data is self._gauge:
-                self._gauge.listen()
-            else:
-                self._listen(key.data, key.fileobj, heard)  # type: ignore[arg-type]
+        by_descriptor, heard_s = self._by_descriptor, self._heard_s
+        for descriptor, _ in self._poll.poll(timeout_s, MOST_EVENTS):
+            known = by_descriptor.get(descriptor)
+            if known is None:
+                if descriptor == self._gauge_descriptor:
+                    self._gauge.listen()
+                else:
+                    is_due = True
+                continue
+            host, channel = known
+            try:
+                for message in channel.receive_all():
+                    heard.append((host, message))
+                heard_s[host] = now
+            except (Closed, Refused, OSError):
+                self._drop(host)
+                heard.append((host, {"kind": "gone"}))
         if not is_due:
             return heard
         self._pumped_s = time.monotonic()
-        return heard + [one for channel in self._listener.pump() for one in self._admit(channel)]
+        for channel in self._listener.pump():
+            self._admit(channel, heard)
+        return heard
 
     @property
     def is_measuring(self) -> bool:
         """Whether an agent may be measuring how much passes: it is to be read without a pause."""
         return self._gauge.is_busy
 
-    def _admit(self, channel: Channel) -> list[tuple[str, dict[str, Any]]]:
+    def _admit(self, channel: Channel, heard: list[tuple[str, dict[str, Any]]]) -> None:
         if channel.peer.get("role") == ROLE:
             self._gauge.admit(channel)
-            return []
+            return
         host = str(channel.peer.get("host", ""))[:200]
-        if self._is_taken(host, channel):
-            with suppress(Closed, OSError, TimeoutError):
-                channel.send({"kind": "taken"})
-            channel.close()
-            return []
         if host in self._channels:
+            if self._is_taken(host, channel):
+                with suppress(Closed, OSError, TimeoutError):
+                    channel.send({"kind": "taken"})
+                channel.close()
+                return
             self._drop(host)
-        self._channels[host] = channel
-        self._heard_s[host] = time.monotonic()
-        self._selector.register(channel, selectors.EVENT_READ, host)
+        descriptor = channel.fileno()
+        self._channels[host], self._by_descriptor[descriptor] = channel, (host, channel)
+        self._heard_s[host] = self._pumped_s
+        self._poll.register(descriptor, select.EPOLLIN)
         status = channel.peer.pop("status", None)  # where it fits in: one message less from each of thousands
         joined = {"kind": "joined", "hello": channel.peer}
-        return [(host, {**joined, "status": status} if isinstance(status, dict) else joined)]
+        if isinstance(status, dict):
+            joined["status"] = status
+        heard.append((host, joined))
 
     def _is_taken(self, host: str, channel: Channel) -> bool:
         """Whether another agent of that name is there and speaks: two would drive each other out for ever."""
@@ -207,21 +231,12 @@ class AgentConnections:
         speaks_s = max(SPEAKS_S, 2 * max(self._beat_every_s, heartbeat_every_s(len(self._channels))))
         return other and time.monotonic() - self._heard_s[host] < speaks_s
 
-    def _listen(self, host: str, channel: Channel, heard: list[tuple[str, dict[str, Any]]]) -> None:
-        if self._channels.get(host) is not channel:
-            return
-        try:
-            for message in channel.receive_all():
-                heard.append((host, message))
-            self._heard_s[host] = self._listened_s
-        except (Closed, Refused, OSError):
-            self._drop(host)
-            heard.append((host, {"kind": "gone"}))
-
     def _drop(self, host: str) -> None:
         channel = self._channels.pop(host)
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(channel)
+        descriptor = channel.fileno()
+        del self._by_descriptor[descriptor]
+        with suppress(OSError):
+            self._poll.unregister(descriptor)
         channel.close()
 
     def send(self, send: Send) -> None:

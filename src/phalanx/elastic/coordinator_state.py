@@ -6,13 +6,14 @@ the same whether the run has 4 hosts or 16,384.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import FrozenMap
-from phalanx.elastic.heartbeat_board import NO_STEP, Progress
+from phalanx.elastic.heartbeat_board import NO_STEP
+from phalanx.elastic.host_view import HostView
 from phalanx.elastic.membership import HostSlot, Membership
 from phalanx.elastic.replica_ring import PeerTable
 from phalanx.elastic.restore_point import Lineage
@@ -43,52 +44,6 @@ class CoordinatorSettings:
         """What is wanted: the plan, or what a replay prescribes from this step on."""
         wanted = [one for one in self.prescribed if int(one["from_step"]) <= max(step, 0)]
         return Layout(**wanted[-1]["layout"]) if wanted else self.planned
-
-
-@dataclass(frozen=True, kw_only=True)  # no slots: a changed copy of a dictionary is ten times faster than `replace`
-class HostView:
-    """A host, as its agent describes it."""
-
-    name: str
-    address: str
-    heard_s: float  # when it last spoke, less the pauses of our own until then (`excused_s`)
-    has_status: bool = False  # it has said which processes it has
-    gone_s: float | None = None  # when it hung up, on the same clock
-    alive: Mapping[int, int] = field(default_factory=dict)  # slot -> process
-    progress: Progress | None = None  # of its ranks; None before any has told
-    exceptions: Mapping[int, Progress | None] = field(default_factory=dict)  # slots that differ, or have not told
-    problems: tuple[str, ...] = ()  # what its preflight found; it takes no part
-    announced_generation: int = 0  # the newest that this connection has told it of
-    ready: Message | None = None
-    is_ready: bool = False  # every rank that the present membership has here
-    stacks: Mapping[int, tuple[bool, str]] | None = None  # slot -> whether it waits for others, and where
-
-    def changed(self, **fields: Any) -> HostView:
-        """The same host with other values: what `dataclasses.replace` gives, for every heartbeat."""
-        made = object.__new__(HostView)
-        made.__dict__.update(self.__dict__)
-        made.__dict__.update(fields)
-        return made
-
-    @property
-    def is_here(self) -> bool:
-        """Whether its agent is connected and has said which processes it has."""
-        return self.has_status and self.gone_s is None
-
-    def progress_of(self, slot: int) -> Progress | None:
-        """Step, phase and age of the rank in a slot; None before it has told."""
-        return self.exceptions.get(slot, self.progress)
-
-    def age_s(self, slot: int) -> float:
-        """Seconds since the rank in a slot got anywhere."""
-        told = self.progress_of(slot)
-        return told[2] if told is not None else 0.0
-
-    def num_usable(self, quarantined: Collection[HostSlot]) -> int:
-        """Living processes that may become ranks."""
-        if not self.is_here or self.problems:
-            return 0
-        return sum((self.name, slot) not in quarantined for slot in self.alive) if quarantined else len(self.alive)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,6 +185,7 @@ class CoordinatorState:
     out_of_memory: bool = False
 
     before: Membership | None = None  # the membership before this one
+    formed: tuple[Membership, Mapping[str, Mapping[int, int]]] | None = None  # with `alive` by host; not inherited
     peer_table: PeerTable | None = None  # of the last one that was told to go; not inherited
     asked_at: tuple[float, float] | None = None  # Unix time and clock when a membership was announced; not inherited
     unfit_s: float | None = None  # when it was first found that it cannot be, because of bad hosts

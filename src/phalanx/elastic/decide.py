@@ -7,7 +7,8 @@ are only taken note of; what is to be done is decided when the clock ticks, up t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from phalanx.elastic.clock_skew import MOST_SKEW_S, check_skew, clock_skew_s
@@ -20,7 +21,6 @@ from phalanx.elastic.coordinator_state import (
     CoordinatorSettings,
     CoordinatorState,
     EndRun,
-    HostView,
     Input,
     Message,
     SavedState,
@@ -55,14 +55,13 @@ from phalanx.elastic.heartbeat_board import (
     heartbeat_every_s,
     sign_every_s,
 )
+from phalanx.elastic.host_view import NO_EXCEPTIONS, HostView
 from phalanx.elastic.membership import HostSlot
 
 PAUSE_S = 1.0  # between two of our own turns, after which it was us who did not listen
 RECONNECT_S = 1.0  # an agent that hung up may be back at once; one whose host is gone is not
 TAKE_OVER_S = 5.0  # for agents to find a new coordinator, as long as nothing seems to be wrong
 CONNECT_S = 2.0  # an agent reads its clock before a connection that may take so long
-NEW_HOST = HostView(name="", address="", heard_s=0.0)
-NO_EXCEPTIONS: Mapping[int, Progress | None] = {}
 CLOCK_SET_S = 1.0  # between what our clock says has passed and what has, after which it was set
 
 
@@ -284,7 +283,7 @@ def _on_joined(decision: Decision, name: str, hello: Message, status: Message | 
     problems = [str(text) for text in hello.get("problems", ())]
     problems += [problem.render() for problem in check_skew(skew_s, host=name)] if abs(skew_s) > MOST_SKEW_S else []
     address = str(hello.get("address", ""))
-    host = NEW_HOST.changed(name=name, address=address, heard_s=decision.heard_s, problems=tuple(problems))
+    host = HostView(name, address, decision.heard_s, problems=tuple(problems))
     if status is not None:  # thousands come at once: each is noted once
         host = _with_status(state, host, status)
     decision.set_host(host)
@@ -315,7 +314,7 @@ def _with_status(state: CoordinatorState, host: HostView, message: Message) -> H
         saved.membership.digest,
     )
     alive = {int(slot): int(pid) for slot, pid in message["slots"].items()}
-    return host.changed(has_status=True, alive=alive, announced_generation=generation if is_announced else 0)
+    return host.with_processes(alive, generation if is_announced else 0)
 
 
 def _compare_status(decision: Decision, host: HostView, message: Message) -> None:
@@ -404,11 +403,10 @@ def _on_ready(decision: Decision, host: HostView, message: Message) -> None:
     if int(message["epoch"]) != state.saved.generation:
         decision.touch_host(host.changed(heard_s=decision.heard_s))
         return
-    ranks = state.membership.ranks_on(host.name) if state.saved.membership is not None else {}
-    ports = message["ports"]
-    is_ready = bool(ranks) and all(map(ports.__contains__, map(str, ranks)))
+    ranks = state.saved.membership.ranks_on(host.name) if state.saved.membership is not None else {}
+    is_ready = bool(ranks) and message["ports"].keys() >= _slot_names(tuple(ranks))
     state.num_ready += is_ready - host.is_ready
-    decision.touch_host(host.changed(heard_s=decision.heard_s, ready=message, is_ready=is_ready))
+    decision.touch_host(host.answered(decision.heard_s, message, is_ready))
     if state.asked_at is not None and "time" in message:
         asked_s, took_s = state.asked_at[0], decision.now_s - state.asked_at[1]
         if abs(decision.unix_s - asked_s - took_s) < CLOCK_SET_S:  # else it was our own clock that was set
@@ -417,6 +415,11 @@ def _on_ready(decision: Decision, host: HostView, message: Message) -> None:
             if abs(skew_s) > MOST_SKEW_S:
                 found = [problem.render() for problem in check_skew(skew_s, host=host.name)]
                 decision.exclude_host(state.hosts[host.name], found)
+
+
+@lru_cache(maxsize=1024)  # nearly all hosts have the same
+def _slot_names(slots: tuple[int, ...]) -> frozenset[str]:
+    return frozenset(map(str, slots))
 
 
 def _on_built(decision: Decision, host: HostView, message: Message) -> None:
@@ -447,7 +450,7 @@ def _on_beat(decision: Decision, host: HostView, message: Message) -> None:
     state, saved = decision.state, decision.state.saved
     progress, told = _progress(message["progress"]), message.get("exceptions")
     exceptions = {int(slot): _progress(one) for slot, one in told.items()} if told else NO_EXCEPTIONS
-    decision.touch_host(host.changed(heard_s=decision.heard_s, progress=progress, exceptions=exceptions))
+    decision.touch_host(host.moved(decision.heard_s, progress, exceptions))
     if saved.membership is None or not saved.membership.has_host(host.name):
         return
     step = progress[0] if progress is not None else saved.step

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import islice
+from itertools import chain, islice
 
 from phalanx.elastic.coordinator_state import (
     CoordinatorState,
     EndRun,
-    HostView,
     ListCheckpoints,
     MarkRunning,
     Message,
@@ -22,6 +21,7 @@ from phalanx.elastic.decision import FAILED, STOPPED, Decision
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import sign_every_s
+from phalanx.elastic.host_view import HostView
 from phalanx.elastic.membership import HostSlot, Membership, next_membership, replace_slots
 from phalanx.elastic.replica_ring import PeerTable
 from phalanx.elastic.restore_point import find_whole_step
@@ -88,7 +88,8 @@ def form(decision: Decision, reason: str, *, as_planned: bool = True) -> bool:
     hosts = list(state.hosts.values())  # as they were told of the membership before
     decision.announce_membership(membership.generation)
     alive = {host.name: host.alive for host in hosts}
-    pids = tuple(alive[name][slot] for name, slot in membership.slots)
+    pids = _process_ids(state, membership, alive)
+    state.formed = (membership, alive)
     decision.save(
         generation=membership.generation,
         membership=membership,
@@ -107,6 +108,29 @@ def form(decision: Decision, reason: str, *, as_planned: bool = True) -> bool:
     tell_membership(decision, hosts)
     decision.count_as_sign(sign_every_s(len(hosts)))
     return True
+
+
+def _formed_with(state: CoordinatorState) -> Mapping[str, Mapping[int, int]]:
+    """The processes of each host with which the present membership was formed, by us and with no rank moved since."""
+    formed = state.formed
+    return formed[1] if formed is not None and formed[0] is state.saved.membership else {}
+
+
+def _process_ids(
+    state: CoordinatorState, membership: Membership, alive: Mapping[str, Mapping[int, int]]
+) -> tuple[int, ...]:
+    """The process of every rank; of 131,072 only those are looked up whose host has others than it had before."""
+    before, old = state.saved.membership, _formed_with(state)
+    if before is None or len(state.saved.pids) != membership.world:
+        return tuple(alive[name][slot] for name, slot in membership.slots)
+    pids = list(state.saved.pids)
+    is_same = before.has_same_ranks(membership)
+    for name in membership.hosts:
+        mine = alive[name]
+        if old.get(name) is not mine or not (is_same or before.has_same_ranks_on(name, membership)):
+            for slot, rank in membership.ranks_on(name).items():
+                pids[rank] = mine[slot]
+    return tuple(pids)
 
 
 def _record_membership(decision: Decision, reason: str) -> None:
@@ -145,7 +169,7 @@ def tell_membership(decision: Decision, hosts: Sequence[HostView]) -> None:
     is_same = before is not None and before.has_same_ranks(membership)  # of every host
     for host in hosts:
         name, is_announced = host.name, before is not None and host.announced_generation == before.generation
-        if is_announced and before is not None and (is_same or before.ranks_on(name) == membership.ranks_on(name)):
+        if is_announced and before is not None and (is_same or before.has_same_ranks_on(name, membership)):
             same.append(name)
         else:
             shares[name] = membership.share_of(name)
@@ -162,13 +186,18 @@ def _replace_lost_slots(state: CoordinatorState, before: Membership, generation:
     quarantined = state.saved.quarantined
     lost = {rank for place in quarantined if (rank := before.rank_at(place)) is not None}
     others: list[HostSlot] = []
-    usable = {name: host for name, host in state.hosts.items() if host.is_here and not host.problems}
+    usable = {
+        name: host
+        for name, host in state.hosts.items()
+        if host.has_status and host.gone_s is None and not host.problems
+    }
+    formed_with = _formed_with(state)
     for name in before.hosts:
-        host, ranks = usable.get(name), before.ranks_on(name)
+        host = usable.get(name)
         if host is None:
-            lost.update(ranks.values())
-        elif not ranks.keys() <= host.alive.keys():
-            lost.update(rank for slot, rank in ranks.items() if slot not in host.alive)
+            lost.update(before.ranks_on(name).values())
+        elif host.alive is not formed_with.get(name):  # else every rank here has the process that it began with
+            lost.update(rank for slot, rank in before.ranks_on(name).items() if slot not in host.alive)
     if not lost:
         return before.renumbered(generation)  # in every slot there is a process again: the usual case
     for name in state.host_order:
@@ -271,7 +300,8 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
     membership = saved.membership
     known = dict(state.hosts.items())
     hosts = {name: known[name] for name in membership.hosts}
-    told = [one for host in hosts.values() for one in (host.ready or {}).get("held", ())]
+    answers = [host.ready for host in hosts.values() if host.ready is not None]
+    told = [one for ready in answers for one in ready.get("held", ())]
     trusted = [step for step in checkpoints if saved.at_most is None or step <= saved.at_most]
     on_disk = max(trusted, default=0)
     # What others than the members' hosts hold cannot be reached.
@@ -309,7 +339,7 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
         best_step=max(step, saved.best_step),
         went_s=went_s,
     )
-    collectives = _last_collectives(state)
+    collectives = _last_collectives(state, known)
     decision.actions.append(RecordEvidence(generation=membership.generation, last_collectives=collectives))
     state.last_collectives = FrozenMap()
     decision.record("restore", step=step, source="memory" if point is not None else "disk" if step else "start")
@@ -331,24 +361,32 @@ def _peer_table(state: CoordinatorState, hosts: Mapping[str, HostView], membersh
     )
 
 
-def _last_collectives(state: CoordinatorState) -> dict[int, str]:
+def _last_collectives(state: CoordinatorState, known: Mapping[str, HostView]) -> dict[int, str]:
     """What ranks were in when they left the membership before; of many, those that differ from most come first."""
-    before, said = state.before, defaultdict[str, list[tuple[Mapping[int, int], Sequence[int]]]](list)
-    counts = Counter(state.last_collectives.values())
+    before, said = state.before, defaultdict[str, list[tuple[str, Sequence[int]]]](list)
+    itself = defaultdict[str, list[int]](list)  # ranks that said so themselves
     for rank, text in state.last_collectives.items():
-        said[text].append(({rank: rank}, (rank,)))
+        itself[text].append(rank)
     for name in before.hosts if before is not None else ():
-        host = state.hosts.get(name)
+        host = known.get(name)
         told = host.ready.get("collectives") if host is not None and host.ready is not None else None
         for text, slots in told.items() if told else ():
-            ranks = before.ranks_on(name) if before is not None else {}
-            counts[text] += len(slots)
-            said[text].append((ranks, slots))
+            said[text].append((name, slots))
+    counts = {
+        text: len(itself.get(text, ())) + sum(len(slots) for _, slots in said.get(text, ()))
+        for text in {**itself, **said}
+    }
     found: dict[int, str] = {}
-    for text in sorted(said, key=lambda one: (counts[one], one)):
+    for text in sorted(counts, key=lambda one: (counts[one], one)):
         # Only those that are listed are looked up: not all 131,072.
-        members = (ranks[slot] for ranks, slots in said[text] for slot in slots if slot in ranks)
-        found.update(dict.fromkeys(islice(members, MOST_LISTED - len(found)), str(text)))
+        members = (
+            ranks[slot]
+            for name, slots in said.get(text, ())
+            if before is not None and (ranks := before.ranks_on(name))
+            for slot in slots
+            if slot in ranks
+        )
+        found.update(dict.fromkeys(islice(chain(itself.get(text, ()), members), MOST_LISTED - len(found)), str(text)))
     return dict(sorted(found.items()))
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from phalanx.elastic import failure as failing
-from phalanx.elastic.coordinator_state import CoordinatorState, EndRun, GivenUp, HostView, Message
+from phalanx.elastic.coordinator_state import CoordinatorState, EndRun, GivenUp, Message
 from phalanx.elastic.decide_membership import REPLACE_S, await_lost_slots, form
 from phalanx.elastic.decide_replicas import is_absent, leave_out, replicas_to_leave_out
 from phalanx.elastic.decision import FAILED, STOPPED, Decision
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import Phase
+from phalanx.elastic.host_view import HostView
 from phalanx.elastic.membership import HostSlot
 from phalanx.units import plural
 

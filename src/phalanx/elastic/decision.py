@@ -11,7 +11,6 @@ from phalanx.elastic.coordinator_state import (
     BeginGeneration,
     CoordinatorState,
     EndRun,
-    HostView,
     Message,
     RecordEvent,
     SaveState,
@@ -20,6 +19,7 @@ from phalanx.elastic.coordinator_state import (
 from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import WORD_S
+from phalanx.elastic.host_view import HostView
 from phalanx.elastic.membership import HostSlot
 
 STOPPED, FAILED = 130, 3  # exit codes
@@ -128,14 +128,7 @@ class Decision:
     def announce_membership(self, generation: int) -> None:
         """All hosts are told of a membership that begins: nobody is ready for it, or has got anywhere in it."""
         state = self.state
-        begun: Message = {
-            "announced_generation": generation,
-            "ready": None,
-            "is_ready": False,
-            "progress": None,
-            "exceptions": {},
-        }
-        state.hosts, state.num_ready = state.hosts.mapped(lambda host: host.changed(**begun)), 0
+        state.hosts, state.num_ready = state.hosts.mapped(lambda host: host.announced(generation)), 0
 
     def exclude_host(self, host: HostView, problems: Sequence[str]) -> None:
         """A bad host takes no part until its agent is started again."""

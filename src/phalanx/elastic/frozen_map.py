@@ -35,6 +35,9 @@ class FrozenMap(Mapping[K, V], Generic[K, V]):
         """The value of a key, or `default`."""
         return self._buckets[_bucket(key)].get(key, default)
 
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, int | str) and key in self._buckets[_bucket(key)]
+
     def __iter__(self) -> Iterator[K]:
         return chain.from_iterable(self._buckets)
 

@@ -1,25 +1,26 @@
 """How two processes prove to each other that they know the run's secret; bytes only, no sockets.
 
     server -> client   magic, nonce_s
-    client -> server   magic, size, nonce_c, hello, HMAC(secret, "client", nonce_s, nonce_c, hello)
-    server -> client   size, hello, HMAC(secret, "server", nonce_s, nonce_c, hello of both)     size 0: refused
+    client -> server   magic, size, nonce_c, hello, MAC(secret, "client", nonce_s, nonce_c, hello)
+    server -> client   size, hello, MAC(secret, "server", nonce_s, nonce_c, hello of both)     size 0: refused
 
 Each side draws a fresh nonce, so a recorded conversation proves nothing the next time. What each says of itself (role,
-host, epoch) is under its HMAC, and is parsed only after the HMAC was found right. Later frames are signed with a key
-per direction, drawn from the secret and both nonces, over a count of frames: a frame repeated, dropped, moved, or sent
-back to its author does not match.
+host, epoch) is under its MAC, and is parsed only after the MAC was found right. Later frames are signed with a key of
+the connection, drawn from the secret, both nonces and both hellos, over their direction and a count of frames: a frame
+repeated, dropped, moved, or sent back to its author does not match.
+
+The MAC is BLAKE2b with a key (RFC 7693), of 32 bytes: half the cost of an HMAC-SHA256 through OpenSSL, and nothing is
+kept for a connection but its key. A coordinator of 16,384 hosts makes three of them for each when one rank is lost.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import os
 import secrets
 import struct
-from collections.abc import Callable
-from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,15 @@ from phalanx.record.secret import read_secret as read_secret  # whoever makes se
 
 Message = dict[str, Any]
 
-MAGIC = b"PHX1"
+MAGIC = b"PHX2"
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_HELLO_BYTES = 4096
 OPENING = struct.Struct(f"!{len(MAGIC)}sH{NONCE_BYTES}s")  # of the client: magic, size of its hello, nonce
 ANSWER = struct.Struct("!H")  # of the server: size of its hello, 0 when it refuses
-COUNT = struct.Struct("!Q")
-BLOCK_BYTES = 64  # of SHA-256
-INNER_PAD, OUTER_PAD = (bytes(byte ^ pad for byte in range(256)) for pad in (0x36, 0x5C))
+PROOF = struct.Struct("!6sHH")  # whose proof it is, and the sizes of both hellos: no two pairs give the same text
+FRAME = struct.Struct("!cQ")  # from whom a frame comes, and how many came before it
+FROM_CLIENT, FROM_SERVER = b"c", b"s"
 
 
 class Refused(ConnectionError):
@@ -101,64 +102,28 @@ def read_opening(text: bytes) -> tuple[int, bytes]:
     return size, nonce_c
 
 
-class KeyedHash:
-    """HMAC-SHA256 (RFC 2104) of many texts under one key.
-
-    The same bytes as `hmac.digest`, in a third of the time: the key is taken once, and OpenSSL 3 copies a plain hash
-    faster than an HMAC. A coordinator makes ten of them for every host that joins.
-    """
-
-    __slots__ = ("_inner", "_outer")
-
-    def __init__(self, key: bytes) -> None:
-        padded = (key if len(key) <= BLOCK_BYTES else hashlib.sha256(key).digest()).ljust(BLOCK_BYTES, b"\0")
-        self._inner = hashlib.sha256(padded.translate(INNER_PAD))
-        self._outer = hashlib.sha256(padded.translate(OUTER_PAD))
-
-    def digest(self, text: bytes) -> bytes:
-        """The HMAC of a text."""
-        inner, outer = self._inner.copy(), self._outer.copy()
-        inner.update(text)
-        outer.update(inner.digest())
-        return outer.digest()
-
-
-@lru_cache(maxsize=4)  # one secret for all connections of a process
-def _keyed(secret: bytes) -> KeyedHash:
-    return KeyedHash(secret)
+def keyed_digest(key: bytes, text: bytes, digest_bytes: int = MAC_BYTES) -> bytes:
+    """The MAC of a text; one of another size is not the beginning of it, but unrelated."""
+    return blake2b(text, digest_size=digest_bytes, key=key).digest()
 
 
 class Handshake:
     """One handshake: the same arithmetic seen from both sides, once both nonces are known."""
 
+    __slots__ = ("_nonces", "_secret")
+
     def __init__(self, secret: bytes, nonce_s: bytes, nonce_c: bytes) -> None:
-        self._keyed = _keyed(secret)
-        self._nonces = nonce_s + nonce_c
+        self._secret, self._nonces = secret, nonce_s + nonce_c
 
     def client_mac(self, hello_c: bytes) -> bytes:
         """Proof of the client."""
-        return self._mac(b"client", hello_c)
+        return keyed_digest(self._secret, PROOF.pack(b"client", len(hello_c), 0) + hello_c + self._nonces)
 
-    def server_mac(self, hello_c: bytes, hello_s: bytes) -> bytes:
-        """Proof of the server, bound to the hello it answers."""
-        return self._mac(b"server", hello_c, hello_s)
-
-    def keys(self, hello_c: bytes, hello_s: bytes) -> tuple[bytes, bytes]:
-        """Keys of the frames: from the client, from the server."""
-        return self.client_key(hello_c, hello_s), self.server_key(hello_c, hello_s)
-
-    def client_key(self, hello_c: bytes, hello_s: bytes) -> bytes:
-        """Key of the client's frames."""
-        return self._mac(b"from client", hello_c, hello_s)
-
-    def server_key(self, hello_c: bytes, hello_s: bytes) -> bytes:
-        """Key of the server's frames."""
-        return self._mac(b"from server", hello_c, hello_s)
-
-    def _mac(self, *parts: bytes) -> bytes:
-        # Each part after its length: no two lists of parts give the same text.
-        sized = b"".join(COUNT.pack(len(part)) + part for part in (*parts, self._nonces))
-        return self._keyed.digest(sized)
+    def server_mac_and_key(self, hello_c: bytes, hello_s: bytes) -> tuple[bytes, bytes]:
+        """Proof of the server, bound to the hello it answers; and the key of the connection, which is never sent."""
+        sizes = PROOF.pack(b"server", len(hello_c), len(hello_s))
+        both = keyed_digest(self._secret, sizes + hello_c + hello_s + self._nonces, 2 * MAC_BYTES)
+        return both[:MAC_BYTES], both[MAC_BYTES:]
 
 
 def same(one: bytes, other: bytes) -> bool:
@@ -169,22 +134,16 @@ def same(one: bytes, other: bytes) -> bool:
 class Seal:
     """Signs, or checks, the frames of one direction in their order."""
 
-    __slots__ = ("_count", "_key", "_keyed")
+    __slots__ = ("_count", "_key", "_sender")
 
-    def __init__(self, key: bytes | Callable[[], bytes]) -> None:
-        # A function is asked for the key with the first frame: thousands of hosts join before one says anything.
-        self._key, self._count = key, 0
-        self._keyed: KeyedHash | None = None
+    def __init__(self, key: bytes, sender: bytes) -> None:
+        self._key, self._sender, self._count = key, sender, 0
 
     def next(self, frame: bytes) -> bytes:
-        """The HMAC of the next frame."""
-        keyed = self._keyed
-        if keyed is None:
-            keyed = self._keyed = KeyedHash(self._key if isinstance(self._key, bytes) else self._key())
-            self._key = b""
-        mac = keyed.digest(COUNT.pack(self._count) + frame)
-        self._count += 1
-        return mac
+        """The MAC of the next frame."""
+        count = self._count
+        self._count = count + 1
+        return blake2b(FRAME.pack(self._sender, count) + frame, digest_size=MAC_BYTES, key=self._key).digest()
 
 
 # The run's secret: 32 random bytes in a file that only its owner can read.

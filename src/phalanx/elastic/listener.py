@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import selectors
+import select
 import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import NoReturn
 
 from phalanx.elastic import handshake
@@ -43,14 +42,17 @@ class Listener:
     ) -> None:
         self._secret, self._hello = secret, hello
         self._half_open, self._hello_s, self._stall_s = half_open, hello_s, stall_s
-        self._guests: OrderedDict[socket.socket, _Guest] = OrderedDict()  # oldest first
+        self._answer: tuple[Message, bytes] = ({}, handshake.encode({}))  # the last one, and its text
+        self._guests: OrderedDict[int, _Guest] = OrderedDict()  # by descriptor, oldest first
         family, _, _, _, place = socket.getaddrinfo(address or LOOPBACK, port, type=socket.SOCK_STREAM)[0]
         self._sock = socket.create_server(place, family=family, backlog=max(BACKLOG, half_open))
         self._sock.setblocking(False)
         tune(self._sock, stall_s)  # the kernel gives every connection that it takes the same
-        # One descriptor for the door and everybody in the hall: a loop that watches it wakes for both.
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._sock, selectors.EVENT_READ)
+        # One descriptor for the door and everybody in the hall: a loop that watches it wakes for both. Not `selectors`,
+        # whose records of each socket cost as much as the kernel's, where thousands come at once.
+        self._poll = select.epoll()
+        self._door = self._sock.fileno()
+        self._poll.register(self._door, select.EPOLLIN)
 
     @property
     def address(self) -> Address:
@@ -60,7 +62,7 @@ class Listener:
 
     def fileno(self) -> int:
         """The descriptor for a selector: readable when `pump` has something to do."""
-        return self._selector.fileno()
+        return self._poll.fileno()
 
     def pump(self, timeout_s: float = 0) -> list[Channel]:
         """Take new connections and let the unproven ones go on; the channels that have become authentic.
@@ -68,24 +70,28 @@ class Listener:
         Waits up to `timeout_s` for something to happen, not for a channel. A loop calls it on every turn, ready or not:
         strangers who are late are thrown out here.
         """
-        active = [key.data for key, _ in self._selector.select(max(0, timeout_s))]
-        channels = [self._advance(guest) for guest in active if guest is not None]
+        guests, channels, is_knocking = self._guests, list[Channel](), False
+        for descriptor, _ in self._poll.poll(max(0, timeout_s), len(guests) + 1):
+            if descriptor == self._door:
+                is_knocking = True
+            elif (channel := self._advance(guests[descriptor])) is not None:
+                channels.append(channel)
         self._drop_late(time.monotonic() - self._hello_s)
-        if None in active:  # after the others had their turn: newcomers may push out the oldest
+        if is_knocking:  # after the others had their turn: newcomers may push out the oldest
             self._accept()
-        return [channel for channel in channels if channel is not None]
+        return channels
 
     def close(self) -> None:
         """Stop listening and hang up on whoever has proved nothing; channels handed out live on."""
-        for sock in list(self._guests):
-            self._drop(sock)
+        for guest in list(self._guests.values()):
+            self._drop(guest)
         self.forget()
 
     def forget(self) -> None:
         """In a forked child: give back the copies of all sockets; the parent goes on listening."""
         # Not unregistered: the child shares the kernel's list of watched sockets with its parent.
-        self._selector.close()
-        for sock in (self._sock, *self._guests):
+        self._poll.close()
+        for sock in (self._sock, *(guest.sock for guest in self._guests.values())):
             sock.close()
         self._guests.clear()
 
@@ -112,43 +118,53 @@ class Listener:
         except OSError:
             sock.close()
             return
-        self._guests[sock] = guest = _Guest(sock, nonce_s, self._stall_s)
-        self._selector.register(sock, selectors.EVENT_READ, guest)
+        descriptor = sock.fileno()
+        self._guests[descriptor] = _Guest(sock, descriptor, nonce_s, self._stall_s)
+        self._poll.register(descriptor, select.EPOLLIN)
 
     def _advance(self, guest: _Guest) -> Channel | None:
         try:
-            channel = guest.listen(self._secret, self._hello)
+            channel = guest.listen(self._secret, self._answer_text)
         except OSError:
-            self._drop(guest.sock)
+            self._drop(guest)
             return None
         if channel is not None:
-            self._selector.unregister(guest.sock)
-            del self._guests[guest.sock]
+            self._poll.unregister(guest.descriptor)
+            del self._guests[guest.descriptor]
         return channel
+
+    def _answer_text(self, peer: Message) -> bytes:
+        """What is said to an authentic client; where thousands are told the same it is encoded once."""
+        answer = self._hello(peer) if callable(self._hello) else self._hello
+        if answer is not self._answer[0]:
+            self._answer = (answer, handshake.encode_hello(answer))
+        return self._answer[1]
 
     def _drop_late(self, before_s: float) -> None:
         while self._guests and (oldest := next(iter(self._guests.values()))).since_s < before_s:
-            self._drop(oldest.sock)
+            self._drop(oldest)
 
     def _drop_oldest(self, *, keep: int) -> None:
         while len(self._guests) > keep:
-            self._drop(next(iter(self._guests)))
+            self._drop(next(iter(self._guests.values())))
 
-    def _drop(self, sock: socket.socket) -> None:
-        del self._guests[sock]
-        self._selector.unregister(sock)  # closing is not enough: a forked child may hold the same socket
-        sock.close()
+    def _drop(self, guest: _Guest) -> None:
+        del self._guests[guest.descriptor]
+        self._poll.unregister(guest.descriptor)  # closing is not enough: a forked child may hold the same socket
+        guest.sock.close()
 
 
 class _Guest:
     """A connection that has proved nothing yet."""
 
-    def __init__(self, sock: socket.socket, nonce_s: bytes, stall_s: float) -> None:
+    __slots__ = ("_nonce_s", "_said", "_stall_s", "descriptor", "since_s", "sock")
+
+    def __init__(self, sock: socket.socket, descriptor: int, nonce_s: bytes, stall_s: float) -> None:
         self.since_s = time.monotonic()
-        self.sock, self._nonce_s, self._stall_s = sock, nonce_s, stall_s
+        self.sock, self.descriptor, self._nonce_s, self._stall_s = sock, descriptor, nonce_s, stall_s
         self._said = b""
 
-    def listen(self, secret: bytes, hello: Hello) -> Channel | None:
+    def listen(self, secret: bytes, answer_text: Callable[[Message], bytes]) -> Channel | None:
         """A channel once the guest has proved itself, None while it has more to say; raises Closed or Refused."""
         # Read at once: an honest guest says nothing after its hello before it was answered.
         self._said += receive_some(self.sock, MOST_OPENING_BYTES - len(self._said))
@@ -162,16 +178,17 @@ class _Guest:
         shaken = Handshake(secret, self._nonce_s, nonce_c)
         if not handshake.same(mac, shaken.client_mac(hello_c)):
             self._refuse("a wrong secret")
-        return self._answer(shaken, hello_c, hello)
+        return self._answer(shaken, hello_c, answer_text)
 
-    def _answer(self, shaken: Handshake, hello_c: bytes, hello: Hello) -> Channel | None:
+    def _answer(self, shaken: Handshake, hello_c: bytes, answer_text: Callable[[Message], bytes]) -> Channel | None:
         peer = handshake.decode(hello_c)
         try:
-            hello_s = handshake.encode_hello(hello(peer) if callable(hello) else hello)
+            hello_s = answer_text(peer)
         except Refused as refusal:
             self._refuse(str(refusal))
-        say(self.sock, ANSWER.pack(len(hello_s)) + hello_s + shaken.server_mac(hello_c, hello_s))
-        send, receive = (Seal(partial(key, hello_c, hello_s)) for key in (shaken.server_key, shaken.client_key))
+        mac, key = shaken.server_mac_and_key(hello_c, hello_s)
+        say(self.sock, ANSWER.pack(len(hello_s)) + hello_s + mac)
+        send, receive = Seal(key, handshake.FROM_SERVER), Seal(key, handshake.FROM_CLIENT)
         return Channel(self.sock, send=send, receive=receive, peer=peer, stall_s=self._stall_s)
 
     def _refuse(self, why: str) -> NoReturn:

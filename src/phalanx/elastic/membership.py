@@ -7,11 +7,12 @@ Every change of members is a new generation. In messages, in coordinator.json an
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
+
+import orjson
 
 from phalanx.plan.layout import Layout
 from phalanx.plan.shrink_layout import shrink_layout
@@ -75,6 +76,11 @@ class Membership:
         """Whether every rank is in the same slot as in another generation."""
         return self.slots is other.slots or self.slots == other.slots
 
+    def has_same_ranks_on(self, host: str, other: Membership) -> bool:
+        """Whether a host has the same ranks in the same slots in another generation."""
+        mine, theirs = self._ranks.get(host), other._ranks.get(host)
+        return mine is theirs or mine == theirs  # of most hosts it is the same dictionary
+
     @property
     def world(self) -> int:
         """The number of ranks."""
@@ -119,7 +125,7 @@ class Membership:
     @cached_property
     def digest(self) -> str:
         """Of who is which rank: hosts are told of changes only, and this is what they must add up to."""
-        text = json.dumps([asdict(self.layout), self.runs], sort_keys=True).encode()
+        text = orjson.dumps([asdict(self.layout), self.runs], option=orjson.OPT_SORT_KEYS)
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def to_json(self) -> dict[str, Any]:

@@ -26,31 +26,26 @@ class ReplicaRing:
     ranks, so no two ranks share one.
     """
 
-    def __init__(self, machines: Sequence[str], *, rack_hosts: int = 1) -> None:
-        self._machines = machines
-        self._ranks: dict[str, list[int]] = {}
-        for rank, machine in enumerate(machines):
-            self._ranks.setdefault(machine, []).append(rank)
+    def __init__(self, ranks: Mapping[str, Sequence[int]], *, rack_hosts: int = 1) -> None:
+        """`ranks` of each machine, in the order of their lowest."""
+        self._ranks = {machine: sorted(mine) for machine, mine in ranks.items()}
         order = list(self._ranks)
         away = rack_hosts if len(order) >= 2 * rack_hosts else 1
         self._following = {machine: order[(place + away) % len(order)] for place, machine in enumerate(order)}
-
-    def peer_of(self, rank: int) -> ReplicaPeer | None:
-        """The peer of a rank; None when all are on one machine.
-
-        >>> ReplicaRing("aabb").peer_of(1), ReplicaRing("aab").peer_of(1)
-        (ReplicaPeer(rank=3, slot=1), ReplicaPeer(rank=2, slot=1))
-        >>> [ReplicaRing("abcd", rack_hosts=2).peer_of(rank).rank for rank in range(4)]
-        [2, 3, 0, 1]
-        """
-        return self.takers_of(self._machines[rank]).get(rank)
 
     def following(self, machine: str) -> str | None:
         """The machine that takes the copies of another; itself where there is no other."""
         return self._following.get(machine)
 
     def takers_of(self, machine: str) -> dict[int, ReplicaPeer]:
-        """The peers of all ranks of a machine, by rank; empty when there is no other machine."""
+        """The peers of all ranks of a machine, by rank; empty when there is no other machine.
+
+        >>> [ReplicaRing({"a": [0, 1], "b": rest}).takers_of("a")[1] for rest in ([2, 3], [2])]
+        [ReplicaPeer(rank=3, slot=1), ReplicaPeer(rank=2, slot=1)]
+        >>> ring = ReplicaRing({"a": [0], "b": [1], "c": [2], "d": [3]}, rack_hosts=2)
+        >>> [ring.takers_of(machine)[rank].rank for rank, machine in enumerate("abcd")]
+        [2, 3, 0, 1]
+        """
         if len(self._ranks) == 1:
             return {}
         takers = self._ranks[self._following[machine]]
@@ -87,7 +82,10 @@ class PeerTable:
         if before is not None and before.membership.has_same_ranks(membership):
             ring = before.ring
         else:
-            ring = ReplicaRing([machines.get(host, host) for host, _ in membership.slots], rack_hosts=rack_hosts)
+            ranks: dict[str, list[int]] = {}
+            for name in membership.hosts:  # in the order of their lowest ranks
+                ranks.setdefault(machines.get(name, name), []).extend(membership.ranks_on(name).values())
+            ring = ReplicaRing(ranks, rack_hosts=rack_hosts)
         changed = before._changed_hosts(membership, listening) if before is not None else set[str]()
         touched = {machines.get(name, name) for name in changed}
         peers: dict[str, dict[str, Any]] = {}
@@ -112,12 +110,12 @@ class PeerTable:
 
     def _changed_hosts(self, membership: Membership, listening: Mapping[str, Listening]) -> set[str]:
         """Hosts that came, went, listen elsewhere, or have other ranks than in this table."""
-        old, ranks_before, ranks_now = self.listening, self.membership.ranks_on, membership.ranks_on
-        is_same = self.membership.has_same_ranks(membership)
+        old, before = self.listening, self.membership
+        is_same = before.has_same_ranks(membership)
         changed = {name for name in old if name not in listening}
         changed.update(
             name
             for name, where in listening.items()
-            if old.get(name) != where or not (is_same or ranks_before(name) == ranks_now(name))
+            if old.get(name) != where or not (is_same or before.has_same_ranks_on(name, membership))
         )
         return changed

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from phalanx.elastic.rank_ranges import RankRanges
@@ -213,18 +214,18 @@ def find_whole_step(
 
     `lineage` leaves out what was undone, `at_most` what came after a step that is known to be sound.
     """
-    found: dict[tuple[int, int, int], tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
+    found: dict[tuple[int, int, int], list[tuple[Any, Any]]] = defaultdict(list)
     for epoch, step, world, ranks, writers in held_steps:
-        both = found[int(epoch), int(step), int(world)]
-        both[0].extend(ranks)
-        both[1].extend(ranks if writers is None else writers)
-    for epoch, step, world in sorted(found, reverse=True):
+        found[int(epoch), int(step), int(world)].append((ranks, writers))
+    for epoch, step, world in sorted(found, reverse=True):  # nearly always the first is whole: the others wait
         if (lineage is not None and not lineage.allows(epoch, step)) or (at_most is not None and step > at_most):
             continue
-        ranks, writers = found[epoch, step, world]
-        held = RankRanges.from_json(ranks)
+        told = found[epoch, step, world]
+        held = RankRanges.from_json(chain.from_iterable(ranks for ranks, _ in told))
         if held.covers(world):
-            # Where every rank has written something, which is the rule, the second list is the first again.
-            wrote = held if writers == ranks else RankRanges.from_json(writers)
+            wrote = held
+            if any(writers is not None for _, writers in told):  # else every rank has written something
+                ours = (ranks if writers is None else writers for ranks, writers in told)
+                wrote = RankRanges.from_json(chain.from_iterable(ours))
             return HeldStep(epoch=epoch, step=step, world=world, ranks=held, writers=wrote)
     return None

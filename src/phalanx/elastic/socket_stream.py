@@ -1,6 +1,6 @@
 """A TCP connection that never blocks by itself: read exactly so much, wait at most so long.
 
-frame   size of the message, bytes of data, crc32 of the data | message | HMAC      then the data as it is
+frame   size of the message, bytes of data, crc32 of the data | message | MAC      then the data as it is
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from phalanx.elastic.handshake import MAC_BYTES, Refused
 
 PREFIX = struct.Struct("!IQI")  # bytes of the message, bytes of data after it, crc32 of the data
+PREFIX_BYTES = PREFIX.size
 MAX_MESSAGE_BYTES = 1 << 24  # none of the coordinator's grows with the number of hosts
 READ_BYTES = 1 << 16  # of a message at a time: a size that is not yet known to be authentic reserves no more
 STALL_S = 10.0  # without one byte moving, after which a peer counts as gone
@@ -44,9 +45,17 @@ class Intake:
         whole, self._part = bytes(self._part), bytearray()
         return whole
 
-    def take_frames(self) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """Every frame that has come, by one read: what is signed of it, its message, its HMAC; the rest is kept."""
+    def take_frames(self) -> Iterable[tuple[bytes, bytes, bytes]]:
+        """Every frame that has come, by one read: what is signed of it, its message, its MAC; the rest is kept."""
         read = receive_some(self._sock, READ_BYTES)
+        if not self._part and len(read) > PREFIX_BYTES:  # nearly always it is one frame, and whole
+            size, data_bytes, _ = PREFIX.unpack_from(read)
+            end = PREFIX_BYTES + size
+            if len(read) == end + MAC_BYTES and not data_bytes:
+                return ((read[:end], read[PREFIX_BYTES:end], read[end:]),)
+        return self._split_frames(read)
+
+    def _split_frames(self, read: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
         if self._part:
             self._part += read
             if len(self._part) < self._wanted_bytes:  # a long message in pieces: it is looked at once, when it is whole

@@ -37,6 +37,14 @@ ROTATE_BYTES = 256 * 2**20  # half a million steps of a rank
 
 Event = dict[str, Any]
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+# NaN and infinity become null; values that only orjson knows are written as `json_values` says.
+_LINE = (
+    orjson.OPT_APPEND_NEWLINE
+    | orjson.OPT_NON_STR_KEYS
+    | orjson.OPT_PASSTHROUGH_DATACLASS
+    | orjson.OPT_PASSTHROUGH_DATETIME
+    | orjson.OPT_PASSTHROUGH_SUBCLASS
+)
 
 
 class EventWriter:
@@ -224,11 +232,8 @@ class EventWriter:
 
 def _encode_line(line: Event) -> bytes:
     try:
-        text = _JSON.encode(line)
-    except (
-        ValueError,
-        TypeError,
-    ):  # looking for numbers that are not finite costs more than the rest: only where needed
+        return orjson.dumps(line, option=_LINE)
+    except (TypeError, ValueError):  # what JSON has no word for, numbers of more than 64 bits, half of a character
         text = _JSON.encode(json_values(line))
     return text.encode("utf-8", errors="replace") + b"\n"
 

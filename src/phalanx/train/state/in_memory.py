@@ -242,7 +242,10 @@ def interrupt_channel(channel: Channel) -> None:
 
 def replica_peer_of(rank: int, hosts: Mapping[int, str], *, rack_hosts: int = 1) -> ReplicaPeer | None:
     """The peer of a rank, where `hosts` has the host of every rank; None when all are on one host."""
-    return ReplicaRing([hosts[one] for one in sorted(hosts)], rack_hosts=rack_hosts).peer_of(rank)
+    ranks: dict[str, list[int]] = {}
+    for one in sorted(hosts):
+        ranks.setdefault(hosts[one], []).append(one)
+    return ReplicaRing(ranks, rack_hosts=rack_hosts).takers_of(hosts[rank]).get(rank)
 
 
 class JobThread:
