@@ -14,7 +14,7 @@ from phalanx.io.toml import TomlFile, read_toml
 from phalanx.rules.foreign.detect import trainer_of_file
 
 CONFIG_NAME = ".phalanx.toml"
-ENDINGS = (".toml", ".json", ".yaml", ".yml", ".sh", ".bash", ".slurm", ".sbatch", ".args", ".txt")
+ENDINGS = (".toml", ".json", ".yaml", ".yml", ".sh", ".bash", ".slurm", ".sbatch", ".args", ".txt", ".py")
 SKIPPED_FOLDERS = frozenset({"node_modules", "__pycache__", "site-packages", "venv", "env", "build", "dist"})
 MOST_FILES, MOST_DEPTH, MOST_BYTES = 50_000, 16, 2 << 20
 # Words that only these files have: one that cannot be parsed and has any of them is a finding of its own.
@@ -227,11 +227,15 @@ def can_judge(path: Path) -> bool:
     try:
         if path.stat().st_size > MOST_BYTES:
             return False
+        if path.suffix == ".py":  # most are programs, whatever words they have
+            from phalanx.rules.foreign.python_config.recipes import family_of_python
+
+            return bool(family_of_python(path))
         if is_plan(path) or trainer_of_file(path):
             return True
         return path.suffix == ".toml" and is_job_file(path)
     except PhalanxError:  # damaged, or of nobody: what has the words of a trainer is to be told, not passed over
-        return any(mark in read_head(path, MOST_BYTES) for mark in MARKS)
+        return path.suffix != ".py" and any(mark in read_head(path, MOST_BYTES) for mark in MARKS)
     except (OSError, ValueError):
         return False
 

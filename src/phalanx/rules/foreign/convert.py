@@ -18,7 +18,7 @@ from phalanx.job.load import ResolvedJob, load_table
 from phalanx.job.schema import EDITIONS, SECTIONS
 from phalanx.rules.evidence import ForeignSetting, Unmapped
 from phalanx.rules.facts.trainers import Practice, habits_of
-from phalanx.rules.foreign import accelerate, deepspeed, finetuning, gpt_neox, megatron, nanotron, nemo, torchtitan
+from phalanx.rules.foreign import accelerate, deepspeed, finetuning, gpt_neox, megatron, nanotron, nemo, olmo_core, torchtitan
 from phalanx.rules.foreign.config_files import read_tree
 from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, ReadConfig, their_keys, value_text
 from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, add_stand_ins, complete_job
@@ -380,6 +380,10 @@ class Trainer:
 
 
 def _read_file(path: Path, variables: Mapping[str, str]) -> ReadConfig:
+    if path.suffix == ".py":
+        from phalanx.rules.foreign.python_config.recipes import read_recipe  # only for those who have one
+
+        return read_recipe(path, variables)
     return ReadConfig(leaves=read_tree(path))
 
 
@@ -425,6 +429,14 @@ TRAINERS = {
             read=_read_file,
             translate=nemo.translate_config,
             example="a YAML with trainer: and model:, or Megatron-Bridge's model: and train:",
+        ),
+        Trainer(
+            name="olmo-core",
+            title="OLMo-core",
+            framework="torchtitan",  # both wrap blocks with FSDP2
+            read=_read_file,
+            translate=olmo_core.translate_config,
+            example="a script whose build_config returns an ExperimentConfig",
         ),
         Trainer(
             name="gpt-neox",

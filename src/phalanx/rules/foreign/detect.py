@@ -143,7 +143,10 @@ def trainer_of_file(path: Path) -> str:
             return "megatron"
         return _match_keys(keys, path.suffix) or _refuse_unknown(path, keys)
     if path.suffix == ".py":
-        return _refuse_python(path)
+        from phalanx.rules.foreign.python_config.recipes import family_of_python
+
+        family = family_of_python(path)
+        return {"megatron-bridge": "nemo"}.get(family, family) or _refuse_python(path)
     head = read_head(path, MOST_LOOKED)
     # Two of Megatron's flags; a job file with such a line would not be TOML.
     text = head.decode("utf-8", errors="replace").replace("_", "-")
@@ -199,9 +202,10 @@ def _refuse_script(path: Path) -> str:
 def _refuse_python(path: Path) -> str:
     raise mistake(
         str(path),
-        "is a program, and Phalanx runs none that it is given",
-        why="configurations in Python (torchtitan since 2026, OLMo-core, recipes of NeMo and Megatron-Bridge) are code",
-        fix="check the YAML, TOML or arguments that it prints when it starts",
+        "is a Python program without a recipe that Phalanx recognises",
+        why="of Python files, functions are read that return torchtitan's Trainer.Config, Megatron-Bridge's "
+        "ConfigContainer, NeMo's run.Partial or OLMo-core's ExperimentConfig",
+        fix="check the file that defines the recipe, or the YAML, TOML or arguments that the program prints",
     )
 
 

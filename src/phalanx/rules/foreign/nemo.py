@@ -11,6 +11,7 @@ import re
 
 from phalanx.rules.foreign import mcore, megatron
 from phalanx.rules.foreign.conversion import Conversion, Leaf, found_in
+from phalanx.rules.foreign.presets import read_named_model
 
 # Where Megatron's words stand, the strongest first: Bridge's mixed_precision is applied over model, optimizer and ddp.
 PREFIXES = (
@@ -289,6 +290,8 @@ def _read_model(config: Conversion) -> None:
     name = str(leaf.value).rpartition(".")[2] if leaf is not None else ""
     if name in CLASSES:
         config.set_value("model.preset", CLASSES[name], "model.config._target_", note=name)
+    if "from_hf" in config.read_word("model._target_"):  # AutoBridge.from_hf_pretrained("…") of a recipe in Python
+        read_named_model(config, "model._args_.0")
     activation = config.read_word("model.activation")
     if "swiglu" in activation:
         config.rename_leaf("swiglu", "model.activation", True)
@@ -302,7 +305,9 @@ def _read_precision(config: Conversion) -> None:
         text = config.read_word(key)
         if not text:
             continue
-        if "fp8" in text:
+        if "nvfp4" in text:
+            config.rename_leaf("fp4", key, "e2m1")
+        elif "fp8" in text:
             config.rename_leaf("fp8", key, "hybrid")
         if re.search(r"bf16|bfloat16", text):
             config.rename_leaf("bf16", key, True)
