@@ -302,6 +302,10 @@ def _read_model(config: Conversion) -> None:
 def _read_precision(config: Conversion) -> None:
     """`trainer.precision: bf16-mixed`, `mixed_precision: bf16_with_fp8_…`, or a plugin's `precision`."""
     for key in ("trainer.precision", "mixed_precision", "trainer.plugins.precision"):
+        leaf = config.leaves.get(key)
+        if leaf is not None and leaf.unknown:
+            for name in ("bf16", "fp16", "fp8", "fp4"):
+                config.read_as.setdefault(name, leaf)
         text = config.read_word(key)
         if not text:
             continue

@@ -102,6 +102,10 @@ def _call_outside(
         return Built(kind="functools.partial", fields=keywords, lines=lines, args=args, line=line, opened=open_why)
     if callee.name in ("dataclasses.replace", "copy.deepcopy", "copy.copy", "typing.cast", "cast", "deepcopy"):
         return _copied(reader, last, args, keywords, lines)
+    if callee.name in ("dataclasses.fields", "fields") and len(args) == 1 and isinstance(args[0], Built):
+        if args[0].opened:
+            return Unknown(args[0].opened)
+        return [Built(kind="dataclasses.Field", fields={"name": name}) for name in args[0].fields]
     if last == "getattr" and len(args) >= 2 and isinstance(args[1], str):
         return _read_named(reader, args)
     if last == "setattr" and len(args) == 3 and isinstance(args[0], Built) and isinstance(args[1], str):

@@ -112,10 +112,16 @@ class PythonReader:
 
     def imported(self, module: str, name: str) -> object:
         """`from module import name`, followed within the package."""
+        outside = Reference(f"{module}.{name}")
+        if outside.is_class and not module.startswith("."):
+            return outside  # nothing is read of a class but its name
         found = self.package.find_module(module)
-        if found is not None and name in found.definitions and len(self.here) < MOST_CALLS:
+        node = found.definitions.get(name) if found is not None else None
+        if isinstance(node, ast.ImportFrom) and found is not None and absolute_name(found, node) == module:
+            return outside  # `from package import module`, said in the package itself
+        if found is not None and node is not None and len(self.here) < MOST_CALLS:
             return self.module_name(found, name)
-        return Reference(f"{module}.{name}")
+        return outside
 
     # ---- functions ---------------------------------------------------------------------------------------------------
 
@@ -284,6 +290,10 @@ class PythonReader:
                 self.journal.write(scope.names, target.id, value)  # type: ignore[arg-type]
             case ast.Attribute():
                 owner = evaluate(self, target.value, scope)
+                if isinstance(owner, Unknown) and isinstance(target.value, ast.Name | ast.Attribute):
+                    # What is set on it holds, whatever it was before.
+                    owner = Built(kind="", opened=owner.why)
+                    self.assign(target.value, owner, scope, line)
                 if isinstance(owner, Built):
                     self.journal.write(owner.fields, target.attr, value)  # type: ignore[arg-type]
                     self.journal.write(owner.lines, target.attr, line)  # type: ignore[arg-type]

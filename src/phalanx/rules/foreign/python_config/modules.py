@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from phalanx.errors import UserError, mistake
@@ -92,7 +93,16 @@ def absolute_name(source: SourceFile, node: ast.ImportFrom) -> str:
 
 
 def parse_python(path: Path) -> ast.Module:
-    """The syntax tree of a file; raises UserError when it is no Python that can be read."""
+    """The syntax tree of a file, which nobody may change; raises UserError when it is no Python that can be read."""
+    try:
+        status = path.stat()
+        return _parsed(path, status.st_mtime_ns, status.st_size)
+    except (OSError, ValueError):
+        return _parsed(path, 0, 0)
+
+
+@lru_cache(maxsize=64)  # recipes of one folder import the same modules
+def _parsed(path: Path, modified_ns: int, size: int) -> ast.Module:
     text = read_text(path, noun="configuration")
     if len(text) > MOST_PYTHON_BYTES:
         raise mistake(str(path), f"is larger than {MOST_PYTHON_BYTES // KIB} KiB", why="no training configuration is")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 
 from phalanx.errors import mistake
@@ -28,6 +27,11 @@ FAMILIES: dict[str, tuple[re.Pattern[str], re.Pattern[str]]] = {
     "olmo-core": (re.compile(r"^\s*from olmo_core\b", re.M), re.compile(r"^(\w*ExperimentConfig|SFTConfig)$")),
 }
 OLMO_BUILDERS = ("model_config_builder", "train_module_config_builder", "trainer_config_builder")
+# Parts of a configuration that hold settings we ask for: where one is not known, its settings are not defaults.
+OPEN_SECTIONS = frozenset(
+    "model model.config train ddp dist optimizer scheduler checkpoint trainer trainer.strategy trainer.plugins "
+    "trainer.strategy.ddp data optim optim.config training parallelism train_module train_module.dp_config compile".split()
+)
 SEVERAL = "differs between the recipes of the file: --set recipe=NAME chooses one"
 MOST_LOOKED = 1 << 20
 MOST_RECIPES = 100
@@ -45,11 +49,6 @@ def family_of_python(path: Path) -> str:
 def recipes_of(path: Path) -> tuple[str, ...]:
     """The names of a file's recipes, in its order; one without a name of its own is an empty text."""
     return _recipes_in(parse_python(path))[1]
-
-
-@lru_cache(maxsize=4)
-def _family_text(text: str) -> str:
-    return next((name for name, (sign, _) in FAMILIES.items() if sign.search(text)), "")
 
 
 def _recipes_in(tree: ast.Module) -> tuple[str, tuple[str, ...]]:
@@ -203,6 +202,8 @@ def _add_value(value: object, key: str, line: int, leaves: dict[str, Leaf], open
         _add_leaves(value, f"{key}.", leaves, opened, depth=depth + 1)
     elif isinstance(value, Unknown):
         _add_leaf(leaves, key, "not known", line, unknown=value.why)
+        if key in OPEN_SECTIONS:
+            opened.append(value.why)
     elif isinstance(value, Reference):
         _add_leaf(leaves, key, value.name.rpartition(".")[2], line)
     elif isinstance(value, dict):
