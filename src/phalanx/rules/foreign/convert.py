@@ -249,8 +249,9 @@ def _load_converted(config: Conversion) -> ResolvedJob:
             if not wrong or any(config.values[key].note.startswith("--") for key in wrong):
                 raise  # the caller's own --set, or nothing that could be left out
             refused += error.problems
-            for key in wrong:
+            for key in wrong:  # a default that takes its place is not what the file says
                 del config.values[key]
+                config.unknown.setdefault(key, error.problems[0].what)
             continue
         config.missing += [one for one in refused if one not in config.missing]
         return found
