@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -218,6 +218,21 @@ def _walk_files(folder: Path) -> Iterator[Path]:
             path = Path(root, name)
             if path.suffix.lower() in ENDINGS and not name.startswith(".") and not path.is_symlink() and path.is_file():
                 yield path
+
+
+def recipe_targets(path: Path, overrides: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
+    """A file, and what of it is checked one by one: each recipe of a Python file that nobody chose from."""
+    from phalanx.rules.foreign.python_config.recipes import recipes_of
+    from phalanx.rules.gather import split_recipe
+
+    file, name = split_recipe(str(path))
+    if file == str(path) and path.suffix == ".py" and not any(one.startswith("recipe=") for one in overrides):
+        try:
+            names = recipes_of(path)
+        except PhalanxError:  # told where it is checked
+            names = ()
+        return path, tuple(f"{path}::{one}" if one else str(path) for one in names) or (str(path),)
+    return Path(file), (f"{file}::{name}" if name else str(path),)
 
 
 def can_judge(path: Path) -> bool:

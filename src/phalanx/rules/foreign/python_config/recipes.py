@@ -104,9 +104,10 @@ def read_recipe(path: Path, variables: Mapping[str, str]) -> ReadConfig:
         listed = ", ".join(names[:12]) + (" …" if len(names) > 12 else "")
         raise mistake(f"--set recipe={chosen[:60]}", f"is no recipe of {path.name}", fix=f"they are {listed}")
     given = {name: _parse_given(text) for name, text in variables.items() if name != "recipe"}
-    reader = PythonReader(package, given)
     found: object = None
     for index, name in enumerate((chosen,) if chosen else names):
+        # Each with a fresh copy of what the file defines: one recipe may change a table that another starts from.
+        reader = PythonReader(package if index == 0 else Package(path), given)
         one = _evaluate_recipe(reader, path, name, given)
         found = one if index == 0 else merge_values(found, one, SEVERAL)
     if not isinstance(found, Built):
@@ -134,16 +135,13 @@ def _parse_given(text: str) -> object:
 def _evaluate_recipe(reader: PythonReader, path: Path, name: str, given: Mapping[str, object]) -> object:
     try:
         if not name:
-            answer, _ = reader.journal.try_way(lambda: _olmo_experiment(reader))
-            return answer
+            return _olmo_experiment(reader)
         function = reader.module_name(reader.package.main, name)
         if not isinstance(function, Function):
             return Unknown("is not a function")
-        # Changes of what several recipes share are taken back after each; what one returns keeps its own.
         spec = function.node.args
         names = {one.arg for one in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)}
         keywords = {key: value for key, value in given.items() if key in names}
-        reader.steps = 0
         return reader.call_function(function, [], keywords)
     except TooMuch:
         return Unknown("takes more steps than any configuration does")
