@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 
-def check_folder(folder: Path, cluster: str | None, share: float, seed: int) -> list[dict[str, Any]]:
-    """One row per file or recipe: exit code, seconds of CPU, findings about the file."""
+def check_folder(folder: Path, out: Path, cluster: str | None, share: float, seed: int) -> list[dict[str, Any]]:
+    """One row per file or recipe: exit code, seconds of CPU, findings about the file; written after each repository."""
     from phalanx.errors import PhalanxError
     from phalanx.rules.api import check
     from phalanx.rules.project import ProjectConfig, find_files, recipe_targets
@@ -50,6 +50,7 @@ def check_folder(folder: Path, cluster: str | None, share: float, seed: int) -> 
             row["seconds"] = round(time.process_time() - began, 3)
             rows.append(row)
         print(f"{repo.name}: {found.looked_at:,} files looked at, {len(parts):,} to judge, {len(picked):,} judged", flush=True)
+        out.write_text(json.dumps(rows, indent=1))
     return rows
 
 
@@ -97,9 +98,7 @@ def main() -> None:
     if args.verb == "sample":
         tell_sample(json.loads(args.where.read_text()), int(args.what), args.seed)
         return
-    rows = check_folder(args.where, args.cluster, args.share, args.seed)
-    Path(args.what).write_text(json.dumps(rows, indent=1))
-    tell_summary(rows)
+    tell_summary(check_folder(args.where, Path(args.what), args.cluster, args.share, args.seed))
 
 
 if __name__ == "__main__":

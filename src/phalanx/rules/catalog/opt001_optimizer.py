@@ -81,7 +81,10 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     tokens = evidence.plan.duration.tokens if evidence.plan is not None else job.data.tokens
     warmup = job.optim.warmup_tokens
     share = warmup / tokens if isinstance(tokens, int) and tokens > 0 else 0.0
-    if evidence.stated(key) and share > limits.number("most_warmup"):
+    # A decay that is longer than the run is the schedule of a longer one, of which this is the beginning.
+    decay, steps = evidence.setting_number("lr_decay_iters"), evidence.setting_number("train_iters")
+    cut_short = decay is not None and steps is not None and decay > steps
+    if evidence.stated(key) and share > limits.number("most_warmup") and not cut_short:
         yield failed(
             f"the warm-up takes {share:.0%} of the training",
             value=share,

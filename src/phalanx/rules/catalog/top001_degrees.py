@@ -13,7 +13,9 @@ from phalanx.rules.outcome import Impact, Outcome, Spot, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 SIZES = re.compile(r"\b(tensor|context|pipeline|data|expert) (\d{1,9})\b")  # as the planner writes them
-SILENT = "does not say"  # a configuration of another trainer, as rules/foreign reads it: nothing is wrong, only missing
+# A configuration of another trainer, as rules/foreign reads it: nothing is wrong, only missing or left open.
+SILENT = ("does not say", "may be given more arguments")
+LEFT_OPEN = (" is not known: ", " is not a number")
 NO_START = Impact(points=100.0, note="the job does not start")
 
 
@@ -46,6 +48,8 @@ def is_batch(problem: Problem) -> bool:
 def _judge_refusal(evidence: Evidence, problem: Problem) -> Outcome:
     if problem.what.startswith(SILENT):
         return unknown(f"the configuration {problem.what}", fix=problem.fix)
+    if evidence.is_foreign and any(words in problem.what for words in LEFT_OPEN):
+        return unknown(problem.what, fix=problem.fix)
     statement = f"{problem.what}: {problem.why}" if problem.why else problem.what
     return failed(
         statement,

@@ -82,7 +82,8 @@ def _megatron(evidence: Evidence) -> Iterator[Broken]:
     if experts and tensor > 1 and not evidence.setting_flag("sequence_parallel"):
         what = f"experts with {tensor} tensor ranks and without sequence parallelism"
         yield "num_experts", what, "add sequence parallelism (--sequence-parallel)"
-    if _whole(evidence, "expert_model_parallel_size") > 1 and not experts:
+    described = evidence.find_setting("num_layers") is not None  # else the model's own class says how many experts
+    if _whole(evidence, "expert_model_parallel_size") > 1 and not experts and described:
         yield "expert_model_parallel_size", "expert ranks for a model without experts", "leave it out, or name experts"
     if experts and (top := _whole(evidence, "moe_router_topk")) > experts:
         yield "moe_router_topk", f"{top} experts per token of {experts}", "fewer experts per token"
@@ -114,6 +115,15 @@ def _arguments(evidence: Evidence) -> Iterator[Broken]:
         yield "recompute_granularity", what, "--recompute-method uniform --recompute-num-layers 1"
 
 
+def _head_count(evidence: Evidence) -> int:
+    """Heads that share the hidden size: none where their width is given, or where layers have none (GPT-NeoX's mamba)."""
+    kinds = evidence.find_setting("attention_config")
+    apart = evidence.find_setting("kv_channels", "head_dim") is not None
+    if apart or (kinds is not None and any(word in str(kinds.value) for word in ("mamba", "rwkv"))):
+        return 1
+    return _whole(evidence, "num_attention_heads") or 1
+
+
 def _divisors(evidence: Evidence) -> Iterator[Broken]:
     """What must divide what, where no plan says so already."""
     tensor = _whole(evidence, "tensor_model_parallel_size", "parallelism.tensor_parallel_degree") or 1
@@ -125,7 +135,7 @@ def _divisors(evidence: Evidence) -> Iterator[Broken]:
         ("num_experts", _whole(evidence, "expert_model_parallel_size") or 1, "expert ranks"),
         ("seq_length", 2 * context if context > 1 else 1, "halves of the context ranks"),
         ("global_batch_size", _whole(evidence, "micro_batch_size") or 1, "sequences of a micro-batch"),
-        ("hidden_size", _whole(evidence, "num_attention_heads") or 1, "attention heads"),
+        ("hidden_size", _head_count(evidence), "attention heads"),
     )
     for name, divisor, noun in pairs:
         size = _whole(evidence, name)

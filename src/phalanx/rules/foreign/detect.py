@@ -78,10 +78,9 @@ SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("trainer.", "model.micro_batch_size"),
         ("trainer.", "model.tensor_model_parallel_size"),
         ("trainer.", "model.encoder_seq_length"),
-        ("trainer.", "exp_manager.", "model."),
-        ("trainer.strategy.", "model."),
-        ("trainer.plugins.", "model."),
-        ("exp_manager.", "model."),
+        ("trainer.strategy.tensor_model_parallel_size",),
+        ("trainer.strategy.", "model.config."),
+        ("trainer.plugins.", "model.config."),
         ("model.tensor_model_parallel_size",),
         ("model.pipeline_model_parallel_size",),
         ("model.recompute_granularity",),
@@ -105,6 +104,11 @@ OTHERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("fsdp_config.", "train_loader."),
     ),
     "OLMo": (("device_train_microbatch_size", "fsdp."),),
+    "a NeMo configuration of speech, audio or vision": (
+        ("trainer.", "model.preprocessor."),
+        ("trainer.", "model.train_ds.", "model.encoder."),
+        ("trainer.", "model.sample_rate"),
+    ),
     "torchtune": (("tokenizer._component_",), ("model._component_",)),
     "LLM evaluation harness": (("task", "dataset_path", "doc_to_text"),),
 }
@@ -140,7 +144,8 @@ def trainer_of_file(path: Path) -> str:
 
         keys = {key.replace("-", "_") if path.suffix != ".json" else key for key in read_tree(path)}
         if any(key.startswith("MODEL_ARGS.") for key in keys):
-            return "megatron"
+            flags = {key.removeprefix("MODEL_ARGS.") for key in keys}
+            return _refuse_inference(path) if _only_generates(flags) else "megatron"
         return _match_keys(keys, path.suffix) or _refuse_unknown(path, keys)
     if path.suffix == ".py":
         from phalanx.rules.foreign.python_config.recipes import family_of_python
@@ -151,6 +156,8 @@ def trainer_of_file(path: Path) -> str:
     # Two of Megatron's flags; a job file with such a line would not be TOML.
     text = head.decode("utf-8", errors="replace").replace("_", "-")
     has_flags = sum(flag in text for flag in FLAGS) >= 2
+    if has_flags and _only_generates(text):
+        return _refuse_inference(path)
     if not has_flags and path.suffix in (".sh", ".slurm", ".sbatch", ".bash"):
         return _refuse_script(path)
     return "megatron" if has_flags else ""
@@ -185,8 +192,28 @@ def _refuse_unknown(path: Path, keys: Collection[str]) -> str:
     raise mistake(
         str(path),
         what,
-        why="none of " + ", ".join(("megatron", *SIGNS)) + (f" (nearest: {near})" if near else ""),
+        why="none of " + ", ".join(("megatron", *SIGNS, "olmo-core")) + (f" (nearest: {near})" if near else ""),
         fix="say whose it is: phalanx import FILE --from torchtitan, megatron, deepspeed, accelerate, nemo or another",
+    )
+
+
+# Arguments that only text generation has, and those that every training has one of.
+GENERATES = ("--num-tokens-to-generate", "--out-seq-length", "--inference-max-", "--inference-dynamic", "--max-tokens-to-oom")
+TRAINS = ("--train-iters", "--train-samples", "--train-data", "--lr-decay", "--lr-warmup", "--save-interval")
+
+
+def _only_generates(flags: Collection[str]) -> bool:
+    """Whether arguments, in a text or one by one, generate text and train nothing."""
+    words = flags if isinstance(flags, str) else " ".join(one.replace("_", "-") for one in flags)
+    return any(one in words for one in GENERATES) and not any(one in words for one in TRAINS)
+
+
+def _refuse_inference(path: Path) -> str:
+    raise mistake(
+        str(path),
+        "generates text and trains nothing: there is nothing to check",
+        why="it has arguments of inference, and neither a length nor a schedule of training",
+        fix="check the configuration that the model was trained with",
     )
 
 

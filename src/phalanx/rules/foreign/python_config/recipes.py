@@ -32,6 +32,7 @@ OPEN_SECTIONS = frozenset(
     "model model.config train ddp dist optimizer scheduler checkpoint trainer trainer.strategy trainer.plugins "
     "trainer.strategy.ddp data optim optim.config training parallelism train_module train_module.dp_config compile".split()
 )
+HOSTS = ("num_nodes",)
 SEVERAL = "differs between the recipes of the file: --set recipe=NAME chooses one"
 MOST_LOOKED = 1 << 20
 MOST_RECIPES = 100
@@ -65,11 +66,19 @@ def _recipes_in(tree: ast.Module) -> tuple[str, tuple[str, ...]]:
             and result.search(ast.unparse(node.returns).strip("'\""))
             and not _needs_config(node, result)
         ]
+        if family != "olmo-core":  # a function that cannot be called without arguments makes no configuration by itself
+            found = [one for one in found if not _required_arguments(tree, one)]
         if family == "olmo-core" and not found and _builder_call(tree) is not None:
             found = [""]
         if found:
             return family, tuple(found[:MOST_RECIPES])
     return "", ()
+
+
+def _required_arguments(tree: ast.Module, name: str) -> int:
+    spec = next(one.args for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == name)
+    by_place = len(spec.posonlyargs) + len(spec.args) - len(spec.defaults)
+    return by_place + sum(one is None for one in spec.kw_defaults)
 
 
 def _needs_config(node: ast.FunctionDef, result: re.Pattern[str]) -> bool:
@@ -142,6 +151,9 @@ def _evaluate_recipe(reader: PythonReader, path: Path, name: str, given: Mapping
         spec = function.node.args
         names = {one.arg for one in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)}
         keywords = {key: value for key, value in given.items() if key in names}
+        for key in HOSTS:  # NeMo: a place for the caller's number, not a statement about the run
+            if key in names and key not in keywords:
+                keywords[key] = Unknown(f"is the argument {key} of the recipe: --set {key}=…")
         return reader.call_function(function, [], keywords)
     except TooMuch:
         return Unknown("takes more steps than any configuration does")
