@@ -402,7 +402,8 @@ def _foreign_data(found: ConvertedConfig, path: Path) -> DataFacts | None:
     other = next((name for name in OTHER_DATA if said[name] is not None), "")
     # Paths in a variable that holds several arguments ("$DATA_ARGS") are not seen: then nothing is known.
     whole = found.settings.keys() & {"train_iters", "train_samples"}
-    if not other and (not whole or any("data" in name.lower() for name in found.settings)):
+    converts = found.settings.keys() >= {"load_dir", "save_dir"}  # a checkpoint into another format: nothing is trained
+    if not other and (not whole or converts or any("data" in name.lower() for name in found.settings)):
         return None
     return DataFacts(named=1 if other else 0, setting=other)
 

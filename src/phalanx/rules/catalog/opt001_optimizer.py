@@ -14,7 +14,15 @@ DIVERGES = Impact(note="the loss may diverge or never fall, and then the whole r
 LEARNS = Impact(note="no time lost, but what the model learns is at stake")
 # GPT-3's table 2.1: 125M at 6e-4 ... 175B at 0.6e-4, a power of -0.32; batches of half a million tokens at the start.
 RATE, RATE_PARAMETERS, RATE_POWER, RATE_BATCH = 6e-4, 125e6, 0.32, 500_000
-STARTED = ("load", "finetune", "pretrained_checkpoint", "checkpoint.pretrained_checkpoint", "restore_from_path")
+STARTED = (
+    "load",
+    "finetune",
+    "pretrained_checkpoint",
+    "checkpoint.pretrained_checkpoint",
+    "restore_from_path",
+    "load_path",
+    "trainer.load_path",
+)
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:

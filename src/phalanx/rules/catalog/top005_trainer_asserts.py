@@ -79,7 +79,9 @@ def _megatron(evidence: Evidence) -> Iterator[Broken]:
     if stages == 1 and (chunks > 1 or _whole(evidence, chunked)):
         name = chunked if _whole(evidence, chunked) else "virtual_pipeline_model_parallel_size"
         yield name, "an interleaved schedule needs a pipeline, and there is one stage", "leave it out, or add stages"
-    if experts and tensor > 1 and not evidence.setting_flag("sequence_parallel"):
+    # Megatron-DeepSpeed has experts of its own: it asserts nothing of the kind, and a dense model has one expert.
+    own = not evidence.setting_flag("deepspeed") and evidence.find_setting("deepspeed_config", "zero_stage") is None
+    if experts > 1 and tensor > 1 and own and not evidence.setting_flag("sequence_parallel"):
         what = f"experts with {tensor} tensor ranks and without sequence parallelism"
         yield "num_experts", what, "add sequence parallelism (--sequence-parallel)"
     described = evidence.find_setting("num_layers") is not None  # else the model's own class says how many experts
@@ -96,7 +98,7 @@ def _arguments(evidence: Evidence) -> Iterator[Broken]:
     has = evidence.find_setting
     if has("train_iters") and has("train_samples"):
         yield "train_samples", "--train-iters and --train-samples exclude each other", "give one of the two"
-    if has("save") and not has("save_interval"):
+    if has("save") and not has("save_interval") and has("tensor_model_parallel_size"):  # else another program's --save
         yield "save", "--save without --save-interval", "give --save-interval"
     lowest, peak = evidence.setting_number("min_lr"), evidence.setting_number("lr")
     if lowest is not None and peak is not None and lowest > peak:
@@ -117,9 +119,9 @@ def _arguments(evidence: Evidence) -> Iterator[Broken]:
 
 def _head_count(evidence: Evidence) -> int:
     """Heads that share the hidden size: none where their width is given, or where layers have none (GPT-NeoX's mamba)."""
-    kinds = evidence.find_setting("attention_config")
+    kinds = [str(one.value) for name, one in evidence.settings.items() if name.startswith("attention_config")]
     apart = evidence.find_setting("kv_channels", "head_dim") is not None
-    if apart or (kinds is not None and any(word in str(kinds.value) for word in ("mamba", "rwkv"))):
+    if apart or any(word in kind for kind in kinds for word in ("mamba", "rwkv")):
         return 1
     return _whole(evidence, "num_attention_heads") or 1
 

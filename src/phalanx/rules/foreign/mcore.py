@@ -289,9 +289,10 @@ def _read_resume(config: Conversion) -> None:
     """`--no-load-optim` of the arguments, `load_optim: false` of Megatron-Bridge."""
     lost: set[str] = set()
     place, source = config.find_leaf("save"), config.find_leaf("load")
-    saves = place is not None or "save_interval" in config.read_as or config.has_leaf("save_interval")
+    saves = config.practice.get("saves") is not False
     # Other weights to start from, or none to come back to: no resume of this run.
-    starts = config.read_flag("finetune") or (place and source and source.value != place.value)
+    other = place and source and (source.unknown or place.unknown or source.value != place.value)
+    starts = config.read_flag("finetune") or other
     for part, states in LEFT_OUT.items():
         for verb in ("load", "save"):
             off, on = f"no_{verb}_{part}", f"{verb}_{part}"

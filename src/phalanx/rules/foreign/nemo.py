@@ -59,7 +59,7 @@ _WORDS = """
     bf16 fp16 fp8 fp4 grad_reduce_in_fp32 loss_scale exp_avg_dtype exp_avg_dtype._target_ optimizer lr weight_decay
     clip_grad adam_eps adam_beta1 adam_beta2 lr_decay_style lr_decay_iters lr_wsd_decay_iters min_lr
     lr_warmup_iters lr_warmup_samples lr_warmup_fraction lr_decay_samples save save_interval most_recent_k async_save
-    load_optim load_rng save_optim save_rng main_params_dtype
+    load finetune load_optim load_rng save_optim save_rng main_params_dtype
     ckpt_format replication non_persistent_ckpt_type non_persistent_save_interval distributed_timeout_minutes
     distributed_timeout_seconds_after_init bucket_size overlap_grad_reduce
     check_weight_hash_across_dp_replicas_interval log_throughput log_memory_to_tensorboard log_energy

@@ -71,7 +71,8 @@ class Package:
         if len(self._files) >= MOST_FILES or not all(_PLAIN_NAME.fullmatch(part) for part in parts):
             return None
         for folder in self._folders:
-            if not (folder / parts[0]).is_dir() and not (folder / f"{parts[0]}.py").is_file():
+            beside = folder == self._folders[0] and (folder / f"{parts[0]}.py").is_file()
+            if not (folder / parts[0]).is_dir() and not beside:
                 continue
             base = folder.joinpath(*parts)
             for path in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
@@ -89,7 +90,9 @@ def absolute_name(source: SourceFile, node: ast.ImportFrom) -> str:
         return node.module or ""
     parts = source.name.split(".")
     keep = len(parts) - node.level + (1 if source.is_package else 0)
-    return ".".join([*parts[: max(0, keep)], *([node.module] if node.module else [])])
+    if keep < 1:  # beyond the top of the package
+        return ""
+    return ".".join([*parts[:keep], *([node.module] if node.module else [])])
 
 
 def parse_python(path: Path) -> ast.Module:
