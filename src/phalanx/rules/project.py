@@ -11,7 +11,7 @@ from pathlib import Path
 from phalanx.errors import PhalanxError, UserError, mistake, nearest
 from phalanx.io.files import read_head
 from phalanx.io.toml import TomlFile, read_toml
-from phalanx.rules.foreign.detect import trainer_of_file
+from phalanx.rules.foreign.detect import TrainsNothingError, trainer_of_file
 
 CONFIG_NAME = ".phalanx.toml"
 ENDINGS = (".toml", ".json", ".yaml", ".yml", ".sh", ".bash", ".slurm", ".sbatch", ".args", ".txt", ".py")
@@ -249,6 +249,8 @@ def can_judge(path: Path) -> bool:
         if is_plan(path) or trainer_of_file(path):
             return True
         return path.suffix == ".toml" and is_job_file(path)
+    except TrainsNothingError:
+        return False
     except PhalanxError:  # damaged, or of nobody: what has the words of a trainer is to be told, not passed over
         return path.suffix != ".py" and any(mark in read_head(path, MOST_BYTES) for mark in MARKS)
     except (OSError, ValueError):

@@ -54,6 +54,8 @@ def usual_rate(parameters: float | None, batch_tokens: float | None) -> float:
 
 def _parameters(evidence: Evidence) -> float | None:
     """Of the model; None where a stand-in holds its place."""
+    if any("hybrid" in name for name in evidence.settings):  # layers of several kinds, which the planner cannot count
+        return None
     if evidence.plan is not None:
         return float(evidence.plan.prediction.parameters)
     origin = evidence.origins.get("model.hidden")

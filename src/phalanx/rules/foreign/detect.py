@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from phalanx.errors import mistake
+from phalanx.errors import UserError, mistake
 from phalanx.io.files import read_head
 
 TREES = (".json", ".yaml", ".yml")
@@ -203,18 +203,25 @@ TRAINS = ("--train-iters", "--train-samples", "--train-data", "--lr-decay", "--l
 
 
 def _only_generates(flags: Collection[str]) -> bool:
-    """Whether arguments, in a text or one by one, generate text and train nothing."""
+    """Whether arguments, in a text or one by one, generate text or convert a checkpoint, and train nothing."""
     words = flags if isinstance(flags, str) else " ".join(one.replace("_", "-") for one in flags)
+    if "--load-dir" in words and "--save-dir" in words:  # a checkpoint into another format
+        return True
     return any(one in words for one in GENERATES) and not any(one in words for one in TRAINS)
 
 
+class TrainsNothingError(UserError):
+    """A file of a trainer that is for something else than training: a search for files passes it over."""
+
+
 def _refuse_inference(path: Path) -> str:
-    raise mistake(
+    told = mistake(
         str(path),
-        "generates text and trains nothing: there is nothing to check",
-        why="it has arguments of inference, and neither a length nor a schedule of training",
+        "trains nothing: there is nothing to check",
+        why="it generates text, or converts a checkpoint (--load-dir and --save-dir)",
         fix="check the configuration that the model was trained with",
     )
+    raise TrainsNothingError(told.problems)
 
 
 def _refuse_script(path: Path) -> str:

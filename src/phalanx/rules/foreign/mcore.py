@@ -292,7 +292,8 @@ def _read_resume(config: Conversion) -> None:
     saves = config.practice.get("saves") is not False
     # Other weights to start from, or none to come back to: no resume of this run.
     other = place and source and (source.unknown or place.unknown or source.value != place.value)
-    starts = config.read_flag("finetune") or other
+    nowhere = source is None and config.title == "Megatron-LM"  # arguments without --load: nothing is resumed
+    starts = config.read_flag("finetune") or other or nowhere or config.open_why
     for part, states in LEFT_OUT.items():
         for verb in ("load", "save"):
             off, on = f"no_{verb}_{part}", f"{verb}_{part}"

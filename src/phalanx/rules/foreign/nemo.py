@@ -250,7 +250,10 @@ def _drop_shadowed(config: Conversion) -> None:
 
 
 def _read_trainer(config: Conversion) -> None:
-    config.rename_leaf("train_iters", "trainer.max_steps")
+    if (config.read_whole("trainer.max_steps") or 0) > 0:  # -1 is no limit
+        config.rename_leaf("train_iters", "trainer.max_steps")
+    else:
+        config.skip_leaf("trainer.max_steps", "no limit: epochs end the run")
     config.rename_leaf("clip_grad", "trainer.gradient_clip_val")
     callback = "exp_manager.checkpoint_callback_params."
     for key in (f"{callback}every_n_train_steps", "log.ckpt.every_n_train_steps"):
