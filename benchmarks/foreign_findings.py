@@ -49,7 +49,10 @@ def check_folder(folder: Path, out: Path, cluster: str | None, share: float, see
                 row |= {"exit": -1, "traceback": traceback.format_exc()[-600:]}
             row["seconds"] = round(time.process_time() - began, 3)
             rows.append(row)
-        print(f"{repo.name}: {found.looked_at:,} files looked at, {len(parts):,} to judge, {len(picked):,} judged", flush=True)
+        print(
+            f"{repo.name}: {found.looked_at:,} files looked at, {len(parts):,} to judge, {len(picked):,} judged",
+            flush=True,
+        )
         out.write_text(json.dumps(rows, indent=1))
     return rows
 

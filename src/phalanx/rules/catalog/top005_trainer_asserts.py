@@ -118,7 +118,7 @@ def _arguments(evidence: Evidence) -> Iterator[Broken]:
 
 
 def _head_count(evidence: Evidence) -> int:
-    """Heads that share the hidden size: none where their width is given, or where layers have none (GPT-NeoX's mamba)."""
+    """Heads that share the hidden size: 1 where their width is given, or where layers have none (as mamba's)."""
     kinds = [str(one.value) for name, one in evidence.settings.items() if name.startswith("attention_config")]
     apart = evidence.find_setting("kv_channels", "head_dim") is not None
     if apart or any(word in kind for kind in kinds for word in ("mamba", "rwkv")):

@@ -18,7 +18,17 @@ from phalanx.job.load import ResolvedJob, load_table
 from phalanx.job.schema import EDITIONS, SECTIONS
 from phalanx.rules.evidence import ForeignSetting, Unmapped
 from phalanx.rules.facts.trainers import Practice, habits_of
-from phalanx.rules.foreign import accelerate, deepspeed, finetuning, gpt_neox, megatron, nanotron, nemo, olmo_core, torchtitan
+from phalanx.rules.foreign import (
+    accelerate,
+    deepspeed,
+    finetuning,
+    gpt_neox,
+    megatron,
+    nanotron,
+    nemo,
+    olmo_core,
+    torchtitan,
+)
 from phalanx.rules.foreign.config_files import read_tree
 from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, ReadConfig, their_keys, value_text
 from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, add_stand_ins, complete_job

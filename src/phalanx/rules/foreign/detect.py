@@ -198,7 +198,14 @@ def _refuse_unknown(path: Path, keys: Collection[str]) -> str:
 
 
 # Arguments that only text generation has, and those that every training has one of.
-GENERATES = ("--num-tokens-to-generate", "--out-seq-length", "--inference-max-", "--inference-dynamic", "--max-tokens-to-oom", "--task-list")
+GENERATES = (
+    "--num-tokens-to-generate",
+    "--out-seq-length",
+    "--inference-max-",
+    "--inference-dynamic",
+    "--max-tokens-to-oom",
+    "--task-list",
+)
 TRAINS = ("--train-iters", "--train-samples", "--train-data", "--lr-decay", "--lr-warmup", "--save-interval")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.rules.foreign.conversion import NEVER, Conversion
 
-# (layers, hidden, heads, key-value heads, feed-forward) of the factories of TransformerConfig (nn/transformer/config.py).
+# (layers, hidden, heads, key-value heads, feed-forward) of TransformerConfig's factories (nn/transformer/config.py).
 SHAPES: dict[str, tuple[int, int, int, int, int]] = {
     "olmo2_190M": (12, 768, 12, 12, 3072),
     "olmo2_370M": (16, 1024, 16, 16, 4096),
@@ -80,7 +80,9 @@ def _read_model(config: Conversion) -> None:
     factory = str(leaf.value).rpartition(".")[2] if leaf is not None else ""
     changed = {"n_layers", "d_model", "n_heads", "n_kv_heads", "hidden_size_multiplier"}
     if any(name.rpartition(".")[2] in changed for name in config.leaves if name.startswith("model.")):
-        config.leave_unmapped(key, "the script changes the shape of this factory: give --set model.hf_config=config.json")
+        config.leave_unmapped(
+            key, "the script changes the shape of this factory: give --set model.hf_config=config.json"
+        )
     elif factory in PRESETS:
         config.set_value("model.preset", PRESETS[factory], key, note=factory)
     elif factory in SHAPES:

@@ -29,8 +29,10 @@ HANDED_ON = frozenset({"with_recommended_evals", "merge", "apply_overrides", "wi
 PADDED_VOCABULARIES = {"dolma2": 100_352, "dolma2_sigdig": 100_352, "gpt_neox_olmo_dolma_v1_5": 50_304, "gpt2": 50_304}
 # Outside functions that only look, print or check.
 LOOKING = frozenset(
-    "print log.info log.warning logger.info logger.warning logging.info logging.warning warnings.warn seed_all "
-    "isinstance hasattr".split()
+    {
+        *("print", "isinstance", "hasattr", "warnings.warn", "seed_all"),
+        *(f"{log}.{verb}" for log in ("log", "logger", "logging") for verb in ("info", "warning", "debug")),
+    }
 )
 # Functions of a trainer whose arguments say all that is asked: they are kept as they are called.
 STANDS_FOR_ITSELF = frozenset({"model_registry", "default_adamw"})
@@ -232,10 +234,10 @@ def _call_method(
         return _list_method(reader, owner, name, args)
     if isinstance(owner, dict):
         return _dict_method(reader, owner, name, args, keywords)
-    if isinstance(owner, str) and name in ("lower", "upper", "strip", "startswith", "endswith", "replace", "split"):
-        if all(isinstance(one, str) for one in args):
-            found = getattr(owner, name)(*args)
-            return found if not isinstance(found, str) or len(found) < MOST_TEXT else Unknown("is too long a text")
+    pure = ("lower", "upper", "strip", "startswith", "endswith", "replace", "split")
+    if isinstance(owner, str) and name in pure and all(isinstance(one, str) for one in args):
+        found = getattr(owner, name)(*args)
+        return found if not isinstance(found, str) or len(found) < MOST_TEXT else Unknown("is too long a text")
     return Unknown(f"comes from .{name}(), which is not read")
 
 
@@ -256,8 +258,9 @@ def _object_method(
         return owner
     if name == "with_callbacks" and len(args) == 1 and isinstance(args[0], dict):
         held = reader.read_attribute(owner, "callbacks")
-        for key, one in args[0].items() if isinstance(held, Built) else ():
-            reader.journal.write(held.fields, str(key), one)  # type: ignore[arg-type, union-attr]
+        if isinstance(held, Built):
+            for key, one in args[0].items():
+                reader.journal.write(held.fields, str(key), one)  # type: ignore[arg-type]
         return owner
     if name == "replace" and not args:
         return _copied(reader, name, [owner], keywords, lines)

@@ -158,7 +158,9 @@ class PythonReader:
             one.arg: default for one, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if default
         }
         given = dict(zip(names, args, strict=False))
-        extra = {name: value for name, value in keywords.items() if name not in (*names, *(o.arg for o in spec.kwonlyargs))}
+        extra = {
+            name: value for name, value in keywords.items() if name not in (*names, *(o.arg for o in spec.kwonlyargs))
+        }
         for name in (*names, *(one.arg for one in spec.kwonlyargs)):
             if name in given:
                 value = given[name]
@@ -227,7 +229,9 @@ class PythonReader:
                 self.assign(node.target, evaluate(self, node.value, scope), scope, self.line_of(node.value))
             case ast.AugAssign():
                 load = ast.BinOp(left=_as_load(node.target), op=node.op, right=node.value)
-                self.assign(node.target, evaluate(self, ast.copy_location(load, node), scope), scope, self.line_of(node))
+                self.assign(
+                    node.target, evaluate(self, ast.copy_location(load, node), scope), scope, self.line_of(node)
+                )
             case ast.Expr():
                 evaluate(self, node.value, scope)
             case ast.FunctionDef():
@@ -311,7 +315,9 @@ class PythonReader:
                 parts = list(value) if isinstance(value, list | tuple) else []
                 fits = len(parts) == len(target.elts) and not any(isinstance(e, ast.Starred) for e in target.elts)
                 for index, one in enumerate(target.elts):
-                    part = parts[index] if fits else value if isinstance(value, Unknown) else Unknown("is one of several")
+                    part = (
+                        parts[index] if fits else value if isinstance(value, Unknown) else Unknown("is one of several")
+                    )
                     self.assign(one, part, scope, line)
             case ast.Starred():
                 self.assign(target.value, Unknown("is the rest of a list"), scope, line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phalanx.rules.foreign.python_config.calls import call_value
 from phalanx.rules.foreign.python_config.values import (
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 MOST_ITEMS = 4_096
 MOST_NUMBER = 10**30
 
-_ARITHMETIC: dict[type[ast.operator], Callable[[object, object], object]] = {
-    ast.Add: operator.add,  # type: ignore[dict-item]
-    ast.Sub: operator.sub,  # type: ignore[dict-item]
-    ast.Mult: operator.mul,  # type: ignore[dict-item]
-    ast.Div: operator.truediv,  # type: ignore[dict-item]
-    ast.FloorDiv: operator.floordiv,  # type: ignore[dict-item]
-    ast.Mod: operator.mod,  # type: ignore[dict-item]
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], object]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
 }
-_ORDER: dict[type[ast.cmpop], Callable[[object, object], object]] = {
-    ast.Lt: operator.lt,  # type: ignore[dict-item]
-    ast.LtE: operator.le,  # type: ignore[dict-item]
-    ast.Gt: operator.gt,  # type: ignore[dict-item]
-    ast.GtE: operator.ge,  # type: ignore[dict-item]
+_ORDER: dict[type[ast.cmpop], Callable[[Any, Any], object]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
 }
 
 
@@ -132,7 +132,14 @@ def _call(reader: PythonReader, node: ast.Call, scope: Scope | None) -> object:
         else:
             open_why = f"may be among **{ast.unparse(keyword.value)[:60]}"
     return call_value(
-        reader, callee, args, keywords, lines, open_why=open_why, line=reader.line_of(node), text=ast.unparse(node.func)[:80]
+        reader,
+        callee,
+        args,
+        keywords,
+        lines,
+        open_why=open_why,
+        line=reader.line_of(node),
+        text=ast.unparse(node.func)[:80],
     )
 
 
@@ -172,14 +179,17 @@ def _binary(op: ast.operator, left: object, right: object) -> object:
         return [*left, *right]
     if isinstance(left, dict) and isinstance(right, dict) and isinstance(op, ast.BitOr):
         return {**left, **right}
-    if not is_plain(left) or not is_plain(right) or left is None or right is None:
+    if isinstance(left, str) and isinstance(right, str):
+        if isinstance(op, ast.Add) and len(left) + len(right) < MOST_TEXT:
+            return left + right
+        return Unknown("is a text that is not worked out")
+    if not isinstance(left, int | float) or not isinstance(right, int | float):
         return Unknown(reason_of(left, right))
     try:
-        if isinstance(op, ast.Pow) and not isinstance(left, str) and not isinstance(right, str):
-            return float(left) ** right if isinstance(left, float) or right < 0 else _small_power(left, int(right))
-        if isinstance(left, str) or isinstance(right, str):
-            both = isinstance(left, str) and isinstance(right, str) and isinstance(op, ast.Add)
-            return left + right if both and len(left) + len(right) < MOST_TEXT else Unknown("is a text that is not worked out")  # type: ignore[operator]
+        if isinstance(op, ast.Pow):
+            if isinstance(left, int) and isinstance(right, int) and right >= 0:
+                return _small_power(left, right)
+            return float(left) ** float(right)
         if type(op) not in _ARITHMETIC or abs(left) > MOST_NUMBER or abs(right) > MOST_NUMBER:
             return Unknown("is arithmetic that is not worked out")
         return _ARITHMETIC[type(op)](left, right)
@@ -188,7 +198,9 @@ def _binary(op: ast.operator, left: object, right: object) -> object:
 
 
 def _small_power(base: int, exponent: int) -> object:
-    return base**exponent if 0 <= exponent <= 64 and abs(base) <= 10**4 else Unknown("is a power that is not worked out")
+    return (
+        base**exponent if 0 <= exponent <= 64 and abs(base) <= 10**4 else Unknown("is a power that is not worked out")
+    )
 
 
 def _unary(op: ast.unaryop, value: object) -> object:
@@ -247,7 +259,9 @@ def _is_same(left: object, right: object) -> bool | None:
         return True
     for one, other in ((left, right), (right, left)):
         # An object that is built here is not None, and no text or number either.
-        if is_plain(other) and (isinstance(one, list | dict | tuple | Function) or (isinstance(one, Built) and not one.implied)):
+        if is_plain(other) and (
+            isinstance(one, list | dict | tuple | Function) or (isinstance(one, Built) and not one.implied)
+        ):
             return False
     if isinstance(left, list | tuple) and isinstance(right, list | tuple) and all(map(is_plain, (*left, *right))):
         return list(left) == list(right)
@@ -291,7 +305,9 @@ def value_at(owner: object, key: object) -> object:
 def _text(reader: PythonReader, node: ast.JoinedStr, scope: Scope | None) -> object:
     parts: list[str] = []
     for one in node.values:
-        value = evaluate(reader, one.value, scope) if isinstance(one, ast.FormattedValue) else evaluate(reader, one, scope)
+        value = (
+            evaluate(reader, one.value, scope) if isinstance(one, ast.FormattedValue) else evaluate(reader, one, scope)
+        )
         if not is_plain(value) or (isinstance(one, ast.FormattedValue) and one.format_spec is not None):
             return Unknown(reason_of(value))
         parts.append(str(value))

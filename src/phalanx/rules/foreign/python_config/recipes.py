@@ -1,8 +1,8 @@
 """The recipes of a Python configuration, and the settings of one as leaves.
 
-A recipe is a function of the file that returns the trainer's configuration: `llama3_8b() -> Trainer.Config` of torchtitan,
-`… -> ConfigContainer` of Megatron-Bridge, `… -> run.Partial` of NeMo 2, `build_config` of OLMo-core. Which trainer a file
-is of is told by the annotation and by an import that only its files have.
+A recipe is a function of the file that returns the trainer's configuration: `llama3_8b() -> Trainer.Config` of
+torchtitan, `… -> ConfigContainer` of Megatron-Bridge, `… -> run.Partial` of NeMo 2, `build_config` of OLMo-core. Which
+trainer a file is of is told by the annotation and by an import that only its files have.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ FAMILIES: dict[str, tuple[re.Pattern[str], re.Pattern[str]]] = {
 OLMO_BUILDERS = ("model_config_builder", "train_module_config_builder", "trainer_config_builder")
 # Parts of a configuration that hold settings we ask for: where one is not known, its settings are not defaults.
 OPEN_SECTIONS = frozenset(
-    "model model.config train ddp dist optimizer scheduler checkpoint trainer trainer.strategy trainer.plugins "
-    "trainer.strategy.ddp data optim optim.config training parallelism train_module train_module.dp_config compile".split()
+    {
+        *("model", "model.config", "train", "ddp", "dist", "optimizer", "scheduler", "checkpoint"),  # Megatron-Bridge
+        *("trainer", "trainer.strategy", "trainer.plugins", "trainer.strategy.ddp", "data", "optim", "optim.config"),
+        *("training", "parallelism", "compile", "train_module", "train_module.dp_config"),
+    }
 )
 HOSTS = ("num_nodes",)
 SEVERAL = "differs between the recipes of the file: --set recipe=NAME chooses one"
@@ -100,7 +103,7 @@ def _builder_call(tree: ast.Module) -> ast.Call | None:
 def read_recipe(path: Path, variables: Mapping[str, str]) -> ReadConfig:
     """The settings of a recipe; of several that nobody chose between, what all of them agree on."""
     package = Package(path)
-    family, names = _recipes_in(package.main.tree)
+    _family, names = _recipes_in(package.main.tree)
     chosen = variables.get("recipe", "")
     if not names:
         raise mistake(
@@ -231,5 +234,7 @@ def _add_value(value: object, key: str, line: int, leaves: dict[str, Leaf], open
 
 def _add_leaf(leaves: dict[str, Leaf], key: str, value: object, line: int, *, unknown: str = "") -> None:
     if len(leaves) >= MOST_LEAVES:
-        raise mistake(key[:60], f"is one of more than {MOST_LEAVES:,} settings", why="no training configuration has them")
+        raise mistake(
+            key[:60], f"is one of more than {MOST_LEAVES:,} settings", why="no training configuration has them"
+        )
     leaves[key] = Leaf(key=key, value=value, line=line, unknown=unknown)

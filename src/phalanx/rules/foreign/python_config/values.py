@@ -180,7 +180,7 @@ class Journal:
     def apply_both(self, first: Changes, second: Changes, why: str) -> None:
         """Of two ways, what they agree on."""
         for place in dict.fromkeys((*first, *second)):
-            box, key, _, before = (first.get(place) or second[place])
+            box, key, _, before = first.get(place) or second[place]
             after = [one[place][2] if place in one else before for one in (first, second)]
             if any(one is MISSING for one in after):
                 there = next((one for one in after if one is not MISSING), MISSING)

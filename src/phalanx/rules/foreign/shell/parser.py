@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from collections.abc import Callable
+from functools import lru_cache
 
 from phalanx.rules.foreign.shell.scanner import BREAKS, ShellSyntaxError, end_of_word
 from phalanx.rules.foreign.shell.syntax import (
