@@ -133,7 +133,9 @@ def check_project(
         for file in files:
             base, parts = recipe_targets(file, override_texts(overrides))
             chosen = _file_options(base, project, cluster, override_texts(overrides), select, ignore, source)
-            for part in parts if chosen is not None else ():
+            if chosen is None:
+                continue
+            for part in parts:
                 try:
                     reports.append(check(part, rules=own, allow_code=allow_code, progress=tell, **chosen, **options))
                 except PhalanxError as error:
