@@ -110,7 +110,7 @@ def check_project(
     """
     from phalanx.rules.baseline import read_baseline, without_known
     from phalanx.rules.baseline import write_baseline as write_known
-    from phalanx.rules.project import find_config, find_files, read_config
+    from phalanx.rules.project import find_config, find_files, read_config, recipe_targets
 
     tell = teller(progress)
     given = tuple(rules)
@@ -131,14 +131,16 @@ def check_project(
             if found.left_off:
                 tell(f"{path}: more than {found.looked_at - 1:,} files: the rest is not looked at")
         for file in files:
-            chosen = _file_options(file, project, cluster, override_texts(overrides), select, ignore, source)
+            base, parts = recipe_targets(file, override_texts(overrides))
+            chosen = _file_options(base, project, cluster, override_texts(overrides), select, ignore, source)
             if chosen is None:
                 continue
-            try:
-                reports.append(check(file, rules=own, allow_code=allow_code, progress=tell, **chosen, **options))
-            except PhalanxError as error:
-                failures.append(error)
-                tell(str(error))
+            for part in parts:
+                try:
+                    reports.append(check(part, rules=own, allow_code=allow_code, progress=tell, **chosen, **options))
+                except PhalanxError as error:
+                    failures.append(error)
+                    tell(str(error))
     if searched and not reports and not failures:
         what = f"holds no file that can be judged, of {looked_at:,} looked at"
         raise mistake(str(targets[0] if targets else "."), what, fix="name a job file or a configuration by its path")

@@ -86,6 +86,9 @@ def _with_waivers(evidence: Evidence, path: Path) -> Evidence:
 def _of_target(
     target: str, request: Request, *, today: date, environ: dict[str, str], progress: Progress | None
 ) -> Evidence:
+    target, name = split_recipe(target)
+    if name:
+        request = replace(request, overrides=(*request.overrides, f"recipe={name}"))
     path = Path(target)
     if _is_folder(path):
         _refuse_extras(target, request, "a run")
@@ -100,6 +103,16 @@ def _of_target(
     resolved = load(path, overrides=request.overrides)
     made = _given_plan(request.plan, resolved) if request.plan is not None else None
     return of_job(resolved, request, today=today, environ=environ, made=made)
+
+
+def split_recipe(target: str) -> tuple[str, str]:
+    """A Python file and the recipe of it that is meant.
+
+    >>> split_recipe("config_registry.py::llama3_8b"), split_recipe("job.toml")
+    (('config_registry.py', 'llama3_8b'), ('job.toml', ''))
+    """
+    file, mark, name = target.rpartition("::")
+    return (file, name) if mark and file.endswith(".py") and name.isidentifier() else (target, "")
 
 
 def _is_folder(path: Path) -> bool:
@@ -331,10 +344,12 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
             fix="leave --drills out; a waiver may name what was drilled elsewhere",
         )
     found = convert_config(path, kind, cluster=request.cluster, overrides=request.overrides)
+    recipe = next((one.partition("=")[2] for one in request.overrides if one.startswith("recipe=")), "")
+    target = f"{path}::{recipe}" if recipe and path.suffix == ".py" else str(path)
     if found.missing:  # stand-ins hold the place of model, batch or cluster: nothing may be planned from them
         cluster = resolve_cluster(found.cluster, base=path.parent) if found.cluster else None
         return Evidence(
-            target=str(path),
+            target=target,
             job=found.resolved.job,
             practice=found.practice,
             profile=_hardware_profile(request, found.resolved.job.profile, cluster),
@@ -360,6 +375,7 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
     )
     return replace(
         evidence,
+        target=target,
         their_keys=found.their_keys,
         settings=found.settings,
         practice_keys=found.practice_keys,
@@ -386,7 +402,8 @@ def _foreign_data(found: ConvertedConfig, path: Path) -> DataFacts | None:
     other = next((name for name in OTHER_DATA if said[name] is not None), "")
     # Paths in a variable that holds several arguments ("$DATA_ARGS") are not seen: then nothing is known.
     whole = found.settings.keys() & {"train_iters", "train_samples"}
-    if not other and (not whole or any("data" in name.lower() for name in found.settings)):
+    converts = found.settings.keys() >= {"load_dir", "save_dir"}  # a checkpoint into another format: nothing is trained
+    if not other and (not whole or converts or any("data" in name.lower() for name in found.settings)):
         return None
     return DataFacts(named=1 if other else 0, setting=other)
 

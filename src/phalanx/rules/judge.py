@@ -16,6 +16,7 @@ from phalanx.plan.request import trains_with_phalanx
 from phalanx.plan.trainable import attention_remarks, trainer_problems
 from phalanx.rules.catalog import spc001_waivers, spc003_own_rules
 from phalanx.rules.evidence import Evidence, Unmapped
+from phalanx.rules.facts.drill_facts import counted_records
 from phalanx.rules.outcome import Impact, Outcome, Severity, Verdict, exempt, failed, passed, unknown
 from phalanx.rules.own_rules import OwnRules
 from phalanx.rules.profiles import at_least
@@ -229,13 +230,14 @@ def judge(
     if evidence.job is not None or evidence.waivers:
         statement = spc001_waivers.RULE.id in ids
         found = _apply_waivers(found, evidence, asked, statement=statement, whole=whole and not own.left_out)
+    counts = bool(counted_records(evidence.drills, profile=evidence.profile.name))  # other records are no evidence
     return CheckReport(
         edition=edition,
         target=evidence.target,
         profile=evidence.profile.name,
         scaling=evidence.scaling.name,
         devices=evidence.known_devices,
-        evidence="".join(letter for letter in LETTERS if evidence.has(letter)),
+        evidence="".join(letter for letter in LETTERS if evidence.has(letter) and (letter != "D" or counts)),
         usd=evidence.usd,
         findings=tuple(found),
         require_evidence=require_evidence,

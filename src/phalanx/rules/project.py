@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from phalanx.errors import PhalanxError, UserError, mistake, nearest
 from phalanx.io.files import read_head
 from phalanx.io.toml import TomlFile, read_toml
-from phalanx.rules.foreign.detect import trainer_of_file
+from phalanx.rules.foreign.detect import TrainsNothingError, trainer_of_file
 
 CONFIG_NAME = ".phalanx.toml"
-ENDINGS = (".toml", ".json", ".yaml", ".yml", ".sh", ".bash", ".slurm", ".sbatch", ".args", ".txt")
+ENDINGS = (".toml", ".json", ".yaml", ".yml", ".sh", ".bash", ".slurm", ".sbatch", ".args", ".txt", ".py")
 SKIPPED_FOLDERS = frozenset({"node_modules", "__pycache__", "site-packages", "venv", "env", "build", "dist"})
 MOST_FILES, MOST_DEPTH, MOST_BYTES = 50_000, 16, 2 << 20
 # Words that only these files have: one that cannot be parsed and has any of them is a finding of its own.
@@ -220,6 +220,21 @@ def _walk_files(folder: Path) -> Iterator[Path]:
                 yield path
 
 
+def recipe_targets(path: Path, overrides: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
+    """A file, and what of it is checked one by one: each recipe of a Python file that nobody chose from."""
+    from phalanx.rules.foreign.python_config.recipes import recipes_of
+    from phalanx.rules.gather import split_recipe
+
+    file, name = split_recipe(str(path))
+    if file == str(path) and path.suffix == ".py" and not any(one.startswith("recipe=") for one in overrides):
+        try:
+            names = recipes_of(path)
+        except PhalanxError:  # told where it is checked
+            names = ()
+        return path, tuple(f"{path}::{one}" if one else str(path) for one in names) or (str(path),)
+    return Path(file), (f"{file}::{name}" if name else str(path),)
+
+
 def can_judge(path: Path) -> bool:
     """Whether a file is a job, a plan or a configuration of a trainer, or a damaged one."""
     from phalanx.rules.gather import is_plan
@@ -227,11 +242,17 @@ def can_judge(path: Path) -> bool:
     try:
         if path.stat().st_size > MOST_BYTES:
             return False
+        if path.suffix == ".py":  # most are programs, whatever words they have
+            from phalanx.rules.foreign.python_config.recipes import family_of_python
+
+            return bool(family_of_python(path))
         if is_plan(path) or trainer_of_file(path):
             return True
         return path.suffix == ".toml" and is_job_file(path)
+    except TrainsNothingError:
+        return False
     except PhalanxError:  # damaged, or of nobody: what has the words of a trainer is to be told, not passed over
-        return any(mark in read_head(path, MOST_BYTES) for mark in MARKS)
+        return path.suffix != ".py" and any(mark in read_head(path, MOST_BYTES) for mark in MARKS)
     except (OSError, ValueError):
         return False
 

@@ -161,7 +161,7 @@ CASES = [
         name="fp8 everywhere",
         verdict="fail",
         evidence=job(FP8, practice=replace(OURS, fp8_spares_sensitive=False)),
-        says="converts embeddings",
+        says="does not spare all of embeddings",
     ),
     Case(
         rule="PRC003",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rules.kit import evidence
 
 from phalanx.record.drill import NAME, drill_subject, key_path, sign_record, store_path
 from phalanx.record.run import Run
@@ -22,6 +23,7 @@ from phalanx.rules.facts.drill_facts import (
     newest_record,
     why_none,
 )
+from phalanx.rules.judge import judge
 from phalanx.train.drill.report import MOST_STORED, drill_key, software_versions, store_record, write_record
 
 FAULTS = ["kill:rank=0,step=12,point=save-commit", "hang:rank=1", "damage:step=9", "flip"]
@@ -328,3 +330,10 @@ def test_what_was_not_judged_proves_nothing_and_breaks_nothing(tmp_path: Path, e
     assert "mute" not in found.fired
     assert found.clean
     assert found.wrong == ()
+
+
+def test_records_that_do_not_count_are_not_told_as_evidence() -> None:
+    base = evidence(drills=(fact(other="x"),))
+    assert "D" not in judge((), base, edition="2026.1").evidence
+    counted = evidence(drills=(fact(profile=base.profile.name),))
+    assert "D" in judge((), counted, edition="2026.1").evidence

@@ -147,8 +147,10 @@ def test_torchtitan_drains_its_pipeline_after_each_local_batch(
 @pytest.mark.parametrize(
     ("flags", "lost"),
     [
-        ("--no-load-optim", "moments, scheduler"),
-        ("--no-load-rng", "rng"),
+        ("--load out --no-load-optim", "moments, scheduler"),
+        ("--load out --no-load-rng", "rng"),
+        ("--load /other/weights --no-load-optim", ""),  # a start from other weights is no resume
+        ("--no-load-optim", ""),
         ("--no-save-optim --no-save-rng", "moments, scheduler, rng"),
         ("", ""),
     ],

@@ -11,7 +11,7 @@ import pytest
 from phalanx.job.load import load
 from phalanx.job.run_sections import ClusterChoice
 from phalanx.plan.make import make_plan
-from phalanx.rules.foreign.convert import TRAINERS, ConvertedConfig, convert_config
+from phalanx.rules.foreign.convert import TRAINERS, ConvertedConfig, convert_config, split_variables
 from phalanx.rules.foreign.detect import trainer_of_file
 
 DATA = Path(__file__).parent / "data"
@@ -138,6 +138,31 @@ CASES = (
         settings=("model.preset=llama-3-8b",),
         layout="TP1·CP1·PP1·DP8 (ZeRO-3, EP1) mbs1 no-recompute",
     ),
+    Published(
+        file="torchtitan_config_registry.py",
+        trainer="torchtitan",
+        cluster="8xH100:16",
+        settings=("recipe=llama3_405b",),
+        layout="TP8·CP1·PP1·DP16 (ZeRO-3, EP1) mbs2 full",
+    ),
+    Published(
+        file="olmo-core_7b.py",
+        trainer="olmo-core",
+        cluster="8xH100:16",
+        layout="TP1·CP1·PP1·DP128 (ZeRO-3, EP1) mbs2 no-recompute",
+    ),
+    Published(
+        file="bridge_recipe.py",
+        trainer="nemo",
+        cluster="8xH100:16",
+        layout="TP4·CP2·PP4·DP4 (ZeRO-1, EP1) mbs1 no-recompute",
+    ),
+    Published(
+        file="nemo2_recipe.py",
+        trainer="nemo",
+        cluster="8xH100:16",
+        layout="TP1·CP2·PP1·DP64 (ZeRO-1, EP1) mbs1 no-recompute",
+    ),
 )
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.file)
 
@@ -173,7 +198,8 @@ def test_every_leaf_ends_in_exactly_one_list(case: Published) -> None:
         [one.key for one in found.unmapped],
     ]
     told = [key for keys in lists for key in keys]
-    assert sorted(told) == sorted(TRAINERS[case.trainer].read(DATA / case.file, {}).leaves)
+    variables = split_variables(case.settings)[0]
+    assert sorted(told) == sorted(TRAINERS[case.trainer].read(DATA / case.file, variables).leaves)
     assert len(set(told)) == len(told)
 
 

@@ -14,7 +14,15 @@ DIVERGES = Impact(note="the loss may diverge or never fall, and then the whole r
 LEARNS = Impact(note="no time lost, but what the model learns is at stake")
 # GPT-3's table 2.1: 125M at 6e-4 ... 175B at 0.6e-4, a power of -0.32; batches of half a million tokens at the start.
 RATE, RATE_PARAMETERS, RATE_POWER, RATE_BATCH = 6e-4, 125e6, 0.32, 500_000
-STARTED = ("load", "finetune", "pretrained_checkpoint", "checkpoint.pretrained_checkpoint", "restore_from_path")
+STARTED = (
+    "load",
+    "finetune",
+    "pretrained_checkpoint",
+    "checkpoint.pretrained_checkpoint",
+    "restore_from_path",
+    "load_path",
+    "trainer.load_path",
+)
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
@@ -46,6 +54,8 @@ def usual_rate(parameters: float | None, batch_tokens: float | None) -> float:
 
 def _parameters(evidence: Evidence) -> float | None:
     """Of the model; None where a stand-in holds its place."""
+    if any("hybrid" in name for name in evidence.settings):  # layers of several kinds, which the planner cannot count
+        return None
     if evidence.plan is not None:
         return float(evidence.plan.prediction.parameters)
     origin = evidence.origins.get("model.hidden")
@@ -81,7 +91,10 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     tokens = evidence.plan.duration.tokens if evidence.plan is not None else job.data.tokens
     warmup = job.optim.warmup_tokens
     share = warmup / tokens if isinstance(tokens, int) and tokens > 0 else 0.0
-    if evidence.stated(key) and share > limits.number("most_warmup"):
+    # A decay that is longer than the run is the schedule of a longer one, of which this is the beginning.
+    decay, steps = evidence.setting_number("lr_decay_iters"), evidence.setting_number("train_iters")
+    cut_short = decay is not None and steps is not None and decay > steps
+    if evidence.stated(key) and share > limits.number("most_warmup") and not cut_short:
         yield failed(
             f"the warm-up takes {share:.0%} of the training",
             value=share,

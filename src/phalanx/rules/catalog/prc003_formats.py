@@ -104,7 +104,7 @@ def _judge_exclusions(evidence: Evidence) -> Outcome:
     if practice.fp8_spares_sensitive:
         return passed(f"{practice.trainer} leaves {SPARED} in 16 bit or more", value=True, threshold=True, at=at)
     return failed(
-        f"{practice.trainer} converts {SPARED} too",
+        f"{practice.trainer} does not spare all of {SPARED}",
         value=False,
         threshold=True,
         at=at,

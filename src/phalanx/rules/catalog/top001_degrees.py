@@ -13,7 +13,9 @@ from phalanx.rules.outcome import Impact, Outcome, Spot, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 SIZES = re.compile(r"\b(tensor|context|pipeline|data|expert) (\d{1,9})\b")  # as the planner writes them
-SILENT = "does not say"  # a configuration of another trainer, as rules/foreign reads it: nothing is wrong, only missing
+# A configuration of another trainer, as rules/foreign reads it: nothing is wrong, only missing or left open.
+SILENT = ("does not say", "may be given more arguments")
+LEFT_OPEN = (" is not known: ", " is not a number", "which is not in this folder")
 NO_START = Impact(points=100.0, note="the job does not start")
 
 
@@ -46,6 +48,12 @@ def is_batch(problem: Problem) -> bool:
 def _judge_refusal(evidence: Evidence, problem: Problem) -> Outcome:
     if problem.what.startswith(SILENT):
         return unknown(f"the configuration {problem.what}", fix=problem.fix)
+    split = evidence.find_setting("pp_partition_method")
+    if split is not None and "embedding" in str(split.value) and "parallel.pipeline" in problem.what:
+        # Megatron-DeepSpeed with type:transformer|embedding: BLOOM's 70 layers are fine-tuned in 72 stages.
+        return unknown("embeddings are stages of their own here, which the planner does not know", fix=problem.fix)
+    if evidence.is_foreign and any(words in problem.what for words in LEFT_OPEN):
+        return unknown(problem.what, fix=problem.fix)
     statement = f"{problem.what}: {problem.why}" if problem.why else problem.what
     return failed(
         statement,

@@ -79,10 +79,13 @@ def _megatron(evidence: Evidence) -> Iterator[Broken]:
     if stages == 1 and (chunks > 1 or _whole(evidence, chunked)):
         name = chunked if _whole(evidence, chunked) else "virtual_pipeline_model_parallel_size"
         yield name, "an interleaved schedule needs a pipeline, and there is one stage", "leave it out, or add stages"
-    if experts and tensor > 1 and not evidence.setting_flag("sequence_parallel"):
+    # Megatron-DeepSpeed has experts of its own: it asserts nothing of the kind, and a dense model has one expert.
+    own = not evidence.setting_flag("deepspeed") and evidence.find_setting("deepspeed_config", "zero_stage") is None
+    if experts > 1 and tensor > 1 and own and not evidence.setting_flag("sequence_parallel"):
         what = f"experts with {tensor} tensor ranks and without sequence parallelism"
         yield "num_experts", what, "add sequence parallelism (--sequence-parallel)"
-    if _whole(evidence, "expert_model_parallel_size") > 1 and not experts:
+    described = evidence.find_setting("num_layers") is not None  # else the model's own class says how many experts
+    if _whole(evidence, "expert_model_parallel_size") > 1 and not experts and described:
         yield "expert_model_parallel_size", "expert ranks for a model without experts", "leave it out, or name experts"
     if experts and (top := _whole(evidence, "moe_router_topk")) > experts:
         yield "moe_router_topk", f"{top} experts per token of {experts}", "fewer experts per token"
@@ -95,7 +98,7 @@ def _arguments(evidence: Evidence) -> Iterator[Broken]:
     has = evidence.find_setting
     if has("train_iters") and has("train_samples"):
         yield "train_samples", "--train-iters and --train-samples exclude each other", "give one of the two"
-    if has("save") and not has("save_interval"):
+    if has("save") and not has("save_interval") and has("tensor_model_parallel_size"):  # else another program's --save
         yield "save", "--save without --save-interval", "give --save-interval"
     lowest, peak = evidence.setting_number("min_lr"), evidence.setting_number("lr")
     if lowest is not None and peak is not None and lowest > peak:
@@ -114,6 +117,15 @@ def _arguments(evidence: Evidence) -> Iterator[Broken]:
         yield "recompute_granularity", what, "--recompute-method uniform --recompute-num-layers 1"
 
 
+def _head_count(evidence: Evidence) -> int:
+    """Heads that share the hidden size: 1 where their width is given, or where layers have none (as mamba's)."""
+    kinds = [str(one.value) for name, one in evidence.settings.items() if name.startswith("attention_config")]
+    apart = evidence.find_setting("kv_channels", "head_dim") is not None
+    if apart or any(word in kind for kind in kinds for word in ("mamba", "rwkv")):
+        return 1
+    return _whole(evidence, "num_attention_heads") or 1
+
+
 def _divisors(evidence: Evidence) -> Iterator[Broken]:
     """What must divide what, where no plan says so already."""
     tensor = _whole(evidence, "tensor_model_parallel_size", "parallelism.tensor_parallel_degree") or 1
@@ -125,7 +137,7 @@ def _divisors(evidence: Evidence) -> Iterator[Broken]:
         ("num_experts", _whole(evidence, "expert_model_parallel_size") or 1, "expert ranks"),
         ("seq_length", 2 * context if context > 1 else 1, "halves of the context ranks"),
         ("global_batch_size", _whole(evidence, "micro_batch_size") or 1, "sequences of a micro-batch"),
-        ("hidden_size", _whole(evidence, "num_attention_heads") or 1, "attention heads"),
+        ("hidden_size", _head_count(evidence), "attention heads"),
     )
     for name, divisor, noun in pairs:
         size = _whole(evidence, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from phalanx.errors import PhalanxError
@@ -17,6 +18,8 @@ TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
 # torchtitan ships has 2,000 documents of C4, about 0.9 million tokens.
 NAMED_TOKENS: Mapping[str, float] = {"c4": 156e9, "c4_test": 0.9e6, "c4_validation": 0.17e9}
 MOST_SOURCES = 1000
+
+MOST_LISTED = 10_000  # entries of a folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +46,8 @@ def folder_facts(paths: Sequence[str], base: Path) -> DataFacts:
 def megatron_facts(words: Sequence[str], base: Path, *, setting: str) -> DataFacts:
     """Of `--data-path`: prefixes of .bin and .idx files, weights between them left out.
 
-    Only a prefix whose folder is on this machine can be missing: configurations are checked far from their data.
+    Only a prefix whose folder is on this machine and holds data can be missing: configurations are checked far from
+    their data, and a script may be about to fetch it.
     """
     prefixes = [word for word in words if word and not _is_number(word)][:MOST_SOURCES]
     missing, tokens, known = [], 0.0, bool(prefixes)
@@ -72,7 +76,9 @@ def _is_number(word: str) -> bool:
 def _is_absent(prefix: Path) -> bool:
     try:
         files = [Path(f"{prefix}.bin"), prefix]
-        return prefix.parent.is_dir() and not any(one.exists() for one in files)
+        if any(one.exists() for one in files) or not prefix.parent.is_dir():
+            return False
+        return any(one.suffix in (".bin", ".idx") for one in islice(prefix.parent.iterdir(), MOST_LISTED))
     except (OSError, ValueError):
         return False
 

@@ -18,7 +18,17 @@ from phalanx.job.load import ResolvedJob, load_table
 from phalanx.job.schema import EDITIONS, SECTIONS
 from phalanx.rules.evidence import ForeignSetting, Unmapped
 from phalanx.rules.facts.trainers import Practice, habits_of
-from phalanx.rules.foreign import accelerate, deepspeed, finetuning, gpt_neox, megatron, nanotron, nemo, torchtitan
+from phalanx.rules.foreign import (
+    accelerate,
+    deepspeed,
+    finetuning,
+    gpt_neox,
+    megatron,
+    nanotron,
+    nemo,
+    olmo_core,
+    torchtitan,
+)
 from phalanx.rules.foreign.config_files import read_tree
 from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, ReadConfig, their_keys, value_text
 from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, add_stand_ins, complete_job
@@ -249,8 +259,9 @@ def _load_converted(config: Conversion) -> ResolvedJob:
             if not wrong or any(config.values[key].note.startswith("--") for key in wrong):
                 raise  # the caller's own --set, or nothing that could be left out
             refused += error.problems
-            for key in wrong:
+            for key in wrong:  # a default that takes its place is not what the file says
                 del config.values[key]
+                config.unknown.setdefault(key, error.problems[0].what)
             continue
         config.missing += [one for one in refused if one not in config.missing]
         return found
@@ -380,6 +391,10 @@ class Trainer:
 
 
 def _read_file(path: Path, variables: Mapping[str, str]) -> ReadConfig:
+    if path.suffix == ".py":
+        from phalanx.rules.foreign.python_config.recipes import read_recipe  # only for those who have one
+
+        return read_recipe(path, variables)
     return ReadConfig(leaves=read_tree(path))
 
 
@@ -425,6 +440,14 @@ TRAINERS = {
             read=_read_file,
             translate=nemo.translate_config,
             example="a YAML with trainer: and model:, or Megatron-Bridge's model: and train:",
+        ),
+        Trainer(
+            name="olmo-core",
+            title="OLMo-core",
+            framework="torchtitan",  # both wrap blocks with FSDP2
+            read=_read_file,
+            translate=olmo_core.translate_config,
+            example="a script whose build_config returns an ExperimentConfig",
         ),
         Trainer(
             name="gpt-neox",

@@ -227,7 +227,8 @@ def _read_optimizer(config: Conversion) -> None:
         config.set_value(
             "optim.clip", 1.0, note="auto: max_grad_norm of Hugging Face's Trainer, 1.0 unless it is told otherwise"
         )
-    config.assume_default("optim.clip", 0.0, "no clipping")
+    if any(key.startswith("optimizer.") for key in config.leaves):  # else the script's optimizer may clip by itself
+        config.assume_default("optim.clip", 0.0, "no clipping")
     betas = config.find_leaf("optimizer.params.betas")
     if betas is not None and isinstance(betas.value, list) and len(betas.value) == 2:
         config.set_value("optim.betas", betas.value, "optimizer.params.betas")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from phalanx.errors import mistake
+from phalanx.errors import UserError, mistake
 from phalanx.io.files import read_head
 
 TREES = (".json", ".yaml", ".yml")
@@ -78,10 +78,9 @@ SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("trainer.", "model.micro_batch_size"),
         ("trainer.", "model.tensor_model_parallel_size"),
         ("trainer.", "model.encoder_seq_length"),
-        ("trainer.", "exp_manager.", "model."),
-        ("trainer.strategy.", "model."),
-        ("trainer.plugins.", "model."),
-        ("exp_manager.", "model."),
+        ("trainer.strategy.tensor_model_parallel_size",),
+        ("trainer.strategy.", "model.config."),
+        ("trainer.plugins.", "model.config."),
         ("model.tensor_model_parallel_size",),
         ("model.pipeline_model_parallel_size",),
         ("model.recompute_granularity",),
@@ -105,6 +104,11 @@ OTHERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("fsdp_config.", "train_loader."),
     ),
     "OLMo": (("device_train_microbatch_size", "fsdp."),),
+    "a NeMo configuration of speech, audio or vision": (
+        ("trainer.", "model.preprocessor."),
+        ("trainer.", "model.train_ds.", "model.encoder."),
+        ("trainer.", "model.sample_rate"),
+    ),
     "torchtune": (("tokenizer._component_",), ("model._component_",)),
     "LLM evaluation harness": (("task", "dataset_path", "doc_to_text"),),
 }
@@ -140,14 +144,20 @@ def trainer_of_file(path: Path) -> str:
 
         keys = {key.replace("-", "_") if path.suffix != ".json" else key for key in read_tree(path)}
         if any(key.startswith("MODEL_ARGS.") for key in keys):
-            return "megatron"
+            flags = {key.removeprefix("MODEL_ARGS.") for key in keys}
+            return _refuse_inference(path) if _only_generates(flags) else "megatron"
         return _match_keys(keys, path.suffix) or _refuse_unknown(path, keys)
     if path.suffix == ".py":
-        return _refuse_python(path)
+        from phalanx.rules.foreign.python_config.recipes import family_of_python
+
+        family = family_of_python(path)
+        return {"megatron-bridge": "nemo"}.get(family, family) or _refuse_python(path)
     head = read_head(path, MOST_LOOKED)
     # Two of Megatron's flags; a job file with such a line would not be TOML.
     text = head.decode("utf-8", errors="replace").replace("_", "-")
     has_flags = sum(flag in text for flag in FLAGS) >= 2
+    if has_flags and _only_generates(text):
+        return _refuse_inference(path)
     if not has_flags and path.suffix in (".sh", ".slurm", ".sbatch", ".bash"):
         return _refuse_script(path)
     return "megatron" if has_flags else ""
@@ -185,9 +195,43 @@ def _refuse_unknown(path: Path, keys: Collection[str]) -> str:
     raise mistake(
         str(path),
         what,
-        why="none of " + ", ".join(("megatron", *SIGNS)) + (f" (nearest: {near})" if near else ""),
+        why="none of " + ", ".join(("megatron", *SIGNS, "olmo-core")) + (f" (nearest: {near})" if near else ""),
         fix="say whose it is: phalanx import FILE --from torchtitan, megatron, deepspeed, accelerate, nemo or another",
     )
+
+
+# Arguments that only text generation has, and those that every training has one of.
+GENERATES = (
+    "--num-tokens-to-generate",
+    "--out-seq-length",
+    "--inference-max-",
+    "--inference-dynamic",
+    "--max-tokens-to-oom",
+    "--task-list",
+)
+TRAINS = ("--train-iters", "--train-samples", "--train-data", "--lr-decay", "--lr-warmup", "--save-interval")
+
+
+def _only_generates(flags: Collection[str]) -> bool:
+    """Whether arguments, in a text or one by one, generate text or convert a checkpoint, and train nothing."""
+    words = flags if isinstance(flags, str) else " ".join(one.replace("_", "-") for one in flags)
+    if "--load-dir" in words and "--save-dir" in words:  # a checkpoint into another format
+        return True
+    return any(one in words for one in GENERATES) and not any(one in words for one in TRAINS)
+
+
+class TrainsNothingError(UserError):
+    """A file of a trainer that is for something else than training: a search for files passes it over."""
+
+
+def _refuse_inference(path: Path) -> str:
+    told = mistake(
+        str(path),
+        "trains nothing: there is nothing to check",
+        why="it generates text, or converts a checkpoint (--load-dir and --save-dir)",
+        fix="check the configuration that the model was trained with",
+    )
+    raise TrainsNothingError(told.problems)
 
 
 def _refuse_script(path: Path) -> str:
@@ -202,9 +246,10 @@ def _refuse_script(path: Path) -> str:
 def _refuse_python(path: Path) -> str:
     raise mistake(
         str(path),
-        "is a program, and Phalanx runs none that it is given",
-        why="configurations in Python (torchtitan since 2026, OLMo-core, recipes of NeMo and Megatron-Bridge) are code",
-        fix="check the YAML, TOML or arguments that it prints when it starts",
+        "is a Python program without a recipe that Phalanx recognises",
+        why="of Python files, functions are read that return torchtitan's Trainer.Config, Megatron-Bridge's "
+        "ConfigContainer, NeMo's run.Partial or OLMo-core's ExperimentConfig",
+        fix="check the file that defines the recipe, or the YAML, TOML or arguments that the program prints",
     )
 
 

@@ -360,6 +360,9 @@ def _check_sizes(config: Conversion) -> None:
         else:
             config.unknown[key] = f"{leaf.key} = {value_text(leaf.value)} is not a number"
             config.add_missing(f"{leaf.key} = {value_text(leaf.value)} is not a number", f"give --set {key}=…")
+    for key in [one for one in config.unknown if one in DECISIVE.values() and not is_set(one)]:
+        if not any(leaf.unknown and DECISIVE.get(name) == key for name, leaf in config.unreadable.items()):
+            config.add_missing(f"{key} is not known: {config.unknown[key]}", f"give --set {key}=…")
     if config.open_why:
         for key in sorted({*DECISIVE.values()}):
             said = config.values.get(key)

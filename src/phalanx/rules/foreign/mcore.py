@@ -288,10 +288,16 @@ LEFT_OUT = {"optim": ("moments", "scheduler", "scaler"), "rng": ("rng",)}
 def _read_resume(config: Conversion) -> None:
     """`--no-load-optim` of the arguments, `load_optim: false` of Megatron-Bridge."""
     lost: set[str] = set()
+    place, source = config.find_leaf("save"), config.find_leaf("load")
+    saves = config.practice.get("saves") is not False
+    # Other weights to start from, or none to come back to: no resume of this run.
+    other = place and source and (source.unknown or place.unknown or source.value != place.value)
+    nowhere = source is None and config.title == "Megatron-LM"  # arguments without --load: nothing is resumed
+    starts = config.read_flag("finetune") or other or nowhere or config.open_why
     for part, states in LEFT_OUT.items():
         for verb in ("load", "save"):
             off, on = f"no_{verb}_{part}", f"{verb}_{part}"
-            if config.read_flag(off) or config.read_flag(on) is False:
+            if (config.read_flag(off) or config.read_flag(on) is False) and saves and not (starts and verb == "load"):
                 lost |= {*states}
             config.mark_used(off, on, by="practice: resumes_exactly")
     if lost:

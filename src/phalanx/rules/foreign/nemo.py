@@ -11,6 +11,7 @@ import re
 
 from phalanx.rules.foreign import mcore, megatron
 from phalanx.rules.foreign.conversion import Conversion, Leaf, found_in
+from phalanx.rules.foreign.presets import read_named_model
 
 # Where Megatron's words stand, the strongest first: Bridge's mixed_precision is applied over model, optimizer and ddp.
 PREFIXES = (
@@ -58,7 +59,7 @@ _WORDS = """
     bf16 fp16 fp8 fp4 grad_reduce_in_fp32 loss_scale exp_avg_dtype exp_avg_dtype._target_ optimizer lr weight_decay
     clip_grad adam_eps adam_beta1 adam_beta2 lr_decay_style lr_decay_iters lr_wsd_decay_iters min_lr
     lr_warmup_iters lr_warmup_samples lr_warmup_fraction lr_decay_samples save save_interval most_recent_k async_save
-    load_optim load_rng save_optim save_rng main_params_dtype
+    load finetune load_optim load_rng save_optim save_rng main_params_dtype
     ckpt_format replication non_persistent_ckpt_type non_persistent_save_interval distributed_timeout_minutes
     distributed_timeout_seconds_after_init bucket_size overlap_grad_reduce
     check_weight_hash_across_dp_replicas_interval log_throughput log_memory_to_tensorboard log_energy
@@ -249,7 +250,10 @@ def _drop_shadowed(config: Conversion) -> None:
 
 
 def _read_trainer(config: Conversion) -> None:
-    config.rename_leaf("train_iters", "trainer.max_steps")
+    if (config.read_whole("trainer.max_steps") or 0) > 0:  # -1 is no limit
+        config.rename_leaf("train_iters", "trainer.max_steps")
+    else:
+        config.skip_leaf("trainer.max_steps", "no limit: epochs end the run")
     config.rename_leaf("clip_grad", "trainer.gradient_clip_val")
     callback = "exp_manager.checkpoint_callback_params."
     for key in (f"{callback}every_n_train_steps", "log.ckpt.every_n_train_steps"):
@@ -289,6 +293,8 @@ def _read_model(config: Conversion) -> None:
     name = str(leaf.value).rpartition(".")[2] if leaf is not None else ""
     if name in CLASSES:
         config.set_value("model.preset", CLASSES[name], "model.config._target_", note=name)
+    if "from_hf" in config.read_word("model._target_"):  # AutoBridge.from_hf_pretrained("…") of a recipe in Python
+        read_named_model(config, "model._args_.0")
     activation = config.read_word("model.activation")
     if "swiglu" in activation:
         config.rename_leaf("swiglu", "model.activation", True)
@@ -299,10 +305,16 @@ def _read_model(config: Conversion) -> None:
 def _read_precision(config: Conversion) -> None:
     """`trainer.precision: bf16-mixed`, `mixed_precision: bf16_with_fp8_…`, or a plugin's `precision`."""
     for key in ("trainer.precision", "mixed_precision", "trainer.plugins.precision"):
+        leaf = config.leaves.get(key)
+        if leaf is not None and leaf.unknown:
+            for name in ("bf16", "fp16", "fp8", "fp4"):
+                config.read_as.setdefault(name, leaf)
         text = config.read_word(key)
         if not text:
             continue
-        if "fp8" in text:
+        if "nvfp4" in text:
+            config.rename_leaf("fp4", key, "e2m1")
+        elif "fp8" in text:
             config.rename_leaf("fp8", key, "hybrid")
         if re.search(r"bf16|bfloat16", text):
             config.rename_leaf("bf16", key, True)

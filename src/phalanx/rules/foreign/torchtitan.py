@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from phalanx.rules.foreign.conversion import NEVER, Conversion
 from phalanx.rules.foreign.torchtitan_old import rename_old_keys
+from phalanx.rules.foreign.torchtitan_python import rename_python_keys
 
 # Flavours with a preset of ours: torchtitan/models/*/__init__.py
 PRESETS = {
@@ -72,6 +73,7 @@ UNMAPPED = {
 def translate_config(config: Conversion) -> None:
     """Fill the conversion."""
     rename_old_keys(config)
+    rename_python_keys(config)
     _read_model(config)
     _read_degrees(config)
     _read_batch(config)
@@ -94,6 +96,11 @@ def _read_converters(config: Conversion) -> None:
 
 
 def _read_model(config: Conversion) -> None:
+    held = [config.find_leaf("model.name"), config.find_leaf("model.flavor")]
+    recipe = any(key.endswith("_target_") for key in config.leaves)
+    if any(one is not None and one.unknown for one in held) or (recipe and held[1] is None):
+        config.read_word("model.flavor")
+        return
     name, flavor = config.read_word("model.name") or "llama3", config.read_word("model.flavor") or "debugmodel"
     if preset := PRESETS.get((name, flavor)):
         config.set_value("model.preset", preset, "model.flavor", "model.name", note=f"{name} {flavor}")
@@ -222,8 +229,9 @@ def _read_precision(config: Conversion) -> None:
     formats = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
     compute = formats.get(config.read_word("training.mixed_precision_param") or "bfloat16", "bf16")
     converters = config.read_word("model.converters")
-    if any(word in converters for word in ("float8", "mx", "quantize")):
-        config.set_value("precision.compute", "fp8", "model.converters", note=converters[:60])
+    if any(word in converters for word in ("float8", "mx", "quantize", "nvfp4")):
+        narrow = "fp4" if "nvfp4" in converters else "fp8"
+        config.set_value("precision.compute", narrow, "model.converters", note=converters[:60])
         _read_exclusions(config)
         config.mark_used("training.mixed_precision_param", by="precision.compute: what is not fp8")
     else:
@@ -251,7 +259,7 @@ def _read_precision(config: Conversion) -> None:
 
 def _read_exclusions(config: Conversion) -> None:
     """Linears alone are converted; the head is one, unless it is named (mx leaves it out by default)."""
-    filters = [key for key in config.leaves if key.endswith("float8.filter_fqns")]
+    filters = [key for key in config.leaves if key.endswith(("float8.filter_fqns", ".filter_fqns", ".fqns"))]
     named = any(word in config.read_word(key) for key in filters for word in ("output", "lm_head"))
     config.practice["fp8_spares_sensitive"] = named or "float8" not in config.read_word("model.converters")
     config.mark_used(*filters, by="practice: fp8_spares_sensitive")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Protocol
 
 from phalanx.rules.foreign.shell.arithmetic import UnknownNumberError, evaluate_arithmetic
@@ -95,6 +96,9 @@ def _bounded(text: str, scope: Scope) -> str:
     return text if len(text) <= MOST_TEXT else scope.open_mark("a text that is too long")
 
 
+_piece_end = lru_cache(maxsize=8192)(end_of_piece)  # the same words are expanded in every turn of a loop
+
+
 def _parts(raw: str, scope: Scope) -> Iterator[tuple[str, str]]:
     at = 0
     plain = 0
@@ -105,7 +109,7 @@ def _parts(raw: str, scope: Scope) -> Iterator[tuple[str, str]]:
             continue
         if at > plain:
             yield raw[plain:at], "plain"
-        end = end_of_piece(raw, at, 0)
+        end = _piece_end(raw, at, 0)
         if char == "\\":
             if raw[at + 1 : end] not in ("\n", ""):
                 yield raw[at + 1 : end], "quoted"

@@ -239,13 +239,13 @@ def _program_at(words: Sequence[str]) -> int:
 def parse_flags(words: Sequence[str], *, launcher: bool = False) -> Arguments:
     """Flags with their words, as argparse groups them; of a flag given twice the last one holds."""
     found: Arguments = {}
+    spelled: dict[str, str] = {}  # canonical -> as it was last written
     flag = ""
     for word in words:
         if _FLAG.fullmatch(word) and is_known(word.partition("=")[0]) and not re.fullmatch(r"-\d.*", word):
             flag, equals, value = word.partition("=")
-            found.pop(flag, None)
-            for other in [one for one in found if canonical_flag(one) == canonical_flag(flag)]:
-                del found[other]
+            found.pop(spelled.get(canonical_flag(flag), flag), None)
+            spelled[canonical_flag(flag)] = flag
             found[flag] = (value,) if equals else ()
             if equals:
                 flag = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 
 from phalanx.rules.foreign.shell.scanner import BREAKS, ShellSyntaxError, end_of_word
 from phalanx.rules.foreign.shell.syntax import (
@@ -35,6 +36,7 @@ _DECLARING = frozenset({"export", "declare", "typeset", "local", "readonly"})
 _END_WORDS = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}", "in"})
 
 
+@lru_cache(maxsize=128)  # a script that starts another in a loop parses it again each time
 def parse_shell(text: str, *, first_line: int = 1) -> Block:
     """The statements of a text; raises ShellSyntaxError with the line."""
     block, error = parse_statements(text, first_line=first_line)

@@ -1,0 +1,314 @@
+"""What calls give: objects of classes, functions of the program, and the few outside functions that are known."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from phalanx.rules.foreign.python_config.values import (
+    MISSING,
+    MOST_TEXT,
+    Built,
+    Function,
+    Method,
+    Reference,
+    Unknown,
+    is_plain,
+    reason_of,
+)
+
+if TYPE_CHECKING:
+    from phalanx.rules.foreign.python_config.evaluator import PythonReader
+
+# Methods of configuration objects that change nothing that is asked about, and those that hand the object on.
+HARMLESS = frozenset({"validate", "finalize", "to_cfg_dict", "as_dict", "as_config_dict", "lower"})
+HANDED_ON = frozenset({"with_recommended_evals", "merge", "apply_overrides", "with_wandb"})
+# OLMo-core, data/tokenizer.py: TokenizerConfig.dolma2().padded_vocab_size(), to a multiple of 128.
+PADDED_VOCABULARIES = {"dolma2": 100_352, "dolma2_sigdig": 100_352, "gpt_neox_olmo_dolma_v1_5": 50_304, "gpt2": 50_304}
+# Outside functions that only look, print or check.
+LOOKING = frozenset(
+    {
+        *("print", "isinstance", "hasattr", "warnings.warn", "seed_all"),
+        *(f"{log}.{verb}" for log in ("log", "logger", "logging") for verb in ("info", "warning", "debug")),
+    }
+)
+# Functions of a trainer whose arguments say all that is asked: they are kept as they are called.
+STANDS_FOR_ITSELF = frozenset({"model_registry", "default_adamw"})
+
+
+def _called_name(callee: object) -> str:
+    if isinstance(callee, Function):
+        return f"{callee.module}.{_function_name(callee)}"
+    return callee.name if isinstance(callee, Reference) else ""
+
+
+def call_value(
+    reader: PythonReader,
+    callee: object,
+    args: list[object],
+    keywords: dict[str, object],
+    lines: dict[str, int],
+    *,
+    open_why: str,
+    line: int,
+    text: str,
+) -> object:
+    """What a call gives; `open_why` says why it may have further arguments."""
+    outer, _, last = _called_name(callee).rpartition(".")
+    if last in STANDS_FOR_ITSELF:
+        return Built(kind=f"{outer}.{last}", fields=keywords, lines=lines, args=args, line=line, opened=open_why)
+    if last == "get_mixed_precision_config" and len(args) == 1:  # Megatron-Bridge: the name says it all
+        return args[0]
+    if isinstance(callee, Function):
+        return reader.call_function(callee, args, keywords, whole=not open_why)
+    if isinstance(callee, Reference):
+        return _call_outside(reader, callee, args, keywords, lines, open_why=open_why, line=line)
+    if isinstance(callee, Method):
+        return _call_method(reader, callee, args, keywords, lines, line=line)
+    if isinstance(callee, Built) and callee.kind.endswith("partial") and callee.args:
+        first, *rest = callee.args
+        given = {**callee.fields, **keywords}
+        return call_value(
+            reader, first, [*rest, *args], given, {**callee.lines, **lines}, open_why=open_why, line=line, text=text
+        )
+    why = callee.why if isinstance(callee, Unknown) else f"{text}() is not read"
+    return _unread_call(reader, args, keywords, why)
+
+
+def _unread_call(reader: PythonReader, args: list[object], keywords: Mapping[str, object], why: str) -> Unknown:
+    """A function that is not read may change whatever it is given."""
+    for one in (*args, *keywords.values()):
+        reader.open_value(one, why)
+    return Unknown(why)
+
+
+def _call_outside(
+    reader: PythonReader,
+    callee: Reference,
+    args: list[object],
+    keywords: dict[str, object],
+    lines: dict[str, int],
+    *,
+    open_why: str,
+    line: int,
+) -> object:
+    last = callee.name.rpartition(".")[2]
+    if last in ("Config", "Partial") and args and _is_nemo_run(callee.name):
+        # nemo_run: run.Config(Class, field=value) stands for Class(field=value)
+        first = args[0]
+        kind = first.name if isinstance(first, Reference) else _function_name(first)
+        return Built(kind=f"{last} {kind}", fields=keywords, lines=lines, args=args[1:], line=line, opened=open_why)
+    if callee.name in ("functools.partial", "partial"):
+        return Built(kind="functools.partial", fields=keywords, lines=lines, args=args, line=line, opened=open_why)
+    if callee.name in ("dataclasses.replace", "copy.deepcopy", "copy.copy", "typing.cast", "cast", "deepcopy"):
+        return _copied(reader, last, args, keywords, lines)
+    if callee.name in ("dataclasses.fields", "fields") and len(args) == 1 and isinstance(args[0], Built):
+        if args[0].opened:
+            return Unknown(args[0].opened)
+        return [Built(kind="dataclasses.Field", fields={"name": name}) for name in args[0].fields]
+    if last == "getattr" and len(args) >= 2 and isinstance(args[1], str):
+        return _read_named(reader, args)
+    if last == "setattr" and len(args) == 3 and isinstance(args[0], Built) and isinstance(args[1], str):
+        reader.journal.write(args[0].fields, args[1], args[2])  # type: ignore[arg-type]
+        return None
+    if callee.name in PURE:
+        return _pure_call(callee.name, args, keywords)
+    if callee.name in LOOKING:
+        return Unknown(f"{callee.name}() is not worked out")
+    if callee.is_class:
+        return Built(kind=callee.name, fields=keywords, lines=lines, args=args, line=line, opened=open_why)
+    return _unread_call(reader, args, keywords, f"comes from {callee.name}(), which is not read")
+
+
+def _is_nemo_run(name: str) -> bool:
+    return name in ("run.Config", "run.Partial") or name.startswith("nemo_run.")
+
+
+def _function_name(value: object) -> str:
+    return getattr(value.node, "name", "") if isinstance(value, Function) else ""
+
+
+def _copied(
+    reader: PythonReader, name: str, args: list[object], keywords: dict[str, object], lines: dict[str, int]
+) -> object:
+    source = args[-1] if args else Unknown("is a copy of nothing")
+    if name == "cast":
+        return source
+    if isinstance(source, Built):
+        same = _deep_copy(source)
+        assert isinstance(same, Built)
+        return replace(same, fields={**same.fields, **keywords}, lines={**same.lines, **lines})
+    return _deep_copy(source)
+
+
+def _deep_copy(value: object) -> object:
+    """Objects are copied; functions and references stand for themselves."""
+    if isinstance(value, Built):
+        return replace(
+            value,
+            fields={name: _deep_copy(one) for name, one in value.fields.items()},
+            lines=dict(value.lines),
+            args=[_deep_copy(one) for one in value.args],
+        )
+    if isinstance(value, list):
+        return [_deep_copy(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _deep_copy(one) for key, one in value.items()}
+    return copy.copy(value) if is_plain(value) else value
+
+
+def _read_named(reader: PythonReader, args: list[object]) -> object:
+    owner, name = args[0], args[1]
+    assert isinstance(name, str)
+    if isinstance(owner, Built):
+        if name in owner.fields:
+            return owner.fields[name]
+        return Unknown(owner.opened or f"depends on the default of {name}")
+    if isinstance(owner, Reference):
+        return Reference(f"{owner.name}.{name}")
+    return Unknown(reason_of(owner))
+
+
+# ---- functions of Python itself -------------------------------------------------------------------------------------
+
+
+def _whole_number(value: object) -> object:
+    return int(value) if isinstance(value, int | float | str) else Unknown(reason_of(value))
+
+
+def _joined_path(*parts: object) -> object:
+    if all(isinstance(one, str) for one in parts):
+        return "/".join(str(one).rstrip("/") for one in parts)[:MOST_TEXT]
+    return Unknown("is a path made of what is not known")
+
+
+PURE: dict[str, Callable[..., object]] = {
+    "int": _whole_number,
+    "float": lambda value: float(value),
+    "str": lambda value="": str(value),
+    "bool": lambda value=False: bool(value),
+    "len": lambda value: len(value),
+    "max": lambda *values: max(*values),
+    "min": lambda *values: min(*values),
+    "abs": lambda value: abs(value),
+    "round": lambda value, digits=None: round(value, digits),
+    "list": lambda value=(): list(value),
+    "tuple": lambda value=(): tuple(value),
+    "dict": lambda **fields: dict(fields),
+    "os.path.join": _joined_path,
+}
+
+
+def _pure_call(name: str, args: list[object], keywords: Mapping[str, object]) -> object:
+    if name == "dict" and len(args) == 1 and isinstance(args[0], dict):
+        return {**args[0], **keywords}
+    if name == "dict" and not args:
+        return dict(keywords)
+    values = (*args, *keywords.values())
+    if name not in ("list", "tuple", "len") and not all(is_plain(one) for one in values):
+        return Unknown(reason_of(*values))
+    try:
+        return PURE[name](*args, **keywords)
+    except (TypeError, ValueError, ArithmeticError):
+        return Unknown(f"is {name}() of something else")
+
+
+# ---- methods --------------------------------------------------------------------------------------------------------
+
+
+def _call_method(
+    reader: PythonReader,
+    callee: Method,
+    args: list[object],
+    keywords: dict[str, object],
+    lines: dict[str, int],
+    *,
+    line: int,
+) -> object:
+    owner, name = callee.owner, callee.name
+    if isinstance(owner, Built):
+        return _object_method(reader, owner, name, args, keywords, lines, line=line)
+    if isinstance(owner, list):
+        return _list_method(reader, owner, name, args)
+    if isinstance(owner, dict):
+        return _dict_method(reader, owner, name, args, keywords)
+    pure = ("lower", "upper", "strip", "startswith", "endswith", "replace", "split")
+    if isinstance(owner, str) and name in pure and all(isinstance(one, str) for one in args):
+        found = getattr(owner, name)(*args)
+        return found if not isinstance(found, str) or len(found) < MOST_TEXT else Unknown("is too long a text")
+    return Unknown(f"comes from .{name}(), which is not read")
+
+
+def _object_method(
+    reader: PythonReader,
+    owner: Built,
+    name: str,
+    args: list[object],
+    keywords: dict[str, object],
+    lines: dict[str, int],
+    *,
+    line: int,
+) -> object:
+    if name in ("with_callback", "with_callbacks") and len(args) == 2 and isinstance(args[0], str):
+        held = reader.read_attribute(owner, "callbacks")
+        if isinstance(held, Built):
+            reader.journal.write(held.fields, args[0], args[1])  # type: ignore[arg-type]
+        return owner
+    if name == "with_callbacks" and len(args) == 1 and isinstance(args[0], dict):
+        held = reader.read_attribute(owner, "callbacks")
+        if isinstance(held, Built):
+            for key, one in args[0].items():
+                reader.journal.write(held.fields, str(key), one)  # type: ignore[arg-type]
+        return owner
+    if name == "replace" and not args:
+        return _copied(reader, name, [owner], keywords, lines)
+    if name in HANDED_ON:
+        return owner
+    if name == "padded_vocab_size":
+        tokenizer = owner.kind.rpartition(".")[2]
+        return PADDED_VOCABULARIES.get(tokenizer, Unknown(f"is the vocabulary of {tokenizer}"))
+    if name in HARMLESS:
+        return Unknown(f"comes from .{name}(), which is not worked out")
+    if owner.kind.rpartition(".")[2].startswith("from_hf") or not owner.fields:
+        # A builder: AutoBridge.from_hf_pretrained("…").get_model_config()
+        return Built(kind=f"{owner.kind}.{name}", fields=keywords, lines=lines, args=[*owner.args, *args], line=line)
+    why = f"may be changed by .{name}(), which is not read"
+    reader.open_value(owner, why)
+    return _unread_call(reader, args, keywords, why)
+
+
+def _list_method(reader: PythonReader, owner: list[object], name: str, args: list[object]) -> object:
+    if name == "append" and len(args) == 1:
+        reader.journal.replace_list(owner, [*owner, args[0]])
+        return None
+    if name == "extend" and len(args) == 1 and isinstance(args[0], list | tuple):
+        reader.journal.replace_list(owner, [*owner, *args[0]])
+        return None
+    if name in ("copy", "index", "count"):
+        return list(owner) if name == "copy" else Unknown(f"comes from .{name}()")
+    reader.open_value(owner, f"is changed by .{name}()")
+    return Unknown(f"comes from .{name}()")
+
+
+def _dict_method(
+    reader: PythonReader, owner: dict[object, object], name: str, args: list[object], keywords: Mapping[str, object]
+) -> object:
+    if name == "get" and args and is_plain(args[0]):
+        return owner.get(args[0], args[1] if len(args) > 1 else None)
+    if name == "update" and (not args or isinstance(args[0], dict)):
+        more = args[0] if args else {}
+        assert isinstance(more, dict)
+        for key, value in {**more, **keywords}.items():
+            reader.journal.write(owner, key, value)
+        return None
+    if name == "pop" and args and is_plain(args[0]):
+        value = owner.get(args[0], args[1] if len(args) > 1 else Unknown(f"has no key {str(args[0])[:40]}"))
+        reader.journal.write(owner, args[0], MISSING)
+        return value
+    if name in ("items", "keys", "values", "copy"):
+        found = getattr(owner, name)()
+        return [tuple(one) if isinstance(one, tuple) else one for one in found] if name != "copy" else dict(found)
+    reader.open_value(owner, f"is changed by .{name}()")
+    return Unknown(f"comes from .{name}()")

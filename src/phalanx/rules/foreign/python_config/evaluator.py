@@ -1,0 +1,356 @@
+"""Follows the statements of a configuration that is a Python program, without running any of it.
+
+What both ways of an undecided condition agree on holds; everything else is `Unknown`, with the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.rules.foreign.python_config.expressions import evaluate
+from phalanx.rules.foreign.python_config.modules import Package, SourceFile, absolute_name
+from phalanx.rules.foreign.python_config.values import (
+    MISSING,
+    Built,
+    Function,
+    Journal,
+    Reference,
+    Scope,
+    Unknown,
+    merge_values,
+    truth_of,
+)
+
+MOST_STEPS = 60_000  # statements and calls; the largest recipe of 2026 takes 3,000
+MOST_CALLS = 24  # deep
+MOST_TURNS = 256  # of a loop
+
+
+class TooMuch(Exception):
+    """A program that takes more steps than any configuration does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A function ended with this value."""
+
+    value: object
+
+
+ENDED = "ended"  # raise, break or continue: nothing after it is reached
+
+
+class PythonReader:
+    """Reads one program; `given` are values for arguments that only the caller knows."""
+
+    def __init__(self, package: Package, given: Mapping[str, object]) -> None:
+        self.package = package
+        self.given = given
+        self.journal = Journal()
+        self.steps = 0
+        self.depth = 0
+        self.here: list[SourceFile] = [package.main]
+
+    # ---- names -------------------------------------------------------------------------------------------------------
+
+    def count_step(self) -> None:
+        self.steps += 1
+        if self.steps > MOST_STEPS:
+            raise TooMuch
+
+    def line_of(self, node: ast.AST) -> int:
+        """Its line in the file that is read; 0 in any other."""
+        return getattr(node, "lineno", 0) if self.here[-1] is self.package.main else 0
+
+    def find_name(self, name: str, scope: Scope | None) -> object:
+        while scope is not None:
+            if name in scope.names:
+                return scope.names[name]
+            scope = scope.parent
+        return self.module_name(self.here[-1], name)
+
+    def module_name(self, source: SourceFile, name: str) -> object:
+        """A name of a file's top level, worked out when it is first asked for."""
+        if name in source.values:
+            return source.values[name]
+        node = source.definitions.get(name)
+        if node is None:
+            return Reference(name) if source is self.here[-1] else Reference(f"{source.name}.{name}")
+        if name in source.changed:
+            return Unknown(f"is computed where {source.path.name} is loaded")
+        source.values[name] = Unknown("is defined by itself")
+        self.here.append(source)
+        try:
+            source.values[name] = self._define(source, name, node)
+        finally:
+            self.here.pop()
+        return source.values[name]
+
+    def _define(self, source: SourceFile, name: str, node: ast.stmt) -> object:
+        match node:
+            case ast.FunctionDef():
+                return Function(node=node, module=source.name)
+            case ast.ClassDef() | ast.AsyncFunctionDef():
+                return Reference(f"{source.name}.{name}")
+            case ast.ImportFrom():
+                alias = next(one for one in node.names if (one.asname or one.name) == name)
+                return self.imported(absolute_name(source, node), alias.name)
+            case ast.Import():
+                alias = next(one for one in node.names if (one.asname or one.name.partition(".")[0]) == name)
+                return Reference(alias.name if alias.asname else name)
+            case ast.Assign(targets=[ast.Name()]) | ast.AnnAssign(target=ast.Name()):
+                assert node.value is not None
+                return evaluate(self, node.value, None)
+            case ast.Assign():
+                scope = Scope()
+                self._run_statement(node, scope)
+                return scope.names.get(name, Unknown("is not worked out"))
+            case _:
+                return Unknown("is not worked out")
+
+    def imported(self, module: str, name: str) -> object:
+        """`from module import name`, followed within the package."""
+        outside = Reference(f"{module}.{name}")
+        if outside.is_class and not module.startswith("."):
+            return outside  # nothing is read of a class but its name
+        found = self.package.find_module(module)
+        node = found.definitions.get(name) if found is not None else None
+        if isinstance(node, ast.ImportFrom) and found is not None and absolute_name(found, node) == module:
+            return outside  # `from package import module`, said in the package itself
+        if found is not None and node is not None and len(self.here) < MOST_CALLS:
+            return self.module_name(found, name)
+        return outside
+
+    # ---- functions ---------------------------------------------------------------------------------------------------
+
+    def call_function(
+        self, function: Function, args: Sequence[object], keywords: Mapping[str, object], *, whole: bool = True
+    ) -> object:
+        """What a function returns; `whole` is false where some of its arguments are not known."""
+        self.count_step()
+        if self.depth >= MOST_CALLS:
+            return Unknown("calls itself too deeply")
+        source = self.package.find_module(function.module) or self.package.main
+        scope = Scope(parent=function.scope)
+        self.depth += 1
+        self.here.append(source)
+        try:
+            self._bind(function, args, keywords, scope, whole)
+            if isinstance(function.node, ast.Lambda):
+                return evaluate(self, function.node.body, scope)
+            answer = self.run_block(function.node.body, scope)
+        finally:
+            self.here.pop()
+            self.depth -= 1
+        if isinstance(answer, Returned):
+            return answer.value
+        return None if answer is None else Unknown("ends without a value")
+
+    def _bind(
+        self, function: Function, args: Sequence[object], keywords: Mapping[str, object], scope: Scope, whole: bool
+    ) -> None:
+        spec = function.node.args
+        names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
+        defaults = dict(zip(names[len(names) - len(spec.defaults) :], spec.defaults, strict=True))
+        defaults |= {
+            one.arg: default for one, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if default
+        }
+        given = dict(zip(names, args, strict=False))
+        extra = {
+            name: value for name, value in keywords.items() if name not in (*names, *(o.arg for o in spec.kwonlyargs))
+        }
+        for name in (*names, *(one.arg for one in spec.kwonlyargs)):
+            if name in given:
+                value = given[name]
+            elif name in keywords:
+                value = keywords[name]
+            elif not whole:
+                value = Unknown(f"is the argument {name}, which is not known")
+            elif name in defaults:
+                value = evaluate(self, defaults[name], function.scope)
+            else:
+                value = Unknown(f"is the argument {name} of a function that nobody calls here")
+            scope.names[name] = value
+        if spec.vararg is not None:
+            scope.names[spec.vararg.arg] = list(args[len(names) :]) if whole else Unknown("are arguments")
+        if spec.kwarg is not None:
+            scope.names[spec.kwarg.arg] = dict(extra) if whole else Unknown("are arguments")
+
+    # ---- statements --------------------------------------------------------------------------------------------------
+
+    def run_block(self, body: Sequence[ast.stmt], scope: Scope) -> object:
+        """None where the end is reached, else how it was left."""
+        for index, node in enumerate(body):
+            self.count_step()
+            if isinstance(node, ast.If):
+                decided = truth_of(evaluate(self, node.test, scope))
+                if decided is None:
+                    leaves = any(isinstance(one, ast.Return | ast.Break | ast.Continue) for one in ast.walk(node))
+                    rest = body[index + 1 :] if leaves else []
+                    answer = self._both_ways([*node.body, *rest], [*node.orelse, *rest], node, scope)
+                    if leaves or answer is not None:
+                        return answer
+                    continue
+                answer = self.run_block(node.body if decided else node.orelse, scope)
+            else:
+                answer = self._run_statement(node, scope)
+            if answer is not None:
+                return answer
+        return None
+
+    def _both_ways(self, first: Sequence[ast.stmt], second: Sequence[ast.stmt], node: ast.If, scope: Scope) -> object:
+        why = f"depends on {ast.unparse(node.test)[:80]}"
+        one, changed = self.journal.try_way(lambda: self.run_block(first, scope))
+        other, changed_too = self.journal.try_way(lambda: self.run_block(second, scope))
+        if one == ENDED and other != ENDED:  # a way that ends in an error is left out
+            self.journal.apply_changes(changed_too)
+            return other
+        if other == ENDED and one != ENDED:
+            self.journal.apply_changes(changed)
+            return one
+        self.journal.apply_both(changed, changed_too, why)
+        if isinstance(one, Returned) and isinstance(other, Returned):
+            return Returned(merge_values(one.value, other.value, why))
+        return one if one == other else Returned(Unknown(why))
+
+    def _run_statement(self, node: ast.stmt, scope: Scope) -> object:
+        match node:
+            case ast.Return():
+                return Returned(None if node.value is None else evaluate(self, node.value, scope))
+            case ast.Raise() | ast.Break() | ast.Continue():
+                return ENDED
+            case ast.Assign():
+                value = evaluate(self, node.value, scope)
+                for target in node.targets:
+                    self.assign(target, value, scope, self.line_of(node.value))
+            case ast.AnnAssign() if node.value is not None:
+                self.assign(node.target, evaluate(self, node.value, scope), scope, self.line_of(node.value))
+            case ast.AugAssign():
+                load = ast.BinOp(left=_as_load(node.target), op=node.op, right=node.value)
+                self.assign(
+                    node.target, evaluate(self, ast.copy_location(load, node), scope), scope, self.line_of(node)
+                )
+            case ast.Expr():
+                evaluate(self, node.value, scope)
+            case ast.FunctionDef():
+                self.journal.write(scope.names, node.name, Function(node=node, module=self.here[-1].name, scope=scope))  # type: ignore[arg-type]
+            case ast.ImportFrom():
+                for alias in node.names:
+                    value = self.imported(absolute_name(self.here[-1], node), alias.name)
+                    self.journal.write(scope.names, alias.asname or alias.name, value)  # type: ignore[arg-type]
+            case ast.Import():
+                for alias in node.names:
+                    name = alias.asname or alias.name.partition(".")[0]
+                    self.journal.write(scope.names, name, Reference(alias.name if alias.asname else name))  # type: ignore[arg-type]
+            case ast.With():
+                for item in node.items:
+                    if item.optional_vars is not None:
+                        self.assign(item.optional_vars, Unknown("is opened by a with statement"), scope, 0)
+                return self.run_block(node.body, scope)
+            case ast.Try():
+                return self.run_block([*node.body, *node.orelse, *node.finalbody], scope)
+            case ast.For():
+                return self._run_loop(node, scope)
+            case ast.While() | ast.Match():
+                self._forget_changes(node, scope)
+            case _:
+                pass
+        return None
+
+    def _run_loop(self, node: ast.For, scope: Scope) -> object:
+        items = evaluate(self, node.iter, scope)
+        items = list(items) if isinstance(items, list | tuple | dict | set | range) else items
+        leaves = any(isinstance(one, ast.Break | ast.Continue | ast.Return) for one in ast.walk(node))
+        if not isinstance(items, list) or len(items) > MOST_TURNS or leaves:
+            self._forget_changes(node, scope)
+            return None
+        for item in items:
+            self.assign(node.target, item, scope, self.line_of(node))
+            answer = self.run_block(node.body, scope)
+            if answer is not None:
+                return answer
+        return None
+
+    def _forget_changes(self, node: ast.For | ast.While | ast.Match, scope: Scope) -> None:
+        """A loop that cannot be followed: what one turn of it changes is unknown afterwards."""
+        why = f"is changed in a loop ({ast.unparse(node).splitlines()[0][:60]})"
+        bodies = [case.body for case in node.cases] if isinstance(node, ast.Match) else [[*node.body, *node.orelse]]
+        for body in bodies:
+            if isinstance(node, ast.For):
+                self.assign(node.target, Unknown(why), scope, 0)
+            _, changes = self.journal.try_way(lambda body=body: self.run_block(body, scope))  # type: ignore[misc]
+            for box, key, _, _ in changes.values():
+                if isinstance(box, list):
+                    self.journal.replace_list(box, [Unknown(why)])
+                else:
+                    self.journal.write(box, key, Unknown(why))
+
+    def assign(self, target: ast.expr, value: object, scope: Scope, line: int) -> None:
+        """Give a name, an attribute or an element a value."""
+        match target:
+            case ast.Name():
+                self.journal.write(scope.names, target.id, value)  # type: ignore[arg-type]
+            case ast.Attribute():
+                owner = evaluate(self, target.value, scope)
+                if isinstance(owner, Unknown) and isinstance(target.value, ast.Name | ast.Attribute):
+                    # What is set on it holds, whatever it was before.
+                    owner = Built(kind="", opened=owner.why)
+                    self.assign(target.value, owner, scope, line)
+                if isinstance(owner, Built):
+                    self.journal.write(owner.fields, target.attr, value)  # type: ignore[arg-type]
+                    self.journal.write(owner.lines, target.attr, line)  # type: ignore[arg-type]
+            case ast.Subscript():
+                owner, key = evaluate(self, target.value, scope), evaluate(self, target.slice, scope)
+                if isinstance(owner, dict) and isinstance(key, str | int):
+                    self.journal.write(owner, key, value)
+                elif isinstance(owner, list) and isinstance(key, int) and -len(owner) <= key < len(owner):
+                    items = list(owner)
+                    items[key] = value
+                    self.journal.replace_list(owner, items)
+                else:
+                    self.open_value(owner, "an element that is not known was set")
+            case ast.Tuple() | ast.List():
+                parts = list(value) if isinstance(value, list | tuple) else []
+                fits = len(parts) == len(target.elts) and not any(isinstance(e, ast.Starred) for e in target.elts)
+                for index, one in enumerate(target.elts):
+                    part = (
+                        parts[index] if fits else value if isinstance(value, Unknown) else Unknown("is one of several")
+                    )
+                    self.assign(one, part, scope, line)
+            case ast.Starred():
+                self.assign(target.value, Unknown("is the rest of a list"), scope, line)
+
+    def open_value(self, value: object, why: str, depth: int = 0) -> None:
+        """Something that is not read has this object, and may have changed all of it."""
+        if depth > 12:
+            return
+        if isinstance(value, Built):
+            for name, inner in list(value.fields.items()):
+                if isinstance(inner, Built):
+                    self.open_value(inner, why, depth + 1)
+                else:
+                    self.journal.write(value.fields, name, Unknown(why))  # type: ignore[arg-type]
+            value.opened = value.opened or why
+        elif isinstance(value, list):
+            self.journal.replace_list(value, [Unknown(why)])
+        elif isinstance(value, dict):
+            for key in list(value):
+                self.journal.write(value, key, Unknown(why))
+
+    def read_attribute(self, owner: Built, name: str) -> object:
+        """A field; one that nobody set is a default of its owner, which may be changed further."""
+        found = owner.fields.get(name, MISSING)
+        if found is not MISSING:
+            return found
+        if owner.opened:
+            return Unknown(owner.opened)
+        default = Built(kind="", implied=True)
+        self.journal.write(owner.fields, name, default)  # type: ignore[arg-type]
+        return default
+
+
+def _as_load(target: ast.expr) -> ast.expr:
+    copied = ast.parse(ast.unparse(target), mode="eval").body
+    return ast.copy_location(copied, target)

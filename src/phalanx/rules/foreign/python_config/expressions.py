@@ -1,0 +1,344 @@
+"""The value of an expression, as far as what was read settles it."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from phalanx.rules.foreign.python_config.calls import call_value
+from phalanx.rules.foreign.python_config.values import (
+    MOST_TEXT,
+    Built,
+    Function,
+    Method,
+    Reference,
+    Scope,
+    Unknown,
+    is_plain,
+    merge_values,
+    reason_of,
+    truth_of,
+)
+
+if TYPE_CHECKING:
+    from phalanx.rules.foreign.python_config.evaluator import PythonReader
+
+MOST_ITEMS = 4_096
+MOST_NUMBER = 10**30
+
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], object]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_ORDER: dict[type[ast.cmpop], Callable[[Any, Any], object]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
+
+def evaluate(reader: PythonReader, node: ast.expr, scope: Scope | None) -> object:
+    """What an expression stands for."""
+    match node:
+        case ast.Constant():
+            return node.value if is_plain(node.value) else Unknown("is not a number or a text")
+        case ast.Name():
+            return reader.find_name(node.id, scope)
+        case ast.Attribute():
+            return _attribute(reader, evaluate(reader, node.value, scope), node.attr)
+        case ast.Call():
+            return _call(reader, node, scope)
+        case ast.List() | ast.Tuple() | ast.Set():
+            items = _items(reader, node.elts, scope)
+            return items if isinstance(items, Unknown) or not isinstance(node, ast.Tuple) else tuple(items)
+        case ast.Dict():
+            return _dictionary(reader, node, scope)
+        case ast.BinOp():
+            left, right = evaluate(reader, node.left, scope), evaluate(reader, node.right, scope)
+            return _binary(node.op, left, right)
+        case ast.UnaryOp():
+            return _unary(node.op, evaluate(reader, node.operand, scope))
+        case ast.BoolOp():
+            return _boolean(reader, node, scope)
+        case ast.Compare():
+            return _comparison(reader, node, scope)
+        case ast.IfExp():
+            return _choice(reader, node, scope)
+        case ast.Subscript():
+            return value_at(evaluate(reader, node.value, scope), evaluate(reader, node.slice, scope))
+        case ast.JoinedStr():
+            return _text(reader, node, scope)
+        case ast.Lambda():
+            return Function(node=node, module=reader.here[-1].name, scope=scope)
+        case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+            return _comprehension(reader, node, scope)
+        case ast.NamedExpr():
+            value = evaluate(reader, node.value, scope)
+            reader.assign(node.target, value, scope or Scope(), 0)
+            return value
+        case _:
+            return Unknown(f"is {ast.unparse(node)[:60]}, which is not worked out")
+
+
+def _attribute(reader: PythonReader, owner: object, name: str) -> object:
+    if isinstance(owner, Built):
+        return reader.read_attribute(owner, name)
+    if isinstance(owner, Reference):
+        found = reader.package.find_module(owner.name)
+        if found is not None and name in found.definitions:
+            return reader.module_name(found, name)
+        return Reference(f"{owner.name}.{name}")
+    if isinstance(owner, str | list | dict | tuple | set):
+        return Method(owner, name)
+    return owner if isinstance(owner, Unknown) else Unknown(f"is the attribute {name} of something that is not read")
+
+
+def _call(reader: PythonReader, node: ast.Call, scope: Scope | None) -> object:
+    reader.count_step()
+    if isinstance(node.func, ast.Attribute):
+        owner = evaluate(reader, node.func.value, scope)
+        known = isinstance(owner, Built) and node.func.attr not in owner.fields
+        callee = Method(owner, node.func.attr) if known else _attribute(reader, owner, node.func.attr)
+    else:
+        callee = evaluate(reader, node.func, scope)
+    args: list[object] = []
+    keywords: dict[str, object] = {}
+    lines: dict[str, int] = {}
+    open_why = ""
+    for one in node.args:
+        if isinstance(one, ast.Starred):
+            more = evaluate(reader, one.value, scope)
+            if isinstance(more, list | tuple):
+                args += more
+            else:
+                open_why = reason_of(more)
+        else:
+            args.append(evaluate(reader, one, scope))
+    for keyword in node.keywords:
+        value = evaluate(reader, keyword.value, scope)
+        if keyword.arg is not None:
+            keywords[keyword.arg] = value
+            lines[keyword.arg] = reader.line_of(keyword.value)
+        elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            keywords |= value
+            lines |= dict.fromkeys(value, reader.line_of(keyword.value))
+        else:
+            open_why = f"may be among **{ast.unparse(keyword.value)[:60]}"
+    return call_value(
+        reader,
+        callee,
+        args,
+        keywords,
+        lines,
+        open_why=open_why,
+        line=reader.line_of(node),
+        text=ast.unparse(node.func)[:80],
+    )
+
+
+def _items(reader: PythonReader, nodes: list[ast.expr], scope: Scope | None) -> list[object] | Unknown:
+    found: list[object] = []
+    for one in nodes:
+        if isinstance(one, ast.Starred):
+            more = evaluate(reader, one.value, scope)
+            if not isinstance(more, list | tuple):
+                return Unknown(reason_of(more))
+            found += more
+        else:
+            found.append(evaluate(reader, one, scope))
+    return found
+
+
+def _dictionary(reader: PythonReader, node: ast.Dict, scope: Scope | None) -> object:
+    found: dict[object, object] = {}
+    for key_node, value_node in zip(node.keys, node.values, strict=True):
+        value = evaluate(reader, value_node, scope)
+        if key_node is None:
+            if not isinstance(value, dict):
+                return Unknown(reason_of(value))
+            found |= value
+            continue
+        key = evaluate(reader, key_node, scope)
+        if isinstance(key, Reference):
+            key = key.name
+        if not is_plain(key):
+            return Unknown(reason_of(key))
+        found[key] = value
+    return found
+
+
+def _binary(op: ast.operator, left: object, right: object) -> object:
+    if isinstance(left, list) and isinstance(right, list) and isinstance(op, ast.Add):
+        return [*left, *right]
+    if isinstance(left, dict) and isinstance(right, dict) and isinstance(op, ast.BitOr):
+        return {**left, **right}
+    if isinstance(left, str) and isinstance(right, str):
+        if isinstance(op, ast.Add) and len(left) + len(right) < MOST_TEXT:
+            return left + right
+        return Unknown("is a text that is not worked out")
+    if not isinstance(left, int | float) or not isinstance(right, int | float):
+        return Unknown(reason_of(left, right))
+    try:
+        if isinstance(op, ast.Pow):
+            if isinstance(left, int) and isinstance(right, int) and right >= 0:
+                return _small_power(left, right)
+            return float(left) ** float(right)
+        if type(op) not in _ARITHMETIC or abs(left) > MOST_NUMBER or abs(right) > MOST_NUMBER:
+            return Unknown("is arithmetic that is not worked out")
+        return _ARITHMETIC[type(op)](left, right)
+    except (ArithmeticError, ValueError, TypeError):
+        return Unknown("is arithmetic without a result")
+
+
+def _small_power(base: int, exponent: int) -> object:
+    return (
+        base**exponent if 0 <= exponent <= 64 and abs(base) <= 10**4 else Unknown("is a power that is not worked out")
+    )
+
+
+def _unary(op: ast.unaryop, value: object) -> object:
+    if isinstance(op, ast.Not):
+        truth = truth_of(value)
+        return Unknown(reason_of(value)) if truth is None else not truth
+    if isinstance(op, ast.USub | ast.UAdd) and isinstance(value, int | float):
+        return -value if isinstance(op, ast.USub) else value
+    return Unknown(reason_of(value))
+
+
+def _boolean(reader: PythonReader, node: ast.BoolOp, scope: Scope | None) -> object:
+    stops = isinstance(node.op, ast.Or)
+    unknown: Unknown | None = None
+    value: object = None
+    for one in node.values:
+        value = evaluate(reader, one, scope)
+        truth = truth_of(value)
+        if truth is None:
+            unknown = unknown or Unknown(f"depends on {ast.unparse(one)[:80]}")
+        elif truth is stops:
+            # `unknown or True` is true, whatever the unknown is; its value may be another.
+            return value if unknown is None or isinstance(value, bool) else unknown
+    return unknown if unknown is not None else value
+
+
+def _comparison(reader: PythonReader, node: ast.Compare, scope: Scope | None) -> object:
+    left = evaluate(reader, node.left, scope)
+    for op, right_node in zip(node.ops, node.comparators, strict=True):
+        right = evaluate(reader, right_node, scope)
+        found = _compare_two(op, left, right)
+        if found is None:
+            return Unknown(f"depends on {ast.unparse(node)[:80]}")
+        if not found:
+            return False
+        left = right
+    return True
+
+
+def _compare_two(op: ast.cmpop, left: object, right: object) -> bool | None:
+    if isinstance(op, ast.Is | ast.Eq | ast.IsNot | ast.NotEq):
+        same = _is_same(left, right)
+        return same if same is None or isinstance(op, ast.Is | ast.Eq) else not same
+    if isinstance(op, ast.In | ast.NotIn):
+        inside = _is_inside(left, right)
+        return inside if inside is None or isinstance(op, ast.In) else not inside
+    if type(op) in _ORDER and isinstance(left, int | float) and isinstance(right, int | float):
+        return bool(_ORDER[type(op)](left, right))
+    return None
+
+
+def _is_same(left: object, right: object) -> bool | None:
+    if is_plain(left) and is_plain(right):
+        return left == right
+    if isinstance(left, Reference) and left == right:
+        return True
+    for one, other in ((left, right), (right, left)):
+        # An object that is built here is not None, and no text or number either.
+        if is_plain(other) and (
+            isinstance(one, list | dict | tuple | Function) or (isinstance(one, Built) and not one.implied)
+        ):
+            return False
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple) and all(map(is_plain, (*left, *right))):
+        return list(left) == list(right)
+    return None
+
+
+def _is_inside(left: object, right: object) -> bool | None:
+    if isinstance(left, str) and isinstance(right, str):
+        return left in right
+    if isinstance(right, dict):
+        right = list(right)
+    if not is_plain(left) or not isinstance(right, list | tuple | set):
+        return None
+    if any(is_plain(one) and one == left for one in right):
+        return True
+    return False if all(is_plain(one) for one in right) else None
+
+
+def _choice(reader: PythonReader, node: ast.IfExp, scope: Scope | None) -> object:
+    truth = truth_of(evaluate(reader, node.test, scope))
+    if truth is not None:
+        return evaluate(reader, node.body if truth else node.orelse, scope)
+    first, second = evaluate(reader, node.body, scope), evaluate(reader, node.orelse, scope)
+    return merge_values(first, second, f"depends on {ast.unparse(node.test)[:80]}")
+
+
+def value_at(owner: object, key: object) -> object:
+    """`owner[key]`."""
+    if isinstance(owner, Reference):
+        return Reference(owner.name)  # a generic type, as run.Config[Model]
+    try:
+        if isinstance(owner, dict) and is_plain(key):
+            return owner[key] if key in owner else Unknown(f"has no key {str(key)[:40]}")
+        if isinstance(owner, list | tuple | str) and isinstance(key, int):
+            return owner[key]
+    except IndexError:
+        return Unknown("is beyond the end of a list")
+    return Unknown(reason_of(owner, key))
+
+
+def _text(reader: PythonReader, node: ast.JoinedStr, scope: Scope | None) -> object:
+    parts: list[str] = []
+    for one in node.values:
+        value = (
+            evaluate(reader, one.value, scope) if isinstance(one, ast.FormattedValue) else evaluate(reader, one, scope)
+        )
+        if not is_plain(value) or (isinstance(one, ast.FormattedValue) and one.format_spec is not None):
+            return Unknown(reason_of(value))
+        parts.append(str(value))
+    text = "".join(parts)
+    return text if len(text) < MOST_TEXT else Unknown("is too long a text")
+
+
+def _comprehension(
+    reader: PythonReader, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, scope: Scope | None
+) -> object:
+    loop = node.generators[0]
+    items = evaluate(reader, loop.iter, scope)
+    items = list(items) if isinstance(items, list | tuple | dict) else items
+    if len(node.generators) > 1 or not isinstance(items, list) or len(items) > MOST_ITEMS:
+        return Unknown(reason_of(items))
+    found: list[object] = []
+    pairs: dict[object, object] = {}
+    for item in items:
+        reader.count_step()
+        inner = Scope(parent=scope)
+        reader.assign(loop.target, item, inner, 0)
+        kept = [truth_of(evaluate(reader, test, inner)) for test in loop.ifs]
+        if None in kept:
+            return Unknown("is chosen by a condition that is not known")
+        if not all(kept):
+            continue
+        if isinstance(node, ast.DictComp):
+            key = evaluate(reader, node.key, inner)
+            if not is_plain(key):
+                return Unknown(reason_of(key))
+            pairs[key] = evaluate(reader, node.value, inner)
+        else:
+            found.append(evaluate(reader, node.elt, inner))
+    return pairs if isinstance(node, ast.DictComp) else found

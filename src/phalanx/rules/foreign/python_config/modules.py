@@ -1,0 +1,158 @@
+"""The files of a program: its own, and those of the same package that it imports. Nothing else is opened."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from phalanx.errors import UserError, mistake
+from phalanx.io.files import read_text
+from phalanx.units import KIB
+
+MOST_PYTHON_BYTES = 512 * KIB
+MOST_FILES = 200  # asked for by one configuration, there or not
+MOST_UP = 8  # folders above the file
+_PLAIN_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+@dataclass(eq=False, slots=True)
+class SourceFile:
+    """A parsed file: the statement that defines each name of its top level, and the values read so far."""
+
+    name: str  # dotted, as the package calls it; "" for the file that is read
+    path: Path
+    tree: ast.Module
+    definitions: dict[str, ast.stmt] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)  # names that the top level computes in another way
+    values: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.name == "__init__.py"
+
+
+class Package:
+    """Finds the modules that a program imports from its own package, or from one that lies beside or above it."""
+
+    def __init__(self, path: Path) -> None:
+        self.main = _parse_file(path, "")
+        resolved = path.resolve()
+        self._folders: list[Path] = []  # in which a package may lie, the nearest first
+        for folder in [resolved.parent, *resolved.parent.parents][:MOST_UP]:
+            self._folders.append(folder)
+            if (folder / ".git").exists():  # what lies above the repository is not its own
+                break
+        self.main.name = self._name_of(resolved)
+        self._files: dict[str, SourceFile | None] = {self.main.name: self.main}
+
+    def _name_of(self, path: Path) -> str:
+        """The dotted name of a file: from a folder that its imports begin with, or its highest package folder."""
+        imports = [one for one in ast.walk(self.main.tree) if isinstance(one, ast.ImportFrom) and not one.level]
+        tops = {(one.module or "").partition(".")[0] for one in imports}
+        top = next((one for one in self._folders if one.name in tops), None)
+        if top is None:
+            packages = [one for one in self._folders if (one / "__init__.py").is_file()]
+            top = packages[-1] if packages and packages == self._folders[: len(packages)] else path.parent / "x"
+        parts = list(path.relative_to(top.parent).with_suffix("").parts)
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def find_module(self, name: str) -> SourceFile | None:
+        """The file of a module; None for what lies elsewhere."""
+        if name not in self._files:
+            self._files[name] = self._open_module(name)
+        return self._files[name]
+
+    def _open_module(self, name: str) -> SourceFile | None:
+        parts = name.split(".")
+        if len(self._files) >= MOST_FILES or not all(_PLAIN_NAME.fullmatch(part) for part in parts):
+            return None
+        for folder in self._folders:
+            beside = folder == self._folders[0] and (folder / f"{parts[0]}.py").is_file()
+            if not (folder / parts[0]).is_dir() and not beside:
+                continue
+            base = folder.joinpath(*parts)
+            for path in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
+                if path.is_file() and path.resolve().is_relative_to(folder):
+                    try:
+                        return _parse_file(path, name)
+                    except UserError:
+                        return None
+        return None
+
+
+def absolute_name(source: SourceFile, node: ast.ImportFrom) -> str:
+    """The module that `from … import` names, with leading dots resolved."""
+    if not node.level:
+        return node.module or ""
+    parts = source.name.split(".")
+    keep = len(parts) - node.level + (1 if source.is_package else 0)
+    if keep < 1:  # beyond the top of the package
+        return ""
+    return ".".join([*parts[:keep], *([node.module] if node.module else [])])
+
+
+def parse_python(path: Path) -> ast.Module:
+    """The syntax tree of a file, which nobody may change; raises UserError when it is no Python that can be read."""
+    try:
+        status = path.stat()
+        return _parsed(path, status.st_mtime_ns, status.st_size)
+    except (OSError, ValueError):
+        return _parsed(path, 0, 0)
+
+
+@lru_cache(maxsize=64)  # recipes of one folder import the same modules
+def _parsed(path: Path, modified_ns: int, size: int) -> ast.Module:
+    text = read_text(path, noun="configuration")
+    if len(text) > MOST_PYTHON_BYTES:
+        raise mistake(str(path), f"is larger than {MOST_PYTHON_BYTES // KIB} KiB", why="no training configuration is")
+    try:
+        return ast.parse(text)
+    except SyntaxError as error:
+        raise mistake(f"{path}:{error.lineno or 0}", f"is not Python: {str(error.msg)[:120]}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise mistake(str(path), f"is not Python that can be read: {str(error)[:120]}") from error
+
+
+def _parse_file(path: Path, name: str) -> SourceFile:
+    found = SourceFile(name=name, path=path, tree=parse_python(path))
+    for node in _top_statements(found.tree.body):
+        for one in _defined_names(node):
+            if one in found.definitions and not isinstance(node, ast.ImportFrom | ast.Import | ast.Assign):
+                found.changed.add(one)
+            found.definitions[one] = node
+        if isinstance(node, ast.AugAssign | ast.For | ast.While | ast.With | ast.If):
+            found.changed |= {
+                one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+            }
+    return found
+
+
+def _top_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of the top level; those of `try` and of `if TYPE_CHECKING` count as if they stood there."""
+    for node in body:
+        if isinstance(node, ast.Try):
+            yield from _top_statements([*node.body, *node.orelse, *node.finalbody])
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)[:80]:
+            yield from _top_statements(node.body)
+        else:
+            yield node
+
+
+def _defined_names(node: ast.stmt) -> list[str]:
+    match node:
+        case ast.FunctionDef() | ast.ClassDef() | ast.AsyncFunctionDef():
+            return [node.name]
+        case ast.Assign():
+            return [one.id for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+        case ast.AnnAssign(target=ast.Name(id=name)) if node.value is not None:
+            return [name]
+        case ast.ImportFrom():
+            return [alias.asname or alias.name for alias in node.names]
+        case ast.Import():
+            return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+        case _:
+            return []

@@ -1,0 +1,3 @@
+"""Recipes under data/ are read, never imported."""
+
+collect_ignore = ["data"]
