@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -23,7 +23,7 @@ from phalanx.units import format_seconds, plural
 
 if TYPE_CHECKING:
     from phalanx.launch.request import LaunchRequest
-    from phalanx.launch.system import JobExplanation, LaunchSystem, QueuedJob
+    from phalanx.launch.system import JobExplanation, LaunchSystem, QueuedJob, Submitted
 
 WHERE = "phalanx launch"
 POLL_S = 2.0  # between two looks at the system by --wait: a scheduler answers thousands of people
@@ -40,6 +40,7 @@ class LaunchResult(PublicResult):
     requests: tuple[LaunchRequest, ...]
     texts: Mapping[str, str]  # by file name
     final: tuple[QueuedJob, ...] = ()  # with `wait`: how they ended
+    submitted: bool = True
 
     @property
     def exit_code(self) -> int:
@@ -49,10 +50,13 @@ class LaunchResult(PublicResult):
     def __str__(self) -> str:
         if not self.ids:
             return "\n".join(text.rstrip("\n") for text in self.texts.values())
-        lines = [f"launched {plural(len(self.ids), 'job')} on {self.system}"]
+        done = f"launched {plural(len(self.ids), 'job')} on {self.system}"
+        lines = [done if self.submitted else f"wrote manifests of {plural(len(self.ids), 'job')}; nothing is submitted"]
         for job, request in zip(self.ids, self.requests, strict=True):
             lines.append(f"  {job}  {request.name}  {request.run}")
         lines += [f"  {one.id}: {_state_text(one)}" for one in self.final]
+        if not self.submitted:
+            return "\n".join([*lines, f"kubectl apply --server-side -f {self.requests[0].run}/kubernetes.yaml"])
         first = self.ids[0]
         return "\n".join([*lines, f"phalanx why {first} · phalanx logs {first} · phalanx watch {self.requests[0].run}"])
 
@@ -143,6 +147,7 @@ def launch(
     name: str | None = None,
     again: bool = False,
     dry_run: bool = False,
+    submit: bool = True,
     out: str | Path | None = None,
     wait: bool = False,
     check: bool = True,
@@ -153,14 +158,17 @@ def launch(
 
     Each job gets a run folder in `runs`, which all hosts must see. Job, plan and the live system are checked first;
     either all jobs are submitted or none. `hosts` deals the ranks to so many hosts instead of the plan's, `spares` are
-    hosts beside them. `dry_run` submits nothing and returns what would be; `out` writes it into a folder. `wait`
-    returns when the jobs have ended. A job that is queued or running already is refused, unless `again` is given.
+    hosts beside them. `dry_run` submits nothing and returns what would be; `out` writes it into a folder.
+    `submit=False` makes the run folders and writes Kubernetes manifests into them, for kubectl. `wait` returns when
+    the jobs have ended. A job that is queued or running already is refused, unless `again` is given.
 
     Defaults come from [launch] of the job, then from launch.toml in ~/.config/phalanx and /etc/xdg/phalanx.
 
     >>> launched = launch("job.toml", on="slurm", time_s=3600)  # doctest: +SKIP
     >>> print(launched)  # doctest: +SKIP
     """
+    from dataclasses import replace
+
     from phalanx.launch.book import job_digest
     from phalanx.launch.settings import launch_settings
 
@@ -178,6 +186,7 @@ def launch(
             WHERE, "the jobs name several launch systems", fix="launch them separately, or choose one with --on"
         )
     system = _open_system(settings[0].on)
+    write_only = _manifest_writer(system, wait=wait) if not submit else None
     digests = [job_digest(one.plan.to_dict()["job"]) for one in prepared]
     if not again and not dry_run:
         _refuse_double(system, [one.plan.job.name for one in prepared], digests)
@@ -203,7 +212,7 @@ def launch(
     requests = requests_for(planned)
     _tell_requests(prepared, requests, tell)
     if system.is_here or not dry_run:
-        for remark in system.check(requests):
+        for remark in system.check(requests, submits=submit and not dry_run):
             tell(remark)
     else:
         tell(f"{system.name} cannot be reached from this machine: partition, nodes and storage were not checked")
@@ -212,13 +221,13 @@ def launch(
     made = _make_runs(prepared)
     requests = requests_for([run.path for run in made])
     try:
-        submitted = system.submit(requests)
+        submitted = system.submit(requests) if write_only is None else write_only(requests)
     except BaseException:
         for run in made:  # nothing trained in them
             shutil.rmtree(run.path, ignore_errors=True)
         raise
     _record_launches(system, submitted, digests)
-    result = _launch_result(system, [one.id for one in submitted], requests, out)
+    result = replace(_launch_result(system, [one.id for one in submitted], requests, out), submitted=submit)
     return result if not wait else _wait_for(system, result, tell)
 
 
@@ -365,6 +374,17 @@ def _find_job(job: str) -> tuple[LaunchSystem, str]:
 
     record = find_record(job, os.environ)
     return _open_system(record.system), record.id
+
+
+def _manifest_writer(system: LaunchSystem, *, wait: bool) -> Callable[[Sequence[LaunchRequest]], list[Submitted]]:
+    """What `--no-submit` does in place of submitting; raises UserError where nothing but submitting makes sense."""
+    from phalanx.launch.k8s import KubernetesSystem
+
+    if not isinstance(system, KubernetesSystem):
+        raise mistake("--no-submit", f"is for --on k8s, not {system.name}", fix="--dry-run --out DIR writes the texts")
+    if wait:
+        raise mistake("--no-submit", "leaves nothing to --wait for", fix="leave one of them out")
+    return system.write
 
 
 def _refuse_double(system: LaunchSystem, names: Sequence[str], digests: Sequence[str]) -> None:

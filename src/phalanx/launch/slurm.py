@@ -69,7 +69,7 @@ class SlurmSystem:
 
     # ---- before a job is submitted ----------------------------------------------------------------------------------
 
-    def check(self, requests: Sequence[LaunchRequest]) -> list[str]:
+    def check(self, requests: Sequence[LaunchRequest], *, submits: bool = True) -> list[str]:
         """Hold the requests against partition, nodes, GPUs, time limit, storage and Python of the live cluster."""
         lines = self._ask("scontrol", "show", "partition", "--oneliner").splitlines()
         tables = [_key_values(line) for line in lines]
