@@ -77,9 +77,9 @@ class KubeClient:
     """What the launch system and the operator's verbs ask of a cluster."""
 
     def __init__(self, access: KubeAccess, *, rate: RequestRate | None = None) -> None:
+        self._connection: http.client.HTTPConnection | None = None
         self.access = access
         self.rate = rate if rate is not None else RequestRate()
-        self._connection: http.client.HTTPConnection | None = None
 
     # ---- objects -----------------------------------------------------------------------------------------------------
 
@@ -262,6 +262,9 @@ class KubeClient:
                 host, parts.port, timeout=timeout_s, context=self.access.tls, server_name=self.access.server_name
             )
         return http.client.HTTPSConnection(host, parts.port, timeout=timeout_s, context=self.access.tls)
+
+    def __del__(self) -> None:
+        self.close()  # nobody has to remember it: a command makes one client and ends
 
     def close(self) -> None:
         """Close the connection; the next request opens one."""
