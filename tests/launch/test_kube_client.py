@@ -65,7 +65,7 @@ def test_throttled_broken_and_lost_requests_are_sent_again_within_bounds(server:
     server.server.shutdown()
     server.server.server_close()
     client.close()
-    with pytest.raises(phalanx.SystemFailure, match="does not answer: .*6 attempts"):
+    with pytest.raises(phalanx.SystemFailure, match=r"does not answer: .*6 attempts"):
         client.get(f"{PODS}/one")
 
 

@@ -1,4 +1,4 @@
-"""Kubernetes as a launch system, against an API server on the loopback: what is submitted, refused, explained, undone."""
+"""Kubernetes as a launch system, against an API server on the loopback: submitted, refused, explained, undone."""
 
 from __future__ import annotations
 
