@@ -249,4 +249,5 @@ def test_slurm_drains_nodes_that_runs_excluded_and_brakes(
         assert drain_own_node(nodes[2], ["XID 79"], os.environ) == f"{nodes[2]} is drained: XID 79"
         assert reason_of(nodes[2]) == "phalanx: XID 79"
     finally:
-        slurm.run("scontrol", "update", f"NodeName={nodes[0]},{nodes[2]}", "State=RESUME")
+        for node in set(slurm.run("sinfo", "-h", "-N", "-t", "drain", "-o", "%N").split()):
+            slurm.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
