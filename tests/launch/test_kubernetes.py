@@ -197,6 +197,11 @@ def test_a_cluster_that_cannot_take_it_is_said_before_anything_is_made(server: K
     assert "--flavour skypilot: is a file for another tool" in refused(flavour="skypilot")
     server.faults = [Fault("GET", "jobset", 401, "Unauthorized", "Unauthorized")]
     assert "the token is wrong or has expired" in refused()
+    server.faults = [Fault("POST", "", times=99)]
+    with pytest.raises(phalanx.SystemFailure, match="the Kubernetes API does not answer"):
+        system().check([request()])
+    [remark] = system().check([request()], submits=False)  # a dry run needs no cluster
+    assert remark.endswith("the cluster was not checked")
     assert set(server.objects) == before
 
 

@@ -87,11 +87,16 @@ class KubernetesSystem:
         if not submits and not has_access(self._environ):
             return [*remarks, "no cluster is configured here: namespace, queue, quota and rights were not checked"]
         client = self._client()
-        for namespace in sorted({self._namespace(client, one) for one in real}):
-            here = [one for one in real if self._namespace(client, one) == namespace]
-            found, said = check_cluster(client, here, namespace)
-            problems += found
-            remarks += said
+        try:
+            for namespace in sorted({self._namespace(client, one) for one in real}):
+                here = [one for one in real if self._namespace(client, one) == namespace]
+                found, said = check_cluster(client, here, namespace)
+                problems += found
+                remarks += said
+        except SystemFailure as error:
+            if submits:
+                raise
+            return [*remarks, f"{error.problems[0].where}: {error.problems[0].what}: the cluster was not checked"]
         if problems:
             raise UserError(problems)
         return remarks
@@ -339,7 +344,12 @@ class KubernetesSystem:
 
     def _delete_job(self, record: LaunchRecord, place: Mapping[str, str]) -> None:
         client, namespace = self._client(place["context"]), place["namespace"]
-        documents = read_manifest(Path(record.run))
+        # A file in a folder that others may write: nothing is deleted that does not say it is of this run.
+        documents = [
+            one
+            for one in read_manifest(Path(record.run))
+            if one["metadata"].get("labels", {}).get(RUN_LABEL) == record.id
+        ]
         for document in sorted(documents, key=lambda one: one["kind"] not in MAIN_KINDS):
             with self._sentences(client, document):
                 client.delete(object_path(document, namespace))

@@ -143,16 +143,16 @@ def follow_node(
     rounds: int | None = None,
 ) -> int:
     """Write the condition when what is said changes; between changes the API hears nothing of this node."""
-    told: str | None = None
+    last_message: str | None = None
     before, number = read_counters(sys_folder), 0
     while rounds is None or number < rounds:
         now = read_counters(sys_folder)
         said = "; ".join(one.said for one in [*read(), *counter_signals(before, now, EVERY_S)])[:MOST_SAID]
         before = now
-        if said != told:
+        if said != last_message:
             try:
                 client.patch(f"{NODES}/{name}/status", {"status": {"conditions": [_condition(said)]}})
-                told = said
+                last_message = said
             except (KubeRefusal, PhalanxError) as error:
                 print(f"node {name}: {error}; told again in {EVERY_S:g} s", file=sys.stderr, flush=True)
         number += 1
