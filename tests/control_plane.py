@@ -68,7 +68,7 @@ class ControlPlane:
             *("kube-apiserver", f"--etcd-servers={url}", "--bind-address=127.0.0.1", f"--secure-port={secure}"),
             *(f"--cert-dir={self.base / 'certificates'}", "--service-account-issuer=https://kubernetes.default.svc"),
             *(f"--service-account-key-file={public}", f"--service-account-signing-key-file={private}"),
-            *(f"--token-auth-file={self.base / 'tokens.csv'}", "--authorization-mode=RBAC"),
+            *(f"--token-auth-file={self.base / 'tokens.csv'}", "--authorization-mode=RBAC", "--allow-privileged"),
             *("--service-cluster-ip-range=10.96.0.0/16", "--endpoint-reconciler-type=none", *lonely),
         )
         self.write_kubeconfig(self.kubeconfig, f"https://127.0.0.1:{secure}", TOKEN)

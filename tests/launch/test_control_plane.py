@@ -120,7 +120,7 @@ def test_teams_jobsets_conflicts_and_health(plane: ControlPlane, folder: Path) -
     if not (plane.assets / "crds").is_dir():
         pytest.skip("KUBEBUILDER_ASSETS has no folder crds")
     client = plane.client()
-    teams = EXAMPLES / "teams.toml"
+    teams = EXAMPLES / "operator" / "teams.toml"
     shown = phalanx.cluster_init(teams)
     assert {one.change for one in shown.changes} == {"new", "left out"}
     phalanx.cluster_init(teams, apply=True)

@@ -24,7 +24,7 @@ from phalanx.launch.operate.kube_health import follow_nodes
 from phalanx.launch.operate.node_signals import NodeSignal, counter_signals, gpu_signals, log_signals, read_counters
 from phalanx.launch.operate.slurm_health import drain_own_node
 
-TEAMS = Path(__file__).parents[2] / "examples" / "teams.toml"
+TEAMS = Path(__file__).parents[2] / "examples" / "operator" / "teams.toml"
 NODES = "/api/v1/nodes"
 
 

@@ -43,7 +43,7 @@ def explain_refusal(error: KubeRefusal, access: KubeAccess, *, what: str) -> Pha
             )
         )
     if error.status in (400, 422) or "denied the request" in error.message:
-        fix = "phalanx launch --dry-run prints what is sent; the cluster's version or policy may differ from ours"
+        fix = "--out DIR writes what is sent; the cluster's version or policy may differ from what we know"
         return UserError(Problem(where=what, what=f"the cluster refuses it: {error.message}", fix=fix))
     if error.status == 429:
         fix = "wait, and launch fewer jobs at once; the operator sees it as apiserver 429s"

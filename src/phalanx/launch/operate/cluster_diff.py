@@ -33,12 +33,20 @@ def compare_objects(client: KubeClient, documents: Sequence[Document], *, apply:
     """Each object as the server would have it (a trial apply) beside the one that is there; applied where asked for.
 
     A namespace that is only about to be made cannot hold a trial: what is in it is new. Raises UserError for what the
-    cluster refuses. With `apply`, all trials come first, so that a mistake changes nothing.
+    cluster refuses. With `apply`, all trials come first: a mistake changes nothing, but may leave an empty namespace.
     """
     changes = [_compare_object(client, one, _new_spaces(client, documents)) for one in documents]
     if apply:
-        for document, change in zip(documents, changes, strict=True):
-            if change.change in (NEW, CHANGED):
+        wanted = [one for one, change in zip(documents, changes, strict=True) if change.change in (NEW, CHANGED)]
+        spaces = [one for one in wanted if one["kind"] == "Namespace"]
+        for document in spaces:
+            _apply(client, document)
+        made = {one["metadata"]["name"] for one in spaces}
+        for document in wanted:  # what could not be tried before its namespace was there
+            if document["metadata"].get("namespace") in made:
+                _apply(client, document, dry_run=True)
+        for document in wanted:
+            if document["kind"] != "Namespace":
                 _apply(client, document)
     return changes
 
