@@ -1,7 +1,7 @@
 """How a cluster is reached, and as whom: kubeconfig files as kubectl reads them, or the service account of a pod.
 
-The standard library is enough: measured beside the Python clients there are, it imports six times as fast as the
-fastest and needs no extra (benchmarks/2026-11-17-kubernetes.md), and it runs the log-in helpers of every API version.
+The standard library is enough: it starts and lists faster than the fastest client there is and needs no extra
+(benchmarks/2026-11-17-kubernetes.md), and it runs the log-in helpers of every API version.
 """
 
 from __future__ import annotations
