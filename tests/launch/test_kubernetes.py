@@ -207,25 +207,30 @@ def test_a_cluster_that_cannot_take_it_is_said_before_anything_is_made(server: K
 
 def test_nothing_is_left_of_a_launch_that_fails_half_way(server: KubeServer) -> None:
     before = set(server.objects)
-    jobs = [request("one"), request("two")]
-    server.faults = [Fault("PATCH", "jobsets/two", 403, "Forbidden", "no such right")]
-    with pytest.raises(phalanx.UserError, match="JobSet two: context test may not do this: no such right"):
+    jobs = [request("job-1"), request("job-2")]
+    server.faults = [Fault("PATCH", "jobsets/job-1", 403, "Forbidden", "no such right")]
+    with pytest.raises(phalanx.UserError, match="JobSet job-1: context test may not do this: no such right"):
         system().submit(jobs)
     assert [one for one in server.requests if "PATCH" in one and "dryRun" not in one] == []  # found on trial
 
     # Refused when it is no trial any more: the objects of the first one, and the key of both, are taken back.
-    server.faults = [Fault("PATCH", "jobsets/two", 422, "Invalid", "spec is wrong", without="dryRun")]
-    with pytest.raises(phalanx.UserError, match="JobSet two: the cluster refuses it: spec is wrong"):
+    server.faults = [Fault("PATCH", "jobsets/job-2", 422, "Invalid", "spec is wrong", without="dryRun")]
+    with pytest.raises(phalanx.UserError, match="JobSet job-2: the cluster refuses it: spec is wrong"):
         system().submit(jobs)
-    assert any(one.startswith("PATCH") and "jobsets/one" in one and "dryRun" not in one for one in server.requests)
+    assert any(one.startswith("PATCH") and "jobsets/job-1" in one and "dryRun" not in one for one in server.requests)
     assert set(server.objects) == before
+    assert not any("dryRun" in one and "/job-2" in one for one in server.requests)  # of one shape: one trial is enough
+    other = [jobs[0], request("job-2", spares=1)]
+    server.faults = [Fault("PATCH", "jobsets/job-2", 422, "Invalid", "too many", query="dryRun")]
+    with pytest.raises(phalanx.UserError, match="JobSet job-2: the cluster refuses it: too many"):
+        system().submit(other)
 
     # The API goes away in the middle, and stays away: what may be left is named.
     server.faults = [Fault("PATCH", "jobsets", without="dryRun", times=99), Fault("DELETE", "", times=99)]
     with pytest.raises(phalanx.SystemFailure) as caught:
         system().submit(jobs[:1])
     assert "the API went away in mid-launch, and 3 objects may be left" in str(caught.value)
-    assert "kubectl delete -n default --ignore-not-found jobsets/one networkpolicies/one secrets/one-key" in str(
+    assert "kubectl delete -n default --ignore-not-found jobsets/job-1 networkpolicies/job-1 secrets/job-1-key" in str(
         caught.value
     )
     server.faults = []
@@ -233,7 +238,7 @@ def test_nothing_is_left_of_a_launch_that_fails_half_way(server: KubeServer) -> 
     # An answer that is lost is asked for again: the apply is the same, and nothing is there twice.
     server.objects = {path: server.objects[path] for path in before}
     server.faults = [Fault("PATCH", "jobsets", without="dryRun", after=True)]
-    assert [one.id for one in system().submit(jobs[:1])] == ["one"]
+    assert [one.id for one in system().submit(jobs[:1])] == ["job-1"]
     assert len(server.paths("/jobsets/")) == 1
 
 

@@ -11,14 +11,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import yaml
-
 from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError, mistake
-from phalanx.io.files import read_text, replace_bytes
+from phalanx.io.files import replace_bytes
 from phalanx.io.values import text
 from phalanx.launch.book import LaunchRecord, find_record, read_records
 from phalanx.launch.kube.access import has_access, read_access
 from phalanx.launch.kube.client import Document, KubeClient, KubeRefusal, kind_path, object_path, plural_of
+from phalanx.launch.kube.job_objects import (
+    MAIN_KINDS,
+    MANIFEST,
+    grace_s,
+    job_shape,
+    main_document,
+    main_path,
+    read_manifest,
+)
 from phalanx.launch.kube.preflight import KUEUE, check_cluster
 from phalanx.launch.kube.reasons import KubeFacts, explain_job, find_workload, job_state
 from phalanx.launch.kube.refusals import explain_refusal
@@ -44,9 +51,7 @@ from phalanx.record.run_files import read_json, write_json
 from phalanx.record.secret import SECRET_BYTES
 from phalanx.units import plural
 
-MANIFEST = "kubernetes.yaml"  # in the run folder, with the key
 PLACE = "kubernetes.json"  # in the run folder: which cluster and namespace it was submitted to
-MAIN_KINDS = ("JobSet", "TrainJob", "Job")
 MANAGER = "phalanx-"  # and a token of the launch: what two launches set differently is a conflict
 UNTOUCHED = ("", "created")  # what a run says that no pod has made ready
 STATES = {"done": DONE, "failed": FAILED, "stopped": CANCELLED, **dict.fromkeys(UNTOUCHED, WAITING)}
@@ -145,9 +150,11 @@ class KubernetesSystem:
         # A launch of its own mark on every object: another one under the same name is a conflict, never overwritten.
         for document, _ in listed:
             document["metadata"].setdefault("annotations", {})["phalanx.launch"] = manager
-        for document, namespace in listed:
-            with self._sentences(client, document):
-                client.apply(object_path(document, namespace), document, manager=manager, dry_run=True)
+        # Jobs of a sweep differ in their name alone: one trial speaks for all of a shape.
+        for documents, namespace in {job_shape(*job): job for job in reversed(jobs)}.values():
+            for document in documents:
+                with self._sentences(client, document):
+                    client.apply(object_path(document, namespace), document, manager=manager, dry_run=True)
         made: list[tuple[Document, str]] = []
         try:
             for document, namespace in sorted(listed, key=lambda one: one[0]["kind"] in MAIN_KINDS):
@@ -223,7 +230,7 @@ class KubernetesSystem:
     ) -> dict[str, QueuedJob]:
         client = self._client(context)
         with self._sentences(client, {"kind": kind, "metadata": {"name": namespace}}):
-            mains, _ = client.list_objects(_main_path(kind, namespace), labels=RUN_LABEL)
+            mains, _ = client.list_objects(main_path(kind, namespace), labels=RUN_LABEL)
             pods, _ = client.list_objects(kind_path("v1", "pods", namespace), labels=RUN_LABEL)
             workloads = self._workloads(client, namespace) if any(one.queue for one in records) else []
         by_name = {one["metadata"]["name"]: one for one in mains}
@@ -306,7 +313,7 @@ class KubernetesSystem:
     def _get_main(self, record: LaunchRecord, place: Mapping[str, str]) -> Document | None:
         client = self._client(place["context"])
         with self._sentences(client, {"kind": place["kind"], "metadata": {"name": record.id}}):
-            return client.get(f"{_main_path(place['kind'], place['namespace'])}/{record.id}")
+            return client.get(f"{main_path(place['kind'], place['namespace'])}/{record.id}")
 
     def logs(self, job: str) -> list[str]:
         """What pods printed, fetched into the run folder, and what agents wrote there."""
@@ -353,8 +360,7 @@ class KubernetesSystem:
         for document in sorted(documents, key=lambda one: one["kind"] not in MAIN_KINDS):
             with self._sentences(client, document):
                 client.delete(object_path(document, namespace))
-        grace_s = max((_grace_s(one) for one in documents), default=0.0)
-        waited, most = 0.0, grace_s + GONE_S
+        waited, most = 0.0, GONE_S + max((grace_s(one) for one in documents), default=0.0)
         pods = kind_path("v1", "pods", namespace)
         while True:
             with self._sentences(client, {"kind": "Pod", "metadata": {"name": record.id}}):
@@ -438,22 +444,6 @@ class KubernetesSystem:
             raise explain_refusal(error, client.access, what=what) from error
 
 
-def read_manifest(run: Path) -> list[Document]:
-    """The objects in a run folder."""
-    found = yaml.safe_load_all(read_text(run / MANIFEST, noun="manifest"))
-    return [one for one in found if isinstance(one, dict) and isinstance(one.get("metadata"), dict)]
-
-
-def main_document(documents: Sequence[Document]) -> Document:
-    """The object that makes pods; it is the last of its kinds, since a TrainingRuntime comes before its TrainJob."""
-    return next(one for one in reversed(documents) if one["kind"] in MAIN_KINDS)
-
-
-def _main_path(kind: str, namespace: str) -> str:
-    apis = {"JobSet": "jobset.x-k8s.io/v1alpha2", "TrainJob": "trainer.kubeflow.org/v1alpha1", "Job": "batch/v1"}
-    return kind_path(apis[kind], plural_of(kind), namespace)
-
-
 def _read_place(record: LaunchRecord) -> dict[str, str] | None:
     """Where a job was submitted to; None where it was only written."""
     path = Path(record.run) / PLACE
@@ -494,13 +484,3 @@ def _is_about(event: Document, job: str, names: set[str]) -> bool:
 
 def _pod_name(pod: Document) -> str:
     return str(pod["metadata"]["name"])
-
-
-def _grace_s(document: Document) -> float:
-    """The longest grace period of the pods that a document describes."""
-    value = document.get("terminationGracePeriodSeconds")
-    inner = [one for one in document.values() if isinstance(one, dict)]
-    inner += [
-        one for listed in document.values() if isinstance(listed, list) for one in listed if isinstance(one, dict)
-    ]
-    return max([float(value) if isinstance(value, int | float) else 0.0, *(_grace_s(one) for one in inner)])
