@@ -45,7 +45,7 @@ class ControlPlane:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        etcd, peer, secure = free_ports(3)
+        etcd, peer, secure, *others = free_ports(5)
         self.base.mkdir(parents=True, exist_ok=True)
         key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
         private, public = self.base / "sa.key", self.base / "sa.pub"
@@ -77,12 +77,12 @@ class ControlPlane:
         options = [f"--kubeconfig={self.kubeconfig}", "--leader-elect=false"]
         options += [f"--{kind}-kubeconfig={self.kubeconfig}" for kind in ("authentication", "authorization")]
         if has_controllers:
-            port = free_ports(1)[0]
+            port = others[0]
             private_key = f"--service-account-private-key-file={private}"
             more = [f"--secure-port={port}", "--bind-address=127.0.0.1", f"--controllers={CONTROLLERS}", private_key]
             self._spawn("kube-controller-manager", *options, *more)
         if os.access(self.assets / "kube-scheduler", os.X_OK):
-            port = free_ports(1)[0]
+            port = others[1]
             self._spawn("kube-scheduler", *options, f"--secure-port={port}", "--bind-address=127.0.0.1")
 
     def client(self) -> KubeClient:

@@ -59,6 +59,8 @@ class QueueTable(PublicResult):
     def __str__(self) -> str:
         from phalanx.io.tables import text_table
 
+        if not self.jobs and self.notes:
+            return "\n".join(self.notes)  # there may be jobs: nobody answers for them
         if not self.jobs:
             return "\n".join(["no jobs launched from here yet; phalanx launch JOB launches one", *self.notes])
         rows = [self._cells(one) for one in self.jobs]

@@ -62,7 +62,7 @@ class ClusterHealth(PublicResult):
         word = "taken out of service" if self.applied else "would be taken out of service"
         lines += [f"{name}: {word}: {reason}" for name, reason in taken.items()]
         lines += [f"nothing was done: {one.braked}; look for one cause first" for one in self.decisions if one.braked]
-        out = sum(node.is_out for node in self.nodes)
+        out = sum(node.is_out or (self.applied and node.name in taken) for node in self.nodes)
         return "\n".join([*lines, f"{len(self.nodes) - out} of {len(self.nodes)} nodes in service"])
 
 
