@@ -85,8 +85,19 @@ def folder(plane: ControlPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
         "metadata": {"name": "runs"},
-        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "resources": {"requests": {"storage": "1Gi"}},
+            "storageClassName": "",
+        },
     }
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": "shared"},
+        "spec": {"accessModes": ["ReadWriteMany"], "capacity": {"storage": "1Gi"}, "hostPath": {"path": "/tmp"}},
+    }
+    plane.client().apply("/api/v1/persistentvolumes/shared", volume, manager="test", force=True)
     path = "/api/v1/namespaces/default/persistentvolumeclaims/runs"
     plane.client().apply(path, claim, manager="test", force=True)
     return tmp_path
