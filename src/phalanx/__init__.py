@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from phalanx.api.launching import cancel, logs, queue, requeue, why
     from phalanx.api.launching import launch as launch
     from phalanx.api.new_job import init
+    from phalanx.api.operating import cluster_health, cluster_init
     from phalanx.api.outside_drills import drill_outside, list_outside_drills
     from phalanx.api.planning import backtest, calibrate, compare_plans
     from phalanx.api.planning import plan as plan
@@ -69,6 +70,7 @@ _HOMES = {
     "phalanx.api.jobs": ("import_job", "load", "show"),
     "phalanx.api.launching": ("cancel", "launch", "logs", "queue", "requeue", "why"),
     "phalanx.api.new_job": ("init",),
+    "phalanx.api.operating": ("cluster_health", "cluster_init"),
     "phalanx.api.outside_drills": ("drill_outside", "list_outside_drills"),
     "phalanx.api.planning": ("backtest", "calibrate", "compare_plans", "plan"),
     "phalanx.api.project_checks": ("check_project",),
@@ -112,6 +114,8 @@ __all__ = [
     "check_project",
     "checkpoints",
     "cluster",
+    "cluster_health",
+    "cluster_init",
     "compare_plans",
     "data",
     "describe_cluster",

@@ -182,7 +182,7 @@ def test_names_and_hostile_texts_stay_values() -> None:
 
 def test_the_key_is_in_a_file_of_its_owner_alone(tmp_path: Path) -> None:
     request = request_for(settings(), run=str(tmp_path))
-    [submitted] = KubernetesSystem({}).submit([request])
+    [submitted] = KubernetesSystem({}).write([request])
     path = tmp_path / "kubernetes.yaml"
     assert path.stat().st_mode & 0o777 == 0o600
     secret, jobset, _ = documents(path.read_text())

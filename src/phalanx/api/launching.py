@@ -7,13 +7,14 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from phalanx.api.jobs import AnyJob, override_texts
-from phalanx.api.results import Overrides, PublicResult, Tell, silent, teller
+from phalanx.api.launch_results import JobAction, LaunchResult, LogText, QueueTable, WhyResult, state_text
+from phalanx.api.results import Overrides, Tell, silent, teller
 from phalanx.api.train_inputs import TrainCall, check_call, plan_call, ready_to_start
 from phalanx.errors import mistake
 from phalanx.job.load import ResolvedJob
@@ -23,99 +24,11 @@ from phalanx.units import format_seconds, plural
 
 if TYPE_CHECKING:
     from phalanx.launch.request import LaunchRequest
-    from phalanx.launch.system import JobExplanation, LaunchSystem, QueuedJob
+    from phalanx.launch.system import LaunchSystem, QueuedJob, Submitted
 
 WHERE = "phalanx launch"
 POLL_S = 2.0  # between two looks at the system by --wait: a scheduler answers thousands of people
 MOST_LOG_BYTES = 1 << 20
-QUEUE_HEAD = ("id", "job", "group", "system", "queue", "hosts", "state", "restarts", "step", "run")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class LaunchResult(PublicResult):
-    """What was launched, or would be: ids, requests, and the texts that were submitted."""
-
-    system: str
-    ids: tuple[str, ...]  # empty in a dry run
-    requests: tuple[LaunchRequest, ...]
-    texts: Mapping[str, str]  # by file name
-    final: tuple[QueuedJob, ...] = ()  # with `wait`: how they ended
-
-    @property
-    def exit_code(self) -> int:
-        """3 when a job that was waited for failed."""
-        return 3 if any(one.state != "done" for one in self.final) else 0
-
-    def __str__(self) -> str:
-        if not self.ids:
-            return "\n".join(text.rstrip("\n") for text in self.texts.values())
-        lines = [f"launched {plural(len(self.ids), 'job')} on {self.system}"]
-        for job, request in zip(self.ids, self.requests, strict=True):
-            lines.append(f"  {job}  {request.name}  {request.run}")
-        lines += [f"  {one.id}: {_state_text(one)}" for one in self.final]
-        first = self.ids[0]
-        return "\n".join([*lines, f"phalanx why {first} · phalanx logs {first} · phalanx watch {self.requests[0].run}"])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class QueueTable(PublicResult):
-    """Launched jobs, and how far they are."""
-
-    jobs: tuple[QueuedJob, ...]
-    steps: Mapping[str, int]  # newest saved step by id
-    notes: tuple[str, ...] = ()  # systems that could not be asked
-
-    def __str__(self) -> str:
-        from phalanx.io.tables import text_table
-
-        if not self.jobs:
-            return "\n".join(["no jobs launched from here yet; phalanx launch JOB launches one", *self.notes])
-        rows = [self._cells(one) for one in self.jobs]
-        counts = Counter(one.state for one in self.jobs)
-        summary = ", ".join(f"{count} {state}" for state, count in counts.items())
-        return "\n".join([*text_table([QUEUE_HEAD, *rows], right=(5, 7, 8)), summary, *self.notes])
-
-    def _cells(self, one: QueuedJob) -> tuple[str, ...]:
-        step = self.steps.get(one.id)
-        return (
-            *(one.id, one.name, one.group or "–", one.system, one.queue or "–", str(one.hosts)),
-            *(_state_text(one), str(one.restarts), "–" if step is None else f"{step:,}", Path(one.run).name),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class WhyResult(PublicResult):
-    """Why a job waits or ended."""
-
-    explanation: JobExplanation
-
-    def __str__(self) -> str:
-        one = self.explanation
-        return f"{one.id} is {one.state}: {one.reason}; {one.cure}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class LogText(PublicResult):
-    """The ends of log files."""
-
-    files: Mapping[str, str]
-
-    def __str__(self) -> str:
-        if len(self.files) == 1:
-            return next(iter(self.files.values())).rstrip("\n")
-        return "\n".join(f"==> {name} <==\n{text.strip() or '(empty)'}" for name, text in self.files.items())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class JobAction(PublicResult):
-    """A job that was cancelled or requeued."""
-
-    id: str
-    done: str
-    run: str
-
-    def __str__(self) -> str:
-        return f"{self.id}: {self.done}; run folder: {self.run}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +56,7 @@ def launch(
     name: str | None = None,
     again: bool = False,
     dry_run: bool = False,
+    submit: bool = True,
     out: str | Path | None = None,
     wait: bool = False,
     check: bool = True,
@@ -153,14 +67,17 @@ def launch(
 
     Each job gets a run folder in `runs`, which all hosts must see. Job, plan and the live system are checked first;
     either all jobs are submitted or none. `hosts` deals the ranks to so many hosts instead of the plan's, `spares` are
-    hosts beside them. `dry_run` submits nothing and returns what would be; `out` writes it into a folder. `wait`
-    returns when the jobs have ended. A job that is queued or running already is refused, unless `again` is given.
+    hosts beside them. `dry_run` submits nothing and returns what would be; `out` writes it into a folder.
+    `submit=False` makes the run folders and writes Kubernetes manifests into them, for kubectl. `wait` returns when
+    the jobs have ended. A job that is queued or running already is refused, unless `again` is given.
 
     Defaults come from [launch] of the job, then from launch.toml in ~/.config/phalanx and /etc/xdg/phalanx.
 
     >>> launched = launch("job.toml", on="slurm", time_s=3600)  # doctest: +SKIP
     >>> print(launched)  # doctest: +SKIP
     """
+    from dataclasses import replace
+
     from phalanx.launch.book import job_digest
     from phalanx.launch.settings import launch_settings
 
@@ -178,6 +95,7 @@ def launch(
             WHERE, "the jobs name several launch systems", fix="launch them separately, or choose one with --on"
         )
     system = _open_system(settings[0].on)
+    write_only = _manifest_writer(system, wait=wait) if not submit else None
     digests = [job_digest(one.plan.to_dict()["job"]) for one in prepared]
     if not again and not dry_run:
         _refuse_double(system, [one.plan.job.name for one in prepared], digests)
@@ -203,7 +121,7 @@ def launch(
     requests = requests_for(planned)
     _tell_requests(prepared, requests, tell)
     if system.is_here or not dry_run:
-        for remark in system.check(requests):
+        for remark in system.check(requests, submits=submit and not dry_run):
             tell(remark)
     else:
         tell(f"{system.name} cannot be reached from this machine: partition, nodes and storage were not checked")
@@ -212,13 +130,13 @@ def launch(
     made = _make_runs(prepared)
     requests = requests_for([run.path for run in made])
     try:
-        submitted = system.submit(requests)
+        submitted = system.submit(requests) if write_only is None else write_only(requests)
     except BaseException:
         for run in made:  # nothing trained in them
             shutil.rmtree(run.path, ignore_errors=True)
         raise
     _record_launches(system, submitted, digests)
-    result = _launch_result(system, [one.id for one in submitted], requests, out)
+    result = replace(_launch_result(system, [one.id for one in submitted], requests, out), submitted=submit)
     return result if not wait else _wait_for(system, result, tell)
 
 
@@ -367,6 +285,17 @@ def _find_job(job: str) -> tuple[LaunchSystem, str]:
     return _open_system(record.system), record.id
 
 
+def _manifest_writer(system: LaunchSystem, *, wait: bool) -> Callable[[Sequence[LaunchRequest]], list[Submitted]]:
+    """What `--no-submit` does in place of submitting; raises UserError where nothing but submitting makes sense."""
+    from phalanx.launch.k8s import KubernetesSystem
+
+    if not isinstance(system, KubernetesSystem):
+        raise mistake("--no-submit", f"is for --on k8s, not {system.name}", fix="--dry-run --out DIR writes the texts")
+    if wait:
+        raise mistake("--no-submit", "leaves nothing to --wait for", fix="leave one of them out")
+    return system.write
+
+
 def _refuse_double(system: LaunchSystem, names: Sequence[str], digests: Sequence[str]) -> None:
     """The same job twice at once is a slip of the hand far more often than intended; raises UserError."""
     from phalanx.launch.book import read_records
@@ -462,15 +391,10 @@ def _wait_for(system: LaunchSystem, result: LaunchResult, tell: Tell) -> LaunchR
         for job, one in now.items():
             if seen.get(job) != one.state:
                 seen[job] = one.state
-                tell(f"{job}: {_state_text(one)}")
+                tell(f"{job}: {state_text(one)}")
         if len(now) == len(result.ids) and all(one.state in OVER for one in now.values()):
             return replace(result, final=tuple(now[job] for job in result.ids))
         time.sleep(POLL_S)
-
-
-def _state_text(one: QueuedJob) -> str:
-    """The state, and the system's own word for it where that says more."""
-    return one.state if one.said in ("", one.state) else f"{one.state} ({one.said})"
 
 
 def _saved_step(run: str) -> int | None:

@@ -47,6 +47,12 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
         "--allow-code", action="store_true", help="allow code named in the job file: your own model or plug-ins"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
+    parser.add_argument(
+        "--no-submit",
+        dest="submit",
+        action="store_false",
+        help="on k8s: make run folders and write manifests into them, for kubectl; submit nothing",
+    )
     parser.add_argument("--out", metavar="DIR", help="also write what is submitted to this folder")
     parser.add_argument("--wait", action="store_true", help="wait until all jobs have ended; exit code 3 if one failed")
     add_json(parser)
@@ -56,7 +62,7 @@ def run_command(args: argparse.Namespace) -> int:
     """Check, submit, print the ids."""
     names = (
         *("on", "queue", "flavour", "hosts", "spares", "group", "time_s", "cluster", "steps", "runs", "name"),
-        *("overrides", "again", "allow_code", "dry_run", "out", "wait"),
+        *("overrides", "again", "allow_code", "dry_run", "submit", "out", "wait"),
     )
     options = {name: getattr(args, name) for name in names}
     return show(phalanx.launch(args.jobs, check=not args.no_check, **options), as_json=args.json)

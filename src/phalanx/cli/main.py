@@ -23,8 +23,8 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "schema": ("phalanx.cli.schema", "job_schema", "print the JSON Schema of job files, for editors"),
     "cluster": (
         "phalanx.cli.cluster",
-        "describe_cluster accelerators",
-        "describe this machine or a cluster such as 8xH100:16",
+        "describe_cluster accelerators cluster_init cluster_health",
+        "describe this machine or a cluster such as 8xH100:16; init and health for its operator",
     ),
     "probe": ("phalanx.cli.probe", "probe", "measure this machine in under 30 s, for later plans"),
     "plan": ("phalanx.cli.plan", "plan compare_plans", "find the best layout of a job, its reasons and its cost"),

@@ -171,7 +171,11 @@ class LaunchChoice:
     )
     qos: str = field(
         default="",
-        metadata=text("Slurm's quality of service", pattern=LAUNCH_WORD, expects="letters, digits, '.', '_' and '-'"),
+        metadata=text(
+            "Slurm's quality of service, or Kueue's priority class",
+            pattern=LAUNCH_WORD,
+            expects="letters, digits, '.', '_' and '-'",
+        ),
     )
     hosts: int | Auto = field(
         default=AUTO, metadata=count('hosts without the spares; "auto" is the plan\'s', most=MOST_RANKS, auto=True)

@@ -1,82 +1,109 @@
-"""Kubernetes as a launch system: the run folder is made, the manifests are written; kubectl applies them."""
+"""Kubernetes as a launch system: manifests are applied server-side, all or none; then states, reasons and logs.
+
+Everything of a job carries the label `phalanx.run`; one object, the main one, owns the rest: nothing outlives it.
+"""
 
 from __future__ import annotations
 
-import re
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from phalanx.errors import Problem, UserError, mistake
+from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError, mistake
 from phalanx.io.files import replace_bytes
-from phalanx.launch.book import find_record, read_records
-from phalanx.launch.manifests import FLAVOURS, render_dstack, render_manifests, render_skypilot
-from phalanx.launch.pod_template import object_name
+from phalanx.io.values import text
+from phalanx.launch.book import LaunchRecord, find_record, read_records
+from phalanx.launch.kube.access import has_access, read_access
+from phalanx.launch.kube.client import Document, KubeClient, KubeRefusal, kind_path, object_path, plural_of
+from phalanx.launch.kube.job_objects import (
+    MAIN_KINDS,
+    MANIFEST,
+    grace_s,
+    job_shape,
+    main_document,
+    main_path,
+    read_manifest,
+)
+from phalanx.launch.kube.preflight import KUEUE, check_cluster
+from phalanx.launch.kube.reasons import KubeFacts, explain_job, find_workload, job_state
+from phalanx.launch.kube.refusals import explain_refusal
+from phalanx.launch.kube.settings import EXPORTS, NAMESPACE, check_settings
+from phalanx.launch.manifests import render_manifests
+from phalanx.launch.node import WANTS_TO_GO_ON
+from phalanx.launch.pod import READY
+from phalanx.launch.pod_template import RUN_LABEL, object_name
 from phalanx.launch.request import LaunchRequest
-from phalanx.launch.system import CANCELLED, DONE, FAILED, RUNNING, WAITING, JobExplanation, QueuedJob, Submitted
-from phalanx.record.run import open_run
+from phalanx.launch.system import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    OVER,
+    RUNNING,
+    WAITING,
+    JobExplanation,
+    QueuedJob,
+    Submitted,
+)
+from phalanx.record.run import Run, open_run
+from phalanx.record.run_files import read_json, write_json
 from phalanx.record.secret import SECRET_BYTES
+from phalanx.units import plural
 
-MANIFEST = "kubernetes.yaml"  # in the run folder
-EXPORTS = {"skypilot": render_skypilot, "dstack": render_dstack}
-ALL_FLAVOURS = (*FLAVOURS, *EXPORTS)
-LABEL = re.compile(r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+PLACE = "kubernetes.json"  # in the run folder: which cluster and namespace it was submitted to
+MANAGER = "phalanx-"  # and a token of the launch: what two launches set differently is a conflict
 UNTOUCHED = ("", "created")  # what a run says that no pod has made ready
 STATES = {"done": DONE, "failed": FAILED, "stopped": CANCELLED, **dict.fromkeys(UNTOUCHED, WAITING)}
+GONE_S = 180.0  # for the pods of a cancelled job to be gone, beyond their grace period
+POLL_S = 1.0
+MOST_POD_LOGS = 16
+LOG_QUERY = {"tailLines": "2000", "limitBytes": str(1 << 20)}
 
 
 class KubernetesSystem:
-    """Manifests of jobs. The cluster itself is not asked: states come from the run folder."""
+    """Jobs of a cluster; an id is the name of the job's main object."""
 
     name = "k8s"
     is_here = True  # manifests are made anywhere, and checked also in a dry run
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], *, sleep: Callable[[float], None] = time.sleep) -> None:
         self._environ = environ
+        self._sleep = sleep
+        self._clients: dict[str, KubeClient] = {}  # by context: one connection and one request rate each
 
-    def check(self, requests: Sequence[LaunchRequest]) -> list[str]:
-        """What the manifests need is said."""
-        problems, remarks = [], []
-        for request in requests:
-            settings = request.settings
-            flavour = settings.flavour or "jobset"
-            if flavour in EXPORTS:
-                continue
-            for key, value, why in (
-                ("image", settings.image, "pods run a container image with Phalanx in it"),
-                ("claim", settings.claim, "all pods see the run folder on a volume that many nodes may write"),
-            ):
-                if not value:
-                    problems.append(
-                        Problem(
-                            where=f"launch.{key}",
-                            what="is not set, and Kubernetes needs it",
-                            why=why,
-                            fix=f"--set launch.{key}=… or {key} in launch.toml",
-                        )
-                    )
-            problems += [
-                Problem(
-                    where="launch.topology", what=f"{label[:60]!r} is no label of a node", fix="such as topology/rack"
-                )
-                for label in settings.topology
-                if not LABEL.fullmatch(label)
-            ]
-            if settings.mounts:
-                what = "mounts folders of the host, which pods of this profile may not"
-                problems.append(Problem(where="launch.mounts", what=what, fix="put the data on the claim"))
-            if not settings.queue:
-                remarks.append(f"{request.name}: no --queue, so Kueue neither counts nor places it")
-            if settings.host_network:
-                remarks.append(f"{request.name}: in the network of its nodes, where no NetworkPolicy holds")
-        names = [object_name(request) for request in requests]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            problems.append(
-                Problem(where=twice[0], what="would be the name of two jobs in Kubernetes", fix="use --name or --group")
-            )
+    # ---- before a job is submitted -----------------------------------------------------------------------------------
+
+    def check(self, requests: Sequence[LaunchRequest], *, submits: bool = True) -> list[str]:
+        """What the manifests need is said, and the live cluster has it."""
+        problems, remarks = check_settings(requests)
         if problems:
-            raise UserError(list({problem.render(): problem for problem in problems}.values()))
+            raise UserError(problems)
+        real = [one for one in requests if (one.settings.flavour or "jobset") not in EXPORTS]
+        if submits and len(real) < len(requests):
+            flavour = next(one.settings.flavour for one in requests if one not in real)
+            raise mistake(
+                f"--flavour {flavour}",
+                "is a file for another tool, and nothing that a cluster takes",
+                fix="--dry-run prints it, --no-submit writes it into the run folder",
+            )
+        if not real:
+            return remarks
+        if not submits and not has_access(self._environ):
+            return [*remarks, "no cluster is configured here: namespace, queue, quota and rights were not checked"]
+        client = self._client()
+        try:
+            for namespace in sorted({self._namespace(client, one) for one in real}):
+                here = [one for one in real if self._namespace(client, one) == namespace]
+                found, said = check_cluster(client, here, namespace)
+                problems += found
+                remarks += said
+        except SystemFailure as error:
+            if submits:
+                raise
+            return [*remarks, f"{error.problems[0].where}: {error.problems[0].what}: the cluster was not checked"]
+        if problems:
+            raise UserError(problems)
         return remarks
 
     def render(self, requests: Sequence[LaunchRequest]) -> dict[str, str]:
@@ -91,66 +118,369 @@ class KubernetesSystem:
                 texts[f"{object_name(request)}.yaml"] = render_manifests(request)
         return texts
 
-    def submit(self, requests: Sequence[LaunchRequest]) -> list[Submitted]:
-        """Write the manifests into the run folders, with the key, for their owner alone."""
+    # ---- submitting --------------------------------------------------------------------------------------------------
+
+    def write(self, requests: Sequence[LaunchRequest]) -> list[Submitted]:
+        """Write the manifests into the run folders, with the key, for their owner alone; `--no-submit` ends here."""
         for request in requests:
-            run = Path(request.run)
             flavour = request.settings.flavour or "jobset"
             if flavour in EXPORTS:
-                text = EXPORTS[flavour](request)
+                made = EXPORTS[flavour](request)
             else:
-                text = render_manifests(request, secret=secrets.token_hex(SECRET_BYTES))
-            replace_bytes(run / MANIFEST, text.encode(), mode=0o600)
+                made = render_manifests(request, secret=secrets.token_hex(SECRET_BYTES))
+            replace_bytes(Path(request.run) / MANIFEST, made.encode(), mode=0o600)
         return [Submitted(id=object_name(request), request=request) for request in requests]
 
-    def list_jobs(self, ids: Sequence[str] = ()) -> list[QueuedJob]:
-        """Jobs whose run folders are still there, with what the runs say of themselves."""
-        found = []
-        for record in read_records(self._environ, system=self.name):
-            if ids and record.id not in ids:
-                continue
-            with suppress(UserError):
-                said = str(open_run(record.run).status().get("state") or "")
-                found.append(
-                    QueuedJob(
-                        id=record.id,
-                        system=self.name,
-                        name=record.name,
-                        state=STATES.get(said, RUNNING),
-                        said="manifests written" if said in UNTOUCHED else said,
-                        queue=record.queue,
-                        run=record.run,
-                        group=record.group,
-                    )
+    def submit(self, requests: Sequence[LaunchRequest]) -> list[Submitted]:
+        """Apply all objects, or none: first on trial, then what pods need, then what makes pods."""
+        submitted = self.write(requests)
+        client = self._client()
+        jobs = [
+            (read_manifest(Path(one.request.run)), self._namespace(client, one.request), one.request)
+            for one in submitted
+        ]
+        for _, namespace, request in jobs:
+            self._keep_place(client, Path(request.run), namespace)
+        self._apply_all(client, [(documents, namespace) for documents, namespace, _ in jobs])
+        return submitted
+
+    def _apply_all(self, client: KubeClient, jobs: Sequence[tuple[Sequence[Document], str]]) -> None:
+        manager = MANAGER + secrets.token_hex(4)
+        listed = [(one, namespace) for documents, namespace in jobs for one in documents]
+        # A launch of its own mark on every object: another one under the same name is a conflict, never overwritten.
+        for document, _ in listed:
+            document["metadata"].setdefault("annotations", {})["phalanx.launch"] = manager
+        # Jobs of a sweep differ in their name alone: one trial speaks for all of a shape.
+        for documents, namespace in {job_shape(*job): job for job in reversed(jobs)}.values():
+            for document in documents:
+                with self._sentences(client, document):
+                    client.apply(object_path(document, namespace), document, manager=manager, dry_run=True)
+        made: list[tuple[Document, str]] = []
+        try:
+            for document, namespace in sorted(listed, key=lambda one: one[0]["kind"] in MAIN_KINDS):
+                made.append((document, namespace))  # also when its answer is lost
+                with self._sentences(client, document):
+                    answer = client.apply(object_path(document, namespace), document, manager=manager)
+                document["metadata"]["uid"] = answer.get("metadata", {}).get("uid", "")
+        except BaseException as error:
+            self._take_back(client, made, error)
+            raise
+        with suppress(KubeRefusal, PhalanxError):  # runs without it; only the TTL would leave the key behind
+            self._set_owners(client, jobs, manager)
+
+    def _take_back(self, client: KubeClient, made: Sequence[tuple[Document, str]], error: BaseException) -> None:
+        """Delete what this launch has made; where even that fails, say what is left."""
+        left = []
+        for document, namespace in reversed(made):
+            if "uid" not in document["metadata"] and isinstance(error, UserError):
+                continue  # the one that was refused: not ours
+            try:
+                client.delete(object_path(document, namespace))
+            except (KubeRefusal, PhalanxError):
+                left.append(f"{plural_of(document['kind'])}/{document['metadata']['name']}")
+        if left:
+            where = f"-n {made[0][1]}"
+            raise SystemFailure(
+                Problem(
+                    where=client.access.server,
+                    what=f"the API went away in mid-launch, and {plural(len(left), 'object')} may be left",
+                    why=str(error),
+                    fix=f"when it is back: kubectl delete {where} --ignore-not-found {' '.join(left)}",
                 )
+            ) from error
+
+    def _set_owners(self, client: KubeClient, jobs: Sequence[tuple[Sequence[Document], str]], manager: str) -> None:
+        for documents, namespace in jobs:
+            main = main_document(documents)
+            owner = {
+                "apiVersion": main["apiVersion"],
+                "kind": main["kind"],
+                "name": main["metadata"]["name"],
+                "uid": main["metadata"]["uid"],
+            }
+            for one in documents:
+                if one is not main:
+                    owned = {**one["metadata"], "ownerReferences": [owner]}
+                    owned.pop("uid", None)
+                    client.apply(object_path(one, namespace), {**one, "metadata": owned}, manager=manager)
+
+    # ---- jobs that were submitted ------------------------------------------------------------------------------------
+
+    def list_jobs(self, ids: Sequence[str] = ()) -> list[QueuedJob]:
+        """What we launched, as the cluster sees it: three lists per namespace, however many jobs there are."""
+        records = [one for one in read_records(self._environ, system=self.name) if not ids or one.id in ids]
+        places: dict[tuple[str, str, str], list[LaunchRecord]] = {}
+        found: dict[str, QueuedJob] = {}
+        for record in records:
+            place = _read_place(record)
+            if place is None:
+                with suppress(UserError):
+                    found[record.id] = _from_run_folder(record)
+            elif Run(path=Path(record.run)).status().get("state") == "done":
+                found[record.id] = _queued(record, DONE, "done", place)
+            else:
+                key = (place["context"], place["namespace"], place["kind"])
+                places.setdefault(key, []).append(record)
+        for (context, namespace, kind), listed in places.items():
+            found |= self._list_place(context, namespace, kind, listed)
+        return [found[one.id] for one in records if one.id in found]
+
+    def _list_place(
+        self, context: str, namespace: str, kind: str, records: Sequence[LaunchRecord]
+    ) -> dict[str, QueuedJob]:
+        client = self._client(context)
+        with self._sentences(client, {"kind": kind, "metadata": {"name": namespace}}):
+            mains, _ = client.list_objects(main_path(kind, namespace), labels=RUN_LABEL)
+            pods, _ = client.list_objects(kind_path("v1", "pods", namespace), labels=RUN_LABEL)
+            workloads = self._workloads(client, namespace) if any(one.queue for one in records) else []
+        by_name = {one["metadata"]["name"]: one for one in mains}
+        running: dict[str, int] = {}
+        for pod in pods:
+            if (pod.get("status") or {}).get("phase") == "Running":
+                run = str(pod["metadata"].get("labels", {}).get(RUN_LABEL))
+                running[run] = running.get(run, 0) + 1
+        found = {}
+        for record in records:
+            main = by_name.get(record.id)
+            workload = find_workload(workloads, main) if main is not None else None
+            state, said = job_state(main, workload, running.get(record.id, 0))
+            if main is None and (told := str(Run(path=Path(record.run)).status().get("state"))) in (
+                "stopped",
+                "failed",
+            ):
+                state, said = STATES[told], told
+            place = _read_place(record) or {}
+            restarts = int(((main or {}).get("status") or {}).get("restarts") or 0)
+            found[record.id] = _queued(record, state, said, place, restarts=restarts)
         return found
 
+    def _workloads(self, client: KubeClient, namespace: str) -> list[Document]:
+        try:
+            return client.list_objects(kind_path(KUEUE, "workloads", namespace))[0]
+        except KubeRefusal as error:
+            if error.status in (403, 404):
+                return []
+            raise
+
     def explain(self, job: str) -> JobExplanation:
-        """What the run folder knows; the rest kubectl does."""
+        """The sentence for a job that waits, runs or has ended."""
         record = find_record(job, self._environ, system=self.name)
-        run = open_run(record.run)
+        run, place = open_run(record.run), _read_place(record)
         said = str(run.status().get("state") or "")
-        state = STATES.get(said, RUNNING)
-        if said in UNTOUCHED:
-            reason, cure = "no pod has begun", f"kubectl apply --server-side -f {run.path / MANIFEST}, if not done yet"
-        else:
-            reason, cure = f"the run says {said}", f"kubectl get jobset,pods -l phalanx.run={record.id}"
-        return JobExplanation(id=record.id, state=state, reason=reason, cure=cure)
+        if place is None:
+            state = STATES.get(said, RUNNING)
+            reason, cure = f"the run says {said}", f"kubectl get jobset,pods -l {RUN_LABEL}={record.id}"
+            if said in UNTOUCHED:
+                reason, cure = (
+                    "no pod has begun",
+                    f"kubectl apply --server-side -f {run.path / MANIFEST}, if not done yet",
+                )
+            return JobExplanation(id=record.id, state=state, reason=reason, cure=cure)
+        if said == "stopped" and self._get_main(record, place) is None:
+            again = f"phalanx requeue {record.id} resumes it"
+            return JobExplanation(id=record.id, state=CANCELLED, reason="it was cancelled", cure=again)
+        facts = self._facts(record, place, text(run.status(), "message").partition("\n")[0])
+        state, reason, cure = explain_job(facts)
+        if state == DONE:
+            cure = f"phalanx report {record.run}"
+        return JobExplanation(id=record.id, state=state, reason=reason, cure=cure.replace("RUN", record.run))
+
+    def _facts(self, record: LaunchRecord, place: Mapping[str, str], said: str) -> KubeFacts:
+        client, namespace = self._client(place["context"]), place["namespace"]
+        main = self._get_main(record, place)
+        with self._sentences(client, {"kind": place["kind"], "metadata": {"name": record.id}}):
+            pods, _ = client.list_objects(kind_path("v1", "pods", namespace), labels=f"{RUN_LABEL}={record.id}")
+            try:
+                events, _ = client.list_objects(kind_path("v1", "events", namespace), fields="type=Warning")
+            except KubeRefusal as error:
+                if error.status != 403:
+                    raise
+                events = []
+            workloads = self._workloads(client, namespace) if main is not None and record.queue else []
+        names = {record.id, *(str(pod["metadata"]["name"]) for pod in pods)}
+        about = [one for one in events if _is_about(one, record.id, names)]
+        return KubeFacts(
+            id=record.id,
+            main=main,
+            workload=find_workload(workloads, main) if main is not None else None,
+            pods=pods,
+            events=sorted(about, key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or "")),
+            queue=record.queue,
+            said=said,
+            hosts=int(place.get("hosts") or 0),
+        )
+
+    def _get_main(self, record: LaunchRecord, place: Mapping[str, str]) -> Document | None:
+        client = self._client(place["context"])
+        with self._sentences(client, {"kind": place["kind"], "metadata": {"name": record.id}}):
+            return client.get(f"{main_path(place['kind'], place['namespace'])}/{record.id}")
 
     def logs(self, job: str) -> list[str]:
-        """Logs that agents wrote into the run folder."""
-        run = open_run(find_record(job, self._environ, system=self.name).run)
-        return [str(path) for path in sorted((run.path / "logs").glob("agent*.log"))]
+        """What pods printed, fetched into the run folder, and what agents wrote there."""
+        record = find_record(job, self._environ, system=self.name)
+        run, place = open_run(record.run), _read_place(record)
+        folder = run.path / "logs"
+        if place is not None:
+            self._fetch_pod_logs(record, place, folder)
+        return [str(path) for pattern in ("pod-*.log", "agent*.log") for path in sorted(folder.glob(pattern))]
+
+    def _fetch_pod_logs(self, record: LaunchRecord, place: Mapping[str, str], folder: Path) -> None:
+        client, namespace = self._client(place["context"]), place["namespace"]
+        path = kind_path("v1", "pods", namespace)
+        with self._sentences(client, {"kind": "Pod", "metadata": {"name": record.id}}):
+            pods, _ = client.list_objects(path, labels=f"{RUN_LABEL}={record.id}")
+        # Those that failed say most; of a gang of a thousand, nobody reads all.
+        order = sorted(pods, key=lambda pod: ((pod.get("status") or {}).get("phase") != "Failed", _pod_name(pod)))
+        folder.mkdir(exist_ok=True)
+        for pod in order[:MOST_POD_LOGS]:
+            with suppress(KubeRefusal):  # 400: its container has not started
+                said = client.text(f"{path}/{_pod_name(pod)}/log", LOG_QUERY)
+                replace_bytes(folder / f"pod-{_pod_name(pod)}.log", said.encode())
 
     def cancel(self, job: str) -> None:
-        """Not from here: this version does not talk to the cluster."""
-        raise self._by_kubectl(job, "delete")
+        """Delete its objects, and wait until its pods are gone."""
+        record, place = self._placed(job)
+        [one] = self.list_jobs([record.id])
+        if one.state in OVER and one.said != "not in the cluster":
+            raise mistake(job, "has already ended", fix=f"phalanx why {job} says how")
+        self._delete_job(record, place)
+        with suppress(PhalanxError):
+            run = open_run(record.run)
+            if run.status().get("state") not in ("done", "failed", "stopped"):
+                run.set_status("stopped", message="cancelled", exit_code=130)
+
+    def _delete_job(self, record: LaunchRecord, place: Mapping[str, str]) -> None:
+        client, namespace = self._client(place["context"]), place["namespace"]
+        # A file in a folder that others may write: nothing is deleted that does not say it is of this run.
+        documents = [
+            one
+            for one in read_manifest(Path(record.run))
+            if one["metadata"].get("labels", {}).get(RUN_LABEL) == record.id
+        ]
+        for document in sorted(documents, key=lambda one: one["kind"] not in MAIN_KINDS):
+            with self._sentences(client, document):
+                client.delete(object_path(document, namespace))
+        waited, most = 0.0, GONE_S + max((grace_s(one) for one in documents), default=0.0)
+        pods = kind_path("v1", "pods", namespace)
+        while True:
+            with self._sentences(client, {"kind": "Pod", "metadata": {"name": record.id}}):
+                left, _ = client.list_objects(pods, labels=f"{RUN_LABEL}={record.id}")
+            if not left and self._get_main(record, place) is None:
+                return
+            if waited > most:
+                raise SystemFailure(
+                    Problem(
+                        where=record.id,
+                        what=f"{plural(len(left), 'pod')} of it are still there after {most:g} s",
+                        fix=f"kubectl get pods -n {namespace} -l {RUN_LABEL}={record.id} says on which nodes",
+                    )
+                )
+            self._sleep(POLL_S)
+            waited += POLL_S
 
     def requeue(self, job: str) -> str:
-        """Not from here: this version does not talk to the cluster."""
-        raise self._by_kubectl(job, "replace --force")
+        """A running job saves and starts again by itself, a deactivated one is activated, an ended one applied anew."""
+        record, place = self._placed(job)
+        run = open_run(record.run)
+        [one] = self.list_jobs([record.id])
+        if one.state == DONE:
+            raise mistake(job, "is done", fix="to train longer, raise data.tokens and launch the job again")
+        if one.state == RUNNING:
+            run.stop_file.write_text(WANTS_TO_GO_ON + "\n", encoding="utf-8")
+            return record.id
+        if one.state == WAITING:
+            self._activate(record, place)
+            return record.id
+        self._delete_job(record, place)
+        for path in (run.stop_file, run.path / READY):  # number 0 makes it ready anew, for pods with other addresses
+            path.unlink(missing_ok=True)
+        run.set_status("created", message="requeued")
+        self._apply_all(self._client(place["context"]), [(read_manifest(run.path), place["namespace"])])
+        return record.id
 
-    def _by_kubectl(self, job: str, verb: str) -> UserError:
+    def _activate(self, record: LaunchRecord, place: Mapping[str, str]) -> None:
+        client, main = self._client(place["context"]), self._get_main(record, place)
+        workload = find_workload(self._workloads(client, place["namespace"]), main or {})
+        if workload is None or workload.get("spec", {}).get("active") is not False:
+            raise mistake(record.id, "is already waiting", fix=f"phalanx why {record.id} says for what")
+        with self._sentences(client, workload):
+            client.patch(object_path({**workload, "apiVersion": KUEUE}, place["namespace"]), {"spec": {"active": True}})
+
+    # ---- how ---------------------------------------------------------------------------------------------------------
+
+    def _client(self, context: str = "") -> KubeClient:
+        if context not in self._clients:
+            made = KubeClient(read_access(self._environ, context=context))
+            made.rate.sleep = self._sleep
+            self._clients[context] = self._clients.setdefault(made.access.context, made)
+        return self._clients[context]
+
+    def _namespace(self, client: KubeClient, request: LaunchRequest) -> str:
+        return request.settings.namespace or client.access.namespace
+
+    def _keep_place(self, client: KubeClient, run: Path, namespace: str) -> None:
+        main = main_document(read_manifest(run))
+        spec = main["spec"]
+        pods = spec.get("completions") or spec.get("trainer", {}).get("numNodes")
+        pods = pods or sum(one["template"]["spec"]["completions"] for one in spec["replicatedJobs"])
+        place = {"context": client.access.context, "server": client.access.server, "namespace": namespace}
+        write_json(run / PLACE, {**place, "kind": main["kind"], "hosts": str(pods)})
+
+    def _placed(self, job: str) -> tuple[LaunchRecord, dict[str, str]]:
         record = find_record(job, self._environ, system=self.name)
-        what = "this version writes manifests and does not talk to the cluster"
-        return mistake(record.id, what, fix=f"kubectl {verb} -f {Path(record.run) / MANIFEST}")
+        place = _read_place(record)
+        if place is None:
+            what = "was written as manifests (--no-submit), which this command has not submitted"
+            raise mistake(record.id, what, fix=f"kubectl delete or apply -f {Path(record.run) / MANIFEST}")
+        return record, place
+
+    @contextmanager
+    def _sentences(self, client: KubeClient, document: Document) -> Iterator[None]:
+        """Refusals as errors that name the object."""
+        try:
+            yield
+        except KubeRefusal as error:
+            what = f"{document.get('kind')} {document['metadata']['name']}"
+            raise explain_refusal(error, client.access, what=what) from error
+
+
+def _read_place(record: LaunchRecord) -> dict[str, str] | None:
+    """Where a job was submitted to; None where it was only written."""
+    path = Path(record.run) / PLACE
+    if not path.is_file():
+        return None
+    values = read_json(path)
+    found = {name: text(values, name) for name in ("context", "server", "namespace", "kind", "hosts")}
+    return found if found["kind"] in MAIN_KINDS and NAMESPACE.fullmatch(found["namespace"]) else None
+
+
+def _from_run_folder(record: LaunchRecord) -> QueuedJob:
+    said = str(open_run(record.run).status().get("state") or "")
+    word = "manifests written" if said in UNTOUCHED else said
+    return _queued(record, STATES.get(said, RUNNING), word, {})
+
+
+def _queued(record: LaunchRecord, state: str, said: str, place: Mapping[str, str], *, restarts: int = 0) -> QueuedJob:
+    with suppress(OSError):
+        restarts = max(restarts, len(Run(path=Path(record.run)).launches()) - 1)
+    return QueuedJob(
+        id=record.id,
+        system="k8s",
+        name=record.name,
+        state=state,
+        said=said,
+        queue=record.queue,
+        hosts=int(place.get("hosts") or 0),
+        run=record.run,
+        group=record.group,
+        restarts=max(0, restarts),
+    )
+
+
+def _is_about(event: Document, job: str, names: set[str]) -> bool:
+    about = str((event.get("involvedObject") or {}).get("name") or "")
+    return about in names or about == f"{job}-w-0"
+
+
+def _pod_name(pod: Document) -> str:
+    return str(pod["metadata"]["name"])

@@ -47,7 +47,7 @@ class LocalSystem:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
 
-    def check(self, requests: Sequence[LaunchRequest]) -> list[str]:
+    def check(self, requests: Sequence[LaunchRequest], *, submits: bool = True) -> list[str]:
         """This machine has cores or GPUs for the largest request."""
         machine, problems = discover(), []
         for request in requests:

@@ -13,6 +13,7 @@ from phalanx.launch.pod_template import RUN_LABEL, host_command, job_spec, objec
 from phalanx.launch.request import LaunchRequest
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 TIME_LABEL = "kueue.x-k8s.io/max-exec-time-seconds"
 WHOLE = {
     "preferred": "kueue.x-k8s.io/podset-preferred-topology",
@@ -75,6 +76,8 @@ def _with_kueue(document: Document, request: LaunchRequest) -> Document:
         labels = document["metadata"]["labels"]
         labels[QUEUE_LABEL] = request.settings.queue
         labels[TIME_LABEL] = str(math.ceil(request.time_limit_s))
+        if request.settings.qos:
+            labels[PRIORITY_LABEL] = request.settings.qos
     return document
 
 

@@ -69,9 +69,9 @@ class SlurmSystem:
 
     # ---- before a job is submitted ----------------------------------------------------------------------------------
 
-    def check(self, requests: Sequence[LaunchRequest]) -> list[str]:
+    def check(self, requests: Sequence[LaunchRequest], *, submits: bool = True) -> list[str]:
         """Hold the requests against partition, nodes, GPUs, time limit, storage and Python of the live cluster."""
-        lines = self._ask("scontrol", "show", "partition", "--oneliner").splitlines()
+        lines = self.ask("scontrol", "show", "partition", "--oneliner").splitlines()
         tables = [_key_values(line) for line in lines]
         partitions = {one["PartitionName"]: one for one in tables if "PartitionName" in one}
         problems: list[Problem] = []
@@ -133,7 +133,7 @@ class SlurmSystem:
         return problems, remarks
 
     def _nodes(self, partition: str) -> list[dict[str, str]]:
-        lines = self._ask("sinfo", "-h", "-N", "-p", partition, "-o", "%N|%T|%G|%n").splitlines()
+        lines = self.ask("sinfo", "-h", "-N", "-p", partition, "-o", "%N|%T|%G|%n").splitlines()
         found = {}
         for name, state, gres, host in (line.split("|") for line in lines if line.count("|") == 3):
             gpus = sum(int(count) for count in _GPUS.findall(gres))
@@ -143,11 +143,11 @@ class SlurmSystem:
     def _leaf_nodes(self) -> int:
         """Nodes of the smallest leaf switch; 0 without a topology."""
         try:
-            lines = self._ask("scontrol", "show", "topology").splitlines()
+            lines = self.ask("scontrol", "show", "topology").splitlines()
         except SystemFailure:
             return 0
         leaves = [one.get("Nodes", "") for one in map(_key_values, lines) if one.get("Level") == "0"]
-        counts = [len(self._ask("scontrol", "show", "hostnames", nodes).split()) for nodes in leaves[:64] if nodes]
+        counts = [len(self.ask("scontrol", "show", "hostnames", nodes).split()) for nodes in leaves[:64] if nodes]
         return min(counts, default=0)
 
     def render(self, requests: Sequence[LaunchRequest]) -> dict[str, str]:
@@ -174,12 +174,12 @@ class SlurmSystem:
         except BaseException:
             for job in taken:
                 with suppress(PhalanxError):
-                    self._ask("scancel", job)
+                    self.ask("scancel", job)
             raise
         return [Submitted(id=ids[request.run], request=request) for request in requests]
 
     def _sbatch(self, script: str) -> str:
-        answer = self._ask("sbatch", "--parsable", given=script).strip().splitlines()
+        answer = self.ask("sbatch", "--parsable", given=script).strip().splitlines()
         job = answer[-1].partition(";")[0] if answer else ""
         if not _JOB.fullmatch(job):
             raise SystemFailure(Problem(where="sbatch", what=f"answered {one_line(job)[:200]!r} instead of an id"))
@@ -195,7 +195,7 @@ class SlurmSystem:
 
     def _squeue(self) -> dict[str, dict[str, str]]:
         names = ("id", "state", "reason", "queue", "hosts", "name")
-        lines = self._ask("squeue", "-h", "-r", "-t", "all", "-u", str(os.getuid()), "-o", FORMAT).splitlines()
+        lines = self.ask("squeue", "-h", "-r", "-t", "all", "-u", str(os.getuid()), "-o", FORMAT).splitlines()
         rows = [dict(zip(names, line.split("|"), strict=True)) for line in lines if line.count("|") == 5]
         return {row["id"]: row for row in rows}
 
@@ -231,7 +231,7 @@ class SlurmSystem:
     def _accounted_state(self, job: str) -> str:
         """From Slurm's accounting, where a site keeps it."""
         with suppress(PhalanxError):
-            lines = self._ask("sacct", "-n", "-X", "-P", "-j", job, "-o", "State").split()
+            lines = self.ask("sacct", "-n", "-X", "-P", "-j", job, "-o", "State").split()
             return lines[0] if lines else ""
         return ""
 
@@ -245,7 +245,7 @@ class SlurmSystem:
         record = self._record(job)
         if _queued_job(record, self._squeue().get(record.id)).state in OVER:
             raise mistake(job, "has already ended", fix=f"phalanx why {job} says how")
-        self._ask("scancel", record.id)
+        self.ask("scancel", record.id)
         deadline = time.monotonic() + GONE_S
         while (row := self._squeue().get(record.id)) is not None and STATES.get(row["state"], FAILED) not in OVER:
             if time.monotonic() > deadline:
@@ -273,7 +273,7 @@ class SlurmSystem:
         if state == WAITING and row is not None:
             if "eld" not in row["reason"]:
                 raise mistake(job, "is already waiting", fix=f"phalanx why {job} says for what")
-            self._ask("scontrol", "release", record.id)
+            self.ask("scontrol", "release", record.id)
             return record.id
         run.stop_file.unlink(missing_ok=True)
         return self._sbatch((run.path / SCRIPT).read_text(encoding="utf-8"))
@@ -284,7 +284,7 @@ class SlurmSystem:
             raise mistake(job, f"{record.id!r} is not a Slurm job id", fix="phalanx queue lists them")
         return record
 
-    def _ask(self, *command: str, given: str = "") -> str:
+    def ask(self, *command: str, given: str = "") -> str:
         """What one of Slurm's commands answers; raises UserError without Slurm, SystemFailure when it fails."""
         if shutil.which(command[0], path=self._environ.get("PATH")) is None:
             raise no_slurm(command[0])

@@ -59,8 +59,11 @@ class LaunchSystem(Protocol):
         """Whether this machine can reach the system; without it, `render` is all that works."""
         ...
 
-    def check(self, requests: Sequence[LaunchRequest]) -> list[str]:
-        """Hold the requests against the live system; raises UserError with all that is wrong, returns remarks."""
+    def check(self, requests: Sequence[LaunchRequest], *, submits: bool = True) -> list[str]:
+        """Hold the requests against the live system; raises UserError with all that is wrong, returns remarks.
+
+        Without `submits`, texts are written and nothing else: a system that cannot be reached is a remark.
+        """
         ...
 
     def render(self, requests: Sequence[LaunchRequest]) -> dict[str, str]:

@@ -1,0 +1,281 @@
+"""Why a job on Kubernetes waits, runs or has ended: from its object, Kueue's Workload, its pods and events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.io.visible import one_line
+from phalanx.launch.kube.client import Document, conditions_of, has_condition
+from phalanx.launch.system import DONE, FAILED, RUNNING, WAITING
+from phalanx.units import first_few, plural
+
+MOST_TEXT = 300
+# What Kueue says of a Workload without quota -> the sentence and the cure. Newer versions have a reason, older ones
+# (0.14) the message alone: parts of it count too. `{message}`, `{queue}` and `{id}` are filled in.
+QUOTA: tuple[tuple[str, str, str], ...] = (
+    (
+        "ExceedsMaxQuota|maximum capacity",
+        "it asks for more than queue {queue} can ever have ({message})",
+        "cancel it and ask for fewer --hosts, or for another --queue",
+    ),
+    (
+        "LocalQueue doesn't exist|localQueue doesn't exist|LocalQueue .* doesn't exist",
+        "there is no queue {queue} in its namespace",
+        "cancel it and launch it with another --queue: kubectl get localqueues lists them",
+    ),
+    (
+        "ClusterQueue doesn't exist|clusterQueue doesn't exist",
+        "the ClusterQueue behind {queue} does not exist",
+        "ask the operator: phalanx cluster init --on k8s makes it",
+    ),
+    (
+        "is inactive|is stopped|OnHold|Suspended",
+        "queue {queue} is stopped or not set up ({message})",
+        "ask the operator; kubectl describe clusterqueue says what is missing",
+    ),
+    (
+        "TopologyPlacementFailed|topology ",
+        "no part of the network has room for it in one piece ({message})",
+        'wait, set launch.placement = "preferred", or ask for fewer --hosts',
+    ),
+    (
+        "WaitingForPreemptedWorkloads|preempt",
+        "jobs that give way to it are saving their checkpoints ({message})",
+        "wait a few minutes",
+    ),
+    (
+        "NoMatchingFlavor|flavor .* not found|untolerated taint|node affinity",
+        "queue {queue} has no nodes of the kind it asks for ({message})",
+        "use another --queue, or ask the operator for a ResourceFlavor that fits",
+    ),
+    (
+        "WaitingForPodsReady",
+        "Kueue waits until the pods of an earlier job are ready",
+        "wait; phalanx queue shows the jobs before it",
+    ),
+    (
+        "Misconfigured|Inadmissible",
+        "Kueue cannot admit it to queue {queue} ({message})",
+        "ask the operator; kubectl describe workloads.kueue.x-k8s.io says more",
+    ),
+    (
+        "WaitingForQuota|insufficient unused quota|Pending|",  # the last: whatever Kueue says otherwise
+        "queue {queue} has no quota left for it now ({message})",
+        "wait for other jobs of the team, ask for fewer --hosts, or for another --queue",
+    ),
+)
+EVICTED = {
+    "Preempted": ("another job took its quota or nodes ({message})", "wait: it resumes from its newest checkpoint"),
+    "PodsReadyTimeout": (
+        "its pods were not ready in time",
+        "phalanx logs {id}; kubectl get pods says what they wait for",
+    ),
+    "NodeFailures": ("nodes of it failed and Kueue found no replacement", "wait: it resumes on other nodes"),
+    "ClusterQueueStopped": ("the operator stopped its queue", "wait, or ask the operator"),
+    "LocalQueueStopped": ("the operator stopped its queue", "wait, or ask the operator"),
+    "Deactivated": ("it was deactivated ({message})", "phalanx requeue {id} activates it again"),
+    "MaximumExecutionTimeExceeded": ("its time limit is over", "phalanx requeue {id} resumes it"),
+}
+IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
+SETUP = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError", "ContainerCannotRun")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KubeFacts:
+    """What the cluster knows of one job."""
+
+    id: str
+    main: Document | None  # JobSet, Job or TrainJob
+    workload: Document | None = None  # Kueue's
+    pods: Sequence[Document] = ()
+    events: Sequence[Document] = ()
+    queue: str = ""
+    said: str = ""  # by the run folder, of its end
+    hosts: int = 0
+
+
+def job_state(main: Mapping[str, Any] | None, workload: Mapping[str, Any] | None, running: int) -> tuple[str, str]:
+    """The state of a job and the cluster's own word for it; `running` counts pods that run."""
+    if main is None:
+        return FAILED, "not in the cluster"
+    for kind in ("Completed", "Complete"):
+        if has_condition(main, kind):
+            return DONE, kind
+    if (ended := has_condition(main, "Failed")) is not None:
+        return FAILED, f"Failed, {ended.get('reason') or 'no reason'}"
+    if (evicted := has_condition(workload, "Evicted")) is not None and not has_condition(workload, "Admitted"):
+        return WAITING, f"Evicted, {evicted.get('reason')}"
+    if has_condition(main, "Suspended") or main.get("spec", {}).get("suspend"):
+        held = has_condition(workload, "QuotaReserved", "False")
+        return WAITING, f"Suspended, {held.get('reason') if held else 'not admitted'}"
+    return (RUNNING, "Running") if running else (WAITING, "Starting")
+
+
+def explain_job(facts: KubeFacts) -> tuple[str, str, str]:
+    """State, reason and cure."""
+    running = [pod for pod in facts.pods if _phase(pod) == "Running"]
+    state, word = job_state(facts.main, facts.workload, len(running))
+    if state == DONE:
+        return state, "the training is complete", ""
+    if facts.main is None:
+        gone = f"the cluster has no object of it any more{f'; the run says: {facts.said}' if facts.said else ''}"
+        return state, gone, f"phalanx requeue {facts.id} resumes it from its newest checkpoint"
+    if state == FAILED:
+        reason, cure = _why_failed(facts)
+    elif word.startswith(("Suspended", "Evicted")):
+        reason, cure = _why_not_admitted(facts, word)
+    else:
+        reason, cure = _why_not_running(facts, len(running))
+    fill = {"id": facts.id, "queue": facts.queue or "its queue"}
+    return state, reason, cure.format(**fill)
+
+
+def _why_not_admitted(facts: KubeFacts, word: str) -> tuple[str, str]:
+    queue, fill = facts.queue or "its queue", {"id": facts.id}
+    if facts.workload is None:
+        if not facts.queue:
+            return (
+                "it is suspended, and no queue would release it",
+                "kubectl patch it with suspend: false, or launch it again",
+            )
+        return (
+            f"Kueue has not taken notice of it in queue {queue}",
+            "wait a moment; if it stays so, ask the operator whether Kueue runs and manages JobSets in this namespace",
+        )
+    if facts.workload.get("spec", {}).get("active") is False:
+        told = has_condition(facts.workload, "Evicted") or has_condition(facts.workload, "DeactivationTarget") or {}
+        return f"it was deactivated ({_message(told)})", f"phalanx requeue {facts.id} activates it again"
+    pending = has_condition(facts.workload, "QuotaReserved", "False")
+    evicted = has_condition(facts.workload, "Evicted")
+    if evicted is not None and (word.startswith("Evicted") or pending is None):
+        reason, cure = EVICTED.get(
+            str(evicted.get("reason")), ("Kueue took its quota away ({message})", "wait, or phalanx requeue {id}")
+        )
+        return reason.format(message=_message(evicted)), cure.format(**fill)
+    if pending is None:
+        if has_condition(facts.workload, "QuotaReserved") and not has_condition(facts.workload, "Admitted"):
+            checks = [
+                f"{one.get('name')}: {one.get('message') or one.get('state')}"
+                for one in facts.workload.get("status", {}).get("admissionChecks") or ()
+                if one.get("state") != "Ready"
+            ]
+            return (
+                f"it has quota and waits for a check ({first_few(checks, 3) or 'admission'})",
+                "wait, or ask the operator",
+            )
+        return f"Kueue has not looked at it yet in queue {queue}", "wait a moment"
+    message = _message(pending)
+    said = f"{pending.get('reason')} {message}"
+    for parts, reason, cure in QUOTA:
+        if any(_matches(part, said) for part in parts.split("|")):
+            return reason.format(message=message, queue=queue), cure.format(queue=queue, id=facts.id)
+    raise AssertionError  # the last row takes everything
+
+
+def _why_not_running(facts: KubeFacts, running: int) -> tuple[str, str]:
+    """Pods that are there and do not run say why; without pods, what makes them does."""
+    for pod in sorted(facts.pods, key=_index):
+        if (found := _why_pod_waits(pod, facts.events)) is not None:
+            return found
+    if not facts.pods:
+        failed = [one for one in facts.events if one.get("reason") in ("FailedCreate", "FailedAdmission")]
+        if failed:
+            return (
+                f"its pods cannot be made: {_message(failed[-1])}",
+                "ask the operator about quota, pod security and the default service account of the namespace",
+            )
+        return "its pods are being made", "wait a moment; if it stays so, ask whether the JobSet controller runs"
+    if running < max(facts.hosts, 1):
+        return f"{running} of {plural(max(facts.hosts, len(facts.pods)), 'pod')} run", "wait: the others are starting"
+    return f"on {plural(running, 'pod')}", "phalanx watch RUN"
+
+
+def _why_pod_waits(pod: Document, events: Iterable[Document]) -> tuple[str, str] | None:
+    if _phase(pod) != "Pending":
+        return None
+    name = str(pod.get("metadata", {}).get("name"))
+    unplaced = has_condition(pod, "PodScheduled", "False")
+    if unplaced is not None and unplaced.get("reason") != "SchedulingGated":
+        return (
+            f"no node can take pod {name}: {_message(unplaced)}",
+            "wait for other jobs to end, ask for fewer --hosts, or use another --queue",
+        )
+    for container in pod.get("status", {}).get("containerStatuses") or ():
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") in IMAGE:
+            return (
+                f"the image {container.get('image')} cannot be pulled: {_message(waiting) or waiting['reason']}",
+                "correct launch.image, or give the namespace the registry's imagePullSecret; then phalanx requeue {id}",
+            )
+        if waiting.get("reason") in SETUP:
+            return f"pod {name} cannot start: {_message(waiting)}", "correct that, then phalanx requeue {id}"
+    for event in events:
+        about = (event.get("involvedObject") or {}).get("name")
+        if about == name and event.get("reason") in ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"):
+            return (
+                f"pod {name} waits for a volume or its network: {_message(event)}",
+                "kubectl get pvc shows the claim; ask the operator if it is bound",
+            )
+    return None
+
+
+def _why_failed(facts: KubeFacts) -> tuple[str, str]:
+    """The pod that failed first says most, then the run folder, then the object's condition."""
+    again = "phalanx logs {id} shows its last lines; phalanx requeue {id} resumes it"
+    ends = []
+    for pod in facts.pods:
+        for container in pod.get("status", {}).get("containerStatuses") or ():
+            over = (container.get("state") or {}).get("terminated") or {}
+            if over and over.get("exitCode"):
+                ends.append((str(over.get("finishedAt") or ""), str(pod["metadata"]["name"]), over))
+    if ends:
+        _, name, over = min(ends, key=lambda one: one[:2])
+        if over.get("reason") == "OOMKilled":
+            return f"pod {name} had too little memory (OOMKilled)", f"a smaller train.micro_batch; {again}"
+        said = facts.said or _message(over)
+        return f"pod {name} ended with exit code {over['exitCode']}{f': {said}' if said else ''}", again
+    ended = has_condition(facts.main, "Failed") or {}
+    return facts.said or f"{ended.get('reason')}: {_message(ended)}", again
+
+
+def find_workload(workloads: Iterable[Document], main: Mapping[str, Any]) -> Document | None:
+    """Kueue's Workload of a job: the one that it owns, the newest where there are several."""
+    uid = main.get("metadata", {}).get("uid")
+    owned = [
+        one
+        for one in workloads
+        if uid and any(owner.get("uid") == uid for owner in one.get("metadata", {}).get("ownerReferences") or ())
+    ]
+    return max(owned, key=lambda one: str(one["metadata"].get("creationTimestamp") or ""), default=None)
+
+
+def newest_message(document: Document) -> str:
+    """What the condition that changed last says."""
+    last = max(conditions_of(document), key=lambda one: str(one.get("lastTransitionTime") or ""), default=None)
+    return "" if last is None else f"{last.get('type')}={last.get('status')}: {_message(last)}"
+
+
+def _phase(pod: Mapping[str, Any]) -> str:
+    return str((pod.get("status") or {}).get("phase") or "")
+
+
+def _index(pod: Mapping[str, Any]) -> int:
+    word = str((pod.get("metadata", {}).get("annotations") or {}).get("batch.kubernetes.io/job-completion-index", ""))
+    return int(word) if word.isdecimal() else 0
+
+
+def _message(condition: Mapping[str, Any]) -> str:
+    return one_line(str(condition.get("message") or "")).strip()[:MOST_TEXT].rstrip(".")
+
+
+def _matches(part: str, said: str) -> bool:
+    """`part`, in which ` .* ` stands for any words."""
+    place = 0
+    for piece in part.split(" .* "):
+        place = said.find(piece, place)
+        if place < 0:
+            return False
+        place += len(piece)
+    return True

@@ -1,0 +1,103 @@
+"""A teams.toml as objects of Kubernetes and Kueue: who may use what, in which order, and where it lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.launch.kube.client import Document
+from phalanx.launch.kube.preflight import KUEUE, RIGHTS, SHARED_RIGHTS
+from phalanx.launch.operate.kube_object import made, quantity
+from phalanx.launch.operate.operator_pods import operator_objects, prometheus_rules
+from phalanx.launch.operate.teams import HOSTNAME, NodeFlavour, Team, Teams
+
+USER_ROLE = "phalanx-user"
+RBAC = "rbac.authorization.k8s.io/v1"
+# Beside what launches need: `why` reads them, and the preflight of a launch.
+READ_RIGHTS = [
+    ("", "events", ("get", "list")),
+    ("", "persistentvolumeclaims", ("get", "list")),
+    ("kueue.x-k8s.io", "workloads", ("get", "list", "patch")),
+    ("kueue.x-k8s.io", "localqueues", ("get", "list")),
+]
+
+
+def cluster_objects(teams: Teams) -> list[Document]:
+    """All objects, in an order in which they can be applied."""
+    found = [_namespace(teams.namespace)]
+    found += [_namespace(team.namespace) for team in teams.teams if team.namespace != teams.namespace]
+    found += [_priority(name, value) for name, value in sorted(teams.priorities.items(), key=lambda one: one[1])]
+    levels = [{"nodeLabel": label} for label in (*teams.topology, HOSTNAME)]
+    found.append(made(KUEUE, "Topology", teams.name, spec={"levels": levels}))
+    found += [_flavour(teams, flavour) for flavour in teams.flavours]
+    found += [_cluster_queue(teams, team) for team in teams.teams]
+    found += [
+        made(KUEUE, "LocalQueue", team.name, namespace=team.namespace, spec={"clusterQueue": team.name})
+        for team in teams.teams
+    ]
+    found += _user_rights(teams)
+    found += operator_objects(teams)
+    return [*found, *([prometheus_rules(teams)] if teams.prometheus else [])]
+
+
+def _namespace(name: str) -> Document:
+    return made("v1", "Namespace", name)
+
+
+def _priority(name: str, value: int) -> Document:
+    return made(KUEUE, "WorkloadPriorityClass", name, value=value, description=f"launch.qos = {name!r}")
+
+
+def _flavour(teams: Teams, flavour: NodeFlavour) -> Document:
+    spec: dict[str, Any] = {"nodeLabels": dict(flavour.labels), "topologyName": teams.name}
+    if teams.device in flavour.resources:  # nodes with devices are tainted, so that nothing else lands on them
+        spec["tolerations"] = [{"key": teams.device, "operator": "Exists", "effect": "NoSchedule"}]
+    return made(KUEUE, "ResourceFlavor", flavour.name, spec=spec)
+
+
+def _cluster_queue(teams: Teams, team: Team) -> Document:
+    """A team owns its share, lends it while idle and takes it back; in its queue the higher priority goes first."""
+    # Kueue wants every resource in one group, and every flavour of a group to say something of each.
+    names = sorted({name for flavour in teams.flavours for name in flavour.resources})
+    flavours = []
+    for flavour in teams.flavours:
+        share, most = team.share.get(flavour.name, 0), team.most.get(flavour.name)
+        quotas = []
+        for name in names:
+            amount = flavour.resources.get(name, 0.0)
+            quota = {"name": name, "nominalQuota": quantity(share * amount)}
+            if most is not None:
+                quota["borrowingLimit"] = quantity(max(0, most - share) * amount)
+            quotas.append(quota)
+        flavours.append({"name": flavour.name, "resources": quotas})
+    spec = {
+        "cohortName": teams.name,
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": team.namespace}},
+        "queueingStrategy": "BestEffortFIFO",
+        "preemption": {"reclaimWithinCohort": "Any", "withinClusterQueue": "LowerPriority"},
+        "fairSharing": {"weight": quantity(team.weight)},
+        "resourceGroups": [{"coveredResources": names, "flavors": flavours}],
+    }
+    return made(KUEUE, "ClusterQueue", team.name, spec=spec)
+
+
+def _user_rights(teams: Teams) -> list[Document]:
+    """What a person needs to launch, ask and cancel in the team's namespace, and nothing else."""
+    wanted: dict[tuple[str, str], set[str]] = {}
+    for group, resource, verbs in [
+        *SHARED_RIGHTS,
+        *(one for listed in RIGHTS.values() for one in listed),
+        *READ_RIGHTS,
+    ]:
+        wanted.setdefault((group, resource), set()).update(verbs)
+    rules = [
+        {"apiGroups": [group], "resources": [resource], "verbs": sorted(verbs)}
+        for (group, resource), verbs in sorted(wanted.items())
+    ]
+    found = [made(RBAC, "ClusterRole", USER_ROLE, rules=rules)]
+    for team in teams.teams:
+        people = [{"apiGroup": RBAC.partition("/")[0], "kind": "Group", "name": name} for name in team.groups]
+        people += [{"apiGroup": RBAC.partition("/")[0], "kind": "User", "name": name} for name in team.users]
+        if people:
+            role = {"apiGroup": RBAC.partition("/")[0], "kind": "ClusterRole", "name": USER_ROLE}
+            found.append(made(RBAC, "RoleBinding", USER_ROLE, namespace=team.namespace, subjects=people, roleRef=role))
+    return found

@@ -1,0 +1,184 @@
+"""`python -m phalanx.launch.operate.node_check WHAT`: one node looks at itself.
+
+`preflight` before a Kubernetes node takes its first job: it passes, and the node's taint goes; or says what is wrong.
+`follow` reads signals every minute and writes a condition of its own node when they change, and only then.
+`slurm` is Slurm's HealthCheckProgram: it drains its own node with the reason, unless half of a partition is out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from phalanx.errors import PhalanxError, mistake
+from phalanx.launch.kube.access import read_access
+from phalanx.launch.kube.client import KubeClient, KubeRefusal
+from phalanx.launch.kube.refusals import explain_refusal
+from phalanx.launch.operate.kube_health import CONDITION, NODES
+from phalanx.launch.operate.node_signals import (
+    NodeSignal,
+    ask_gpus,
+    counter_signals,
+    gpu_signals,
+    log_signals,
+    maintenance_signals,
+    read_counters,
+)
+from phalanx.launch.operate.slurm_health import drain_own_node
+from phalanx.launch.operate.teams import PREFLIGHT
+
+EVERY_S = 60.0
+LEAST_DISK_BYTES = 1 << 20
+KERNEL_LOG = Path("/dev/kmsg")
+MOST_LOG_BYTES = 4 << 20
+MOST_SAID = 500
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Look at this node, and say what was found."""
+    parser = argparse.ArgumentParser(prog="phalanx.launch.operate.node_check", allow_abbrev=False)
+    parser.add_argument("what", choices=("preflight", "follow", "slurm"))
+    parser.add_argument("--node", default=os.environ.get("PHALANX_NODE") or os.environ.get("SLURMD_NODENAME") or "")
+    parser.add_argument("--devices", type=int, default=0, help="GPUs that the node must have")
+    parser.add_argument("--sys", type=Path, default=Path("/sys"))
+    parser.add_argument("--log", type=Path, default=KERNEL_LOG, help="the kernel's log")
+    args = parser.parse_args(arguments)
+    try:
+        if not args.node:
+            raise mistake("--node", "the name of this node is not known", fix="set PHALANX_NODE")
+        if args.what == "slurm":
+            return _check_slurm_node(args)
+        client = KubeClient(read_access(os.environ))
+        if args.what == "preflight":
+            return _preflight_node(client, args)
+        return follow_node(client, args.node, lambda: read_signals(args), sleep=time.sleep)
+    except KubeRefusal as error:
+        print(explain_refusal(error, client.access, what=f"node {args.node}"), file=sys.stderr)
+        return 3
+    except PhalanxError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def read_signals(args: argparse.Namespace) -> list[NodeSignal]:
+    """Everything but counters, which need two readings."""
+    found = log_signals(_kernel_log(args.log).splitlines()) + maintenance_signals()
+    table = ask_gpus()
+    if table or args.devices:
+        found += gpu_signals(table, expected=args.devices)
+    return found + _disk_signals()
+
+
+def _kernel_log(path: Path) -> str:
+    """What the kernel has said since it started; a device file is read as far as it goes, a plain one from its end."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    parts: list[bytes] = []
+    try:
+        if path.is_file():
+            os.lseek(handle, max(0, os.fstat(handle).st_size - MOST_LOG_BYTES), os.SEEK_SET)
+        while sum(map(len, parts)) < MOST_LOG_BYTES and (part := os.read(handle, 8192)):
+            parts.append(part)
+    except OSError:  # EAGAIN: that was the last line
+        pass
+    finally:
+        os.close(handle)
+    return b"".join(parts).decode(errors="replace")
+
+
+def _disk_signals() -> list[NodeSignal]:
+    """A disk that cannot be written is of no use to a job."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(bytes(LEAST_DISK_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return [NodeSignal(kind="disk", said=f"disk: {tempfile.gettempdir()} cannot be written: {error.strerror}")]
+    return []
+
+
+def _preflight_node(client: KubeClient, args: argparse.Namespace) -> int:
+    """Pass, and the taint goes; fail, and the pod ends with the reason, is started again and looks again."""
+    found = read_signals(args)
+    if found:
+        print(f"node {args.node} fails its preflight: {'; '.join(one.said for one in found)}", file=sys.stderr)
+        return 1
+    release_node(client, args.node)
+    print(f"node {args.node} passed its preflight")
+    signal.pause()  # until the DaemonSet takes the pod away
+    return 0
+
+
+def release_node(client: KubeClient, name: str) -> None:
+    """Remove the preflight's taint and say so on the label; other taints stay."""
+    node = client.get(f"{NODES}/{name}")
+    if node is None:
+        raise mistake(name, "is no node of this cluster", fix="set PHALANX_NODE to the node's name")
+    taints = [one for one in node.get("spec", {}).get("taints") or () if one.get("key") != PREFLIGHT]
+    version = node["metadata"]["resourceVersion"]  # nobody else's taint is lost: a change in between is a conflict
+    change = {
+        "metadata": {"labels": {PREFLIGHT: "passed"}, "resourceVersion": version},
+        "spec": {"taints": taints or None},
+    }
+    client.patch(f"{NODES}/{name}", change)
+
+
+def follow_node(
+    client: KubeClient,
+    name: str,
+    read: Callable[[], Sequence[NodeSignal]],
+    *,
+    sleep: Callable[[float], None],
+    sys_folder: Path = Path("/host/sys"),
+    rounds: int | None = None,
+) -> int:
+    """Write the condition when what is said changes; between changes the API hears nothing of this node."""
+    last_message: str | None = None
+    before, number = read_counters(sys_folder), 0
+    while rounds is None or number < rounds:
+        now = read_counters(sys_folder)
+        said = "; ".join(one.said for one in [*read(), *counter_signals(before, now, EVERY_S)])[:MOST_SAID]
+        before = now
+        if said != last_message:
+            try:
+                client.patch(f"{NODES}/{name}/status", {"status": {"conditions": [_condition(said)]}})
+                last_message = said
+            except (KubeRefusal, PhalanxError) as error:
+                print(f"node {name}: {error}; told again in {EVERY_S:g} s", file=sys.stderr, flush=True)
+        number += 1
+        sleep(EVERY_S)
+    return 0
+
+
+def _condition(said: str) -> Mapping[str, str]:
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "type": CONDITION,
+        "status": "True" if said else "False",
+        "reason": "Signals" if said else "Healthy",
+        "message": said,
+        "lastTransitionTime": now,
+        "lastHeartbeatTime": now,
+    }
+
+
+def _check_slurm_node(args: argparse.Namespace) -> int:
+    found = read_signals(args)
+    if not found:
+        return 0
+    print(drain_own_node(args.node, [one.said for one in found], os.environ))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""Node health on Slurm: nodes that runs excluded, or that blame themselves, are drained with the reason."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from phalanx.errors import PhalanxError
+from phalanx.io.codec import json_text
+from phalanx.io.files import load_json, replace_text
+from phalanx.io.values import number, text
+from phalanx.io.visible import one_line
+from phalanx.launch.book import book_folder, read_records
+from phalanx.launch.operate.health import PREFIX, HealthDecision, NodeHealth, decide_health
+from phalanx.launch.slurm import NOT_USABLE, SlurmSystem
+from phalanx.record.events import read_events
+from phalanx.record.run import Run
+
+NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,253}")
+RECENT_S = 86400.0  # older exclusions are history: the node has been looked at, or is gone
+MOST_RUNS = 200  # newest first
+LEDGER = "drained.json"  # beside the launches: what we have acted on, so that a node that was repaired stays in service
+
+
+def check_slurm(
+    environ: Mapping[str, str], *, partition: str, apply: bool, now_s: float | None = None
+) -> tuple[list[NodeHealth], list[HealthDecision]]:
+    """Every partition (or one) with the nodes that our runs blame; drains them where asked for.
+
+    The brake holds for each partition by itself: a node of two counts in both.
+    """
+    system = SlurmSystem(environ)
+    blamed = blamed_by_runs(environ, time.time() if now_s is None else now_s)
+    partitions = slurm_nodes(system, partition, {name: tuple(said) for name, said in blamed.items()})
+    decisions = [decide_health(nodes) for nodes in partitions.values()]
+    # A node is drained when no partition that it is in forbids it.
+    held = {
+        node.name
+        for nodes, decision in zip(partitions.values(), decisions, strict=True)
+        if decision.braked
+        for node in nodes
+    }
+    acted = {name: reason for decision in decisions for name, reason in decision.take_out if name not in held}
+    if apply:
+        for name, reason in acted.items():
+            drain_node(system, name, reason)
+        _remember(environ, acted)
+    seen = {node.name: node for nodes in partitions.values() for node in nodes}
+    return list(seen.values()), decisions
+
+
+def slurm_nodes(
+    system: SlurmSystem, partition: str, blamed: Mapping[str, tuple[str, ...]]
+) -> dict[str, list[NodeHealth]]:
+    """The nodes of each partition."""
+    chosen = ("-p", partition) if partition else ()
+    found: dict[str, dict[str, NodeHealth]] = {}
+    for line in system.ask("sinfo", "-h", "-N", *chosen, "-o", "%P|%N|%T|%E").splitlines():
+        words = line.split("|", 3)
+        if len(words) == 4:
+            name, is_out = words[1], any(part in words[2].lower() for part in NOT_USABLE)
+            view = NodeHealth(name=name, is_out=is_out, blamed=blamed.get(name, ()), reason=one_line(words[3]))
+            found.setdefault(words[0].rstrip("*"), {})[name] = view
+    return {name: list(nodes.values()) for name, nodes in found.items()}
+
+
+def blamed_by_runs(environ: Mapping[str, str], now_s: float) -> dict[str, list[str]]:
+    """Hosts that launched runs excluded as a whole, and that nobody has drained for it yet."""
+    done = _ledger(environ)
+    found: dict[str, list[str]] = {}
+    for record in read_records(environ, system="slurm")[-MOST_RUNS:]:
+        with suppress(PhalanxError, OSError):
+            events, _ = read_events(Run(path=Path(record.run)).supervisor)
+            for event in events:
+                host, at_s = text(event, "host"), number(event, "t") or 0.0
+                if event.get("event") != "quarantine" or "slot" in event or not NODE.fullmatch(host):
+                    continue
+                if now_s - at_s < RECENT_S and at_s > done.get(host, 0.0):
+                    found.setdefault(host, []).append(f"{one_line(text(event, 'reason'))[:100]} (job {record.id})")
+    return found
+
+
+def drain_node(system: SlurmSystem, name: str, reason: str) -> None:
+    """No new jobs there; those that run go on. `scontrol update NodeName=… State=RESUME` undoes it."""
+    plain = re.sub(r"[^ -~]", "?", reason).replace('"', "'")
+    system.ask("scontrol", "update", f"NodeName={name}", "State=DRAIN", f"Reason={plain}")
+
+
+def drain_own_node(name: str, said: Sequence[str], environ: Mapping[str, str]) -> str:
+    """From a node's own health check: drain it, unless that would leave a partition of it with less than half."""
+    system = SlurmSystem(environ)
+    for partition, nodes in slurm_nodes(system, "", {name: tuple(said)}).items():
+        mine = [node for node in nodes if node.name == name]
+        if mine and mine[0].is_out:
+            return f"{name} is out of service already: {mine[0].reason}"
+        decision = decide_health(nodes)
+        if mine and decision.braked:
+            return f"{name} is blamed ({'; '.join(said)}) and stays: in partition {partition}, {decision.braked}"
+    drain_node(system, name, PREFIX + "; ".join(said))
+    return f"{name} is drained: {'; '.join(said)}"
+
+
+def _ledger(environ: Mapping[str, str]) -> dict[str, float]:
+    try:
+        values = load_json(book_folder(environ) / LEDGER)
+    except (OSError, ValueError, PhalanxError):
+        return {}
+    return {str(name): float(at_s) for name, at_s in values.items()} if isinstance(values, dict) else {}
+
+
+def _remember(environ: Mapping[str, str], acted: Mapping[str, str]) -> None:
+    if acted:
+        kept = _ledger(environ) | dict.fromkeys(acted, time.time())
+        os.makedirs(book_folder(environ), mode=0o700, exist_ok=True)
+        replace_text(book_folder(environ) / LEDGER, json_text(kept) + "\n")
