@@ -154,10 +154,10 @@ def sweep(
 ) -> Sweep:
     """Train a grid of small models of the job's family, and write the table that `scale.fit` reads.
 
-    `budgets` are FLOPs, as "1e15..1e17" or numbers; of each, `sizes` models from a fourth to four times
-    (`spread`) the present optimum at `tokens_per_parameter`. "isoflop" trains each from the start; "wsd" trains the runs of one size as one
-    trunk with short decays, which gives the same numbers for less. Results are kept in `out` under the hash of what
-    decides them: called again, only what is missing is trained, and an interrupted run goes on from its checkpoint.
+    `budgets` are FLOPs, as "1e15..1e17" or numbers; of each, `sizes` models from a fourth to four times (`spread`) the
+    present optimum at `tokens_per_parameter`. "isoflop" trains each from the start; "wsd" trains the runs of one size
+    as one trunk with short decays, which gives the same numbers for less. Results are kept in `out` under the hash of
+    what decides them: called again, only what is missing is trained; an interrupted run goes on from its checkpoint.
     `parallel` runs share this machine, one core each or four on a GPU unless given.
 
     >>> made = phalanx.scale.sweep("examples/scaling.toml", budgets="1e12..1e14")  # doctest: +SKIP

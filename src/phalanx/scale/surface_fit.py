@@ -1,9 +1,9 @@
 """Fits of the loss surface with their intervals: vpnls, huber3 and overtrain (α = β).
 
-Intervals of vpnls and overtrain: wild bootstrap. The design stays as it is, every residual, divided by √(1 - leverage),
-keeps its size and gets a random sign, and deviations are widened by Student's t for the few degrees of freedom. It
-holds for noise that differs from point to point and for designs so small that drawing rows would lose whole curves.
-huber3 draws rows, as its authors and their replication do.
+Intervals of vpnls: draws of the posterior (surface_posterior.py). Of overtrain: wild bootstrap. The design stays as it
+is, every residual, divided by √(1 - leverage), keeps its size and gets a random sign, and deviations are widened by
+Student's t for the few degrees of freedom; drawing rows of such small designs would lose whole curves. huber3 draws
+rows, as its authors and their replication do.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from scipy import stats
 from phalanx.scale.fit_result import FitEstimate
 from phalanx.scale.huber import fit_huber, grid_starts
 from phalanx.scale.surface import Array, Surface, SurfaceData, polish_surface, project_grid, surface_values
+from phalanx.scale.surface_posterior import sample_posterior
 
 NAMES = ("E", "A", "B", "alpha", "beta")
 SHARE = 0.8  # of outcomes that an interval holds
@@ -74,7 +75,8 @@ def fit_surface(
     else:
         tried, _ = polish_surface(data, grid_starts(data, starts, rng), tied=tied, iterations=200)
         agreeing = _share_agreeing(tried, theta)
-        resampled = _flip_residuals(data, theta, draws, rng, tied=tied)
+        posterior = sample_posterior([one[2] for one in solved], draws=draws, rng=rng) if draws and not tied else None
+        resampled = _flip_residuals(data, theta, draws, rng, tied=tied) if posterior is None else posterior
     raw, projected = condition_numbers(data, theta, tied=tied)
     level, term_n, term_d = surface_values(theta[None, :], data)
     return SurfaceFit(
@@ -188,10 +190,11 @@ def estimate_interval(value: float, draws: Array, profile: tuple[float, float] |
     if not len(draws):
         return FitEstimate(value=value)
     low, high = np.quantile(draws, [0.5 - SHARE / 2, 0.5 + SHARE / 2])
+    # Where the points leave a number nearly open the best fit may lie outside of most draws: it is not excluded.
     return FitEstimate(
         value=value,
-        low=float(low),
-        high=float(high),
+        low=min(float(low), value),
+        high=max(float(high), value),
         standard_error=float(np.std(draws)),
         profile_low=profile[0] if profile else None,
         profile_high=profile[1] if profile else None,
