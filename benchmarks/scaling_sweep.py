@@ -58,10 +58,10 @@ PRESETS = {
     # The last budget is four times the one before. 10M to 150M in minutes leaves 0.1 tokens per parameter.
     "gpu": Preset(
         job=HERE / "data" / "scaling-gpu.toml",
-        budgets="2.5e14,4e14,6.3e14,1e15,4e15",
-        tokens_per_parameter=0.0787,
-        spread=1.63,
-        parallel=6,
+        budgets="4e14,6e14,8e14,1.1e15,4.4e15",
+        tokens_per_parameter=0.118,
+        spread=1.9,
+        parallel=8,
     ),
     "tiny": Preset(
         job=HERE.parent / "examples" / "scaling.toml",
