@@ -215,9 +215,7 @@ def main() -> None:
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu")
     parser.add_argument("--budgets", help="other budgets than the preset's")
     parser.add_argument("--parallel", type=int)
-    parser.add_argument(
-        "--data", type=Path, help="folder of a dataset, instead of the corpus that is built"
-    )
+    parser.add_argument("--data", type=Path, help="folder of a dataset, instead of the corpus that is built")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--out", type=Path, help="folder of the sweep (runs/scaling-PRESET)")
     parser.add_argument("--minutes", type=float, help="stop the sweep after so many; saving takes up to one more")
