@@ -124,7 +124,15 @@ def _fit_surface(points: ScalingPoints, method: str, draws: int, rng: np.random.
     values = {name: float(getattr(found.law, name)) for name in NAMES}
     made = _assemble_fit(points, method, values, resampled, found.residuals, notes, found.profiles)
     data = SurfaceData.of(points.params, points.tokens, points.loss)
-    return replace(made, comparisons=_compare_published(data, found.law, made))
+    note = (
+        "the runs do not tell how the loss depends on N, or on D: the values are a law in the middle of what they "
+        "allow, and the intervals count; train runs of more sizes and token counts"
+    )
+    return replace(
+        made,
+        comparisons=_compare_published(data, found.law, made),
+        warnings=(note,) if found.is_middle else (),
+    )
 
 
 def _fit_isoflop(points: ScalingPoints, draws: int, rng: np.random.Generator) -> ScalingFit:

@@ -131,10 +131,11 @@ def _log_density(data: SurfaceData, log_alpha: Array, log_beta: Array) -> Array:
     free = max(len(data.loss) - 3, 1)
     errors = np.sqrt(inverse * (rest / free)[..., None])
     _, every = np.linalg.slogdet(normal + RIDGE * np.einsum("abii->ab", normal)[..., None, None] * np.eye(5))
-    terms = np.log(np.maximum(linear, errors)[..., 1:]).sum(axis=-1)  # A·B of Jeffreys' prior
+    largest = np.maximum(np.maximum(linear, errors), np.finfo(float).tiny)
+    terms = np.log(largest[..., 1:]).sum(axis=-1)  # A·B of Jeffreys' prior
     density = -0.5 * free * np.log(rest) - 0.5 * determinant + 0.5 * np.where(np.isfinite(every), every, -700.0) + terms
     # A surface with a negative term is none; where the best of a pair is slightly negative there are still draws.
-    return np.where((linear < -4.0 * errors).any(axis=-1), density.min() - 10.0 * FAINT, density)
+    return np.asarray(np.where((linear < -4.0 * errors).any(axis=-1), density.min() - 10.0 * FAINT, density))
 
 
 def _draw_surfaces(grid: ExponentGrid, count: int, rng: np.random.Generator) -> Array:
@@ -161,7 +162,7 @@ def _draw_surfaces(grid: ExponentGrid, count: int, rng: np.random.Generator) -> 
     if not kept.any():
         return np.empty((0, 5))
     # The grid took A·B of the best surface of each pair into the prior: draws are weighted by their own instead.
-    usual = np.maximum(best, np.sqrt(inverse * (rest / free)[:, None]))
+    usual = np.maximum(np.maximum(best, np.sqrt(inverse * (rest / free)[:, None])), np.finfo(float).tiny)
     prior = (linear[kept, 1:] / usual[kept, 1:]).prod(axis=1)
     found = np.column_stack([np.log(linear[kept]), log_alpha[kept], log_beta[kept]])
     return found[rng.choice(len(found), size=len(found), p=prior / prior.sum())]
