@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=16)
     parser.add_argument("--rates", default="-10..-3", help="exponents of two")
+    parser.add_argument("--kinds", default="standard,mup", help="parametrizations, between commas")
     parser.add_argument("--corpus", action="store_true", help="the offline corpus instead of made-up sequences")
     parser.add_argument("--out", type=Path, help="folder for the result and the picture")
     options = parser.parse_args()
@@ -151,7 +152,7 @@ def main() -> None:
     )
     began, rows, pictures = time.monotonic(), [], []
     with lone_group():
-        for kind in ("standard", "mup"):
+        for kind in options.kinds.split(","):
             lines, best = [], []
             for width in widths:
                 scale = Scale(parametrization=kind, base_width=widths[0] if kind == "mup" else 0, base_head_dim=HEAD)

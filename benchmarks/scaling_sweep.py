@@ -1,18 +1,27 @@
-"""Does a law fitted to small budgets foretell the largest? A sweep on CPU cores, its largest budget left out.
+"""Does a law fitted to small budgets predict the largest? A sweep, its largest budget left out of the fit.
 
-    python benchmarks/scaling_sweep.py [--budgets 1.5e11..2.4e12] [--sizes 6] [--out FOLDER] [--write benchmarks]
+    python benchmarks/scaling_sweep.py                            30 runs on CPU cores, up to 0.5M parameters
+    python benchmarks/scaling_sweep.py --preset gpu --minutes 8   30 runs on a GPU, 10M to 150M parameters
+    python benchmarks/scaling_sweep.py --preset tiny              the same path in about a minute
+    python benchmarks/scaling_sweep.py --table points.csv         only the fit, of a table that is there
 
-Five budgets of six sizes, up to about 1M parameters, on the corpus of `make run`; 25 minutes on two idle cores. The law
-is fitted to four budgets and asked for the losses of the fifth, with an 80 % interval: draws of the fit with the
-scatter of the points about it.
+`--minutes` ends the sweep in time: runs in the middle are saved, and the same command goes on. `--copy FOLDER` gets the
+table, the result and state.json; with `--state state.json` another machine goes on from the runs that are done.
+The law is fitted to all budgets but the largest and asked for the losses of that, with an 80 % interval: draws of the
+fit with the scatter of the points about it.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
+import os
+import re
+import signal
 import tempfile
 import time
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -21,19 +30,52 @@ import numpy as np
 import phalanx
 from phalanx.io.files import replace_text
 from phalanx.io.tables import markdown_table
+from phalanx.scale.laws import law_loss
 
-JOB = Path(__file__).parents[1] / "examples" / "scaling.toml"
-OVERRIDES = ["data.sequence=128", "batch.global_tokens=2048"]
-
-
-def law(parameters: np.ndarray, params: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """E + A / N^alpha + B / D^beta of each row of parameters (E, A, B, alpha, beta)."""
-    e, a, b, alpha, beta = np.moveaxis(np.atleast_2d(parameters)[..., None], 1, 0)
-    return e + a / params**alpha + b / tokens**beta
+HERE = Path(__file__).parent
 
 
-def foretell(table: Path, *, method: str) -> list[dict[str, float]]:
-    """Each run of the largest budget: measured, foretold without it, and the 80 % interval."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """A job and the grid around it."""
+
+    job: Path
+    budgets: str
+    tokens_per_parameter: float
+    sizes: int = 6
+    spread: float = 4.0
+    parallel: int | None = None
+    overrides: tuple[str, ...] = ()
+
+
+PRESETS = {
+    "cpu": Preset(
+        job=HERE.parent / "examples" / "scaling.toml",
+        budgets="2.5e10..2.5e11",
+        tokens_per_parameter=2.5,
+        overrides=("batch.global_tokens=256",),
+    ),
+    # The last budget is four times the one before. 10M to 150M in minutes leaves 0.1 tokens per parameter.
+    "gpu": Preset(
+        job=HERE / "data" / "scaling-gpu.toml",
+        budgets="4e14,6e14,8e14,1.1e15,4.4e15",
+        tokens_per_parameter=0.118,
+        spread=1.9,
+        parallel=8,
+    ),
+    "tiny": Preset(
+        job=HERE.parent / "examples" / "scaling.toml",
+        budgets="1e9,2e9,4e9,1.6e10",
+        tokens_per_parameter=0.3,
+        sizes=3,
+        spread=2.0,
+        overrides=("batch.global_tokens=128", "train.evaluate_sequences=32"),
+    ),
+}
+
+
+def predict_left_out(table: Path, *, method: str) -> list[dict[str, float]]:
+    """Each run of the largest budget: measured, predicted without it, and the 80 % interval."""
     with table.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["status"] == "done"]
     largest = max(float(row["budget"]) for row in rows)
@@ -47,67 +89,162 @@ def foretell(table: Path, *, method: str) -> list[dict[str, float]]:
             writer.writeheader()
             writer.writerows(known)
         fitted = phalanx.scale.fit(part, method=method, params_counted="total", flops_counted="6nd").fit
-    names = ("E", "A", "B", "alpha", "beta")
-    values = np.array([fitted.values()[name] for name in names])
-    order = [list(fitted.parameters).index(name) for name in names]
-    draws = np.array(fitted.draws)[:, order]
-    params, tokens, losses = (np.array([float(row[key]) for row in asked]) for key in ("params", "tokens", "loss"))
-    middle = law(values, params, tokens)[0]
-    scatter = np.random.default_rng(0).normal(0.0, fitted.diagnostics.residual_sd, (len(draws), len(asked)))
-    low, high = np.quantile(law(draws, params, tokens) * np.exp(scatter), (0.1, 0.9), axis=0)
-    keys = ("params", "tokens", "loss", "foretold", "low", "high")
-    return [dict(zip(keys, one, strict=True)) for one in zip(params, tokens, losses, middle, low, high, strict=True)]
+    names = tuple(fitted.parameters)
+    noise = np.random.default_rng(0).normal(0.0, fitted.diagnostics.residual_sd, len(fitted.draws))
+    found = []
+    for row in asked:
+        params, tokens = float(row["params"]), float(row["tokens"])
+        drawn = [
+            law_loss(method, dict(zip(names, values, strict=True)), params, tokens) * np.exp(scatter)
+            for values, scatter in zip(fitted.draws, noise, strict=True)
+        ]
+        low, high = np.quantile(drawn, (0.1, 0.9))
+        predicted = law_loss(method, fitted.values(), params, tokens)
+        found.append(
+            {
+                "params": params,
+                "tokens": tokens,
+                "loss": float(row["loss"]),
+                "predicted": predicted,
+                "low": float(low),
+                "high": float(high),
+            }
+        )
+    return found
 
 
-def main() -> None:
-    """Sweep, leave the largest budget out, compare."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--budgets", default="1.5e11..2.4e12")
-    parser.add_argument("--sizes", type=int, default=6)
-    parser.add_argument("--tokens-per-parameter", type=float, default=10.0)
-    parser.add_argument("--method", default="isoflop")
-    parser.add_argument("--fit", default="vpnls")
-    parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--out", type=Path, default=Path("runs/scaling-benchmark"))
-    parser.add_argument("--write", type=Path, help="folder for the result")
-    options = parser.parse_args()
-    began = time.monotonic()
-    found = phalanx.scale.sweep(
-        JOB,
-        budgets=options.budgets,
-        sizes=options.sizes,
-        method=options.method,
-        tokens_per_parameter=options.tokens_per_parameter,
-        out=options.out,
-        overrides=[*OVERRIDES, *options.set],
-    )
-    print(found)
-    rows = foretell(Path(found.table), method=options.fit)
+def result_text(rows: list[dict[str, float]], *, command: str, took: str) -> str:
+    """The dated page."""
     table = [
         [
             f"{one['params']:,.0f}",
             f"{one['tokens']:,.0f}",
             f"{one['loss']:.4f}",
-            f"{one['foretold']:.4f}",
+            f"{one['predicted']:.4f}",
             f"{one['low']:.4f} to {one['high']:.4f}",
-            f"{one['foretold'] / one['loss'] - 1:+.2%}",
+            f"{one['predicted'] / one['loss'] - 1:+.2%}",
             "yes" if one["low"] <= one["loss"] <= one["high"] else "no",
         ]
         for one in rows
     ]
-    head = ["N", "D", "loss", "foretold", "80 % interval", "error", "inside"]
+    head = ["N", "D", "loss", "predicted", "80 % interval", "error", "inside"]
     best = min(rows, key=lambda one: one["loss"])
-    worst = max(abs(one["foretold"] / one["loss"] - 1) for one in rows)
-    text = (
+    worst = max(abs(one["predicted"] / one["loss"] - 1) for one in rows)
+    return (
         "# A sweep whose largest budget is left out\n\n"
-        f"`python benchmarks/scaling_sweep.py --budgets {options.budgets} --sizes {options.sizes}`, "
-        f"{date.today()}, {time.monotonic() - began:.0f} s.\n\n"
-        f"{markdown_table(head, table)}\n\n"
-        f"Lowest loss of the largest budget: {best['foretold'] / best['loss'] - 1:+.2%}; largest error {worst:.2%}.\n"
+        f"`{command}`, {date.today()}{took}.\n\n{markdown_table(head, table)}\n\n"
+        f"Lowest loss of the largest budget: {best['predicted'] / best['loss'] - 1:+.2%}; largest error {worst:.2%}.\n"
+    )
+
+
+def write_state(out: Path, target: Path) -> None:
+    """What is known of finished runs, in one file: another machine need not train them again."""
+    known = {one.stem: json.loads(one.read_text()) for one in sorted((out / "results").glob("*.json"))}
+    done = {digest: value for digest, value in known.items() if value["state"] in ("done", "diverged")}
+    replace_text(target, json.dumps(done, indent=1) + "\n")
+
+
+def restore_state(source: Path, out: Path) -> int:
+    """Finished runs of another machine; those that are here stay. How many were taken."""
+    taken = 0
+    for digest, value in json.loads(source.read_text()).items():
+        folder = str(value["folder"])
+        if not re.fullmatch(r"[0-9a-f]{64}", digest) or not re.fullmatch(r"\w[\w.-]*", folder):
+            raise SystemExit(f"{source}: {digest[:20]!r} with folder {folder[:40]!r} is no result of a sweep")
+        result = out / "results" / f"{digest}.json"
+        if not result.exists():
+            (out / "runs" / folder).mkdir(parents=True, exist_ok=True)
+            result.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(result, json.dumps(value, indent=1) + "\n")
+            taken += 1
+    return taken
+
+
+def stop_in_time(minutes: float) -> None:
+    """Interrupt the sweep as Ctrl-C does, once."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 60.0 * minutes)
+
+
+def train_grid(options: argparse.Namespace, preset: Preset) -> Path:
+    """Sweep as far as the time goes; the table of what is done."""
+    out: Path = options.out or Path("runs") / f"scaling-{options.preset}"
+    if options.state and options.state.exists():
+        print(f"{restore_state(options.state, out)} finished runs taken from {options.state}", flush=True)
+    if options.minutes:
+        stop_in_time(options.minutes)
+    overrides = [*preset.overrides, *options.set]
+    if options.data:
+        overrides.append(f"data.path={options.data.resolve()}")
+    try:
+        made = phalanx.scale.sweep(
+            preset.job,
+            budgets=options.budgets or preset.budgets,
+            sizes=preset.sizes,
+            tokens_per_parameter=preset.tokens_per_parameter,
+            spread=preset.spread,
+            parallel=options.parallel or preset.parallel,
+            out=out,
+            overrides=overrides,
+            dry_run=options.dry_run,
+            progress=lambda line: print(f"[{time.monotonic() - BEGAN:.0f} s] {line}", flush=True),
+        )
+        print(made, flush=True)
+    except KeyboardInterrupt:
+        print("out of time: the same command goes on", flush=True)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        if options.copy and (out / "results").is_dir():
+            options.copy.mkdir(parents=True, exist_ok=True)
+            write_state(out, options.copy / "state.json")
+            if (out / "points.csv").is_file():
+                replace_text(options.copy / "points.csv", (out / "points.csv").read_text())
+    return out / "points.csv"
+
+
+BEGAN = time.monotonic()
+
+
+def main() -> None:
+    """Sweep, leave the largest budget out, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu")
+    parser.add_argument("--budgets", help="other budgets than the preset's")
+    parser.add_argument("--parallel", type=int)
+    parser.add_argument("--data", type=Path, help="folder of a dataset, instead of the corpus that is built")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--out", type=Path, help="folder of the sweep (runs/scaling-PRESET)")
+    parser.add_argument("--minutes", type=float, help="stop the sweep after so many; saving takes up to one more")
+    parser.add_argument("--copy", type=Path, help="folder that gets points.csv, state.json and the result")
+    parser.add_argument("--state", type=Path, help="state.json of an earlier call on another machine")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--table", type=Path, help="fit this table; train nothing")
+    parser.add_argument("--fit", default="vpnls")
+    parser.add_argument("--write", type=Path, help="folder for the dated result")
+    options = parser.parse_args()
+    table = options.table or train_grid(options, PRESETS[options.preset])
+    if options.dry_run:
+        return
+    with table.open(newline="") as file:
+        left = sum(row["status"] not in ("done", "diverged") for row in csv.DictReader(file))
+    if left:
+        raise SystemExit(f"{left} runs are missing: repeat the command")
+    used = os.times()
+    processor_s = used.user + used.system + used.children_user + used.children_system
+    took = "" if options.table else f", {time.monotonic() - BEGAN:.0f} s, {processor_s:.0f} s of processor time"
+    preset = f" --preset {options.preset}" if not options.table else f" --table {options.table.name}"
+    text = result_text(
+        predict_left_out(table, method=options.fit), command=f"python benchmarks/scaling_sweep.py{preset}", took=took
     )
     print(text)
-    if options.write:
-        replace_text(options.write / f"{date.today()}-scaling-sweep.md", text)
+    name = f"{date.today()}-scaling-sweep-{options.preset}.md"
+    for folder in (options.copy, options.write):
+        if folder:
+            replace_text(folder / name, text)
 
 
 if __name__ == "__main__":

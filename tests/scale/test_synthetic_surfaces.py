@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from phalanx.scale.fit_points import fit_law
+from phalanx.errors import UserError
+from phalanx.scale.fit_points import fit_law, optimum_estimates
 from phalanx.scale.points import ScalingPoints
+from phalanx.scale.repeated_data import effective_tokens
 from phalanx.scale.surface import Surface
 from phalanx.scale.surface_fit import estimate_interval, fit_surface
 
@@ -81,3 +84,52 @@ def test_kaplans_law_is_found_again() -> None:
     found = fit_law(points_of(params, tokens, loss, tokens), method="kaplan", draws=3, leave_out=False).values()
     assert np.isclose(found["alpha_N"], 0.076, rtol=0.01)
     assert np.isclose(found["alpha_D"], 0.095, rtol=0.01)
+
+
+def test_a_law_of_repeated_data_is_found_again() -> None:
+    """Muennighoff's R* of 15.4, with a third of the runs on 4 to 40 epochs."""
+    rng = np.random.default_rng(3)
+    law = SURFACES[0]
+    params, tokens, _ = sweep(law, rng, sizes=7)
+    unique = np.where(np.arange(len(tokens)) % 3 == 0, tokens / np.tile([4.0, 15.0, 40.0], 12)[: len(tokens)], tokens)
+    worth = effective_tokens(tokens, unique, 15.4)
+    loss = (law.E + law.A * params**-law.alpha + law.B * worth**-law.beta) * np.exp(1e-3 * rng.normal(size=len(tokens)))
+    fit = fit_law(points_of(params, tokens, loss, unique), method="data-constrained", draws=60, leave_out=False)
+    found = fit.parameters["R_D"]
+    assert np.isclose(found.value, 15.4, rtol=0.2)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low <= 15.4 <= found.high
+    assert np.isclose(fit.derived["a"].value, law.exponent, rtol=0.03)
+    with pytest.raises(UserError, match="read their data more than once"):
+        fit_law(points_of(params, tokens, loss, tokens), method="data-constrained", draws=0, leave_out=False)
+
+
+# (N, D, loss) of a sweep of three minutes: too short to tell how the loss depends on N.
+SHORT_SWEEP = (
+    (14928, 446464, 4.0961),
+    (29792, 223744, 4.5283),
+    (56544, 117760, 4.7813),
+    (114768, 57856, 5.2916),
+    (246336, 27136, 5.3470),
+    (21648, 615936, 3.9536),
+    (43168, 308736, 4.3261),
+    (84720, 157184, 4.6194),
+    (192960, 69120, 5.2820),
+    (291120, 45568, 5.2596),
+    (29792, 894976, 3.9248),
+    (56544, 471552, 4.1336),
+    (114768, 232448, 4.0043),
+    (246336, 108032, 5.0519),
+    (457840, 58368, 5.2943),
+)
+
+
+def test_points_that_say_nothing_of_size_get_a_law_from_the_middle_and_a_warning() -> None:
+    """Least squares alone put A at 0 and the best model at no parameters."""
+    params, tokens, loss = np.array(SHORT_SWEEP).T
+    fit = fit_law(points_of(params, tokens, loss, tokens), draws=80, leave_out=False)
+    assert any("do not tell how the loss depends on N" in one for one in fit.warnings)
+    best = optimum_estimates(fit, 1.6e11)["params"]
+    assert best.low is not None
+    assert 1.0 < best.low <= best.value < params.max()

@@ -322,3 +322,28 @@ def _until(true: Any, seconds: float = 300.0) -> None:
     while not true():
         assert time.monotonic() < end, "did not come true"
         time.sleep(0.05)
+
+
+def test_a_sweep_has_a_page_with_its_fit(tmp_path: Path) -> None:
+    import shutil
+
+    data = Path(__file__).parents[1] / "data" / "scaling" / "chinchilla_points_epoch.csv"
+    (tmp_path / "sweep <one>").mkdir()
+    shutil.copy(data, tmp_path / "sweep <one>" / "points.csv")
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early" / "points.csv").write_text("params,tokens,loss\n1e6,1e7,4.0\n")
+    with dashboard(tmp_path) as found:
+        listing = found.get("/scaling").body.decode()
+        assert 'href="scaling/sweep%20%3Cone%3E">sweep &lt;one&gt;<' in listing
+        page = found.get("/scaling/sweep%20%3Cone%3E")
+        assert page.status == 200
+        assert "COMPUTE-OPTIMAL MODELS" in page.body.decode()
+        assert "<one>" not in page.body.decode()
+        for name in ("isoflop", "residuals", "frontier"):
+            picture = found.get(f"/scaling/sweep%20%3Cone%3E/{name}.svg")
+            assert (picture.status, picture.headers["content-type"]) == (200, "image/svg+xml")
+            assert picture.body.startswith(b"<svg")
+        assert "vpnls needs at least 6" in found.get("/scaling/early").body.decode()
+        assert found.get("/scaling/none").status == 404
+        assert found.get("/scaling/%2e%2e/points.csv").status == 404
+        assert found.complaints == []

@@ -71,7 +71,7 @@ def fit(
 ) -> FittedLaw:
     """Fit a scaling law to a CSV table, a run folder or a folder of runs.
 
-    `method` is vpnls, huber3, isoflop, kaplan or overtrain. `columns` maps our column names to the
+    `method` is vpnls, huber3, isoflop, kaplan, overtrain or data-constrained. `columns` maps our column names to the
     table's, `where` picks rows by their values. `draws` are the resamples behind intervals, made from `seed`.
     Raises UserError for points that no law can be fitted to.
 

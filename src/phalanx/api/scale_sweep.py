@@ -15,7 +15,7 @@ from phalanx.io.tables import text_table
 from phalanx.job.load import ResolvedJob
 from phalanx.job.model import TOKENS_PER_PARAMETER
 from phalanx.job.schema import Job
-from phalanx.scale.sweep_grid import SweepRun, decides_digest, parse_budgets, rates_text, sweep_runs
+from phalanx.scale.sweep_grid import SPREAD, SweepRun, decides_digest, parse_budgets, rates_text, sweep_runs
 from phalanx.scale.sweep_store import DIVERGED, DONE, SweepFolder, SweepOutcome
 from phalanx.units import format_count, format_money, format_seconds, plural
 
@@ -146,6 +146,7 @@ def sweep(
     method: str = "isoflop",
     out: str | Path | None = None,
     tokens_per_parameter: float = TOKENS_PER_PARAMETER,
+    spread: float = SPREAD,
     parallel: int | None = None,
     overrides: Overrides = (),
     dry_run: bool = False,
@@ -153,10 +154,10 @@ def sweep(
 ) -> Sweep:
     """Train a grid of small models of the job's family, and write the table that `scale.fit` reads.
 
-    `budgets` are FLOPs, as "1e15..1e17" or numbers; of each, `sizes` models from a fourth to four times the present
-    optimum at `tokens_per_parameter`. "isoflop" trains each from the start; "wsd" trains the runs of one size as one
-    trunk with short decays, which gives the same numbers for less. Results are kept in `out` under the hash of what
-    decides them: called again, only what is missing is trained, and an interrupted run goes on from its checkpoint.
+    `budgets` are FLOPs, as "1e15..1e17" or numbers; of each, `sizes` models from a fourth to four times (`spread`) the
+    present optimum at `tokens_per_parameter`. "isoflop" trains each from the start; "wsd" trains the runs of one size
+    as one trunk with short decays, which gives the same numbers for less. Results are kept in `out` under the hash of
+    what decides them: called again, only what is missing is trained; an interrupted run goes on from its checkpoint.
     `parallel` runs share this machine, one core each or four on a GPU unless given.
 
     >>> made = phalanx.scale.sweep("examples/scaling.toml", budgets="1e12..1e14")  # doctest: +SKIP
@@ -166,7 +167,12 @@ def sweep(
     resolved = read_job(job, overrides, where=WHERE)
     listed = parse_budgets(budgets if isinstance(budgets, str) else ",".join(repr(float(one)) for one in budgets))
     grid = sweep_runs(
-        resolved.job, budgets=listed, sizes=sizes, method=method, tokens_per_parameter=tokens_per_parameter
+        resolved.job,
+        budgets=listed,
+        sizes=sizes,
+        method=method,
+        tokens_per_parameter=tokens_per_parameter,
+        spread=spread,
     )
     _refuse_job(resolved.job)
     if parallel is not None and not 1 <= parallel <= 4096:

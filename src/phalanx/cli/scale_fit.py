@@ -17,7 +17,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
         "--method",
         metavar="M",
         default="vpnls",
-        help="vpnls (default), huber3, isoflop, kaplan or overtrain",
+        help="vpnls (default), huber3, isoflop, kaplan, overtrain or data-constrained",
     )
     table = parser.add_argument_group("the table")
     table.add_argument(

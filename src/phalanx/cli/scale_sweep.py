@@ -30,6 +30,13 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
         default=20.0,
         help="assumed optimum, around which model sizes are chosen (default: 20)",
     )
+    parser.add_argument(
+        "--spread",
+        metavar="X",
+        type=float,
+        default=4.0,
+        help="sizes of a budget reach from the assumed optimum / X to the optimum * X (default: 4)",
+    )
     parser.add_argument("--out", metavar="DIR", help="folder for runs, results and table (default: runs/sweep-NAME)")
     parser.add_argument(
         "--parallel", metavar="P", type=int, help="runs at a time (default: one per core, four per GPU)"
@@ -49,6 +56,7 @@ def run_command(args: argparse.Namespace) -> int:
         method=args.method,
         out=args.out,
         tokens_per_parameter=args.tokens_per_parameter,
+        spread=args.spread,
         parallel=args.parallel,
         overrides=args.overrides,
         dry_run=args.dry_run,

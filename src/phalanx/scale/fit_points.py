@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +24,7 @@ from phalanx.scale.laws import FORMULAS, SURFACES, law_loss, law_optimum, size_e
 from phalanx.scale.other_laws import KAPLAN_NAMES, fit_kaplan
 from phalanx.scale.points import COUNTED, ScalingPoints
 from phalanx.scale.published import PUBLISHED
+from phalanx.scale.repeated_data import effective_tokens, fit_repeated
 from phalanx.scale.surface import Surface, SurfaceData
 from phalanx.scale.surface_fit import NAMES, estimate_interval, fit_surface
 from phalanx.units import plural
@@ -35,8 +37,9 @@ METHODS = {
     "isoflop": "the best size of each budget, and a power law through them: approach 2",
     "kaplan": "Kaplan's law of N and D, without an irreducible loss",
     "overtrain": "the surface with α = β: Gadre's law of compute and tokens per parameter",
+    "data-constrained": "the surface where tokens read again count for less: Muennighoff's law of repeated data",
 }
-LEAST_ROWS = {"vpnls": 6, "huber3": 6, "overtrain": 5, "kaplan": 6, "isoflop": 9}
+LEAST_ROWS = {"vpnls": 6, "huber3": 6, "overtrain": 5, "kaplan": 6, "isoflop": 9, "data-constrained": 8}
 DRAWS = 400
 OUTLIER_SDS = 4.5  # robust standard deviations
 MOST_OUTLIERS = 12
@@ -54,7 +57,12 @@ def fit_law(
     """Fit; raises UserError for points that no law can be fitted to."""
     check_points(points, method)
     rng = np.random.default_rng(seed)
-    if method in SURFACES:
+    if method == "data-constrained":
+        repeated = fit_repeated(points, draws=draws, rng=rng)
+        notes = Diagnostics(objective=repeated.objective, residual_sd=0.0)
+        made = _assemble_fit(points, method, repeated.values, repeated.draws, repeated.residuals, notes)
+        made = replace(made, warnings=("allocate and predict take the law of fresh data: no token is read twice",))
+    elif method in SURFACES:
         made = _fit_surface(points, method, draws, rng)
     elif method == "isoflop":
         made = _fit_isoflop(points, draws, rng)
@@ -116,7 +124,15 @@ def _fit_surface(points: ScalingPoints, method: str, draws: int, rng: np.random.
     values = {name: float(getattr(found.law, name)) for name in NAMES}
     made = _assemble_fit(points, method, values, resampled, found.residuals, notes, found.profiles)
     data = SurfaceData.of(points.params, points.tokens, points.loss)
-    return replace(made, comparisons=_compare_published(data, found.law, made))
+    note = (
+        "the runs do not tell how the loss depends on N, or on D: the values are a law in the middle of what they "
+        "allow, and the intervals count; train runs of more sizes and token counts"
+    )
+    return replace(
+        made,
+        comparisons=_compare_published(data, found.law, made),
+        warnings=(note,) if found.is_middle else (),
+    )
 
 
 def _fit_isoflop(points: ScalingPoints, draws: int, rng: np.random.Generator) -> ScalingFit:
@@ -203,8 +219,7 @@ def left_out_error(points: ScalingPoints, method: str) -> LeftOutBudget | None:
         return None
     test = points.take(held)
     values = kept.values()
-    predicted = np.array([law_loss(method, values, n, d) for n, d in zip(test.params, test.tokens, strict=True)])
-    errors = predicted / test.loss - 1.0
+    errors = predicted_losses(method, values, test) / test.loss - 1.0
     baseline = constant_exponent_losses(points.take(~held), test) / test.loss - 1.0
     return LeftOutBudget(
         rows=len(test),
@@ -213,6 +228,14 @@ def left_out_error(points: ScalingPoints, method: str) -> LeftOutBudget | None:
         worst_error=float(errors[int(np.argmax(np.abs(errors)))]),
         baseline_mean_abs_error=float(np.abs(baseline).mean()),
     )
+
+
+def predicted_losses(method: str, values: Mapping[str, float], points: ScalingPoints) -> Array:
+    """The law's loss of each row; a law of repeated data counts what its tokens are worth."""
+    tokens = points.tokens
+    if method == "data-constrained" and points.unique_tokens is not None:
+        tokens = effective_tokens(tokens, points.unique_tokens, values["R_D"])
+    return np.array([law_loss(method, values, n, d) for n, d in zip(points.params, tokens, strict=True)])
 
 
 def constant_exponent_losses(known: ScalingPoints, wanted: ScalingPoints) -> Array:

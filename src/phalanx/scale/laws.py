@@ -7,11 +7,12 @@ from collections.abc import Mapping
 
 from phalanx.scale.surface import Surface
 
-SURFACES = ("vpnls", "huber3", "overtrain")
+SURFACES = ("vpnls", "huber3", "overtrain", "data-constrained")
 FORMULAS = {
     "vpnls": "L = E + A/N^α + B/D^β",
     "huber3": "L = E + A/N^α + B/D^β",
     "overtrain": "L = E + (a·M^η + b·M^-η)·C^-η with M = D/N",
+    "data-constrained": "L = E + A/N^α + B/D'^β with D' = U + U·R*·(1 - e^(-R/R*)), R = D/U - 1",
     "isoflop": "N* = G·C^a,  L* = E + K·C^-γ",
     "kaplan": "L = ((Nc/N)^(αN/αD) + Dc/D)^αD",
 }

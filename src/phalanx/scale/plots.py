@@ -8,7 +8,7 @@ import numpy as np
 
 from phalanx.io.style import REPORT_CSS
 from phalanx.io.svg import PLANNED_STYLE, PlotLine, line_plot
-from phalanx.scale.fit_points import optimum_estimates
+from phalanx.scale.fit_points import optimum_estimates, predicted_losses
 from phalanx.scale.fit_result import ScalingFit
 from phalanx.scale.isoflop import group_budgets
 from phalanx.scale.laws import law_loss
@@ -63,8 +63,7 @@ def _isoflop_plot(fit: ScalingFit, points: ScalingPoints) -> str:
 def _residual_plot(fit: ScalingFit, points: ScalingPoints) -> str:
     """Measured over predicted, by compute."""
     x = np.log10(points.flops)
-    rows = zip(points.params, points.tokens, strict=True)
-    off = 100.0 * (points.loss / np.array([law_loss(fit.method, fit.values(), n, d) for n, d in rows]) - 1.0)
+    off = 100.0 * (points.loss / predicted_losses(fit.method, fit.values(), points) - 1.0)
     order = np.argsort(x)
     zero = PlotLine(label="law", x=[float(x.min()), float(x.max())], mean=[0.0, 0.0], style=PLANNED_STYLE)
     dots = PlotLine(label="measured", x=x[order].tolist(), mean=off[order].tolist(), style="1", dots=True)

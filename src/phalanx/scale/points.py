@@ -10,7 +10,7 @@ Columns of the file (docs/scaling.md):
     tokenizer      identity of the tokenizer                        optional; two of them are refused
     data           identity of the training data                    optional; two of them are refused
     seed lr batch_tokens                                            optional, kept
-    unique_tokens  tokens before they repeat                        kept, not used
+    unique_tokens  tokens before they repeat                        optional; for data-constrained
     budget         FLOPs of the IsoFLOP curve a row belongs to      optional: rows with nearly equal flops
     status         anything but "done", "ok" or empty is left out   optional
 """

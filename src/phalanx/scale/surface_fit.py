@@ -1,9 +1,9 @@
 """Fits of the loss surface with their intervals: vpnls, huber3 and overtrain (α = β).
 
-Intervals of vpnls and overtrain: wild bootstrap. The design stays as it is, every residual, divided by √(1 - leverage),
-keeps its size and gets a random sign, and deviations are widened by Student's t for the few degrees of freedom. It
-holds for noise that differs from point to point and for designs so small that drawing rows would lose whole curves.
-huber3 draws rows, as its authors and their replication do.
+Intervals of vpnls: draws of the posterior (surface_posterior.py). Of overtrain: wild bootstrap. The design stays as it
+is, every residual, divided by √(1 - leverage), keeps its size and gets a random sign, and deviations are widened by
+Student's t for the few degrees of freedom; drawing rows of such small designs would lose whole curves. huber3 draws
+rows, as its authors and their replication do.
 """
 
 from __future__ import annotations
@@ -16,13 +16,24 @@ from scipy import stats
 
 from phalanx.scale.fit_result import FitEstimate
 from phalanx.scale.huber import fit_huber, grid_starts
-from phalanx.scale.surface import Array, Surface, SurfaceData, polish_surface, project_grid, surface_values
+from phalanx.scale.surface import (
+    LEAST_EXPONENT,
+    MOST_EXPONENT,
+    Array,
+    Surface,
+    SurfaceData,
+    polish_surface,
+    project_grid,
+    surface_values,
+)
+from phalanx.scale.surface_posterior import sample_posterior
 
 NAMES = ("E", "A", "B", "alpha", "beta")
 SHARE = 0.8  # of outcomes that an interval holds
 STARTS = 48
 AGREE = 0.01  # exponents that differ by less are the same answer
 PROFILE_POINTS = 33
+NEGLIGIBLE = 1e-3  # of the loss: a term that never reaches it is none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +51,7 @@ class SurfaceFit:
     raw_condition_number: float  # of E, A, B, α and β at once
     profiles: dict[str, tuple[float, float]]
     noise: str  # "proportional" to the loss, or "constant": what the residuals speak for
+    is_middle: bool = False  # the least squares were degenerate: `law` is a draw in the middle of what is possible
 
 
 def fit_surface(
@@ -65,7 +77,7 @@ def fit_surface(
         solved.append((float(cost.min()), relative, data, found, cost))
     _, relative, data, found, cost = min(solved, key=lambda one: one[0])
     theta = found[int(np.argmin(cost))]
-    objective = float(cost.min())
+    objective, is_middle = float(cost.min()), False
     if method == "huber3":
         tried, costs = fit_huber(data, np.vstack([found, grid_starts(data, starts, rng)]))
         theta, objective = tried[int(np.argmin(costs))], float(costs.min())
@@ -74,7 +86,12 @@ def fit_surface(
     else:
         tried, _ = polish_surface(data, grid_starts(data, starts, rng), tied=tied, iterations=200)
         agreeing = _share_agreeing(tried, theta)
-        resampled = _flip_residuals(data, theta, draws, rng, tied=tied)
+        posterior = sample_posterior([one[2] for one in solved], draws=draws, rng=rng) if draws and not tied else None
+        resampled = _flip_residuals(data, theta, draws, rng, tied=tied) if posterior is None else posterior
+        if posterior is not None and _is_degenerate(data, theta):
+            is_middle, theta = True, _middle_draw(data, posterior)
+            level, term_n, term_d = surface_values(theta[None, :], data)
+            objective = 0.5 * float((((data.loss - level - term_n - term_d)[0] / data.noise) ** 2).sum())
     raw, projected = condition_numbers(data, theta, tied=tied)
     level, term_n, term_d = surface_values(theta[None, :], data)
     return SurfaceFit(
@@ -89,7 +106,28 @@ def fit_surface(
         raw_condition_number=raw,
         profiles=_profile_interval(data, theta, objective, tied=tied) if profile and method != "huber3" else {},
         noise="proportional" if relative else "constant",
+        is_middle=is_middle,
     )
+
+
+def _is_degenerate(data: SurfaceData, theta: Array) -> bool:
+    """Whether the least squares say that N or D does not matter, or an exponent stands at its bound.
+
+    So few or noisy points tell nothing of a size that is best for a budget; the posterior knows how little.
+    """
+    level, term_n, term_d = (one[0] for one in surface_values(theta[None, :], data))
+    least = min(float((term / (level + term_n + term_d)).max()) for term in (term_n, term_d))
+    bounds = np.log([LEAST_EXPONENT, MOST_EXPONENT])
+    return least < NEGLIGIBLE or bool((np.abs(theta[3:, None] - bounds) < 1e-6).any())
+
+
+def _middle_draw(data: SurfaceData, draws: Array) -> Array:
+    """The best fit among the fifth of the draws whose a is nearest its median."""
+    exponents = 1.0 / (1.0 + np.exp(draws[:, 3] - draws[:, 4]))
+    middle = draws[np.argsort(np.abs(exponents - np.median(exponents)))[: max(1, len(draws) // 5)]]
+    level, term_n, term_d = surface_values(middle, data)
+    costs = (((data.loss - level - term_n - term_d) / data.noise) ** 2).sum(axis=1)
+    return np.asarray(middle[int(np.argmin(costs))])
 
 
 def _share_agreeing(tried: Array, theta: Array) -> float:
@@ -188,10 +226,11 @@ def estimate_interval(value: float, draws: Array, profile: tuple[float, float] |
     if not len(draws):
         return FitEstimate(value=value)
     low, high = np.quantile(draws, [0.5 - SHARE / 2, 0.5 + SHARE / 2])
+    # Where the points leave a number nearly open the best fit may lie outside of most draws: it is not excluded.
     return FitEstimate(
         value=value,
-        low=float(low),
-        high=float(high),
+        low=min(float(low), value),
+        high=max(float(high), value),
         standard_error=float(np.std(draws)),
         profile_low=profile[0] if profile else None,
         profile_high=profile[1] if profile else None,

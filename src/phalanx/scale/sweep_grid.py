@@ -21,7 +21,7 @@ from phalanx.scale.sweep_shapes import distinct_shapes, refuse_unscalable
 
 METHODS = ("isoflop", "wsd")
 BUDGETS = 5  # of a range LO..HI
-SPREAD = 4.0  # sizes reach from a fourth to four times the present optimum of a budget
+SPREAD = 4.0  # sizes reach from a fourth to four times the present optimum of a budget, unless asked otherwise
 LEAST_STEPS = 20  # of a run: fewer say nothing
 MOST_RUNS = 10_000
 WARMUP = 0.1  # of the tokens of the shortest run of a size, at most; the job's own where that is less
@@ -90,8 +90,12 @@ def sweep_runs(
     sizes: int,
     method: str,
     tokens_per_parameter: float = TOKENS_PER_PARAMETER,
+    spread: float = SPREAD,
 ) -> list[SweepRun]:
-    """The grid around the present optimum, N* = √(C / 6r) with r tokens per parameter; the smallest budget first."""
+    """The grid around the present optimum, N* = √(C / 6r) with r tokens per parameter; the smallest budget first.
+
+    Sizes of a budget reach from N* / `spread` to N* · `spread`.
+    """
     refuse_unscalable(job.model)
     if method not in METHODS:
         raise mistake(f"--method {method[:40]}", "is not a way to sweep", fix=f"use {' or '.join(METHODS)}")
@@ -100,6 +104,9 @@ def sweep_runs(
         raise mistake(f"--sizes {sizes}", "is not between 3 and 100", why=why, fix="use 6 to 9")
     if not 0.01 <= tokens_per_parameter <= 1e5:
         raise mistake(f"--tokens-per-parameter {tokens_per_parameter:g}", "is not between 0.01 and 100,000")
+    if not 1.1 <= spread <= 100:
+        why = "sizes of a budget reach from the present optimum divided by it to the optimum times it"
+        raise mistake(f"--spread {spread:g}", "is not between 1.1 and 100", why=why, fix="use 2 to 8")
     if sizes * len(budgets) > MOST_RUNS:
         raise mistake("--sizes", f"{sizes} sizes of {len(budgets)} budgets are more than {MOST_RUNS:,} runs")
     if method == "wsd" and job.optim.schedule != "wsd":
@@ -111,29 +118,33 @@ def sweep_runs(
         )
     optimum = [math.sqrt(budget / (6.0 * tokens_per_parameter)) for budget in budgets]
     make = _wsd_runs if method == "wsd" else _isoflop_runs
-    return make(job, budgets, optimum, sizes)
+    return make(job, budgets, optimum, sizes, spread)
 
 
-def _isoflop_runs(job: Job, budgets: Sequence[float], optimum: Sequence[float], sizes: int) -> list[SweepRun]:
+def _isoflop_runs(
+    job: Job, budgets: Sequence[float], optimum: Sequence[float], sizes: int, spread: float
+) -> list[SweepRun]:
     runs = []
     for number, (budget, centre) in enumerate(zip(budgets, optimum, strict=True)):
-        for shape in distinct_shapes(_spread_sizes(centre / SPREAD, centre * SPREAD, sizes), job.model):
+        for shape in distinct_shapes(_spread_sizes(centre / spread, centre * spread, sizes), job.model):
             tokens = budget / (6.0 * count_parameters(shape).total)
             sized = _sized_job(job, shape, tokens=tokens, longest=tokens, shortest=tokens)
             runs.append(_made_run(f"c{number}-{_size_name(shape)}", sized, budget))
     return runs
 
 
-def _wsd_runs(job: Job, budgets: Sequence[float], optimum: Sequence[float], sizes: int) -> list[SweepRun]:
+def _wsd_runs(
+    job: Job, budgets: Sequence[float], optimum: Sequence[float], sizes: int, spread: float
+) -> list[SweepRun]:
     """Of each size the runs of budgets whose optimum is near; each goes on where the one before began to decay."""
-    wanted = _spread_sizes(optimum[0] / math.sqrt(SPREAD), optimum[-1] * math.sqrt(SPREAD), sizes)
+    wanted = _spread_sizes(optimum[0] / math.sqrt(spread), optimum[-1] * math.sqrt(spread), sizes)
     runs = []
     for shape in distinct_shapes(wanted, job.model):
         params = count_parameters(shape).total
         near = [
             (number, budget)
             for number, (budget, centre) in enumerate(zip(budgets, optimum, strict=True))
-            if 1 / SPREAD <= params / centre <= SPREAD * 1.01
+            if 1 / spread <= params / centre <= spread * 1.01
         ]
         tokens = [budget / (6.0 * params) for _, budget in near]
         trunk = ""

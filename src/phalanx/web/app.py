@@ -16,6 +16,7 @@ from starlette.routing import Route
 from phalanx.web.api import api_routes
 from phalanx.web.guard import AccessKey, RequestGuard
 from phalanx.web.run_store import RunStore
+from phalanx.web.scaling_views import scaling_routes
 from phalanx.web.stream import NewsHub
 
 STATIC = Path(__file__).with_name("static")
@@ -47,7 +48,12 @@ def create_app(store: RunStore, hub: NewsHub, *, door: AccessPolicy, complain: C
         name = request.path_params.get("path", "index.html")
         return await _serve_file(files.get(name), request) if name in files else _empty_response()
 
-    found = [Route("/", page), Route("/static/{path:path}", page), *api_routes(store, hub, complain=complain)]
+    found = [
+        Route("/", page),
+        Route("/static/{path:path}", page),
+        *api_routes(store, hub, complain=complain),
+        *scaling_routes(store),
+    ]
     inner = Starlette(routes=found, exception_handlers={404: _not_found, 405: _not_found})
     inner.router.redirect_slashes = False  # an address has one spelling
     return RequestGuard(inner, hosts=door.hosts, literals=door.literals, key=door.key)

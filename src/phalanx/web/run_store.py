@@ -211,6 +211,11 @@ class RunStore:
         """What the folder is called, without where it is."""
         return self._only or self.root.resolve().name
 
+    @property
+    def is_one_run(self) -> bool:
+        """Whether a single run is shown: what lies beside it in its folder is nobody's business."""
+        return bool(self._only)
+
     def runs(self) -> list[Run]:
         """Newest first."""
         return [self.run(self._only)] if self._only else list_runs(self.root)
