@@ -64,6 +64,10 @@ def main() -> None:
             if command["do"] == "release":
                 released.set()
                 continue
+            if command["do"] == "go-on":  # while a call of `average` waits
+                view = group.go_on_without_lost()
+                out("alone", members=list(view.ids), next_round=view.next_round)
+                continue
             with arrived:
                 commands.append(command)
                 arrived.notify_all()

@@ -201,6 +201,22 @@ class PeerGroup:
             raise mistake("allowlist", "is of another run or another owner")
         self._call(_run_soon(lambda: self._node.set_allowed(allowed)))
 
+    @property
+    def has_majority(self) -> bool:
+        """Whether enough of the members are alive to commit a round."""
+        return not self._node.views.is_stuck
+
+    def go_on_without_lost(self) -> View:
+        """Go on although no majority of the members is left, with those that are; the lost ones are given up.
+
+        For whoever knows that the lost ones are gone. Where they live on behind a broken network, they may go on as
+        well, and what one of both sides learns is lost: a lost peer that meets this side takes its state.
+
+        Raises UserError where a majority is here, or those that are left do not all agree.
+        """
+        self._call(self._node.views.go_on_without_lost())
+        return self._node.view
+
     def leave(self) -> None:
         """Tell the others, so that nobody waits for this peer; then `close`."""
         if not self._closed and self._node.view.number:

@@ -429,8 +429,10 @@ class PeerNode:
             connection.post(say.Lists(), text)
         if message.history != self.view.history or not self.is_current(connection):
             same = message.history == self.view.history and message.view_number <= self.view.number
-            if same and self.views.installed:
-                connection.post(say.Install(proposal=self.views.installed))  # it was left out: it will learn so
+            forced = self.views.forced is not None and message.history == self.views.forced.forced_from
+            missed = self.views.forced if forced else self.views.installed if same else None
+            if missed is not None:
+                connection.post(say.Install(proposal=missed))  # it was left out: it will learn so
             return
         if message.view_number < self.view.number and self.views.installed:
             connection.post(say.Install(proposal=self.views.installed))
@@ -477,6 +479,7 @@ class PeerNode:
         """From the nearest peer that has the newest; see `PeerGroup`."""
         self.set_syncing(True)
         number = await fetch_state_from(self, into)
+        self.rounds.must_fetch = ""
         if number >= self.view.next_round:  # the state holds rounds that this peer never heard the end of
             self.view = replace(self.view, next_round=number + 1)
         return number
