@@ -257,15 +257,16 @@ class PeerGroup:
 
     def _end_loop(self) -> None:
         async def cancel_all() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            # Callers in the middle of a TLS handshake are known to the loop alone, and it closes nobody.
-            for transport in list(getattr(self._loop, "_transports", {}).values()):
-                transport.abort()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)  # aborted, then freed
+            # More than once: a handshake that is just over begins a task and a transport of its own.
+            for _ in range(5):
+                others = asyncio.all_tasks() - {asyncio.current_task()}
+                for task in others:
+                    task.cancel()
+                await asyncio.gather(*others, return_exceptions=True)
+                # Callers in the middle of a TLS handshake are known to the loop alone, and it closes nobody.
+                for transport in list(getattr(self._loop, "_transports", {}).values()):
+                    transport.abort()
+                await asyncio.sleep(0)  # aborted, then freed in the loop's next round
             await self._loop.shutdown_default_executor()
 
         with contextlib.suppress(Exception):

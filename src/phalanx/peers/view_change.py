@@ -56,7 +56,8 @@ class ViewKeeper:
         alive = set(view.ids) - suspects
         stuck = not is_majority(view.ids, alive)
         if stuck and not self.is_stuck:
-            node.tell("no-majority", f"{self._describe_lost(suspects)}: rounds wait until more return")
+            cure = "rounds wait until more return; phalanx peers go-on-alone RUN gives up the lost ones"
+            node.tell("no-majority", f"{self._describe_lost(suspects)}: {cure}")
         self.is_stuck = stuck
         reachable = [one.id for one in view.members if not one.client_only and one.id in alive]
         stays = [peer for peer in reachable if peer not in leaving] or reachable
