@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,21 @@ class ViewKeeper:
             return
         if self._task is None or self._task.done():
             self._task = node.spawn(self._change(suspects, complained))
+
+    async def look_after(self, peer: str) -> None:
+        """A member's connection has ended: decide as soon as it may be, and not at a heartbeat after that."""
+        node = self._node
+        member = node.view.member(peer)
+        if member is None or peer in node.leaving:
+            return
+        began = time.monotonic()
+        if not member.client_only:
+            await node.links.probe(member)
+        for after_s in (node.settings.heartbeat_s, node.settings.reconnect_s):
+            await asyncio.sleep(max(0.0, began + after_s - time.monotonic()) + 0.01)
+            if peer in (suspects := node.suspects()) and not node.is_rejoining:
+                self.consider(suspects, set())
+                return
 
     def _describe_lost(self, suspects: set[str]) -> str:
         node, view = self._node, self._node.view
@@ -196,9 +212,8 @@ class ViewKeeper:
         node = self._node
         leader = node.view.leader
         # While the leader lives nobody else may freeze the view: one bad link must not stop the group.
-        leads = (
-            leader not in node.suspects() and leader not in node.leaving and not (leader == node.me and node.closing)
-        )
+        is_gone = leader in node.suspects() or (leader in node.links.absent and leader not in node.links.control)
+        leads = not is_gone and leader not in node.leaving and not (leader == node.me and node.closing)
         if peer != leader and leads:
             return say.Nack(view_number=node.view.number, ballot=message.ballot, promised=self.acceptor.promised)
         committed, accepted = node.rounds.committed, node.rounds.accepted

@@ -193,7 +193,7 @@ class PeerSession:
             return
         try:
             view = self.group.go_on_without_lost()
-            answer = {"members": list(view.ids)}
+            answer: dict[str, object] = {"members": list(view.ids)}
         except UserError as error:
             answer = {"refusal": str(error)}
         replace_text(path, json_text({**request, "answer": answer}) + "\n")
