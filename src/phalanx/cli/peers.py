@@ -1,4 +1,4 @@
-"""`phalanx peers`: start a run that others join over slow links, invite and join, list members, revoke one, go on alone."""
+"""`phalanx peers`: start a run that others join over slow links, invite, join, list, revoke, go on alone."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
     listed = verbs.add_parser("list", help="list the members of a peer's group")
     listed.add_argument("run", metavar="RUN", help="the run folder of a peer")
     add_json(listed)
-    alone = verbs.add_parser(
-        "go-on-alone", help="go on without the peers that are lost, although no majority is left"
-    )
+    alone = verbs.add_parser("go-on-alone", help="go on without the peers that are lost, although no majority is left")
     alone.add_argument("run", metavar="RUN", help="the run folder of a running peer")
     add_json(alone)
     revoke = verbs.add_parser("revoke", help="send a peer away for good")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phalanx.errors import Problem
 from phalanx.job.schema import Batch
+from phalanx.plan.site_plan import planned_share
 from phalanx.rules.catalog.top001_degrees import is_batch
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.log_facts import StepFacts
@@ -31,6 +32,10 @@ def _judge_plan(evidence: Evidence) -> tuple[Outcome, ...]:
         peers = len(evidence.plan.sites.sites)
         return (passed(f"{peers} sites share {plural(wanted, 'sequence')} a step, as declared", value=wanted),)
     made = layout.micro_batch * layout.accumulation * layout.data
+    share = planned_share(evidence.the_job, evidence.plan.cluster).batch.global_sequences
+    if share != wanted and made == share:
+        statement = f"each of {evidence.the_job.sync.peers} peers takes {made:,} of the {wanted:,} sequences of a step"
+        return (passed(statement, value=made, threshold=share, unit="sequences"),)
     formula = (
         f"B = b · a · dp = {layout.micro_batch} × {layout.accumulation} × {layout.data} = {plural(made, 'sequence')}, "
         f"declared {wanted:,}",
