@@ -401,14 +401,14 @@ class PeerTraining(Callback):
                 training.pause()
             steps = min(sync.inner_steps, max(1, training.step - self.warm_up))
             usual = steps * self._batch_plan.at(training.step)[1] * self._engine.settings.sequence
-            tokens, usual = float(self._tokens.get(one, 0)), usual / max(1, len(self.members))
+            tokens, usual_each = float(self._tokens.get(one, 0)), usual / max(1, len(self.members))
             pending = self.exchange.average(
-                self._fragment_maps[one], chosen, tokens, usual=usual, sender=one, waits=not is_delayed
+                self._fragment_maps[one], chosen, tokens, usual=usual_each, sender=one, waits=not is_delayed
             )
             if is_delayed:
                 self._pending = (training.step + sync.delay_steps, one, pending)
                 self._carried.keep_sent(one, chosen)
-                self._under_way = (training.step + sync.delay_steps, one, tokens, usual)
+                self._under_way = (training.step + sync.delay_steps, one, tokens, usual_each)
             else:
                 self._apply(training, one, pending)
         self._exchanged_step = training.step
