@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -275,10 +276,8 @@ def judge_rounds(churn: Churn, *, began: float, stopped: float, met_s: float, lo
         chain = next_chain(chain, next(iter(digests[number])))
         if chains[number] != {chain}:
             split.append(number)
-    during = sorted(
-        {line["round"]: line["t"] for line in churn.rounds() if began <= line["t"] <= stopped}.values()
-    )
-    gaps = sorted(after - before for before, after in zip(during, during[1:], strict=False))
+    during = sorted({line["round"]: line["t"] for line in churn.rounds() if began <= line["t"] <= stopped}.values())
+    gaps = sorted(after - before for before, after in itertools.pairwise(during))
     counts = [line["counted"] for line in churn.rounds() if began <= line["t"] <= stopped]
     waits = sum(line.get("event") == "no-majority" for name in churn.names for line in churn.lines(name))
     behind = sum(line.get("event") == "behind" for name in churn.names for line in churn.lines(name))
