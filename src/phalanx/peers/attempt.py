@@ -55,6 +55,15 @@ class PendingRound:
     bytes_received: int = 0
 
 
+def sum_of_squares(values: Vector) -> float:
+    """In float64; not finite where a value is not, or is too large.
+
+    Not by BLAS: its threads wait for each other, 41 ms for one segment of int8 on two busy cores instead of 0.05 ms.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float(np.square(values, dtype=np.float64).sum())
+
+
 def segment_values(codec: str, top_share: float) -> int:
     """Values that travel together: about `SEGMENT_BYTES`, and a multiple of what every block divides.
 
@@ -153,8 +162,7 @@ class Attempt:
             values = self._decode(start, data)
         except BadBytes as error:
             raise BadUpdate(peer, f"it sent bytes that are no {self.plan.codec} vector: {error}") from error
-        with np.errstate(over="ignore", invalid="ignore"):
-            square = float(np.dot(values.astype(np.float64), values.astype(np.float64)))
+        square = sum_of_squares(values)
         self.squares[peer] += square
         if not math.isfinite(square):
             raise BadUpdate(peer, "its update is not finite (NaN or infinity)")

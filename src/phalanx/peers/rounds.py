@@ -9,11 +9,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from phalanx.errors import mistake
 from phalanx.peers import messages as say
-from phalanx.peers.attempt import Attempt, BadUpdate, PendingRound, check_plan
+from phalanx.peers.attempt import Attempt, BadUpdate, PendingRound, check_plan, sum_of_squares
 from phalanx.peers.codecs import BadBytes, Sender
 from phalanx.peers.couriers import Courier
 from phalanx.peers.facts import RoundResult, Vector
@@ -98,14 +96,13 @@ class RoundKeeper:
         pending, view = self.pending, self._node.view
         if pending is None or pending.round_number != view.next_round or view.member(self._node.me) is None:
             return
-        with np.errstate(over="ignore", invalid="ignore"):
-            norm = float(np.linalg.norm(pending.outgoing.astype(np.float64)))
+        square = sum_of_squares(pending.outgoing)
         self._to_leader(
             say.Ready(
                 view_number=view.number,
                 round_number=pending.round_number,
                 weight=pending.weight,
-                norm=norm if math.isfinite(norm) else None,
+                norm=math.sqrt(square) if math.isfinite(square) else None,
                 values=pending.outgoing.size,
                 codec=pending.sender.codec,
                 top_share=pending.sender.top_share,
