@@ -91,12 +91,41 @@ def test_a_peer_that_hangs_in_the_middle_of_a_round_is_left_out_and_comes_back()
         assert all(peer.process.poll() is None for peer in peers)
 
 
+def test_of_two_peers_the_higher_waits_for_the_lower_and_goes_on_alone_only_when_told() -> None:
+    with processes(2, dead_after_s=2.0) as (lower, higher):
+        begin([lower, higher], 0)
+        check([lower, higher], [lower, higher], 0)
+        lower.process.send_signal(signal.SIGSTOP)
+        begin([lower, higher], 1)
+        assert "1 of 2 peers are left, which is no majority (lost: peer-" in higher.wait_for("no-majority")["text"]
+        assert not [line for line in higher.lines if line["kind"] == "result" and line["round"] == 1]
+        higher.tell({"do": "go-on"})
+        assert higher.wait_for("alone")["members"] == [higher.id]
+        check([higher], [higher], 1)
+        # Once it wakes, the one that was given up learns of it, and brings nothing before it has the others' state.
+        lower.process.send_signal(signal.SIGCONT)
+        lower.wait_for("rejoined")
+        line = lower.wait_for("result", round=1)
+        assert line["behind"]
+        assert not line["committed"]
+        lower.tell({"do": "fetch"})
+        assert lower.wait_for("fetched")["round"] == 1
+        for number in range(2, 12):  # nobody waits for it until it is heard to have the state
+            begin([lower, higher], number)
+            lines = [peer.wait_for("result", round=number) for peer in (lower, higher)]
+            assert len({line["digest"] for line in lines}) == 1
+            if lower.id in lines[0]["counted"]:
+                break
+        check([lower, higher], [lower, higher], number)
+
+
 def test_a_late_joiner_gets_the_state_and_takes_part() -> None:
+    """Its clocks are years behind: nobody compares times of two machines."""
     with processes(2) as peers:
         for number in range(2):
             begin(peers, number)
             digest = check(peers, peers, number)
-        late = ProcessPeer(3, 4)
+        late = ProcessPeer(3, 4, clock_skew_s=-1e8)
         try:
             late.join(peers[0].wait_for("address")["address"])
             assert late.wait_for("address")["next_round"] == 2

@@ -70,6 +70,7 @@ def ready() -> say.Ready:
         quorum=0,
         grace_s=0.0,
         timeout_s=9.0,
+        call=0,
     )
 
 

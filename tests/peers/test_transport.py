@@ -230,6 +230,7 @@ VALID = encode_message(
         quorum=0,
         grace_s=0.0,
         timeout_s=1.0,
+        call=0,
     )
 )
 

@@ -52,6 +52,18 @@ def test_pages_show_the_tables(make_job, sites) -> None:
     assert "<h5>Sites</h5>" in plan._repr_html_()
 
 
+def test_a_peer_on_its_own_cluster_is_planned_with_its_share_of_the_batch(make_job) -> None:
+    """What its report compares its steps with."""
+    whole, share = phalanx.plan(make_job(batch=128)), phalanx.plan(make_job(batch=64))
+    peer = phalanx.plan(make_job(batch=128, sync__mode="diloco", sync__peers=2))
+    assert peer.prediction.step_s == share.prediction.step_s
+    assert peer.duration.steps == whole.duration.steps
+    assert peer.duration.training_s == pytest.approx(peer.duration.steps * share.prediction.step_s, rel=0.01)
+    assert peer.job.batch == whole.job.batch
+    assert Plan.from_json(peer.to_json()) == peer
+    assert list(find_contradictions(peer)) == []
+
+
 def test_a_plan_of_one_cluster_says_nothing_of_sites(make_job) -> None:
     plan = phalanx.plan(make_job())
     assert plan.sites is None

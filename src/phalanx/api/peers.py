@@ -31,10 +31,13 @@ from phalanx.units import format_count, plural
 if TYPE_CHECKING:
     from phalanx.peers.facts import Address
 
-__all__ = ["PeerTable", "SavedInvitation", "invite", "join", "members", "revoke", "start"]
+__all__ = ["PeerTable", "SavedInvitation", "go_on_alone", "invite", "join", "members", "revoke", "start"]
 
 WHERE = "phalanx peers"
 MOST_INVITATION_BYTES = 16 * 2**20
+ANSWER_S = 60.0  # that a running peer may take to agree with those that are left
+SILENT_S = 10.0  # a running peer says twice a second how it stands
+ALONE = "no majority is left, so rounds wait; if the lost peers are gone for good: phalanx peers go-on-alone {run}"
 HEAD = ("name", "id", "address", "step", "samples", "latency", "state")
 
 
@@ -72,6 +75,7 @@ class PeerTable(PublicResult):
     round: int
     age_s: float | None  # since this peer last wrote how the group stands; None before it joined
     members: tuple[dict[str, Any], ...]
+    has_majority: bool = True
 
     def __str__(self) -> str:
         from phalanx.io.tables import text_table
@@ -81,7 +85,8 @@ class PeerTable(PublicResult):
         rows = [HEAD, *(_member_cells(one) for one in self.members)]
         present = sum(one["state"] == "member" for one in self.members)
         head = f"{self.run}: {plural(present, 'member')}, {self.mode}, step {self.step:,}, round {self.round:,}"
-        return "\n".join([f"{head}, as of {self.age_s:,.0f} s ago", *text_table(rows, right=(3, 4, 5))])
+        waits = [] if self.has_majority else [ALONE.format(run=self.run)]
+        return "\n".join([f"{head}, as of {self.age_s:,.0f} s ago", *text_table(rows, right=(3, 4, 5)), *waits])
 
 
 def _member_cells(one: dict[str, Any]) -> tuple[str, ...]:
@@ -242,7 +247,36 @@ def members(run: AnyRun) -> PeerTable:
         round=int(status.get("round", 0)),
         age_s=age_s,
         members=tuple(rows),
+        has_majority=bool(status.get("has_majority", True)),
     )
+
+
+def go_on_alone(run: AnyRun) -> PeerTable:
+    """Let a running peer, and those it still reaches, go on although a majority of the members is lost.
+
+    Only for lost peers that are gone: where they live on behind a broken network, both sides go on, and what one side
+    learns is lost when they meet again. Raises UserError where a majority is there, or the peer does not run.
+
+    >>> phalanx.peers.go_on_alone("runs/job-20261117-120000")  # doctest: +SKIP
+    """
+    from phalanx.train.slow_links.peer_session import GO_ON, peers_folder, read_session, read_status
+
+    found = open_public_run(run)
+    read_session(found)
+    path, ends = peers_folder(found) / GO_ON, time.monotonic() + ANSWER_S
+    if time.time() - float(read_status(found).get("t", 0.0)) > SILENT_S:
+        raise mistake(str(found.path), "this peer does not run", fix=f"phalanx peers start --resume {found.path}")
+    replace_bytes(path, b"{}\n", mode=0o600)
+    try:
+        while "answer" not in (said := load_json(path, MOST_INVITATION_BYTES)):
+            if time.monotonic() > ends:
+                raise mistake(str(found.path), f"the peer did not answer within {ANSWER_S:g} s")
+            time.sleep(0.1)
+    finally:
+        path.unlink(missing_ok=True)
+    if refusal := said["answer"].get("refusal"):
+        raise mistake(str(found.path), str(refusal)[:400])
+    return members(found)
 
 
 def revoke(run: AnyRun, name: str) -> PeerTable:

@@ -1,4 +1,4 @@
-"""`phalanx peers`: start a run that others join over slow links, invite and join, list members, revoke one."""
+"""`phalanx peers`: start a run that others join over slow links, invite, join, list, revoke, go on alone."""
 
 from __future__ import annotations
 
@@ -43,6 +43,9 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
     listed = verbs.add_parser("list", help="list the members of a peer's group")
     listed.add_argument("run", metavar="RUN", help="the run folder of a peer")
     add_json(listed)
+    alone = verbs.add_parser("go-on-alone", help="go on without the peers that are lost, although no majority is left")
+    alone.add_argument("run", metavar="RUN", help="the run folder of a running peer")
+    add_json(alone)
     revoke = verbs.add_parser("revoke", help="send a peer away for good")
     revoke.add_argument("run", metavar="RUN", help="the run folder of the owner")
     revoke.add_argument("name", metavar="NAME", help="name or id of the peer")
@@ -71,12 +74,14 @@ def _add_link(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Start, join, invite, list or revoke."""
+    """Start, join, invite, list, revoke, or go on without the lost."""
     if args.what == "invite":
         made = phalanx.peers.invite(args.run, args.name, out=args.out, addresses=args.address)
         return show(made, as_json=args.json)
     if args.what == "list":
         return show(phalanx.peers.members(args.run), as_json=args.json)
+    if args.what == "go-on-alone":
+        return show(phalanx.peers.go_on_alone(args.run), as_json=args.json)
     if args.what == "revoke":
         return show(phalanx.peers.revoke(args.run, args.name), as_json=args.json)
     names = ("listen", "advertise", "bandwidth", "cluster", "overrides", "runs", "allow_code")

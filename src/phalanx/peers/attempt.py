@@ -11,12 +11,14 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from phalanx.network.slow_codecs import CUT_VALUES, encoded_bytes
 from phalanx.peers.codecs import BadBytes, Sender, decode, encode
-from phalanx.peers.facts import Vector, View
+from phalanx.peers.facts import RoundResult, Vector, View
 from phalanx.peers.messages import RoundPlan
 
 SEGMENT_BYTES = 32 * 1024  # a fortieth of a second at 10 Mbit/s: what waits for the last piece of a segment is short
@@ -32,6 +34,34 @@ class BadUpdate(Exception):
     def __init__(self, peer: str, reason: str) -> None:
         super().__init__(peer, reason)
         self.peer, self.reason = peer, reason
+
+
+@dataclass(slots=True)
+class PendingRound:
+    """A call of `average` that waits for its round."""
+
+    round_number: int
+    outgoing: Vector
+    kind: np.dtype[Any]
+    weight: float
+    sender: Sender
+    timeout_s: float
+    quorum: int
+    grace_s: float
+    future: asyncio.Future[RoundResult]
+    began: float
+    call: int
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+def sum_of_squares(values: Vector) -> float:
+    """In float64; not finite where a value is not, or is too large.
+
+    Not by BLAS: its threads wait for each other, 41 ms for one segment of int8 on two busy cores instead of 0.05 ms.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float(np.square(values, dtype=np.float64).sum())
 
 
 def segment_values(codec: str, top_share: float) -> int:
@@ -132,8 +162,7 @@ class Attempt:
             values = self._decode(start, data)
         except BadBytes as error:
             raise BadUpdate(peer, f"it sent bytes that are no {self.plan.codec} vector: {error}") from error
-        with np.errstate(over="ignore", invalid="ignore"):
-            square = float(np.dot(values.astype(np.float64), values.astype(np.float64)))
+        square = sum_of_squares(values)
         self.squares[peer] += square
         if not math.isfinite(square):
             raise BadUpdate(peer, "its update is not finite (NaN or infinity)")

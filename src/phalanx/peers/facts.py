@@ -112,8 +112,8 @@ class RoundResult:
 class PeerEvent:
     """Something that happened in the group, for the run's record.
 
-    kind: joined, left, lost, evicted, rejoined, no-majority, view, committed, discarded, dropped, refused, revoked,
-    doubtful-progress, state-served, state-fetched.
+    kind: joined, left, lost, evicted, rejoined, no-majority, forced, view, committed, discarded, dropped, refused,
+    revoked, doubtful-progress, state-served, state-fetched.
     """
 
     kind: str

@@ -201,6 +201,22 @@ class PeerGroup:
             raise mistake("allowlist", "is of another run or another owner")
         self._call(_run_soon(lambda: self._node.set_allowed(allowed)))
 
+    @property
+    def has_majority(self) -> bool:
+        """Whether enough of the members are alive to commit a round."""
+        return not self._node.views.is_stuck
+
+    def go_on_without_lost(self) -> View:
+        """Go on although no majority of the members is left, with those that are; the lost ones are given up.
+
+        For whoever knows that the lost ones are gone. Where they live on behind a broken network, they may go on as
+        well, and what one of both sides learns is lost: a lost peer that meets this side takes its state.
+
+        Raises UserError where a majority is here, or those that are left do not all agree.
+        """
+        self._call(self._node.views.go_on_without_lost())
+        return self._node.view
+
     def leave(self) -> None:
         """Tell the others, so that nobody waits for this peer; then `close`."""
         if not self._closed and self._node.view.number:
@@ -241,15 +257,16 @@ class PeerGroup:
 
     def _end_loop(self) -> None:
         async def cancel_all() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            # Callers in the middle of a TLS handshake are known to the loop alone, and it closes nobody.
-            for transport in list(getattr(self._loop, "_transports", {}).values()):
-                transport.abort()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)  # aborted, then freed
+            # More than once: a handshake that is just over begins a task and a transport of its own.
+            for _ in range(5):
+                others = asyncio.all_tasks() - {asyncio.current_task()}
+                for task in others:
+                    task.cancel()
+                await asyncio.gather(*others, return_exceptions=True)
+                # Callers in the middle of a TLS handshake are known to the loop alone, and it closes nobody.
+                for transport in list(getattr(self._loop, "_transports", {}).values()):
+                    transport.abort()
+                await asyncio.sleep(0)  # aborted, then freed in the loop's next round
             await self._loop.shutdown_default_executor()
 
         with contextlib.suppress(Exception):

@@ -107,6 +107,17 @@ class Links:
             if (connection := table.get(peer)) is not None:
                 connection.abort()
 
+    async def probe(self, member: Member) -> None:
+        """Find out whether a process still listens where a member did; the side that does not dial learns it so."""
+        try:
+            async with asyncio.timeout(self._heartbeat_s):
+                _, writer = await asyncio.open_connection(*self.address_of(member))
+            writer.transport.abort()
+        except ConnectionRefusedError:
+            self.absent.add(member.id)
+        except (OSError, TimeoutError):
+            pass  # nothing is known of it: silence decides
+
     async def close(self) -> None:
         """End all of them and what dials."""
         tasks = list(self._dialing.values())

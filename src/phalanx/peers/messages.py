@@ -120,6 +120,7 @@ class NextView(msgspec.Struct, frozen=True, kw_only=True):
     view: View
     outcome: Accepted | None = None
     holders: Annotated[list[PeerId], Meta(max_length=4096)] = []
+    forced_from: Text = ""  # the history that this view leaves, where it was made without a majority
 
 
 class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
@@ -168,6 +169,7 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     quorum: Count
     grace_s: Amount
     timeout_s: Amount
+    call: Count  # of `average`, counted by the member: an answer to an earlier call is not for this one
 
 
 class Withdraw(Message, frozen=True, kw_only=True, tag="withdraw"):
@@ -209,6 +211,7 @@ class Commit(Message, frozen=True, kw_only=True, tag="commit"):
 class Discard(Message, frozen=True, kw_only=True, tag="discard"):
     view_number: Count
     round_number: Count
+    call: Count  # the one that said it was ready
     reason: Text
 
 

@@ -44,7 +44,7 @@ class PeerNode:
             on_message={"control": self._on_control, "data": self._on_data},
             on_up=self._on_link_up,
             on_down=self._on_link_down,
-            on_refused=self._on_refused,
+            on_refused=lambda peer, why: self.tell("refused", why, peer=peer),
             routes=settings.routes,
             heartbeat_s=settings.heartbeat_s,
         )
@@ -257,6 +257,11 @@ class PeerNode:
 
         self._rejoining = asyncio.get_running_loop().create_task(rejoin())
 
+    @property
+    def is_rejoining(self) -> bool:
+        """Whether this peer was left out and is on its way back."""
+        return self._rejoining is not None
+
     async def leave(self) -> None:
         """Tell everybody, and stay until a view without us is there, or soon."""
         self.leaving.add(self.me)
@@ -334,7 +339,7 @@ class PeerNode:
         self.links.maintain(self.member, self.view)
         suspects = self.suspects()
         self._send_heartbeats(suspects, now)
-        if self._rejoining is None:
+        if not self.is_rejoining:
             self.views.consider(suspects, self._complained(suspects, now))
             self.rounds.tick()
             self.leader.tick()
@@ -385,10 +390,8 @@ class PeerNode:
             self.rounds.data_link_lost(peer)
         else:
             self.tell("lost", "its connection ended", peer=peer)
+            self.spawn(self.views.look_after(peer))
         self.links.maintain(self.member, self.view)
-
-    def _on_refused(self, peer: str, why: str) -> None:
-        self.tell("refused", why, peer=peer)
 
     def is_current(self, connection: Connection) -> bool:
         """Whether the other side is a member of our view, and the process that we admitted."""
@@ -429,8 +432,10 @@ class PeerNode:
             connection.post(say.Lists(), text)
         if message.history != self.view.history or not self.is_current(connection):
             same = message.history == self.view.history and message.view_number <= self.view.number
-            if same and self.views.installed:
-                connection.post(say.Install(proposal=self.views.installed))  # it was left out: it will learn so
+            forced = self.views.forced is not None and message.history == self.views.forced.forced_from
+            missed = self.views.forced if forced else self.views.installed if same else None
+            if missed is not None:
+                connection.post(say.Install(proposal=missed))  # it was left out: it will learn so
             return
         if message.view_number < self.view.number and self.views.installed:
             connection.post(say.Install(proposal=self.views.installed))
@@ -477,6 +482,7 @@ class PeerNode:
         """From the nearest peer that has the newest; see `PeerGroup`."""
         self.set_syncing(True)
         number = await fetch_state_from(self, into)
+        self.rounds.must_fetch = ""
         if number >= self.view.next_round:  # the state holds rounds that this peer never heard the end of
             self.view = replace(self.view, next_round=number + 1)
         return number

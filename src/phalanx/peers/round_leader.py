@@ -100,13 +100,9 @@ class RoundLeader:
         """The leader's own call has timed out: the round is discarded on all, unless it has been committed."""
         node = self._node
         if self._leads and round_number == node.view.next_round and not node.views.acceptor.is_frozen:
-            reason = "the leader waited too long for others"
-            for peer in node.view.ids:
-                if peer != node.me:
-                    node.links.post(
-                        peer, say.Discard(view_number=node.view.number, round_number=round_number, reason=reason)
-                    )
+            ready = {peer: one for peer, one in self._ready.items() if peer != node.me}
             self._clear()
+            self._discard(ready, "the leader waited too long for others")
 
     def _consider(self) -> None:
         """Begin an attempt if everybody who is expected is ready, or a quorum is and the grace is over."""
@@ -171,9 +167,21 @@ class RoundLeader:
         for peer, why in dropped.items():
             node.tell("dropped", why, peer=peer, round_number=number)
         what = "; ".join(f"{node.name_of(peer)}: {why}" for peer, why in dropped.items()) or "every weight is 0"
-        reason = f"no update could be counted ({what})"[:400]
+        ready = self._ready
         self._clear()
-        self._to_all(say.Discard(view_number=node.view.number, round_number=number, reason=reason))
+        self._discard(ready, f"no update could be counted ({what})"[:400])
+
+    def _discard(self, ready: dict[str, Ready], reason: str) -> None:
+        """End the calls that were ready, and no others: a member may have called again meanwhile."""
+        node = self._node
+        for peer, one in ready.items():
+            message = say.Discard(
+                view_number=one.view_number, round_number=one.round_number, call=one.call, reason=reason
+            )
+            if peer == node.me:
+                node.rounds.on_message(peer, message)
+            else:
+                node.links.post(peer, message)
 
     def _on_trouble(self, reporter: str, message: say.Trouble) -> None:
         node = self._node

@@ -6,14 +6,12 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from phalanx.errors import mistake
 from phalanx.peers import messages as say
-from phalanx.peers.attempt import Attempt, BadUpdate, check_plan
+from phalanx.peers.attempt import Attempt, BadUpdate, PendingRound, check_plan, sum_of_squares
 from phalanx.peers.codecs import BadBytes, Sender
 from phalanx.peers.couriers import Courier
 from phalanx.peers.facts import RoundResult, Vector
@@ -25,24 +23,6 @@ if TYPE_CHECKING:
 
 KEPT_ROUNDS = 3  # results that a member that was late, or just fetched the state, may still ask for
 Key = tuple[int, int, int]
-
-
-@dataclass(slots=True)
-class PendingRound:
-    """A call of `average` that waits for its round."""
-
-    round_number: int
-    outgoing: Vector
-    kind: np.dtype[Any]
-    weight: float
-    sender: Sender
-    timeout_s: float
-    quorum: int
-    grace_s: float
-    future: asyncio.Future[RoundResult]
-    began: float
-    bytes_sent: int = 0
-    bytes_received: int = 0
 
 
 class RoundKeeper:
@@ -60,6 +40,8 @@ class RoundKeeper:
         self._wanted: dict[int, list[str]] = {}  # rounds that are asked for, and whom to ask next
         self._moved_at = time.monotonic()
         self._begun = asyncio.Event()
+        self._calls = 0
+        self.must_fetch = ""  # why this member's state is not the group's: no round before it is fetched
 
     @property
     def committed(self) -> int:
@@ -91,7 +73,12 @@ class RoundKeeper:
             grace_s=grace_s,
             future=asyncio.get_running_loop().create_future(),
             began=time.monotonic(),
+            call=self._calls,
         )
+        self._calls += 1
+        if self.must_fetch:
+            self.pending = None
+            return self._failure(pending, self.must_fetch, behind=True)
         self._node.set_syncing(False)
         try:
             self._look_at_pending()
@@ -109,20 +96,20 @@ class RoundKeeper:
         pending, view = self.pending, self._node.view
         if pending is None or pending.round_number != view.next_round or view.member(self._node.me) is None:
             return
-        with np.errstate(over="ignore", invalid="ignore"):
-            norm = float(np.linalg.norm(pending.outgoing.astype(np.float64)))
+        square = sum_of_squares(pending.outgoing)
         self._to_leader(
             say.Ready(
                 view_number=view.number,
                 round_number=pending.round_number,
                 weight=pending.weight,
-                norm=norm if math.isfinite(norm) else None,
+                norm=math.sqrt(square) if math.isfinite(square) else None,
                 values=pending.outgoing.size,
                 codec=pending.sender.codec,
                 top_share=pending.sender.top_share,
                 quorum=pending.quorum,
                 grace_s=pending.grace_s,
                 timeout_s=pending.timeout_s,
+                call=pending.call,
             )
         )
 
@@ -131,6 +118,12 @@ class RoundKeeper:
         pending = self.pending
         if pending is not None and not pending.future.done():
             pending.future.set_result(self._failure(pending, why, behind=behind))
+
+    def fetch_first(self, why: str) -> None:
+        """No round before this member has fetched the state."""
+        self.must_fetch = why
+        self.fail_pending(why, behind=True)
+        self._node.set_syncing(True)
 
     def tick(self) -> None:
         """Ask again for a committed result that does not come."""
@@ -151,7 +144,8 @@ class RoundKeeper:
         elif isinstance(message, say.Commit) and peer == view.leader and message.key[0] == view.number:
             self._learn_commit(message.key, message.digest)
         elif isinstance(message, say.Discard) and peer == view.leader and message.view_number == view.number:
-            if self.pending is not None and self.pending.round_number == message.round_number:
+            # One that was sent before this member called again ends the earlier call, which is over.
+            if self.pending is not None and self.pending.call == message.call:
                 self._node.tell("discarded", message.reason, round_number=message.round_number)
                 self.fail_pending(message.reason)
         elif isinstance(message, say.Want):
@@ -167,18 +161,18 @@ class RoundKeeper:
             node.tell("refused", f"a plan of round {plan.round_number} was refused: {wrong}", peer=node.view.leader)
             return
         pending = self.pending
-        mine = pending is not None and pending.round_number == plan.round_number and node.me in plan.weights
-        if mine and pending is not None and pending.outgoing.size != plan.values:
-            mine = False
-        if node.me in plan.weights and not mine:
+        is_counted = node.me in plan.weights
+        fits = pending is not None and (pending.round_number, pending.outgoing.size) == (plan.round_number, plan.values)
+        if is_counted and not fits:
             self._to_leader(say.Withdraw(view_number=plan.view_number, round_number=plan.round_number))
             return
         self._stop_sending()
+        mine = pending if is_counted else None
         attempt = Attempt(
             plan,
             node.me,
-            outgoing=pending.outgoing if mine and pending else None,
-            sender=pending.sender if mine and pending else None,
+            outgoing=mine.outgoing if mine else None,
+            sender=mine.sender if mine else None,
             screen=node.settings.screen,
         )
         self._drop_attempts()
@@ -351,9 +345,9 @@ class RoundKeeper:
         self._newest = max(self._newest, (proposal.view.number, 0, 0))
         if outcome is not None and (held := self._attempts.get(outcome.plan.key)) is not None:
             held.commit_digest = outcome.digest
-        if outcome is not None and held_is_whole(self._attempts.get(outcome.plan.key)):
-            self._node.view = replace(self._node.view, next_round=outcome.plan.round_number)
-            self._finish()
+            if held.is_whole:
+                self._node.view = replace(self._node.view, next_round=outcome.plan.round_number)
+                self._finish()
         # Rounds that were committed without us are over for the group; `average` still asks for their results.
         self._node.view = replace(self._node.view, next_round=max(target, self._node.view.next_round))
         self._drop_attempts()
@@ -487,8 +481,3 @@ class RoundKeeper:
             bytes_received=pending.bytes_received,
             view_number=self._node.view.number,
         )
-
-
-def held_is_whole(attempt: Attempt | None) -> bool:
-    """Whether a member has all of an attempt's result."""
-    return attempt is not None and attempt.is_whole

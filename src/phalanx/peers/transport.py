@@ -124,6 +124,11 @@ class Transport:
     async def close(self) -> None:
         """End the listener and every connection."""
         if self._server is not None:
+            # A caller that was accepted, but has no transport yet when the server is closed, would never be closed
+            # (asyncio's Server refuses to attach it): accept nobody more, and let those begin first.
+            for listener in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(listener.fileno())
+            await asyncio.sleep(0)
             self._server.close()
         for connection in list(self._open):
             connection.abort()

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from phalanx.errors import mistake
 from phalanx.peers import messages as say
 from phalanx.peers.facts import Member
 from phalanx.peers.membership import Acceptor, choose_proposal, is_majority
@@ -18,8 +24,9 @@ if TYPE_CHECKING:
 class _Ballot:
     """Answers to one candidature of ours."""
 
-    def __init__(self, ballot: say.Ballot) -> None:
+    def __init__(self, ballot: say.Ballot, deciders: set[str] | None = None) -> None:
         self.ballot = ballot
+        self.deciders = deciders  # who must all agree; None: a majority of the view
         self.promises: dict[str, say.Promise] = {}
         self.agreed: set[str] = set()
         self.is_lost = False
@@ -34,6 +41,7 @@ class ViewKeeper:
         self._node = node
         self.acceptor = Acceptor(node.view)
         self.installed: NextView | None = None
+        self.forced: NextView | None = None  # the last that was made without a majority
         self.is_stuck = False  # too few of the view are alive to decide anything
         self._joining: dict[str, tuple[Member, bool, asyncio.Future[NextView | None]]] = {}
         self._ballot: _Ballot | None = None
@@ -49,9 +57,8 @@ class ViewKeeper:
         alive = set(view.ids) - suspects
         stuck = not is_majority(view.ids, alive)
         if stuck and not self.is_stuck:
-            lost = ", ".join(sorted(node.name_of(peer) or peer for peer in suspects))
-            text = f"{len(alive)} of {len(view.ids)} peers are left (without {lost}): rounds wait until more return"
-            node.tell("no-majority", text)
+            cure = "rounds wait until more return; phalanx peers go-on-alone RUN gives up the lost ones"
+            node.tell("no-majority", f"{self._describe_lost(suspects)}: {cure}")
         self.is_stuck = stuck
         reachable = [one.id for one in view.members if not one.client_only and one.id in alive]
         stays = [peer for peer in reachable if peer not in leaving] or reachable
@@ -62,6 +69,42 @@ class ViewKeeper:
             return
         if self._task is None or self._task.done():
             self._task = node.spawn(self._change(suspects, complained))
+
+    async def look_after(self, peer: str) -> None:
+        """A member's connection has ended: decide as soon as it may be, and not at a heartbeat after that."""
+        node = self._node
+        member = node.view.member(peer)
+        if member is None or peer in node.leaving:
+            return
+        began = time.monotonic()
+        if not member.client_only:
+            await node.links.probe(member)
+        for after_s in (node.settings.heartbeat_s, node.settings.reconnect_s):
+            await asyncio.sleep(max(0.0, began + after_s - time.monotonic()) + 0.01)
+            if peer in (suspects := node.suspects()) and not node.is_rejoining:
+                self.consider(suspects, set())
+                return
+
+    def _describe_lost(self, suspects: set[str]) -> str:
+        node, view = self._node, self._node.view
+        lost = ", ".join(sorted(node.name_of(peer) or peer for peer in suspects))
+        return f"{len(view.ids) - len(suspects)} of {len(view.ids)} peers are left, which is no majority (lost: {lost})"
+
+    async def go_on_without_lost(self) -> None:
+        """See `PeerGroup.go_on_without_lost`. The new view has a history of its own: it never meets the old one's."""
+        node, suspects = self._node, self._node.suspects()
+        if node.view.member(node.me) is None or is_majority(node.view.ids, set(node.view.ids) - suspects):
+            raise mistake("peers", "a majority of the peers is here: nobody has to be given up")
+        if all(one.client_only for one in node.view.members if one.id not in suspects):
+            raise mistake("peers", "no peer that accepts connections is left", fix="wait until one returns")
+        text = self._describe_lost(suspects)
+        before = node.view.history
+        if self._task is not None and not self._task.done():
+            await self._task
+        await self._change(suspects, set(), is_forced=True)
+        if node.view.history == before:
+            raise mistake("peers", "the peers that are left did not all agree", fix="try again")
+        node.tell("forced", f"{text}: they go on alone, as was asked for at {node.identity.name}")
 
     async def admit(self, member: Member, *, is_new: bool) -> NextView | None:
         """Take a newcomer into the next view; None where that did not come about."""
@@ -79,12 +122,15 @@ class ViewKeeper:
             if self._joining.get(member.id, (None, None, None))[2] is future:
                 del self._joining[member.id]
 
-    async def _change(self, suspects: set[str], complained: set[str]) -> None:
-        """One candidature: promises of a majority, a proposal, agreement of a majority, and the view is installed."""
+    async def _change(self, suspects: set[str], complained: set[str], *, is_forced: bool = False) -> None:
+        """One candidature: promises of a majority, a proposal, agreement of a majority, and the view is installed.
+
+        `is_forced`: those who are left are too few, and all of them stand for the majority.
+        """
         node, view = self._node, self._node.view
         self._highest += 1
-        mine = self._ballot = _Ballot((self._highest, node.me))
         asked = set(view.ids) - suspects - complained
+        mine = self._ballot = _Ballot((self._highest, node.me), deciders=asked if is_forced else None)
         self._send(asked, say.Prepare(view_number=view.number, ballot=mine.ballot))
         # A newcomer's id may be that of its earlier process, which answers no more.
         await self._collect(mine, lambda: asked - set(self._joining) - {node.me} <= set(mine.promises))
@@ -94,11 +140,15 @@ class ViewKeeper:
         joining = [member for member, _, _ in self._joining.values()]
         leaving = node.leaving | complained | (suspects - set(mine.promises))
         proposal = choose_proposal(view, mine.promises, joining=joining, leaving=leaving - {one.id for one in joining})
+        promised = set(mine.promises)
+        if is_forced:
+            members = tuple(one for one in proposal.view.members if one.id in promised)
+            own = replace(proposal.view, members=members, history=secrets.token_hex(8))
+            proposal = msgspec.structs.replace(proposal, view=own, forced_from=view.history)
         if not proposal.view.leader:
             return
-        promised = set(mine.promises)
         self._send(promised, say.Propose(view_number=view.number, ballot=mine.ballot, proposal=proposal))
-        await self._collect(mine, lambda: is_majority(view.ids, mine.agreed))
+        await self._collect(mine, lambda: self._may_go_on(mine, mine.agreed))
         if not self._may_go_on(mine, mine.agreed):
             await asyncio.sleep(random.uniform(0.0, node.settings.heartbeat_s))
             return
@@ -109,7 +159,8 @@ class ViewKeeper:
     def _may_go_on(self, mine: _Ballot, present: set[str]) -> bool:
         view = self._node.view
         current = self._ballot is mine and self.acceptor.view.number == view.number
-        return current and not mine.is_lost and is_majority(view.ids, present)
+        enough = is_majority(view.ids, present) if mine.deciders is None else mine.deciders <= present
+        return current and not mine.is_lost and enough
 
     async def _collect(self, mine: _Ballot, is_enough: object) -> None:
         assert callable(is_enough)
@@ -161,9 +212,8 @@ class ViewKeeper:
         node = self._node
         leader = node.view.leader
         # While the leader lives nobody else may freeze the view: one bad link must not stop the group.
-        leads = (
-            leader not in node.suspects() and leader not in node.leaving and not (leader == node.me and node.closing)
-        )
+        is_gone = leader in node.suspects() or (leader in node.links.absent and leader not in node.links.control)
+        leads = not is_gone and leader not in node.leaving and not (leader == node.me and node.closing)
         if peer != leader and leads:
             return say.Nack(view_number=node.view.number, ballot=message.ballot, promised=self.acceptor.promised)
         committed, accepted = node.rounds.committed, node.rounds.accepted
@@ -178,6 +228,9 @@ class ViewKeeper:
     def on_install(self, proposal: NextView) -> None:
         """A decided view, from any member: the newest counts. Where we are not in it, come back."""
         node, view = self._node, proposal.view
+        if proposal.forced_from and proposal.forced_from == node.view.history:
+            self._on_forced(proposal)
+            return
         if view.history != node.view.history or view.number <= node.view.number:
             return
         if (found := view.member(node.me)) is not None and found.instance == node.instance:
@@ -185,13 +238,30 @@ class ViewKeeper:
         else:
             node.evicted(f"view {view.number} was formed without this peer")
 
+    def _on_forced(self, proposal: NextView) -> None:
+        """Some members went on without a majority. Whoever is one of them follows, if it sees no majority either."""
+        node, view = self._node, self._node.view
+        others = set(view.ids) - set(proposal.view.ids)
+        if node.me not in others:
+            if self.is_stuck:
+                self.install(proposal)
+        elif 2 * len(others) > len(view.ids):  # more than half were given up: they are the run, and go on
+            node.leaving |= set(proposal.view.ids)
+            self.consider(node.suspects(), set())
+        else:
+            node.evicted("the others went on without this peer, as was asked for there")
+
     def install(self, proposal: NextView) -> bool:
         """Take over a decided view; whether this peer is in it."""
         node, before = self._node, self._node.view
         view = proposal.view
         if view.history == before.history and view.number <= before.number:
             return before.member(node.me) is not None
+        if before.number and view.history not in (before.history, "") and proposal.forced_from != before.history:
+            # What this peer has learnt since the others gave it up is not theirs.
+            node.rounds.fetch_first("the group went on from another state than this peer's")
         node.view, self.installed = view, proposal
+        self.forced = proposal if proposal.forced_from else self.forced
         self.acceptor, self._ballot, self._highest, self.is_stuck = Acceptor(view), None, 0, False
         node.leaving &= {*view.ids} | {node.me}
         for member in view.members:

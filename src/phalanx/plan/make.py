@@ -92,6 +92,10 @@ def make_plan(
         from phalanx.plan.site_plan import plan_sites  # nothing that a plan of one cluster needs
 
         return plan_sites(asked, cluster, plan_on)
+    if asked.sync.has_peers:
+        from phalanx.plan.site_plan import plan_peer
+
+        return plan_peer(asked, cluster, plan_on)
     return plan_on(asked, cluster)
 
 

@@ -57,6 +57,37 @@ def plan_sites(job: Job, cluster: Cluster, plan_on: PlanOn) -> Plan:
     )
 
 
+def plan_peer(job: Job, cluster: Cluster, plan_on: PlanOn) -> Plan:
+    """The plan of one of `sync.peers` alike peers, which has this cluster to itself: its share of every batch.
+
+    Time and cost are this peer's over the whole run, without exchanges: of the links nothing is known here.
+    """
+    peers, share = job.sync.peers, planned_share(job, cluster)
+    plan = plan_on(share, cluster)
+    if share is job:
+        return plan
+    alone = plan.duration
+    duration = replace(
+        alone,
+        steps=round(alone.steps / peers),
+        training_s=alone.training_s / peers,
+        wall_s=alone.wall_s / peers,
+        wall_s_low=alone.wall_s_low / peers,
+        wall_s_high=alone.wall_s_high / peers,
+    )
+    return replace(plan, job=job, duration=duration, bill=_sum_bills(job, [plan], duration), pareto=())
+
+
+def planned_share(job: Job, cluster: Cluster) -> Job:
+    """The job that the plan of one cluster is for: a peer's share, or the whole where there is none in whole passes."""
+    if not job.sync.has_peers or job.sync.peers < 2:
+        return job
+    share = job_of_peer(job, job.sync.peers, cluster.devices)
+    each = cluster.devices * (job.batch.micro if isinstance(job.batch.micro, int) else 1)
+    part, whole = share.batch.global_sequences, job.batch.global_sequences
+    return job if part % each or part >= whole else share
+
+
 def job_of_peer(job: Job, peers: int, devices: int) -> Job:
     """What one of so many peers trains in a step: its part of the global batch, in whole passes of its devices."""
     batch = job.batch

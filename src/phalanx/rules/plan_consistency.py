@@ -10,6 +10,7 @@ from typing import Any
 from phalanx.errors import mistake
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import effective_time
+from phalanx.plan.site_plan import planned_share
 from phalanx.units import DAY_S, plural
 
 # Between what a plan says twice. It is written in full digits; versions of Phalanx may differ in the order of a sum.
@@ -73,7 +74,8 @@ def _size_conflicts(plan: Plan) -> Iterator[str]:
         if not 0.0 < value < math.inf:
             yield f"{name} is {value:g}"
             return
-    tokens = plan.job.batch.global_sequences * plan.job.data.sequence
+    share = planned_share(plan.job, plan.cluster)  # of a peer; of any other job the whole
+    tokens = share.batch.global_sequences * plan.job.data.sequence
     statement = plan.prediction.tokens_per_s * plan.prediction.step_s
     if plan.sites is not None:  # the step is the first site's, with its part of the batch
         return

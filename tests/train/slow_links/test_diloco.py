@@ -86,15 +86,28 @@ def test_muon_inside(trials) -> None:
     assert equal(*peers)
 
 
-def test_resumed_is_uninterrupted(trials) -> None:
-    """Stopped between two exchanges: each peer goes on from its own weights and the shared ones."""
-    plan = trials.plan('mode = "diloco"\npeers = 2\nsynchronous_steps = 1\ninner_steps = 3\n', steps=8)
+@pytest.mark.parametrize(
+    ("more", "steps", "stop"),
+    [
+        ("", 8, 6),  # between two exchanges: each peer goes on from its own weights and the shared ones
+        # With what the codec has lost of one fragment, and an update of the other under way.
+        ('delay_steps = 1\nfragments = 2\ncodec = "topk-2bit"\ntop_share = 0.1', 9, 5),
+    ],
+    ids=["plain", "feedback and delay"],
+)
+def test_resumed_is_uninterrupted(trials, more: str, steps: int, stop: int) -> None:
+    inner = 4 if "fragments" in more else 3
+    sync = f'mode = "diloco"\npeers = 2\nsynchronous_steps = 1\ninner_steps = {inner}\n{more}'
+    plan = trials.plan(sync, steps=steps)
     whole = trials.train(plan, 2)
-    first = trials.train(plan, 2, stop_after=6)
-    assert [one.step for one in first] == [6, 6]
+    first = trials.train(plan, 2, stop_after=stop)
+    assert [one.step for one in first] == [stop, stop]
     second = trials.train(plan, 2, runs=[one.run for one in first])
     assert equal(second[0], whole[0])
     assert equal(second[1], whole[1])
+    # In between, too: the weights of both runs part for a while where only the last exchange is the same.
+    losses = [[one["loss"] for one in run.events("step") if one["step"] >= stop] for run in (second[0], whole[0])]
+    assert losses[0] == losses[1]
 
 
 def test_a_late_joiner_takes_the_shared_state(trials) -> None:

@@ -20,7 +20,13 @@ from phalanx.job.load import job_to_dict
 from phalanx.peers.allowlist import AllowList
 from phalanx.peers.identity import PeerIdentity
 from phalanx.record.run import Run, create_run
-from phalanx.train.slow_links.peer_session import SessionFacts, read_session, run_facts, write_session
+from phalanx.train.slow_links.peer_session import (
+    PeerSession,
+    SessionFacts,
+    read_session,
+    run_facts,
+    write_session,
+)
 
 
 @pytest.fixture
@@ -73,6 +79,19 @@ def test_only_the_owner_revokes_and_only_whom_it_knows(owner: Run, tmp_path: Pat
     write_session(guest, PeerIdentity.create("guest"), allowed, replace(read_session(owner), addresses=(("h", 1),)))
     with pytest.raises(UserError, match="only the owner of a run invites and revokes"):
         phalanx.peers.revoke(guest, "berlin")
+
+
+def test_going_on_alone_is_asked_of_a_running_peer(owner: Run, trials) -> None:
+    with pytest.raises(UserError, match="this peer does not run"):
+        phalanx.peers.go_on_alone(owner)
+    session = PeerSession(owner, trials.plan('mode = "target-batch"').job)
+    try:
+        session.group.join()
+        with pytest.raises(UserError, match="a majority of the peers is here: nobody has to be given up"):
+            phalanx.peers.go_on_alone(owner)
+        assert phalanx.peers.members(owner).has_majority
+    finally:
+        session.close()
 
 
 def test_an_update_that_raises_the_loss_is_left_out(trials) -> None:

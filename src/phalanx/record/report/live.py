@@ -25,7 +25,12 @@ RECENT = 20  # steps behind the rate and the time that is left
 # What the lines hold on which `remark_of_rank` has something to say.
 REMARKED = (
     *(b'"evaluate"', b'"checkpoint"', b'"memory"', b'"ready"', b'"remark"'),
-    *(b'"communicators"', b'"compile_check"'),
+    *(b'"communicators"', b'"compile_check"', b'"peer"'),
+)
+# Of a group of peers: what changes who learns with whom. Connections that end and return are not.
+TOLD_OF_PEERS = (
+    *("joined", "left", "evicted", "rejoined", "no-majority", "forced", "dropped", "revoked"),
+    *("doubtful-progress", "behind", "caught-up"),
 )
 
 
@@ -138,6 +143,9 @@ def remark_of_rank(event: Event) -> list[str]:
         return [f"step {step:,}: held-out {', '.join(parts)}"]
     if event["event"] == "checkpoint":
         return _checkpoint_lines(event, step)
+    if event["event"] == "peer":
+        named = f"{text(event, 'name')}: " if event.get("kind") in ("dropped", "revoked", "doubtful-progress") else ""
+        return [f"step {step:,}: {named}{text(event, 'text')}"] if event.get("kind") in TOLD_OF_PEERS else []
     if event["event"] == "memory":
         return [f"step {step:,}: {_copies_text(event)}"]
     if event["event"] == "remark" and event.get("is_warning") is True:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.errors import Problem
 from phalanx.job.schema import Batch
+from phalanx.plan.site_plan import planned_share
 from phalanx.rules.catalog.top001_degrees import is_batch
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
@@ -35,6 +36,10 @@ def _judge_plan(evidence: Evidence) -> tuple[Outcome, ...]:
         peers = len(evidence.plan.sites.sites)
         return (passed(f"{peers} sites share {plural(wanted, 'sequence')} a step, as declared", value=wanted),)
     made = layout.micro_batch * layout.accumulation * layout.data
+    share = planned_share(evidence.the_job, evidence.plan.cluster).batch.global_sequences
+    if share != wanted and made == share:
+        statement = f"each of {evidence.the_job.sync.peers} peers takes {made:,} of the {wanted:,} sequences of a step"
+        return (passed(statement, value=made, threshold=share, unit="sequences"),)
     formula = (
         f"B = b · a · dp = {layout.micro_batch} × {layout.accumulation} × {layout.data} = {plural(made, 'sequence')}, "
         f"declared {wanted:,}",
@@ -90,6 +95,8 @@ def _judge_steps(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcom
     odd = {
         size: count for size, count in steps.tokens.items() if all(abs(size - one) > tolerance * one for one in sizes)
     }
+    if evidence.the_job.sync.has_peers:  # a step of one peer has its part, which changes as others come and go
+        odd = {size: count for size, count in odd.items() if size > max(sizes)}
     total = sum(steps.tokens.values())
     words = " or ".join(f"{size:,}" for size in sizes)
     if not odd:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from phalanx.job.sync_section import SyncSettings
+from phalanx.network.slow_codecs import FEEDBACK_CODECS
 from phalanx.peers.codecs import Sender
 from phalanx.peers.facts import Address, PeerState, Progress, RoundResult, Vector, View
 from phalanx.train.slow_links.peer_vector import VectorMap, spread_object
@@ -141,17 +142,34 @@ class PeerExchange:
             future = self._thread.submit(self._ask_until_committed, self.round, np.zeros(1, np.float32), 1.0, "fp32")
         return PendingRound(exchange=self, vectors=None, future=future, frozen=self._frozen).finish()[0]
 
+    def sender_state(self, sender: object) -> dict[str, Vector] | None:
+        """What the codec has lost so far of what `sender` names; None where it carries nothing."""
+        return self._senders[sender].state() if sender in self._senders else None
+
+    def load_sender(self, sender: object, state: dict[str, Vector] | None) -> None:
+        """As `sender_state` said; None forgets it."""
+        self._senders.pop(sender, None)
+        if state and self._link is not None and self._carries:
+            self._new_sender(sender).load_state(state)
+
+    @property
+    def _carries(self) -> bool:
+        return self._sync.codec in FEEDBACK_CODECS
+
+    def _new_sender(self, sender: object) -> Sender:
+        sync = self._sync
+        self._senders[sender] = Sender(sync.codec, feedback=sync.feedback, top_share=sync.top_share)
+        return self._senders[sender]
+
     def _codec(self, vectors: VectorMap, sender: object) -> str | Sender:
         codec = self._sync.codec
         if codec == "fp32" and vectors.dtype == torch.float64:
             return "fp64"
-        if codec not in ("int4", "topk-2bit"):
+        if not self._carries:
             return codec
         if sender is None:
             return "int8"  # gradients that few bits are left of spoil Adam's moments: 3.05 instead of 2.48 nats
-        if sender not in self._senders:
-            self._senders[sender] = Sender(codec, feedback=self._sync.feedback, top_share=self._sync.top_share)
-        return self._senders[sender]
+        return self._senders.get(sender) or self._new_sender(sender)
 
     def _ask_until_committed(
         self, number: int, vector: Vector, weight: float, codec: str | Sender, may_be_late: bool = False

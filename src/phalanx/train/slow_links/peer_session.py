@@ -5,6 +5,7 @@
     peers/allowlist.json       of the run's owner; a running peer takes up a newer one
     peers/session.json         how this peer takes part: `SessionFacts`
     peers/status.json          how the group stands, written while the peer runs
+    peers/go-on-alone.json     asks the running peer to go on without those that are lost; it answers in the same file
 
 This module imports no torch: the command line reads it, and a process opens its group before it imports torch.
 """
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from phalanx.peers.group import PeerGroup
 
 FOLDER, ALLOWED, SESSION, STATUS = "peers", "allowlist.json", "session.json", "status.json"
+GO_ON = "go-on-alone.json"
 LOOK_S = 0.5  # between looks at the allowlist, and writes of the status
 # What must be the same for all peers; the layout, the machine and what is written where are each peer's own.
 SHARED_SYNC = ("peers", "heartbeat_s", "dead_after_s", "screening")  # of [sync], what need not be
@@ -179,9 +181,22 @@ class PeerSession:
                 if newer.version > self._allowed.version:
                     self._allowed = newer
                     self.group.set_allowed(newer)
+                self._answer_request()
                 self._write_status()
-            except (UserError, OSError):  # a file that is being written, or a group that is being closed
+            except (UserError, OSError, ValueError):  # a file that is being written, or a group that is being closed
                 continue
+
+    def _answer_request(self) -> None:
+        """Go on without lost members where that was asked for, and say what came of it."""
+        path = self._folder / GO_ON
+        if not path.exists() or "answer" in (request := load_json(path)):
+            return
+        try:
+            view = self.group.go_on_without_lost()
+            answer: dict[str, object] = {"members": list(view.ids)}
+        except UserError as error:
+            answer = {"refusal": str(error)}
+        replace_text(path, json_text({**request, "answer": answer}) + "\n")
 
     def _write_status(self) -> None:
         view, links, progress = self.group.view(), self.group.links(), self.group.progress()
@@ -204,6 +219,7 @@ class PeerSession:
             "address": list(self.group.address),
             "view": view.number,
             "round": view.next_round,
+            "has_majority": self.group.has_majority,
             "members": members if view.number else self._before.get("members", []),
             **self.more_status(),
         }

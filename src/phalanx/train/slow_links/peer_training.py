@@ -22,12 +22,14 @@ import torch.distributed as dist
 from phalanx.errors import SystemFailure
 from phalanx.job.schema import Job
 from phalanx.job.sync_section import SyncSettings
+from phalanx.network.slow_codecs import FEEDBACK_CODECS
 from phalanx.peers.facts import Address, Progress, Vector, View
 from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.train.callbacks import Callback
 from phalanx.train.data.batches import BatchPlan
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.engine import Engine
+from phalanx.train.slow_links.carried_state import CarriedState
 from phalanx.train.slow_links.fragments import assign_fragments, due_fragment
 from phalanx.train.slow_links.outer_optimizer import OuterOptimizer
 from phalanx.train.slow_links.peer_batches import PeerBatches
@@ -82,6 +84,7 @@ class PeerTraining(Callback):
         self._sent_fragment: int | None = None
         self._screen: LossScreen | None = None
         self._pending: tuple[int, int, PendingRound] | None = None  # step to apply it after, fragment, round
+        self._under_way: tuple[int, int, float, float] | None = None  # the same for checkpoints: tokens, usual tokens
         self._training: TrainingContext | None = None
 
     # ---- set-up, in this order -------------------------------------------------------------------------------------
@@ -97,11 +100,15 @@ class PeerTraining(Callback):
             self.outer = OuterOptimizer(
                 engine.shards, learning_rate=sync.outer_learning_rate, momentum=sync.outer_momentum
             )
-            engine.peer_state = self.outer.state()
             chosen = assign_fragments(self._gradients.sizes, sync.fragments)
             for number in range(sync.fragments):
                 self._fragments.append([at for at, one in enumerate(engine.shards) if chosen[one.name] == number])
             self._fragment_maps = [VectorMap([engine.shards[at] for at in places]) for places in self._fragments]
+            has_feedback = sync.codec in FEEDBACK_CODECS and sync.feedback > 0.0
+            self._carried = CarriedState(
+                engine.shards, self._fragments, has_feedback=has_feedback, has_delay=bool(sync.delay_steps)
+            )
+            engine.peer_state = [*self.outer.state(), *self._carried.state()]
         engine.average_over_peers = self._average_gradients
         engine.listener = None  # the noise of a peer's gradient would be taken for that of all
 
@@ -145,7 +152,24 @@ class PeerTraining(Callback):
             return self.catch_up(training)
         self._agree(self.exchange.meet(), kind="meet", step=step)
         self._mark_boundary(step)
+        self._resume_rounds()
         return step
+
+    def _resume_rounds(self) -> None:
+        """Go on with what a checkpoint has of rounds: what codecs lost, and an update that was under way."""
+        for fragment in range(len(self._fragments)):
+            self.exchange.load_sender(fragment, self._carried.lost(fragment))
+        if self._under_way is not None:
+            until, fragment, tokens, usual = self._under_way
+            pending = self.exchange.average(
+                self._fragment_maps[fragment],
+                self._carried.sent(fragment),
+                tokens,
+                usual=usual,
+                sender=fragment,
+                waits=False,
+            )
+            self._pending = (until, fragment, pending)
 
     def _join_group(self, link: GroupLink) -> View:
         if self._addresses:
@@ -176,7 +200,11 @@ class PeerTraining(Callback):
         self._engine.clear_gradients()
         position = take_state(self._engine, self.outer, found)
         self._restore_position(position)
-        self._pending, self._tokens, self._samples = None, {}, 0
+        self._pending, self._under_way, self._tokens, self._samples = None, None, {}, 0
+        if self.outer is not None:
+            self._carried.forget()
+        for fragment in range(len(self._fragments)):
+            self.exchange.load_sender(fragment, None)
         training.comparison.guard.forget()
         training.checkpoints.forget_unwritten()
         step = int(position["step"])
@@ -220,6 +248,7 @@ class PeerTraining(Callback):
             "missed": dict(self._missed),
             "exchanged": self._exchanged_step,
             "tokens": {str(fragment): count for fragment, count in self._tokens.items()},
+            "under_way": list(self._under_way) if self._under_way is not None else None,
         }
 
     def _restore_position(self, position: Any) -> None:
@@ -231,6 +260,9 @@ class PeerTraining(Callback):
         self._missed = {str(peer): int(count) for peer, count in position.get("missed", {}).items()}
         self._exchanged_step = int(position.get("exchanged", -1))
         self._tokens = {int(fragment): int(count) for fragment, count in position.get("tokens", {}).items()}
+        if (under_way := position.get("under_way")) is not None:
+            until, fragment, tokens, usual = under_way
+            self._under_way = (int(until), int(fragment), float(tokens), float(usual))
 
     def _mark_boundary(self, step: int) -> None:
         self._boundary = self.position(step)
@@ -356,8 +388,8 @@ class PeerTraining(Callback):
         is_last = training.step >= total
         if self._pending is not None and (is_last or training.step >= self._pending[0]):
             _, sent, round_of_it = self._pending
-            self._pending = None
-            self._apply(training, sent, round_of_it)
+            self._apply(training, sent, round_of_it)  # it stays under way where this peer is stopped here
+            self._pending = self._under_way = None
         due = list(range(sync.fragments)) if is_last else [] if fragment is None else [fragment]
         for one in due:
             self._sent_fragment = one
@@ -369,16 +401,14 @@ class PeerTraining(Callback):
                 training.pause()
             steps = min(sync.inner_steps, max(1, training.step - self.warm_up))
             usual = steps * self._batch_plan.at(training.step)[1] * self._engine.settings.sequence
+            tokens, usual_each = float(self._tokens.get(one, 0)), usual / max(1, len(self.members))
             pending = self.exchange.average(
-                self._fragment_maps[one],
-                chosen,
-                float(self._tokens.get(one, 0)),
-                usual=usual / max(1, len(self.members)),
-                sender=one,
-                waits=not is_delayed,
+                self._fragment_maps[one], chosen, tokens, usual=usual_each, sender=one, waits=not is_delayed
             )
             if is_delayed:
                 self._pending = (training.step + sync.delay_steps, one, pending)
+                self._carried.keep_sent(one, chosen)
+                self._under_way = (training.step + sync.delay_steps, one, tokens, usual_each)
             else:
                 self._apply(training, one, pending)
         self._exchanged_step = training.step
@@ -398,6 +428,7 @@ class PeerTraining(Callback):
         assert self.outer is not None
         agreed, means = pending.finish()
         self._agree(agreed, kind="weights", step=training.step, fragment=fragment)
+        self._carried.keep_lost(fragment, self.exchange.sender_state(fragment))
         places = self._fragments[fragment]
         is_counted = self.id in agreed.weights or not self._tokens.get(fragment)
         if means is not None:
