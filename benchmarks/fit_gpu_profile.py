@@ -44,6 +44,7 @@ FITTED = {  # value, log width of the prior
     "cast": (2.5, 0.6),  # rounded along rows and, in two passes, along columns: 3 + 5 bytes where the constant has 3
     "launch_s": (2.5e-5, 0.6),
     "launch_sharpness": (6.0, 0.5),
+    "narrow_kernels": (1.5, 0.6),
     "micro_s": (1e-3, 0.8),
     "step_s": (2e-3, 0.8),
     "optimizer_bytes": (40.0, 0.3),
@@ -59,7 +60,7 @@ FIXED = {  # read off the code
     "plain_cast": 1.455,
 }
 MORE = (
-    "loss", "cast", *FIXED, "launch_sharpness", "accumulate_bytes",
+    "loss", "cast", *FIXED, "launch_sharpness", "narrow_kernels", "accumulate_bytes",
 )  # fmt: skip
 SCALE = 0.03  # errors below count squared, above linearly
 LEAST_SCALE = 0.3
@@ -104,24 +105,27 @@ class Batch:
         return predict_step(self.table, shipped_physics(), own)
 
 
-def profile_of(logs: np.ndarray) -> Profile:
-    """The profile of logarithms of the fitted scalars over their priors."""
-    values = {name: prior * float(np.exp(log)) for (name, (prior, _)), log in zip(FITTED.items(), logs, strict=True)}
+def profile_of(logs: np.ndarray, only: str) -> Profile:
+    """The profile of logarithms of the fitted scalars over their priors; `only` one, the others are as shipped."""
+    names = [only] if only else list(FITTED)
+    values = {name: FITTED[name][0] * float(np.exp(log)) for name, log in zip(names, logs, strict=True)}
+    if only:
+        return replace(shipped_profiles()["phalanx"], **values)
     return replace(shipped_profiles()[START], **values, **FIXED)
 
 
-def fit(members: list[Case]) -> np.ndarray:
+def fit(members: list[Case], only: str) -> np.ndarray:
     """The most probable scalars, as logarithms over their priors."""
-    widths = np.array([width for _, width in FITTED.values()])
+    widths = np.array([FITTED[only][1]] if only else [width for _, width in FITTED.values()])
     batch = Batch(members)
 
     def residuals(logs: np.ndarray) -> np.ndarray:
-        profile = profile_of(logs)
+        profile = profile_of(logs, only)
         errors = np.log(batch.times(profile).step_s / batch.step_s) / SCALE
         soft = np.sign(errors) * np.sqrt(2.0 * (np.sqrt(1.0 + errors**2) - 1.0))
         return np.concatenate([soft, logs / widths])
 
-    found = least_squares(residuals, np.zeros(len(FITTED)), diff_step=1e-3, ftol=1e-5)
+    found = least_squares(residuals, np.zeros(len(widths)), diff_step=1e-3, ftol=1e-5)
     return found.x
 
 
@@ -174,13 +178,13 @@ def report(members: list[Case], profile: Profile) -> str:
     return "\n".join([*summary, "", *lines])
 
 
-def write(profile: Profile, widths: tuple[float, float]) -> None:
-    """Put the profile and its widths into the package's tables."""
+def write(profile: Profile, widths: tuple[float, float] | None) -> None:
+    """Put the profile and its widths into the package's tables; None keeps the widths."""
     folder = Path(__file__).parent.parent / "src/phalanx/plan"
-    for name, section, values in (
-        ("physics.toml", "profile.phalanx", {key: getattr(profile, key) for key in _written(profile)}),
-        ("uncertainty.toml", "scale.phalanx", {"below": widths[0], "above": widths[1]}),
-    ):
+    tables = [("physics.toml", "profile.phalanx", {key: getattr(profile, key) for key in _written(profile)})]
+    if widths is not None:
+        tables.append(("uncertainty.toml", "scale.phalanx", {"below": widths[0], "above": widths[1]}))
+    for name, section, values in tables:
         text = (folder / name).read_text(encoding="utf-8")
         block = f"[{section}]\n" + "".join(f"{key} = {float(value):.4g}\n" for key, value in values.items()) + "\n"
         text = re.sub(rf"\[{re.escape(section)}\]\n(?:[^\[\n]+\n)*\n?", "", text)
@@ -207,17 +211,18 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--table", type=Path, help="write the table as Markdown")
     parser.add_argument("--check", action="store_true", help="fit nothing: report on the shipped profile")
+    parser.add_argument("--only", choices=tuple(FITTED), default="", help="fit this one; the others stay as shipped")
     args = parser.parse_args()
     lines = [json.loads(line) for path in args.results for line in path.read_text(encoding="utf-8").splitlines()]
     found = {one["name"]: one for one in lines if one["status"] == "ok"}
     members = [Case(one) for one in found.values()]
     fitting = [one for one in members if not one.held_back]
-    logs = None if args.check else fit(fitting)
-    profile = shipped_profiles()["phalanx"] if logs is None else profile_of(logs)
+    logs = None if args.check else fit(fitting, args.only)
+    profile = shipped_profiles()["phalanx"] if logs is None else profile_of(logs, args.only)
     if not args.check:
         print({name: float(f"{getattr(profile, name):.4g}") for name in FITTED})
     if args.write and logs is not None:
-        write(profile, scales(fitting, profile))
+        write(profile, None if args.only else scales(fitting, profile))
         from phalanx.plan.physics import shipped_table
         from phalanx.plan.prediction import _uncertainty_table
 

@@ -198,7 +198,8 @@ def compute_seconds(c: Cases, k: Physics, f: Profile) -> Compute:
     again_full = linears.forward - f.early_stop * last + core.forward + streams.forward
     again_selective = f.selective_attention * core.forward + k.selective * f.selective_streams * streams.forward
     recompute = np.where(c.recompute == FULL, again_full, np.where(c.recompute == SELECTIVE, again_selective, 0.0))
-    per_layer = k.kernels * (1.0 + k.tensor_kernels * (c.tp > 1))
+    narrow = (c.precision == FP8) | (c.precision == FP4)
+    per_layer = k.kernels * (1.0 + k.tensor_kernels * (c.tp > 1)) * (1.0 + f.narrow_kernels * narrow)
     work = matmul_pass(c, k, c.tokens, c.vocab / c.tp, c.hidden, wide)
     loss = c.tokens * c.vocab / c.tp * k.loss_bytes * f.loss / (c.memory_bytes_per_s * k.memory)
     head_pass = work + Pass(forward=loss / 3.0, backward=2.0 * loss / 3.0)
