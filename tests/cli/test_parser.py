@@ -39,7 +39,7 @@ def test_no_option_with_one_value_is_taken_twice() -> None:
     for parser in (one for verb in VERBS for one in with_subverbs(parser_of(verb))):
         assert isinstance(parser, Parser)
         for action in (one for one in parser._actions if one.option_strings):
-            repeatable = argparse._AppendAction | argparse._StoreTrueAction | argparse._HelpAction
+            repeatable = argparse._AppendAction | argparse._StoreConstAction | argparse._HelpAction
             if isinstance(action, repeatable):
                 continue
             assert isinstance(action, StoreOnce | OnOff), action

@@ -57,7 +57,7 @@ def test_a_run_says_what_it_was_made_of() -> None:
 def test_a_source_tree_that_was_never_installed_is_known_by_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_package_version", lambda name: "")
+    monkeypatch.setattr(module, "installed_version", lambda name: "")
     assert job_provenance({})["versions"]["phalanx"].startswith("source sha256:")
     (tmp_path / "a.py").write_text("1")
     before = code_digest(tmp_path)

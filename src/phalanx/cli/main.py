@@ -50,7 +50,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "train": ("phalanx.cli.train", "train dry_run run", "train a job, or continue a run; Ctrl-C saves a checkpoint"),
     "peers": (
         "phalanx.cli.peers",
-        "peers.start peers.join peers.invite peers.members peers.revoke",
+        "peers.start peers.join peers.invite peers.members peers.revoke peers.go_on_alone",
         "train with peers on slow links that come and go",
     ),
     "watch": ("phalanx.cli.watch", "watch run", "follow a run in the terminal"),
