@@ -131,7 +131,8 @@ def test_torchtitan(tmp_path: Path, text: str, key: str, value: object) -> None:
          "parallel.offload", "parameters"),
         ('{"train_batch_size": 64, "zero_optimization": {"stage": 3, "zero_quantized_gradients": true}}',
          "parallel.compression", "int8"),
-        ('{"train_batch_size": 64}', "optim.clip", 0.0),
+        ('{"train_batch_size": 64, "optimizer": {"type": "AdamW"}}', "optim.clip", 0.0),
+        ('{"train_batch_size": 64}', "optim.clip", 1.0),  # the script's own optimizer, and its clipping: not said here
     ],
 )  # fmt: skip
 def test_deepspeed(tmp_path: Path, text: str, key: str, value: object) -> None:
