@@ -41,6 +41,8 @@ LIMIT_S = 120.0  # 18 s on two idle cores, 2026-11-16
 MOST_BYTES = 1 << 20
 MOST_TIMED = 24  # layouts; the newest are kept
 BUSY = 1.5  # processes per core
+CROWDED = 0.1  # share of all cores that others took while it was measured: a load average tells it a minute late
+LOOK_S = 0.3  # to see what others take now
 SWITCH = "PHALANX_PROBE"  # "0" measures nothing, as --no-probe
 
 
@@ -52,6 +54,7 @@ class MeasuredSteps:
     seconds: tuple[float, ...]
     taken_at: str
     load: float  # processes per core that wanted to run when it began; 0 where the system does not say
+    others: float = 0.0  # share of all cores that other processes took meanwhile
     timed: tuple[TimedLayout, ...] = ()
 
 
@@ -62,10 +65,11 @@ class TimedLayout:
     step: CpuStep
     seconds: float
     load: float
+    others: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """As it is kept."""
-        return {"step": asdict(self.step), "seconds": self.seconds, "load": self.load}
+        return {"step": asdict(self.step), "seconds": self.seconds, "load": self.load, "others": self.others}
 
 
 def machine_identity(machine: Machine) -> dict[str, object]:
@@ -92,8 +96,9 @@ def read_steps(machine: Machine, environ: Mapping[str, str]) -> MeasuredSteps | 
             seconds=tuple(seconds for _, seconds in found),
             taken_at=str(data["taken_at"])[:40],
             load=float(data["load"]),
+            others=float(data.get("others", 0.0)),
             timed=tuple(
-                TimedLayout(step=step, seconds=seconds, load=float(one["load"]))
+                TimedLayout(step=step, seconds=seconds, load=float(one["load"]), others=float(one.get("others", 0.0)))
                 for one in data["timed"][-MOST_TIMED:]
                 for step, seconds in [_read_sample(one)]
             ),
@@ -150,7 +155,7 @@ def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[st
     load = _busy_processes(machine.usable_cores)
     known = read_steps(machine, environ)
     # What was measured beside busy neighbours is measured again once they are gone.
-    if known is not None and not (known.load > BUSY and load < known.load / 2.0):
+    if known is not None and not _is_quieter(known, load):
         return
     if load > BUSY:
         tell(f"this machine is busy ({load:.1f} processes per core): steps measured now are slower than when idle")
@@ -160,9 +165,11 @@ def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[st
     )
     began_s = time.monotonic()
     try:
+        before = _processor_seconds()
         samples = _run_worker([str(machine.usable_cores)], _read_sample, environ)
-        taken_at = datetime.now(UTC).isoformat(timespec="seconds")
-        _keep_measurement(machine, {"taken_at": taken_at, "load": load, "samples": samples, "timed": []}, environ)
+        taken_at, others = datetime.now(UTC).isoformat(timespec="seconds"), _share_of_others(before)
+        kept = {"taken_at": taken_at, "load": load, "others": others, "samples": samples, "timed": []}
+        _keep_measurement(machine, kept, environ)
     except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError) as error:
         tell(f"not measured: {type(error).__name__}: {str(error)[:200]}; planned with typical figures")
         return
@@ -183,18 +190,18 @@ def time_layout(
         return False
     load = _busy_processes(machine.usable_cores)
     before = [one for one in known.timed if one.step == step]
-    if any(not (one.load > BUSY and load < one.load / 2.0) for one in before):
+    if any(not _is_quieter(one, load) for one in before):
         return False
     tell(f"timing {name} on this machine for a few seconds, once (--no-probe plans without)")
     try:
         arguments = ["--plan", str(int(step.count)), str(machine.usable_cores)]
+        began = _processor_seconds()
         (found,) = _run_worker(arguments, _read_seconds, environ, plan_json)
-        timed = TimedLayout(step=step, seconds=_read_seconds(found), load=load)
-        others = [one for one in known.timed if one.step != step]
+        others = _share_of_others(began)
+        timed = TimedLayout(step=step, seconds=_read_seconds(found), load=load, others=others)
+        kept = [one for one in known.timed if one.step != step]
         data = load_json(steps_path(machine, environ))
-        _keep_measurement(
-            machine, {**data, "timed": [one.to_dict() for one in (*others, timed)][-MOST_TIMED:]}, environ
-        )
+        _keep_measurement(machine, {**data, "timed": [one.to_dict() for one in (*kept, timed)][-MOST_TIMED:]}, environ)
     except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError) as error:
         tell(f"not timed: {type(error).__name__}: {str(error)[:200]}; predicted from reference steps")
         return False
@@ -252,6 +259,42 @@ def _busy_processes(cores: int) -> float:
         return os.getloadavg()[0] / cores
     except OSError:
         return 0.0
+
+
+def _is_quieter(known: MeasuredSteps | TimedLayout, load: float) -> bool:
+    """Whether neighbours were busy when this was measured, and are gone."""
+    if known.load > BUSY and load < known.load / 2.0:
+        return True
+    if known.others <= CROWDED:
+        return False
+    before = _processor_seconds()
+    time.sleep(LOOK_S)
+    return _share_of_others(before) < known.others / 2.0
+
+
+def _processor_seconds() -> tuple[float, float, float] | None:
+    """The clock, seconds of all cores that somebody used, other virtual machines among them, and those that were ours.
+
+    None where the system does not say.
+    """
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            user, nice, system, _, _, irq, softirq, steal = (float(word) for word in file.readline().split()[1:9])
+        ticks = os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return None
+    used = os.times()
+    ours_s = used.user + used.system + used.children_user + used.children_system
+    return time.monotonic(), (user + nice + system + irq + softirq + steal) / ticks, ours_s
+
+
+def _share_of_others(before: tuple[float, float, float] | None) -> float:
+    """What other processes took of all cores since then; 0 where the system does not say."""
+    now = _processor_seconds()
+    if before is None or now is None or now[0] <= before[0]:
+        return 0.0
+    passed_s, used_s, ours_s = (new - old for new, old in zip(now, before, strict=True))
+    return min(1.0, max(0.0, (used_s - ours_s) / (passed_s * (os.cpu_count() or 1))))
 
 
 def _keep_measurement(machine: Machine, data: Mapping[str, Any], environ: Mapping[str, str]) -> None:
