@@ -34,7 +34,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An environment whose worker is a file of our own; returns (environment, what was told, write the worker)."""
     pytest.importorskip("torch")
     monkeypatch.setattr(step_probe, "WORKER", "stand_in_worker")
-    monkeypatch.setattr(step_probe, "_share_of_others", lambda before: 0.0)  # whatever else this machine does now
+    monkeypatch.setattr(step_probe, "_share_of_others", lambda: 0.0)  # whatever else this machine does now
     environ = {**os.environ, "XDG_DATA_HOME": str(tmp_path / "data"), "PYTHONPATH": str(tmp_path), "PHALANX_PROBE": "1"}
 
     def write(text: str) -> None:
@@ -101,20 +101,17 @@ def test_so_is_what_others_took_the_cores_of(worker, monkeypatch: pytest.MonkeyP
     """A load average of the last minute does not know of neighbours that have just begun, or just ended."""
     environ, told, _ = worker
     monkeypatch.setattr(step_probe, "_busy_processes", lambda cores: 0.1)
-    monkeypatch.setattr(step_probe, "LOOK_S", 0.0)
     for share, measured in ((0.6, True), (0.5, False), (0.2, True), (0.05, True), (0.0, False)):
-        monkeypatch.setattr(step_probe, "_share_of_others", lambda before, share=share: share)
+        monkeypatch.setattr(step_probe, "_share_of_others", lambda share=share: share)
         assert bool(measure("local", environ, told)) is measured, share
 
 
-def test_the_share_of_others_leaves_out_ones_own_work() -> None:
-    before = step_probe._processor_seconds()
-    if before is None:
-        pytest.skip("the system does not say what its cores did")
-    clock_s, used_s, ours_s = before
-    assert step_probe._share_of_others((clock_s - 10.0, used_s - 8.0, ours_s - 8.0)) < 0.5  # all of it was ours
-    cores = os.cpu_count() or 1
-    assert step_probe._share_of_others((clock_s - 10.0, used_s - 10.0 * cores, ours_s)) > 0.5
+def test_the_share_of_others_is_read_off_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([100.0, 100.0 + step_probe.LOOK_S])  # one core was busy all the time, or a little less of more time
+    monkeypatch.setattr(step_probe, "_busy_seconds", lambda: next(seconds))
+    assert 0.0 < step_probe._share_of_others() <= 1.0 / (os.cpu_count() or 1)
+    monkeypatch.undo()
+    assert step_probe._busy_seconds() >= 0.0
 
 
 def test_a_measurement_that_fails_is_told_and_leaves_nothing(worker, tmp_path: Path) -> None:

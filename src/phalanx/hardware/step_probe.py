@@ -41,8 +41,8 @@ LIMIT_S = 120.0  # 18 s on two idle cores, 2026-11-16
 MOST_BYTES = 1 << 20
 MOST_TIMED = 24  # layouts; the newest are kept
 BUSY = 1.5  # processes per core
-CROWDED = 0.1  # share of all cores that others took while it was measured: a load average tells it a minute late
-LOOK_S = 0.3  # to see what others take now
+CROWDED = 0.1  # share of all cores that others take: a load average tells it a minute late
+LOOK_S = 0.3  # to see that share, just before and just after something is timed
 SWITCH = "PHALANX_PROBE"  # "0" measures nothing, as --no-probe
 
 
@@ -54,7 +54,7 @@ class MeasuredSteps:
     seconds: tuple[float, ...]
     taken_at: str
     load: float  # processes per core that wanted to run when it began; 0 where the system does not say
-    others: float = 0.0  # share of all cores that other processes took meanwhile
+    others: float = 0.0  # share of all cores that other processes took just before or after, the larger
     timed: tuple[TimedLayout, ...] = ()
 
 
@@ -165,9 +165,9 @@ def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[st
     )
     began_s = time.monotonic()
     try:
-        before = _processor_seconds()
+        others = _share_of_others()
         samples = _run_worker([str(machine.usable_cores)], _read_sample, environ)
-        taken_at, others = datetime.now(UTC).isoformat(timespec="seconds"), _share_of_others(before)
+        taken_at, others = datetime.now(UTC).isoformat(timespec="seconds"), max(others, _share_of_others())
         kept = {"taken_at": taken_at, "load": load, "others": others, "samples": samples, "timed": []}
         _keep_measurement(machine, kept, environ)
     except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError) as error:
@@ -195,9 +195,9 @@ def time_layout(
     tell(f"timing {name} on this machine for a few seconds, once (--no-probe plans without)")
     try:
         arguments = ["--plan", str(int(step.count)), str(machine.usable_cores)]
-        began = _processor_seconds()
+        others = _share_of_others()
         (found,) = _run_worker(arguments, _read_seconds, environ, plan_json)
-        others = _share_of_others(began)
+        others = max(others, _share_of_others())
         timed = TimedLayout(step=step, seconds=_read_seconds(found), load=load, others=others)
         kept = [one for one in known.timed if one.step != step]
         data = load_json(steps_path(machine, environ))
@@ -265,36 +265,29 @@ def _is_quieter(known: MeasuredSteps | TimedLayout, load: float) -> bool:
     """Whether neighbours were busy when this was measured, and are gone."""
     if known.load > BUSY and load < known.load / 2.0:
         return True
-    if known.others <= CROWDED:
-        return False
-    before = _processor_seconds()
-    time.sleep(LOOK_S)
-    return _share_of_others(before) < known.others / 2.0
+    return known.others > CROWDED and _share_of_others() < known.others / 2.0
 
 
-def _processor_seconds() -> tuple[float, float, float] | None:
-    """The clock, seconds of all cores that somebody used, other virtual machines among them, and those that were ours.
+def _share_of_others() -> float:
+    """What other processes take of all cores while this one sleeps for a moment; 0 where the system does not say.
 
-    None where the system does not say.
+    Time that other virtual machines take of them counts too.
     """
+    before = _busy_seconds()
+    began_s = time.monotonic()
+    time.sleep(LOOK_S)
+    passed_s = time.monotonic() - began_s
+    return min(1.0, max(0.0, (_busy_seconds() - before) / (passed_s * (os.cpu_count() or 1))))
+
+
+def _busy_seconds() -> float:
+    """Of all cores together since the machine began; 0 where the system does not say."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             user, nice, system, _, _, irq, softirq, steal = (float(word) for word in file.readline().split()[1:9])
-        ticks = os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):
-        return None
-    used = os.times()
-    ours_s = used.user + used.system + used.children_user + used.children_system
-    return time.monotonic(), (user + nice + system + irq + softirq + steal) / ticks, ours_s
-
-
-def _share_of_others(before: tuple[float, float, float] | None) -> float:
-    """What other processes took of all cores since then; 0 where the system does not say."""
-    now = _processor_seconds()
-    if before is None or now is None or now[0] <= before[0]:
         return 0.0
-    passed_s, used_s, ours_s = (new - old for new, old in zip(now, before, strict=True))
-    return min(1.0, max(0.0, (used_s - ours_s) / (passed_s * (os.cpu_count() or 1))))
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def _keep_measurement(machine: Machine, data: Mapping[str, Any], environ: Mapping[str, str]) -> None:
