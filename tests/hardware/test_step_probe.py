@@ -90,10 +90,12 @@ def test_named_clusters_and_those_who_say_no_are_not_measured(worker) -> None:
 def test_what_was_measured_beside_busy_neighbours_is_measured_again(worker, monkeypatch: pytest.MonkeyPatch) -> None:
     environ, told, _ = worker
     monkeypatch.setattr(step_probe, "_busy_processes", lambda cores: 8.0)
-    assert "busy (8.0 processes per core)" in measure("local", environ, told)[0]
+    monkeypatch.setattr(step_probe, "_share_of_others", lambda: 0.8)
+    assert "busy (others take 80% of its cores)" in measure("local", environ, told)[0]
     assert measure("local", environ, told) == []
+    monkeypatch.setattr(step_probe, "_share_of_others", lambda: 0.0)
     monkeypatch.setattr(step_probe, "_busy_processes", lambda cores: 0.5)
-    assert measure("local", environ, told)
+    assert "measuring this machine" in measure("local", environ, told)[0]
     assert measure("local", environ, told) == []
 
 

@@ -157,15 +157,15 @@ def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[st
     # What was measured beside busy neighbours is measured again once they are gone.
     if known is not None and not _is_quieter(known, load):
         return
-    if load > BUSY:
-        tell(f"this machine is busy ({load:.1f} processes per core): steps measured now are slower than when idle")
+    others = _share_of_others()
+    if others > CROWDED:
+        tell(f"this machine is busy (others take {others:.0%} of its cores): steps are slower now than when it is idle")
     tell(
         f"measuring this machine's {plural(machine.usable_cores, 'core')}, once, for about 20 s (--no-probe skips it); "
         f"the result is stored in {steps_path(machine, environ)}"
     )
     began_s = time.monotonic()
     try:
-        others = _share_of_others()
         samples = _run_worker([str(machine.usable_cores)], _read_sample, environ)
         taken_at, others = datetime.now(UTC).isoformat(timespec="seconds"), max(others, _share_of_others())
         kept = {"taken_at": taken_at, "load": load, "others": others, "samples": samples, "timed": []}
