@@ -30,7 +30,8 @@ from phalanx.io.files import open_regular
 from phalanx.record.host_extents import EVENTS, HEAD_BYTES, INDEX, ExtentChain, Session, read_used
 
 SHARE = 20  # looking for new extents takes at most one part in so many of a reader's time
-LONG_LOOK_S = 0.005
+SHARE_NOW = 8  # the same for who must know now: what a look of some milliseconds tells is as old as that anyway
+MANY_FILES = 64  # of fewer, a look costs less than a millisecond, and a busy machine only makes it seem long
 
 _HOST_FILE = re.compile(r"events-host-[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.jsonl")
 _RANK_FILE = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?(\.jsonl|\.index)")
@@ -122,8 +123,8 @@ class HostFiles:
         """By rank, oldest first; not to be changed. Looks for new ones `now`, or when it has not for a while."""
         with self._lock:
             began_s = time.monotonic()
-            # Of thousands of hosts, not again before as much time has passed as looking takes.
-            wait_s = SHARE * self._took_s if not now else self._took_s if self._took_s > LONG_LOOK_S else -1.0
+            # Of thousands of hosts, not again before some times as much time has passed as looking takes.
+            wait_s = (SHARE_NOW if now else SHARE) * self._took_s if len(self._chains) > MANY_FILES else -1.0
             if not self._looked_s or began_s - self._looked_s > wait_s:
                 self._look_again(now=now)
                 self._looked_s = time.monotonic()
