@@ -89,7 +89,7 @@ def main() -> int:
                 "fault.digest_every=auto" if number % 2 else "fault.digest_every=1",
                 f"comm.init_timeout_s={args.init_timeout:g}",
             ],
-            tell=lambda text: print(text, file=sys.stderr, flush=True),
+            progress=lambda text: print(text, file=sys.stderr, flush=True),
         )
         outcome = found.outcome
         lost = sum(one.steps_lost or 0 for one in outcome.outcomes)

@@ -1,0 +1,16 @@
+"""All operations that have kernels of our own."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from phalanx.train.kernels.kernel_op import KERNELS, KernelOp
+
+MODULES: tuple[str, ...] = ()  # of this folder; each registers its operations when it is imported
+
+
+def load_all() -> dict[str, KernelOp]:
+    """Operations by name."""
+    for module in MODULES:
+        import_module(f"phalanx.train.kernels.{module}")
+    return dict(sorted(KERNELS.items()))
