@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import ceil
 from pathlib import Path
 
+from phalanx.errors import PhalanxError
 from phalanx.record.account.stragglers import straggler_scores
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import read_events
@@ -19,6 +21,7 @@ from phalanx.train.drill.machine_faults import SmallDisk
 from phalanx.train.drill.outside import OutsideDrill, OutsideFinding
 from phalanx.train.drill.outside_stage import STEPS, OutsideStage
 from phalanx.train.drill.perform import DrillResult
+from phalanx.train.state.reader import verify_checkpoint
 
 # Far longer than the lease (5 s), dead_after_s (5 s) and the start of a coordinator on a busy machine together.
 FROZEN_S = 45.0
@@ -85,6 +88,22 @@ def _small_disk(stage: OutsideStage, stack: ExitStack, name: str, *, checkpoints
     return folder
 
 
+def _written_elsewhere(result: DrillResult, history: DrillHistory) -> str:
+    """All steps were done, and the last is in a sound checkpoint at the place that the run named."""
+    if len(history.chain) < STEPS:
+        return f"{len(history.chain)} of {STEPS} steps were done"
+    named = re.search(rf"step {STEPS}, which is now saved: (.+)", result.message)
+    if named is None:
+        return "where the last step is saved is not said"
+    saved = Path(named[1].strip())
+    try:
+        verify_checkpoint(saved)
+    except PhalanxError as error:
+        return f"the last step is damaged where it was saved: {error}"
+    shutil.rmtree(saved.parent)  # it lies outside the folder of these drills
+    return ""
+
+
 def _full_disk_and_kill(stage: OutsideStage) -> OutsideFinding:
     def missing_warning(result: DrillResult, history: DrillHistory) -> str:
         warned = any("space" in str(event).lower() for event in history.ranks if event["event"] == "checkpoint")
@@ -93,24 +112,20 @@ def _full_disk_and_kill(stage: OutsideStage) -> OutsideFinding:
     with ExitStack() as stack:
         folder = _small_disk(stage, stack, "full", checkpoints=20)
         faults = [f"fill-disk:step=6,for_s={LONG_S}", "kill:rank=2,step=12"]
-        return _judge_drill(stage.drill(faults, overrides=[f'checkpoint.path="{folder}"']), missing_warning)
+        found = stage.drill(faults, overrides=[f'checkpoint.path="{folder}"'])
+        if found[0].state == "done":  # older checkpoints were deleted to make room for the last
+            return _judge_drill(found, missing_warning)
+        # There was but one when the disk filled up, and the only one is never deleted.
+        return _judge_drill(found, missing_warning, _written_elsewhere, state="failed")
 
 
 def _read_only_and_kill(stage: OutsideStage) -> OutsideFinding:
     """The run goes on from memory to its last step, which is then written elsewhere: nothing can be written here."""
-
-    def written_elsewhere(result: DrillResult, history: DrillHistory) -> str:
-        if len(history.chain) < STEPS:
-            return f"{len(history.chain)} of {STEPS} steps were done"
-        return (
-            "" if f"step {STEPS}, which is now saved" in result.message else "where the last step is saved is not said"
-        )
-
     with ExitStack() as stack:
         folder = _small_disk(stage, stack, "read-only", checkpoints=20)
         faults = [f"read-only:step=6,for_s={LONG_S}", "kill:rank=2,step=12"]
         found = stage.drill(faults, overrides=[f'checkpoint.path="{folder}"'])
-        return _judge_drill(found, written_elsewhere, state="failed")
+        return _judge_drill(found, _written_elsewhere, state="failed")
 
 
 def _little_disk_space(stage: OutsideStage) -> OutsideFinding:
