@@ -17,7 +17,7 @@ from phalanx.elastic import failure as failing
 from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_plan import CoordinatorPlan
 from phalanx.elastic.coordinator_state import SavedState, Send
-from phalanx.elastic.decide_membership import REPLACE_S
+from phalanx.elastic.decide_membership import REPLACE_S, SPREAD_S
 from phalanx.elastic.fence import current_generation
 from phalanx.elastic.heartbeat_board import Phase, fold_progress
 from phalanx.elastic.restore_point import ReplicaInfo, fold_held
@@ -897,6 +897,36 @@ def test_a_silent_host_is_given_up_and_introduces_itself_again(stage: Stage) -> 
     assert first.kinds()[-1] == "reform"
 
 
+def test_a_host_that_was_frozen_is_told_that_the_run_went_on_without_it(make_stage: Callable[..., Stage]) -> None:
+    """All ranks were there, so they would train on together, beside those that took their places."""
+    launch = {"hosts": ["a", "b"], "slots": [4, 4]}
+    stage = make_stage(launch=launch)
+    first, second = stage.host("a", 4), stage.host("b", 4)
+    stage.start(step=7)
+    assert (first.ranks, second.ranks) == ({slot: slot for slot in range(4)}, {})
+    for _ in range(24):
+        stage.now_s += 0.25
+        second.beat()
+        stage.coordinator.tick()
+    assert (stage.epoch, second.ranks) == (2, {slot: slot for slot in range(4)})
+    first.join()
+    assert (first.epoch, first.ranks) == (2, {})
+
+
+def test_ranks_begin_in_the_spare_slots_of_a_host_only_if_others_do_not_come(make_stage: Callable[..., Stage]) -> None:
+    launch = {"hosts": ["a", "b"], "slots": [4, 4], "spares": [2, 2]}
+    for does_other_come in (True, False):
+        stage = make_stage(launch=launch)
+        stage.host("a", 4)
+        stage.coordinator.tick()
+        assert stage.world == 0
+        if does_other_come:
+            stage.host("b", 4)
+        stage.pass_time(SPREAD_S + 1, by_s=0.5)
+        places = [["a", 0], ["a", 1], *([["b", 0], ["b", 1]] if does_other_come else [["a", 2], ["a", 3]])]
+        assert stage.seats == places
+
+
 def test_a_coordinator_that_was_stopped_itself_blames_nobody(stage: Stage) -> None:
     agent = stage.host("a", 4)
     stage.start(step=7)
@@ -905,6 +935,18 @@ def test_a_coordinator_that_was_stopped_itself_blames_nobody(stage: Stage) -> No
     agent.beat()
     stage.coordinator.tick()
     assert (stage.epoch, stage.events("incident")) == (1, [])
+
+
+def test_one_that_says_nothing_through_several_own_pauses_is_given_up(stage: Stage) -> None:
+    """A coordinator on a starved machine that never runs for two seconds in a row; it listens between its pauses."""
+    first, _ = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=7)
+    for _ in range(8):
+        stage.now_s += 1.5
+        first.beat()
+        stage.coordinator.tick()
+    assert [one["host"] for one in stage.events("host") if one["state"] == "lost"] == ["b"]
+    assert (stage.epoch, stage.world) == (2, 2)
 
 
 def test_the_only_host_is_waited_for(stage: Stage) -> None:

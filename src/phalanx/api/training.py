@@ -253,7 +253,11 @@ def _first_host(run: Run, call: TrainCall) -> tuple[HostSpec, ...]:
     consent = " --allow-code" if call.consents else ""
     call.tell(f"  on the {others}: phalanx agent {run.path.resolve()} --address THEIR_ADDRESS{consent}")
     name = platform.node() or "localhost"
-    return (HostSpec(name=name, slots=share_of(run) + call.spares, address=call.address or address_of(run)),)
+    return (
+        HostSpec(
+            name=name, slots=share_of(run) + call.spares, spares=call.spares, address=call.address or address_of(run)
+        ),
+    )
 
 
 def _add_baselines(run: Run, plan: Plan, tell: Tell) -> None:

@@ -62,18 +62,22 @@ class Coordinator:
         self._check = check
         self._looked_s, self._recorded_evidence = -1e9, 0  # newest generation whose flight recorders were read
         launch = run.launch()
+        hosts = tuple(str(name) for name in launch.get("hosts", ()))
+        slots, spares = [int(count) for count in launch.get("slots", ())], launch.get("spares", ())
         settings = CoordinatorSettings(
             run_path=str(run.path),
             job=plan.job,
             planned=plan.layout,
-            num_slots=sum(int(count) for count in launch.get("slots", ())),
+            num_slots=sum(slots),
+            first_spare={
+                host: count - int(spare) for host, count, spare in zip(hosts, slots, spares, strict=False) if spare
+            },
             prescribed=tuple(launch.get("formations", ())),
             num_plans=run.plan_count(),
             newest_generation=current_generation(run),
             rack_hosts=plan.rack_hosts,
             machines={str(host): str(machine) for host, machine in launch.get("machines", {}).items()},
         )
-        hosts = tuple(str(name) for name in launch.get("hosts", ()))
         self.state, actions = initial_state(settings, saved, hosts=hosts, now_s=clock(), unix_s=time.time())
         self._perform(actions)
 

@@ -34,6 +34,7 @@ class CoordinatorSettings:
     job: Job
     planned: Layout
     num_slots: int = 0  # of all hosts that were launched
+    first_spare: Mapping[str, int] = field(default_factory=dict)  # by host: from this slot on they are spare ones
     prescribed: tuple[Message, ...] = ()  # layouts that a replay takes up, each from a step on
     num_plans: int = 1  # that the run has had; goes into its record
     newest_generation: int = 0  # that ranks of this run were ever fenced with; the next is above it
@@ -168,6 +169,7 @@ class CoordinatorState:
     bad_hosts: frozenset[str] = frozenset()  # with problems
     check_hosts_s: float = -1e9  # when the next host may have been silent for too long
     excused_s: float = 0.0  # for which we ourselves did not listen, in all: no host is to blame for that
+    own_pauses: tuple[tuple[float, float], ...] = ()  # the last of them: when each ended, and `heard_s` of that moment
     sign_s: float = -1e9  # up to when agents have been told that we live
     watcher_sign_s: float = -1e9  # when those were whose turn to start a coordinator comes first
     sign_bucket: int = 0  # of `hosts`, the next that are
@@ -240,6 +242,10 @@ class CoordinatorState:
             for slot in sorted(host.alive)
             if (place := HostSlot(name, slot)) not in self.saved.quarantined
         ]
+
+    def is_spare(self, place: HostSlot) -> bool:
+        """Whether this slot is taken only when others are not enough."""
+        return place.slot >= self.settings.first_spare.get(place.host, place.slot + 1)
 
     def refusals(self) -> list[str]:
         """What was found on bad hosts."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from math import inf
 from typing import Any
 
 from phalanx.elastic.clock_skew import MOST_SKEW_S, check_skew, clock_skew_s
@@ -59,6 +60,8 @@ from phalanx.elastic.host_view import NO_EXCEPTIONS, HostView
 from phalanx.elastic.membership import HostSlot
 
 PAUSE_S = 1.0  # between two of our own turns, after which it was us who did not listen
+PAUSE_COUNTS_S = 0.01  # of a pause is not excused: who spoke before it is told from who spoke after it
+MOST_PAUSES = 4  # of our own that excuse one host's silence: on a starved machine they follow each other for minutes
 RECONNECT_S = 1.0  # an agent that hung up may be back at once; one whose host is gone is not
 TAKE_OVER_S = 5.0  # for agents to find a new coordinator, as long as nothing seems to be wrong
 CONNECT_S = 2.0  # an agent reads its clock before a connection that may take so long
@@ -140,16 +143,27 @@ def _tick(decision: Decision, tick: ClockTick) -> None:
 def _excuse_own_pause(decision: Decision) -> None:
     """If it was us who did not run for a while, the others are not to blame.
 
-    Before the message is taken note of: whoever speaks after our pause needs no excuse for what comes after it.
+    But one that says nothing through several pauses is: between them we did listen (`_give_up_silent_hosts`). Before
+    the message is taken note of: whoever speaks after our pause needs no excuse for what comes after it.
     """
     state, now = decision.state, decision.now_s
     paused_s, state.listened_s = now - state.listened_s, now
     if paused_s > PAUSE_S:
-        state.excused_s += paused_s
+        state.excused_s += paused_s - PAUSE_COUNTS_S
         state.stepped_s += paused_s  # no step has taken so long
         # Hosts that come to a new coordinator may be at the door.
         state.began_s, state.arrived_s = state.began_s + paused_s, state.arrived_s + paused_s
         decision.heard_s = now - state.excused_s
+        state.own_pauses = (*state.own_pauses, (now, decision.heard_s))
+        while len(state.own_pauses) > MOST_PAUSES and now - state.own_pauses[1][0] > _unexcused_after_s(state):
+            state.own_pauses = state.own_pauses[1:]
+        if len(state.own_pauses) >= MOST_PAUSES:
+            state.check_hosts_s = -1e9
+
+
+def _unexcused_after_s(state: CoordinatorState) -> float:
+    """Silence through `MOST_PAUSES` of our own pauses counts once it has lasted so long."""
+    return 2 * state.job.fault.dead_after_s
 
 
 def _show_life(decision: Decision) -> None:
@@ -228,9 +242,13 @@ def _give_up_silent_hosts(decision: Decision) -> None:
     """
     state, now, dead_after_s = decision.state, decision.now_s, decision.state.job.fault.dead_after_s
     until_s, excused_s = now + dead_after_s, state.excused_s
+    unexcused_s = -inf
+    if len(state.own_pauses) >= MOST_PAUSES and now - state.own_pauses[0][0] > _unexcused_after_s(state):
+        unexcused_s = state.own_pauses[0][1]  # who has not spoken since was silent through all of them
     for name, host in state.hosts.items():
-        silent = now - excused_s - host.heard_s > dead_after_s
-        if silent or (host.gone_s is not None and now - excused_s - host.gone_s > RECONNECT_S):
+        silent = now - excused_s - host.heard_s > dead_after_s or host.heard_s < unexcused_s
+        gone_s = host.gone_s
+        if silent or (gone_s is not None and (now - excused_s - gone_s > RECONNECT_S or gone_s < unexcused_s)):
             decision.drop_host(name)
             _lose_host(
                 decision, name, "stopped sending heartbeats" if silent else "is lost: its agent closed the connection"
@@ -334,11 +352,15 @@ def _compare_status(decision: Decision, host: HostView, message: Message) -> Non
         ended = [rank for rank in ranks.values() if not is_absent(state, rank)]
     for rank in ended:
         decision.fail(rank, "Left", f"its process on host {host.name} ended while no coordinator ran")
-    if ended or not ranks:
+    if ended:
         return
-    if generation < saved.generation and saved.forming:  # it was never told, or the word was lost
+    # It was never told, or the word was lost; or the run went on without it, and its ranks may still be training.
+    is_untold = generation < saved.generation and (saved.forming if ranks else generation > 0)
+    if is_untold:
         tell_membership(decision, [host])
         decision.touch_host(host.changed(announced_generation=saved.generation))
+    elif not ranks:
+        return
     elif int(message["went"]) < saved.generation and saved.go is not None:
         decision.send(host.name, go_of(saved, host.name))
     elif saved.forming:  # whoever has its slot stays in it

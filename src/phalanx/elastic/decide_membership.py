@@ -30,6 +30,7 @@ from phalanx.elastic.restore_point import find_whole_step
 # later, where a fork took long (a busy machine, a process of many gigabytes).
 REPLACE_S = 10.0
 MOST_LISTED = 4096  # members in one event: a line of 1 MiB is the longest that readers take
+SPREAD_S = 30.0  # to wait for all hosts at the start where those that came have spare slots enough for everybody
 REGROW_S = 1.0  # slots that came back are to stay this long before the ranks are disturbed
 
 
@@ -37,14 +38,21 @@ def await_hosts(decision: Decision) -> None:
     """Before the first membership: begin as soon as there are slots for the plan, or with fewer when time is up."""
     state, patience_s = decision.state, decision.state.job.comm.init_timeout_s
     wanted = state.settings.layout_at(0).devices
-    if state.num_usable >= wanted:
+    have_all_arrived = state.num_processes >= max(state.settings.num_slots, state.settings.planned.devices)
+    waited_s = decision.now_s - state.began_s
+    if state.num_usable >= wanted and (
+        # Else the first host to come would run in its spare slots what others are to run, and hold all copies itself.
+        have_all_arrived
+        or not state.settings.first_spare
+        or sum(not state.is_spare(place) for place in state.living_slots()) >= wanted
+        or waited_s > min(patience_s, SPREAD_S)
+    ):
         form(decision, "start")
         return
-    have_all_arrived = state.num_processes >= max(state.settings.num_slots, state.settings.planned.devices)
     if state.bad_hosts and have_all_arrived:
         if not form(decision, "some hosts failed their preflight", as_planned=False):
             end_unfit(decision)
-    elif decision.now_s - state.began_s > patience_s:
+    elif waited_s > patience_s:
         several = len(state.host_order) > 1
         if several and form(decision, "some hosts did not arrive", as_planned=False):
             return
@@ -80,6 +88,7 @@ def form(decision: Decision, reason: str, *, as_planned: bool = True) -> bool:
             before=before,
             alive=state.living_slots(),
             fallen=_slots_of_ended(state, before) if before is not None else (),
+            is_spare=state.is_spare,
         )
     if membership is None:
         return False

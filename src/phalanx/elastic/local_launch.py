@@ -65,6 +65,7 @@ class HostSpec:
     address: str = LOOPBACK
     prefix: tuple[str, ...] = ()  # command to start the agent under, as `ip netns exec`
     task: LauncherTask | None = None  # where another launcher started it
+    spares: int = 0  # of the slots, the last: they are taken when the others are not enough
 
 
 def agent_command(*, allow_code: bool, election: str = "") -> tuple[str, ...]:
@@ -80,14 +81,15 @@ def agent_command(*, allow_code: bool, election: str = "") -> tuple[str, ...]:
 def local_hosts(ranks: int, *, hosts: int = 1, spares: int = 0) -> tuple[HostSpec, ...]:
     """This machine as so many hosts; spares are dealt out from the last on, so that one host takes few along.
 
-    >>> [host.slots for host in local_hosts(4, hosts=2, spares=3)]
-    [3, 4]
+    >>> [(host.slots, host.spares) for host in local_hosts(4, hosts=2, spares=3)]
+    [(3, 1), (4, 2)]
     """
     share, more = divmod(ranks, hosts)
-    counts = [share + (number < more) for number in range(hosts)]
-    for number in range(spares):
-        counts[-1 - number % hosts] += 1
-    return tuple(HostSpec(name=f"host-{number}", slots=count) for number, count in enumerate(counts))
+    made = []
+    for number in range(hosts):
+        mine = (spares + number) // hosts
+        made.append(HostSpec(name=f"host-{number}", slots=share + (number < more) + mine, spares=mine))
+    return tuple(made)
 
 
 def share_of(run: Run) -> int:
@@ -176,6 +178,7 @@ def prepare_launch(run: Run, hosts: Sequence[HostSpec], **more: Any) -> None:
     earlier = {"earlier": run.launches()} if "launched" in launch else {}  # else whoever wrote it told of them
     choices = [str(choice) for choice in run.plan().get("job", {}).get("fault", {}).get("election", ())] or [FILE]
     told = {"hosts": names, "slots": slots, "addresses": addresses, "launched": time.time()}
+    told["spares"] = [host.spares for host in hosts]
     told["election"] = choose_election(choices, run)
     run.set_launch(**{**launch, **earlier, **told, **more})
     run.set_status("launching")

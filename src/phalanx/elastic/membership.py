@@ -7,7 +7,7 @@ Every change of members is a new generation. In messages, in coordinator.json an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -193,11 +193,13 @@ def next_membership(
     before: Membership | None,
     alive: Sequence[HostSlot],
     fallen: Collection[HostSlot] = (),
+    is_spare: Callable[[HostSlot], bool] = lambda place: False,
 ) -> Membership | None:
     """The membership that comes closest to the plan, or None when the policy or the layout allows none.
 
     `alive` are the slots with a living process, idle or a survivor of `before`, host by host; in those of `fallen` it
-    is a new one. Under "shrink" only survivors count; under "replace" the layout never becomes smaller.
+    is a new one. Spare ones are taken when the others are not enough. Under "shrink" only survivors
+    count; under "replace" the layout never becomes smaller.
     """
     slots = list(alive)
     if policy == "shrink" and before is not None:
@@ -210,13 +212,17 @@ def next_membership(
         )
     if layout is None:
         return None
-    return Membership(generation=generation, layout=layout, slots=_assign_ranks(layout.devices, before, slots))
+    return Membership(
+        generation=generation, layout=layout, slots=_assign_ranks(layout.devices, before, slots, is_spare)
+    )
 
 
-def _assign_ranks(world: int, before: Membership | None, slots: Sequence[HostSlot]) -> tuple[HostSlot, ...]:
+def _assign_ranks(
+    world: int, before: Membership | None, slots: Sequence[HostSlot], is_spare: Callable[[HostSlot], bool]
+) -> tuple[HostSlot, ...]:
     """Survivors keep their ranks where the world size stays, and come first where it does not."""
     members = set(before.slots) if before is not None else set[HostSlot]()
-    others = [one for one in slots if one not in members]
+    others = sorted((one for one in slots if one not in members), key=is_spare)
     if before is None or before.world != world:
         chosen = set([*(one for one in slots if one in members), *others][:world])
         return tuple(one for one in slots if one in chosen)

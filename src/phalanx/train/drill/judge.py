@@ -213,7 +213,8 @@ def judge_fencing(history: DrillHistory) -> Verdict:
     for event in history.ranks:
         number, rank = int(event.get("epoch", -1)), int(event["rank"])
         end_s = ends.get(number, {}).get(host_of.get((number, rank), ""))
-        commit = event["event"] == "checkpoint" and event.get("path")
+        # Only rank 0 commits: on other ranks a finished save means that their shards are stored.
+        commit = rank == 0 and event["event"] == "checkpoint" and event.get("path")
         if commit:
             end_s = min(ends.get(number, {}).values(), default=None)
         if end_s is not None and float(event["t"]) > end_s + SKEW_S:

@@ -173,7 +173,8 @@ def _fault_outcome(
     first = _first_step(later)
     lost = redone = None
     if later is not None:
-        lost = max(0, max((one.held for one in later.undone), default=0) - later.restore_step)
+        held = [one.held for one in later.undone if not _went_with_host(history, fired, one.generation)]
+        lost = max(0, max(held, default=0) - later.restore_step)
         redone = sum(one.complete for one in later.undone)  # one that was cut short was never done
     return FaultOutcome(
         fault=texts.get(fired.id, fired.kind),
@@ -191,6 +192,13 @@ def _fault_outcome(
         source=later.source if later is not None else "",
         world=later.world if later is not None else None,
     )
+
+
+def _went_with_host(history: DrillHistory, fired: Firing, number: int) -> bool:
+    """Whether a fault took the only host of a generation, and with it all copies in memory: no other held any."""
+    generation = history.generation(number)
+    hosts = {member.host for member in generation.members} if generation is not None else set[str]()
+    return FAULT_KINDS[fired.kind].host and len(hosts) == 1
 
 
 def _noticed_s(incident: Event) -> float:
