@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from phalanx.errors import mistake
+from phalanx.plan.peer_share import planned_share
 from phalanx.plan.plan import Plan
 from phalanx.plan.reliability import effective_time
-from phalanx.plan.site_plan import planned_share
 from phalanx.units import DAY_S, plural
 
 # Between what a plan says twice. It is written in full digits; versions of Phalanx may differ in the order of a sum.

@@ -222,11 +222,12 @@ def _walk_files(folder: Path) -> Iterator[Path]:
 
 def recipe_targets(path: Path, overrides: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
     """A file, and what of it is checked one by one: each recipe of a Python file that nobody chose from."""
-    from phalanx.rules.foreign.python_config.recipes import recipes_of
     from phalanx.rules.gather import split_recipe
 
     file, name = split_recipe(str(path))
     if file == str(path) and path.suffix == ".py" and not any(one.startswith("recipe=") for one in overrides):
+        from phalanx.rules.foreign.python_config.recipes import recipes_of
+
         try:
             names = recipes_of(path)
         except PhalanxError:  # told where it is checked

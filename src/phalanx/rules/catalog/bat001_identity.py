@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.errors import Problem
 from phalanx.job.schema import Batch
-from phalanx.plan.site_plan import planned_share
+from phalanx.plan.peer_share import planned_share
 from phalanx.rules.catalog.top001_degrees import is_batch
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
