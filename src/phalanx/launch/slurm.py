@@ -321,8 +321,8 @@ def no_slurm(command: str) -> UserError:
     return mistake(
         "--on slurm",
         f"Slurm's command {command} is not on this machine",
-        why="jobs are submitted from a login node of the cluster",
-        fix="run it there, add Slurm's folder to PATH, or use --on local",
+        why="a login node of the cluster has it",
+        fix="run this there, or add Slurm's folder to PATH",
     )
 
 
