@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import selectors
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from phalanx.elastic.rank_process import find_ranks, read_stack
+from phalanx.elastic.rank_slots import RankSlots
 from phalanx.record.run import Run
 
 RANK = """
@@ -47,3 +51,26 @@ def test_a_rank_says_where_it_is(tmp_path: Path, is_shared: bool) -> None:
     path = run.host_stack("n-1") if is_shared else run.stack(5)
     assert "in stuck_in_data" in path.read_text()
     assert path.read_text().startswith(f"rank 5, process {process.pid}, at ") == is_shared
+
+
+def test_a_process_that_stays_in_a_membership_that_is_over_is_ended_without_a_rank_in_the_next(tmp_path: Path) -> None:
+    slots = RankSlots(
+        Run(path=tmp_path),
+        1,
+        selectors.DefaultSelector(),
+        dead_after_s=5.0,
+        joins_within_s=60.0,
+        say=lambda *words, **fields: None,
+        forget=lambda: None,
+    )
+    with subprocess.Popen(["sleep", "600"]) as process:
+        (slot,) = slots.slots
+        slot.pid, slot.member_of, slot.generation = process.pid, 1, 2
+        slot.asked_s = slot.seen_s = time.monotonic()
+        slots.watch()
+        assert slot.killed is None, "it has time to leave"
+        slot.asked_s -= 6.0
+        slots.watch()
+        assert slot.killed is not None
+        assert slot.killed.message.startswith("did not leave its membership within fault.dead_after_s = 5 s")
+        assert process.wait() == -signal.SIGKILL

@@ -238,7 +238,9 @@ class RankSlots:
                 slot.seen_s, slot.silent_s = seen_s, 0.0
             else:
                 slot.silent_s = slot.silent_s + turn_s if slot.silent_s else min(now - slot.seen_s, 2 * ANSWER_S)
-            asked_s = now - slot.asked_s if slot.rank >= 0 and slot.ready is None else 0.0
+            # Also one that has no rank in what follows: it would stay, and hold the memory of its device.
+            is_awaited = slot.ready is None and (slot.rank >= 0 or slot.is_leaving)
+            asked_s = now - slot.asked_s if is_awaited else 0.0
             if slot.silent_s > self._dead_after_s:
                 from phalanx.units import format_seconds
 
