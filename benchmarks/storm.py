@@ -1,7 +1,7 @@
 """Kills, hangs, full disks, flipped bits and frozen coordinators at random, over two hosts, for half an hour.
 
 python benchmarks/storm.py [--minutes 30] [--seed 22] [--rate 6] [--round-minutes 5] [--runs runs] [--json FILE]
-                           [--init-timeout 60]
+                           [--init-timeout 60] [--rounds 2 3]
 
 The faults are real, drawn from the seed, and hit a run of four ranks on two hosts (an agent each, with spare slots).
 The storm comes in rounds, each a run of its own: a flipped bit takes its slot out of service for good, as it should,
@@ -25,6 +25,7 @@ from phalanx.train.drill.schedule import poisson_times
 SPARES = 4  # two on each host: what flips take away in a round
 FLIPS = 2  # at most, in a round
 FREEZES = 2  # of the host with the coordinator, in a round
+LAST_RESTORE_S = 60.0  # before the end: there need not be another restore in which a rank could be killed
 LEAST_GAP_S = 25.0  # between two that take a host away: one is back before the next goes
 
 
@@ -42,7 +43,10 @@ def draw_faults(draw: random.Random, *, minutes: float, rate: float) -> list[str
         counts[kind] += 1
         match kind:
             case "kill":
-                text = f"kill:rank={rank},point={draw.choice(('step', 'collective', 'restore'))}"
+                point = draw.choice(("step", "collective", "restore"))
+                if point == "restore" and at_s > 60 * minutes - LAST_RESTORE_S:
+                    point = "step"
+                text = f"kill:rank={rank},point={point}"
             case "save":
                 text = f"kill:rank=0,point=save-{draw.choice(('begin', 'data', 'manifest', 'commit', 'prune'))}"
             case "hang":
@@ -70,6 +74,9 @@ def main() -> int:
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--init-timeout", type=float, default=60.0, help="comm.init_timeout_s, for a busy machine")
+    parser.add_argument(
+        "--rounds", type=int, nargs="+", help="only these: the faults of the others are drawn all the same"
+    )
     args = parser.parse_args()
     draw, rounds, began_s = random.Random(args.seed), [], time.monotonic()
     total, ok = Counter[str](), True
@@ -77,6 +84,8 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for number in range(max(1, round(args.minutes / args.round_minutes))):
         faults = draw_faults(draw, minutes=args.round_minutes, rate=args.rate)
+        if args.rounds and number + 1 not in args.rounds:
+            continue
         found = phalanx.drill(
             args.job,
             faults,

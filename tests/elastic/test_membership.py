@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.elastic.membership import HostMembership, HostSlot, Membership, next_membership, replace_slots
-from phalanx.elastic.replica_ring import PeerTable
+from phalanx.elastic.replica_ring import ReplicaTable
 from phalanx.elastic.restore_point import ReplicaInfo, find_whole_step, fold_held
 from phalanx.plan.layout import Layout
 
@@ -118,7 +118,7 @@ def test_a_table_of_peers_taken_over_is_the_one_built_anew(seed: int) -> None:
     names = [f"h{number}" for number in range(rng.randint(1, 7))]
     machines = {name: f"m{rng.randint(0, 2)}" for name in names if rng.random() < 0.3}
     rack_hosts, ports = rng.randint(1, 2), dict.fromkeys(names, 8000)
-    table: PeerTable | None = None
+    table: ReplicaTable | None = None
     for generation in range(1, 9):
         if table is None or rng.random() < 0.6:
             here = rng.sample(names, rng.randint(1, len(names)))
@@ -130,8 +130,8 @@ def test_a_table_of_peers_taken_over_is_the_one_built_anew(seed: int) -> None:
         layout = replace(LAYOUT, data=len(places), shard=len(places))
         membership = Membership(generation=generation, layout=layout, slots=tuple(places))
         listening = {name: (name, {"0": [1, ports[name]], "1": [1, ports[name] + 100]}) for name in membership.hosts}
-        whole = PeerTable.build(membership, listening, machines=machines, rack_hosts=rack_hosts)
-        table = PeerTable.build(membership, listening, machines=machines, rack_hosts=rack_hosts, before=table)
+        whole = ReplicaTable.build(membership, listening, machines=machines, rack_hosts=rack_hosts)
+        table = ReplicaTable.build(membership, listening, machines=machines, rack_hosts=rack_hosts, before=table)
         assert table.peers == whole.peers
 
 
@@ -140,11 +140,11 @@ def test_what_did_not_change_is_taken_over() -> None:
     layout = replace(LAYOUT, data=8, shard=8)
     one = Membership(generation=1, layout=layout, slots=tuple(places))
     two = Membership(generation=2, layout=layout, slots=(*places[:3], HostSlot("spare", 0), *places[4:]))
-    tables = list[PeerTable]()
+    tables = list[ReplicaTable]()
     for membership in (one, two):
         listening = {name: (name, {"0": [1, 8000]}) for name in membership.hosts}
         before = tables[-1] if tables else None
-        tables.append(PeerTable.build(membership, listening, machines={}, rack_hosts=1, before=before))
+        tables.append(ReplicaTable.build(membership, listening, machines={}, rack_hosts=1, before=before))
     first, second = tables
     built = [name for name, peers in second.peers.items() if peers is not first.peers.get(name)]
     assert sorted(built) == ["h2", "spare"], "who gave to the lost host, and who is in its place"

@@ -14,7 +14,7 @@ from phalanx.network.slow_codecs import CODECS, encoded_bytes
 from phalanx.peers import messages as say
 from phalanx.peers.attempt import Attempt
 from phalanx.peers.codecs import Sender
-from phalanx.peers.facts import Bandwidth, Progress, RoundResult
+from phalanx.peers.facts import Bandwidth, PeerProgress, RoundResult
 from phalanx.peers.group import PeerGroup
 
 Vectors = list[np.ndarray]
@@ -242,9 +242,9 @@ def test_what_a_codec_loses_is_carried_to_later_rounds(codec: str) -> None:
 def test_progress_rides_on_heartbeats_and_a_claim_that_cannot_be_is_named() -> None:
     with Crew(4, samples_per_s=1000.0) as crew:
         groups = crew.join_all(2)
-        groups[1].report(Progress(step=3, samples=500))
-        until(lambda: groups[0].progress().get(groups[1].id) == Progress(step=3, samples=500))
-        groups[1].report(Progress(step=4, samples=9_000_000))
+        groups[1].report(PeerProgress(step=3, samples=500))
+        until(lambda: groups[0].progress().get(groups[1].id) == PeerProgress(step=3, samples=500))
+        groups[1].report(PeerProgress(step=4, samples=9_000_000))
         crew.wait_for(lambda: "doubtful-progress" in [event.kind for event in crew.events[0]])
         (event,) = [event for event in crew.events[0] if event.kind == "doubtful-progress"]
         assert event.peer == groups[1].id

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.peers.facts import Member, View
+from phalanx.peers.facts import Member, MemberView
 from phalanx.peers.membership import Acceptor, choose_proposal, is_majority
 from phalanx.peers.messages import Accepted, Agreed, NextView, Prepare, Promise, Propose, RoundPlan
 
@@ -56,7 +56,9 @@ class Bench:
     """A view whose messages are delivered, delayed and lost at will."""
 
     def __init__(self, count: int) -> None:
-        self.view = View(number=1, members=tuple(member(place) for place in range(count)), next_round=0, history="h")
+        self.view = MemberView(
+            number=1, members=tuple(member(place) for place in range(count)), next_round=0, history="h"
+        )
         self.acceptors = {one: Acceptor(self.view) for one in self.view.ids}
         self.held: dict[str, Accepted] = {}
         self.committed: Accepted | None = None

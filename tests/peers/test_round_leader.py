@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx.peers import messages as say
-from phalanx.peers.facts import Member, View
+from phalanx.peers.facts import Member, MemberView
 from phalanx.peers.round_leader import RoundLeader
 
 IDS = [f"{place:016x}" for place in range(5)]
@@ -22,8 +22,8 @@ class Stage:
             Member(id=IDS[p], name=f"p{p}", address=("h", 1), instance="i", client_only=p in client_only)
             for p in range(count)
         )
-        self.sent: list[say.Message] = []
-        self.view = View(number=3, members=members, next_round=0)
+        self.sent: list[say.PeerMessage] = []
+        self.view = MemberView(number=3, members=members, next_round=0)
         node: Any = SimpleNamespace(
             me=self.view.leader,
             view=self.view,

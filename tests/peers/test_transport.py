@@ -28,7 +28,7 @@ from phalanx.peers.group import PeerGroup
 from phalanx.peers.identity import PeerIdentity
 from phalanx.peers.messages import decode_message, encode_message
 from phalanx.peers.state_transfer import describe_state
-from phalanx.peers.wire import Connection
+from phalanx.peers.wire import PeerConnection
 
 
 def refused(group: PeerGroup, address: Any) -> str:
@@ -266,7 +266,7 @@ def test_hostile_frames_are_refused_before_anything_is_reserved(raw: bytes, size
         reader = asyncio.StreamReader()
         reader.feed_data(struct.pack("!II", size, data_bytes) + raw)
         reader.feed_eof()
-        connection = Connection(reader, _Writer(), peer="x")  # type: ignore[arg-type]
+        connection = PeerConnection(reader, _Writer(), peer="x")  # type: ignore[arg-type]
         with pytest.raises((ConnectionError, ValueError)):
             await connection.receive()
 

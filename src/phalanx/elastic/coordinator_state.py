@@ -15,7 +15,7 @@ from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import NO_STEP
 from phalanx.elastic.host_view import HostView
 from phalanx.elastic.membership import HostSlot, Membership
-from phalanx.elastic.replica_ring import PeerTable
+from phalanx.elastic.replica_ring import ReplicaTable
 from phalanx.elastic.restore_point import Lineage
 from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
@@ -188,7 +188,7 @@ class CoordinatorState:
 
     before: Membership | None = None  # the membership before this one
     formed: tuple[Membership, Mapping[str, Mapping[int, int]]] | None = None  # with `alive` by host; not inherited
-    peer_table: PeerTable | None = None  # of the last one that was told to go; not inherited
+    peer_table: ReplicaTable | None = None  # of the last one that was told to go; not inherited
     asked_at: tuple[float, float] | None = None  # Unix time and clock when a membership was announced; not inherited
     unfit_s: float | None = None  # when it was first found that it cannot be, because of bad hosts
     left: FrozenMap[int, Message] = field(default_factory=FrozenMap)  # by rank, how it came out of its loop

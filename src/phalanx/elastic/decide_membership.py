@@ -23,7 +23,7 @@ from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import sign_every_s
 from phalanx.elastic.host_view import HostView
 from phalanx.elastic.membership import HostSlot, Membership, next_membership, replace_slots
-from phalanx.elastic.replica_ring import PeerTable
+from phalanx.elastic.replica_ring import ReplicaTable
 from phalanx.elastic.restore_point import find_whole_step
 
 # For an agent to start another process in a slot. Shorter is no gain: the run would shrink, and grow again seconds
@@ -359,9 +359,9 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
     decision.actions.append(MarkRunning(world=membership.world))
 
 
-def _peer_table(state: CoordinatorState, hosts: Mapping[str, HostView], membership: Membership) -> PeerTable:
+def _peer_table(state: CoordinatorState, hosts: Mapping[str, HostView], membership: Membership) -> ReplicaTable:
     listening = {name: (host.address, (host.ready or {})["ports"]) for name, host in hosts.items()}
-    return PeerTable.build(
+    return ReplicaTable.build(
         membership,
         listening,
         machines=state.settings.machines,

@@ -56,7 +56,7 @@ class ReplicaRing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PeerTable:
+class ReplicaTable:
     """Who takes the copies of each host's ranks, by host and slot: our place among its guests, and where it listens.
 
     Each host is told of its own; nobody needs to know everybody's addresses. Of 131,072 ranks a lost one changes eight
@@ -76,8 +76,8 @@ class PeerTable:
         *,
         machines: Mapping[str, str],
         rack_hosts: int,
-        before: PeerTable | None = None,
-    ) -> PeerTable:
+        before: ReplicaTable | None = None,
+    ) -> ReplicaTable:
         """The table of a membership; `machines` of hosts that share one, `rack_hosts` that fail together."""
         if before is not None and before.membership.has_same_ranks(membership):
             ring = before.ring

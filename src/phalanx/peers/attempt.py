@@ -18,7 +18,7 @@ import numpy as np
 
 from phalanx.network.slow_codecs import CUT_VALUES, encoded_bytes
 from phalanx.peers.codecs import BadBytes, Sender, decode, encode
-from phalanx.peers.facts import RoundResult, Vector, View
+from phalanx.peers.facts import MemberView, RoundResult, Vector
 from phalanx.peers.messages import RoundPlan
 
 SEGMENT_BYTES = 32 * 1024  # a fortieth of a second at 10 Mbit/s: what waits for the last piece of a segment is short
@@ -37,7 +37,7 @@ class BadUpdate(Exception):
 
 
 @dataclass(slots=True)
-class PendingRound:
+class PendingAverage:
     """A call of `average` that waits for its round."""
 
     round_number: int
@@ -74,7 +74,7 @@ def segment_values(codec: str, top_share: float) -> int:
     return min(MOST_SEGMENT_VALUES, max(1, chunks) * CUT_VALUES)
 
 
-def check_plan(plan: RoundPlan, view: View | None) -> str:
+def check_plan(plan: RoundPlan, view: MemberView | None) -> str:
     """What is wrong with a plan that came over the wire, or nothing; without a view, of a round of an earlier one."""
     if view is not None and not {*plan.owners, *plan.weights} <= set(view.ids):
         return "it names peers that are not in the view"

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from phalanx.peers.attempt import Attempt
-from phalanx.peers.links import Links
+from phalanx.peers.links import PeerLinks
 from phalanx.peers.messages import Mean, Piece
 
 
@@ -15,7 +15,7 @@ class Courier:
     """All that one member gets from this one in one attempt; means first, because others wait for them."""
 
     def __init__(
-        self, attempt: Attempt, peer: str, links: Links, *, wait_s: float, failed: Callable[[str, str], None]
+        self, attempt: Attempt, peer: str, links: PeerLinks, *, wait_s: float, failed: Callable[[str, str], None]
     ) -> None:
         self._attempt, self._peer, self._links, self._wait_s, self._failed = attempt, peer, links, wait_s, failed
         self._means: deque[tuple[int, bytes]] = deque()

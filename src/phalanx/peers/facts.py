@@ -49,7 +49,7 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class View:
+class MemberView:
     """Who takes part, by a number that only grows; members in order of their id.
 
     `history` is drawn when the group is founded: views of two foundings are never compared.
@@ -77,7 +77,7 @@ class View:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class PeerProgress:
     """How far a peer is: optimizer steps, and samples gathered since the last committed round."""
 
     step: int = 0

@@ -19,13 +19,13 @@ from phalanx.peers.codecs import Sender
 from phalanx.peers.facts import (
     Address,
     Bandwidth,
+    MemberView,
     PeerEvent,
+    PeerProgress,
     PeerState,
-    Progress,
     RoundResult,
     RunFacts,
     Vector,
-    View,
 )
 from phalanx.peers.identity import PeerIdentity
 from phalanx.peers.node import PeerNode
@@ -100,7 +100,7 @@ class PeerGroup:
         """Where others connect to."""
         return self._node.member.address
 
-    def join(self, addresses: Sequence[Address] = (), *, timeout_s: float = 30.0, first_round: int = 0) -> View:
+    def join(self, addresses: Sequence[Address] = (), *, timeout_s: float = 30.0, first_round: int = 0) -> MemberView:
         """Become a member through any live peer at `addresses`; without addresses, found the group.
 
         Exactly one peer founds a group; `first_round` is where it goes on after a checkpoint.
@@ -116,15 +116,15 @@ class PeerGroup:
             self._call(_run_soon(lambda: self._node.found(first_round)))
         return self._node.view
 
-    def view(self) -> View:
+    def view(self) -> MemberView:
         """Current membership; never blocks. Number 0 and no members before `join`."""
         return self._node.view
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: PeerProgress) -> None:
         """Say how far this peer is; rides on heartbeats."""
         self._node.progress[self._node.me] = progress  # replacing a value in a dict needs no lock
 
-    def progress(self) -> dict[str, Progress]:
+    def progress(self) -> dict[str, PeerProgress]:
         """How far each live member said it is, by id, this one among them."""
         return dict(self._node.progress)
 
@@ -206,7 +206,7 @@ class PeerGroup:
         """Whether enough of the members are alive to commit a round."""
         return not self._node.views.is_stuck
 
-    def go_on_without_lost(self) -> View:
+    def go_on_without_lost(self) -> MemberView:
         """Go on although no majority of the members is left, with those that are; the lost ones are given up.
 
         For whoever knows that the lost ones are gone. Where they live on behind a broken network, they may go on as

@@ -11,30 +11,30 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from phalanx.errors import UserError
-from phalanx.peers.facts import Address, Member, View
-from phalanx.peers.messages import Message
-from phalanx.peers.transport import Transport
-from phalanx.peers.wire import Connection
+from phalanx.peers.facts import Address, Member, MemberView
+from phalanx.peers.messages import PeerMessage
+from phalanx.peers.transport import PeerTransport
+from phalanx.peers.wire import PeerConnection
 
-Handler = Callable[[Connection, Message, bytes], Awaitable[None]]
+Handler = Callable[[PeerConnection, PeerMessage, bytes], Awaitable[None]]
 
 
-class Links:
+class PeerLinks:
     """Control and data connections by peer id."""
 
     def __init__(
         self,
-        transport: Transport,
+        transport: PeerTransport,
         *,
         on_message: dict[str, Handler],
-        on_up: Callable[[str, Connection], None],
+        on_up: Callable[[str, PeerConnection], None],
         on_down: Callable[[str, str], None],
         on_refused: Callable[[str, str], None],
         routes: Mapping[str, Address],
         heartbeat_s: float,
     ) -> None:
-        self.control: dict[str, Connection] = {}
-        self.data: dict[str, Connection] = {}
+        self.control: dict[str, PeerConnection] = {}
+        self.data: dict[str, PeerConnection] = {}
         self.lost_at: dict[str, float] = {}  # since when a peer has no control connection
         self.absent: set[str] = set()  # nobody listens at its address any more
         self._transport, self._routes, self._heartbeat_s = transport, routes, heartbeat_s
@@ -42,7 +42,7 @@ class Links:
         self._dialing: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
 
-    def table(self, purpose: str) -> dict[str, Connection]:
+    def table(self, purpose: str) -> dict[str, PeerConnection]:
         """Of control or data."""
         return self.control if purpose == "control" else self.data
 
@@ -50,7 +50,7 @@ class Links:
         """Where to dial a member."""
         return self._routes.get(member.id, member.address)
 
-    def maintain(self, me: Member, view: View) -> None:
+    def maintain(self, me: Member, view: MemberView) -> None:
         """Dial whom this side has to dial and has no connection to; called at every heartbeat."""
         for member in view.members:
             if member.id == me.id or not _dials(me, member):
@@ -62,7 +62,7 @@ class Links:
                 if not fresh and key not in self._dialing:
                     self._dialing[key] = asyncio.create_task(self._dial(member, purpose))
 
-    async def run(self, connection: Connection, purpose: str) -> None:
+    async def run(self, connection: PeerConnection, purpose: str) -> None:
         """Take a connection into the table and read it until it ends."""
         table, peer = self.table(purpose), connection.peer
         older = table.get(peer)
@@ -88,7 +88,7 @@ class Links:
                     self.lost_at.setdefault(peer, time.monotonic())
                 self._on_down(peer, purpose)
 
-    async def data_link(self, peer: str, timeout_s: float) -> Connection:
+    async def data_link(self, peer: str, timeout_s: float) -> PeerConnection:
         """The data connection to a peer, waited for; raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while (found := self.data.get(peer)) is None or not found.is_open:
@@ -96,7 +96,7 @@ class Links:
                 await self._changed.wait()
             return found
 
-    def post(self, peer: str, message: Message, data: bytes = b"") -> None:
+    def post(self, peer: str, message: PeerMessage, data: bytes = b"") -> None:
         """A control message, where there is a connection."""
         if (connection := self.control.get(peer)) is not None:
             connection.post(message, data)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from phalanx.peers.facts import Member, View
+from phalanx.peers.facts import Member, MemberView
 from phalanx.peers.messages import Accepted, Agreed, Ballot, Nack, NextView, Prepare, Promise, Propose
 
 
@@ -31,7 +31,7 @@ def is_majority(view: Collection[str], present: Collection[str]) -> bool:
 class Acceptor:
     """What one member has promised and agreed to, of the successor of its view; a new one for every view."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: MemberView) -> None:
         self.view = view
         self.promised: Ballot | None = None
         self.proposal: NextView | None = None
@@ -67,7 +67,7 @@ class Acceptor:
 
 
 def choose_proposal(
-    view: View, promises: Mapping[str, Promise], *, joining: Iterable[Member], leaving: Collection[str]
+    view: MemberView, promises: Mapping[str, Promise], *, joining: Iterable[Member], leaving: Collection[str]
 ) -> NextView:
     """What a candidate must propose after a majority has promised.
 

@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from phalanx.peers.facts import Member, Progress, RunFacts, View
+from phalanx.peers.facts import Member, MemberView, PeerProgress, RunFacts
 
 PROTOCOL = 1
 Text = Annotated[str, Meta(max_length=500)]
@@ -30,59 +30,59 @@ Amount = Annotated[float, Meta(ge=0, le=1e300)]
 Ballot = tuple[Count, PeerId]
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+class PeerMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """Base of all."""
 
 
-class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+class Hello(PeerMessage, frozen=True, kw_only=True, tag="hello"):
     protocol: int
     purpose: Annotated[str, Meta(max_length=20)]
     run: RunFacts
     instance: Annotated[str, Meta(max_length=32)]
 
 
-class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+class Welcome(PeerMessage, frozen=True, kw_only=True, tag="welcome"):
     instance: Annotated[str, Meta(max_length=32)]
 
 
-class Refusal(Message, frozen=True, kw_only=True, tag="refusal"):
+class PeerRefusal(PeerMessage, frozen=True, kw_only=True, tag="refusal"):
     what: Text
     fix: Text = ""
 
 
-class Join(Message, frozen=True, kw_only=True, tag="join"):
+class Join(PeerMessage, frozen=True, kw_only=True, tag="join"):
     member: Member
     history: Text  # of the group it was in before: one that comes back has a state
 
 
-class Redirect(Message, frozen=True, kw_only=True, tag="redirect"):
+class PeerRedirect(PeerMessage, frozen=True, kw_only=True, tag="redirect"):
     leader: PeerId
     host: Annotated[str, Meta(max_length=253)]
     port: Annotated[int, Meta(ge=1, le=65535)]
 
 
-class Wait(Message, frozen=True, kw_only=True, tag="wait"):
+class Wait(PeerMessage, frozen=True, kw_only=True, tag="wait"):
     """The member knows of no leader now; ask again."""
 
 
-class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
+class PeerHeartbeat(PeerMessage, frozen=True, kw_only=True, tag="heartbeat"):
     view_number: Count
     history: Text
     sent_at: float
     echo: float  # sent_at of the last heartbeat heard from the other side, 0 for none
     held_s: float  # how long it was held before this answer
-    progress: Progress
+    progress: PeerProgress
     syncing: bool
     suspects: Annotated[list[PeerId], Meta(max_length=4096)]
     list_version: Count
     committed: int
 
 
-class Lists(Message, frozen=True, kw_only=True, tag="lists"):
+class Lists(PeerMessage, frozen=True, kw_only=True, tag="lists"):
     """An allowlist goes with it as data."""
 
 
-class Leaving(Message, frozen=True, kw_only=True, tag="leaving"):
+class Leaving(PeerMessage, frozen=True, kw_only=True, tag="leaving"):
     pass
 
 
@@ -117,18 +117,18 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
 class NextView(msgspec.Struct, frozen=True, kw_only=True):
     """A view that is proposed; `outcome` is a round that is committed with it, and who holds its result."""
 
-    view: View
+    view: MemberView
     outcome: Accepted | None = None
     holders: Annotated[list[PeerId], Meta(max_length=4096)] = []
     forced_from: Text = ""  # the history that this view leaves, where it was made without a majority
 
 
-class Prepare(Message, frozen=True, kw_only=True, tag="prepare"):
+class Prepare(PeerMessage, frozen=True, kw_only=True, tag="prepare"):
     view_number: Count
     ballot: Ballot
 
 
-class Promise(Message, frozen=True, kw_only=True, tag="promise"):
+class Promise(PeerMessage, frozen=True, kw_only=True, tag="promise"):
     view_number: Count
     ballot: Ballot
     committed: int
@@ -137,28 +137,28 @@ class Promise(Message, frozen=True, kw_only=True, tag="promise"):
     proposal_ballot: Ballot | None = None
 
 
-class Nack(Message, frozen=True, kw_only=True, tag="nack"):
+class Nack(PeerMessage, frozen=True, kw_only=True, tag="nack"):
     view_number: Count
     ballot: Ballot
     promised: Ballot | None = None
 
 
-class Propose(Message, frozen=True, kw_only=True, tag="propose"):
+class Propose(PeerMessage, frozen=True, kw_only=True, tag="propose"):
     view_number: Count
     ballot: Ballot
     proposal: NextView
 
 
-class Agreed(Message, frozen=True, kw_only=True, tag="agreed"):
+class Agreed(PeerMessage, frozen=True, kw_only=True, tag="agreed"):
     view_number: Count
     ballot: Ballot
 
 
-class Install(Message, frozen=True, kw_only=True, tag="install"):
+class Install(PeerMessage, frozen=True, kw_only=True, tag="install"):
     proposal: NextView
 
 
-class Ready(Message, frozen=True, kw_only=True, tag="ready"):
+class Ready(PeerMessage, frozen=True, kw_only=True, tag="ready"):
     view_number: Count
     round_number: Count
     weight: Amount
@@ -172,16 +172,16 @@ class Ready(Message, frozen=True, kw_only=True, tag="ready"):
     call: Count  # of `average`, counted by the member: an answer to an earlier call is not for this one
 
 
-class Withdraw(Message, frozen=True, kw_only=True, tag="withdraw"):
+class Withdraw(PeerMessage, frozen=True, kw_only=True, tag="withdraw"):
     view_number: Count
     round_number: Count
 
 
-class Begin(Message, frozen=True, kw_only=True, tag="begin"):
+class Begin(PeerMessage, frozen=True, kw_only=True, tag="begin"):
     plan: RoundPlan
 
 
-class Trouble(Message, frozen=True, kw_only=True, tag="trouble"):
+class Trouble(PeerMessage, frozen=True, kw_only=True, tag="trouble"):
     """An attempt cannot go on: `peer` was not reached, or sent what cannot be summed (`drop`)."""
 
     key: tuple[Count, Count, Count]
@@ -190,58 +190,58 @@ class Trouble(Message, frozen=True, kw_only=True, tag="trouble"):
     drop: bool
 
 
-class Norms(Message, frozen=True, kw_only=True, tag="norms"):
+class Norms(PeerMessage, frozen=True, kw_only=True, tag="norms"):
     """Sums of squares that an owner found in its share of each update."""
 
     key: tuple[Count, Count, Count]
     squares: dict[PeerId, Amount]
 
 
-class Have(Message, frozen=True, kw_only=True, tag="have"):
+class Have(PeerMessage, frozen=True, kw_only=True, tag="have"):
     key: tuple[Count, Count, Count]
     digest: Digest
     parts: dict[PeerId, Digest]  # by owner, to name one that tells two stories
 
 
-class Commit(Message, frozen=True, kw_only=True, tag="commit"):
+class Commit(PeerMessage, frozen=True, kw_only=True, tag="commit"):
     key: tuple[Count, Count, Count]
     digest: Digest
 
 
-class Discard(Message, frozen=True, kw_only=True, tag="discard"):
+class Discard(PeerMessage, frozen=True, kw_only=True, tag="discard"):
     view_number: Count
     round_number: Count
     call: Count  # the one that said it was ready
     reason: Text
 
 
-class Want(Message, frozen=True, kw_only=True, tag="want"):
+class Want(PeerMessage, frozen=True, kw_only=True, tag="want"):
     """The result of a committed round, please."""
 
     round_number: Count
 
 
-class Whole(Message, frozen=True, kw_only=True, tag="whole"):
+class Whole(PeerMessage, frozen=True, kw_only=True, tag="whole"):
     """Its plan; the means follow on the data connection."""
 
     result: Accepted
 
 
-class Gone(Message, frozen=True, kw_only=True, tag="gone"):
+class Gone(PeerMessage, frozen=True, kw_only=True, tag="gone"):
     round_number: Count
 
 
-class Piece(Message, frozen=True, kw_only=True, tag="piece"):
+class Piece(PeerMessage, frozen=True, kw_only=True, tag="piece"):
     key: tuple[Count, Count, Count]
     start: Count
 
 
-class Mean(Message, frozen=True, kw_only=True, tag="mean"):
+class Mean(PeerMessage, frozen=True, kw_only=True, tag="mean"):
     key: tuple[Count, Count, Count]
     start: Count
 
 
-class StateRequest(Message, frozen=True, kw_only=True, tag="state-request"):
+class StateRequest(PeerMessage, frozen=True, kw_only=True, tag="state-request"):
     pass
 
 
@@ -253,25 +253,25 @@ class TensorFacts(msgspec.Struct, frozen=True, kw_only=True):
     sha256: Digest
 
 
-class Manifest(Message, frozen=True, kw_only=True, tag="manifest"):
+class Manifest(PeerMessage, frozen=True, kw_only=True, tag="manifest"):
     """Its list of tensors goes with it as data; `tensors` of them."""
 
     round_number: Annotated[int, Meta(ge=-1, le=2**53)]
     tensors: Annotated[int, Meta(ge=0, le=2**20)]
 
 
-class Block(Message, frozen=True, kw_only=True, tag="block"):
+class StateBlock(PeerMessage, frozen=True, kw_only=True, tag="block"):
     """The next bytes of the state go with it."""
 
 
 AnyMessage = (
     Hello
     | Welcome
-    | Refusal
+    | PeerRefusal
     | Join
-    | Redirect
+    | PeerRedirect
     | Wait
-    | Heartbeat
+    | PeerHeartbeat
     | Lists
     | Leaving
     | Prepare
@@ -295,21 +295,21 @@ AnyMessage = (
     | Mean
     | StateRequest
     | Manifest
-    | Block
+    | StateBlock
 )
 _decoder = msgspec.json.Decoder(AnyMessage)
 _encoder = msgspec.json.Encoder()
 
 
-def encode_message(message: Message) -> bytes:
+def encode_message(message: PeerMessage) -> bytes:
     """As JSON."""
     return _encoder.encode(message)
 
 
-def decode_message(data: bytes) -> Message:
+def decode_message(data: bytes) -> PeerMessage:
     """A message of ours; raises ValueError for anything else."""
     try:
-        message: Message = _decoder.decode(data)
+        message: PeerMessage = _decoder.decode(data)
         return message
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise ValueError(f"not a message of a peer: {error}") from error

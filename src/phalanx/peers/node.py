@@ -14,21 +14,21 @@ from phalanx.errors import UserError, mistake
 from phalanx.io.values import printable
 from phalanx.peers import messages as say
 from phalanx.peers.allowlist import MOST_LIST_BYTES, AllowList
-from phalanx.peers.facts import Address, Member, PeerEvent, PeerState, Progress, RunFacts, View
+from phalanx.peers.facts import Address, Member, MemberView, PeerEvent, PeerProgress, PeerState, RunFacts
 from phalanx.peers.identity import ID_DIGITS, NAME, PeerIdentity
-from phalanx.peers.links import Links
+from phalanx.peers.links import PeerLinks
 from phalanx.peers.membership import worst_complaints
-from phalanx.peers.messages import Message
+from phalanx.peers.messages import PeerMessage
 from phalanx.peers.node_settings import NodeSettings
 from phalanx.peers.round_leader import RoundLeader
 from phalanx.peers.rounds import RoundKeeper
 from phalanx.peers.screening import ProgressCheck
 from phalanx.peers.state_transfer import fetch_state_from, serve_state_to
-from phalanx.peers.transport import NoWelcomeError, Transport, first_refusal, unknown_key, unreachable
+from phalanx.peers.transport import NoWelcomeError, PeerTransport, first_refusal, unknown_key, unreachable
 from phalanx.peers.view_change import ViewKeeper
-from phalanx.peers.wire import Connection
+from phalanx.peers.wire import PeerConnection
 
-EMPTY_VIEW = View(number=0, members=(), next_round=0)
+EMPTY_VIEW = MemberView(number=0, members=(), next_round=0)
 
 
 class PeerNode:
@@ -38,8 +38,8 @@ class PeerNode:
         self.identity, self.run, self.settings = identity, run, settings
         self.me = identity.id
         self.instance = secrets.token_hex(8)
-        self.transport = Transport(identity, run, allowed, self.instance)
-        self.links = Links(
+        self.transport = PeerTransport(identity, run, allowed, self.instance)
+        self.links = PeerLinks(
             self.transport,
             on_message={"control": self._on_control, "data": self._on_data},
             on_up=self._on_link_up,
@@ -53,7 +53,7 @@ class PeerNode:
         self.views = ViewKeeper(self)
         self.rounds = RoundKeeper(self)
         self.leader = RoundLeader(self)
-        self.progress: dict[str, Progress] = {self.me: Progress()}
+        self.progress: dict[str, PeerProgress] = {self.me: PeerProgress()}
         self.syncing: set[str] = set()  # members that still fetch the state: nobody waits for them
         self.latency_s: dict[str, float] = {}
         self.provider: Callable[[], PeerState | None] | None = None
@@ -136,7 +136,7 @@ class PeerNode:
         if self.settings.client_only:
             fix = "found the group with a peer that accepts connections"
             raise mistake("join", "a client-only peer cannot found a group", fix=fix)
-        view = View(
+        view = MemberView(
             number=1,
             members=(self.member,),
             next_round=first_round,
@@ -188,9 +188,9 @@ class PeerNode:
                 connection.abort()
             if isinstance(answer, say.Install) and answer.proposal.view.member(self.me):
                 return self.views.install(answer.proposal)
-            if isinstance(answer, say.Refusal):
+            if isinstance(answer, say.PeerRefusal):
                 raise mistake(f"peer at {printable(address[0])}:{address[1]}", printable(answer.what), fix=answer.fix)
-            if not isinstance(answer, say.Redirect):
+            if not isinstance(answer, say.PeerRedirect):
                 return False
             address = self.settings.routes.get(answer.leader, (answer.host, answer.port))
         return False
@@ -204,7 +204,7 @@ class PeerNode:
         if newer.replaces(allowed):
             self.transport.set_allowed(newer)
 
-    async def _on_accept(self, connection: Connection, hello: say.Hello) -> None:
+    async def _on_accept(self, connection: PeerConnection, hello: say.Hello) -> None:
         if hello.purpose == "join":
             await self._on_join(connection)
         elif hello.purpose == "state":
@@ -212,7 +212,7 @@ class PeerNode:
         else:
             await self.links.run(connection, hello.purpose)
 
-    async def _on_join(self, connection: Connection) -> None:
+    async def _on_join(self, connection: PeerConnection) -> None:
         message, _ = await asyncio.wait_for(connection.receive(), self.settings.dead_after_s)
         if not isinstance(message, say.Join) or message.member.id != connection.peer:
             raise ValueError("a join for somebody else")
@@ -228,7 +228,7 @@ class PeerNode:
         else:
             host, port = leader.address
             await connection.send(say.Lists(), json.dumps(self.transport.allowed.to_json()).encode())
-            await connection.send(say.Redirect(leader=leader.id, host=host, port=port))
+            await connection.send(say.PeerRedirect(leader=leader.id, host=host, port=port))
         await connection.close()
 
     def evicted(self, why: str) -> None:
@@ -354,7 +354,7 @@ class PeerNode:
         for peer, connection in self.links.control.items():
             heard = self._heard.get(peer, (0.0, now))
             connection.post(
-                say.Heartbeat(
+                say.PeerHeartbeat(
                     view_number=self.view.number,
                     history=self.view.history,
                     sent_at=now,
@@ -376,7 +376,7 @@ class PeerNode:
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 
-    def _on_link_up(self, peer: str, connection: Connection) -> None:
+    def _on_link_up(self, peer: str, connection: PeerConnection) -> None:
         self._heard.pop(peer, None)
         if self.is_current(connection):
             self.views.greet(peer)
@@ -393,14 +393,14 @@ class PeerNode:
             self.spawn(self.views.look_after(peer))
         self.links.maintain(self.member, self.view)
 
-    def is_current(self, connection: Connection) -> bool:
+    def is_current(self, connection: PeerConnection) -> bool:
         """Whether the other side is a member of our view, and the process that we admitted."""
         member = self.view.member(connection.peer)
         return member is not None and member.instance == connection.instance
 
-    async def _on_control(self, connection: Connection, message: Message, data: bytes) -> None:
+    async def _on_control(self, connection: PeerConnection, message: PeerMessage, data: bytes) -> None:
         peer = connection.peer
-        if isinstance(message, say.Heartbeat):
+        if isinstance(message, say.PeerHeartbeat):
             self._on_heartbeat(connection, message)
         elif isinstance(message, say.Lists):
             self._on_lists(data)
@@ -418,10 +418,10 @@ class PeerNode:
         else:
             self.rounds.on_message(peer, message)
 
-    async def _on_data(self, connection: Connection, message: Message, data: bytes) -> None:
+    async def _on_data(self, connection: PeerConnection, message: PeerMessage, data: bytes) -> None:
         await self.rounds.on_data(connection, message, data)
 
-    def _on_heartbeat(self, connection: Connection, message: say.Heartbeat) -> None:
+    def _on_heartbeat(self, connection: PeerConnection, message: say.PeerHeartbeat) -> None:
         peer, now = connection.peer, time.monotonic()
         self._heard[peer] = (message.sent_at, now)
         if message.echo:

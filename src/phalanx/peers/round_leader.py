@@ -13,7 +13,7 @@ from phalanx.peers import messages as say
 from phalanx.peers.attempt import NORM_TOLERANCE, segment_values
 from phalanx.peers.facts import Member
 from phalanx.peers.membership import is_majority
-from phalanx.peers.messages import Message, Ready, RoundPlan
+from phalanx.peers.messages import PeerMessage, Ready, RoundPlan
 from phalanx.peers.screening import screen_ready
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class RoundLeader:
         if self._leads:
             self._consider()
 
-    def on_message(self, peer: str, message: Message) -> None:
+    def on_message(self, peer: str, message: PeerMessage) -> None:
         """From a member, this one among them."""
         node = self._node
         if not self._leads:
@@ -234,7 +234,7 @@ class RoundLeader:
             self._last_commit = say.Commit(key=plan.key, digest=mine.digest)
             self._to_all(self._last_commit)
 
-    def _to_all(self, message: Message) -> None:
+    def _to_all(self, message: PeerMessage) -> None:
         node = self._node
         for peer in node.view.ids:
             if peer != node.me:

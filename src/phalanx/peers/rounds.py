@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from phalanx.errors import mistake
 from phalanx.peers import messages as say
-from phalanx.peers.attempt import Attempt, BadUpdate, PendingRound, check_plan, sum_of_squares
+from phalanx.peers.attempt import Attempt, BadUpdate, PendingAverage, check_plan, sum_of_squares
 from phalanx.peers.codecs import BadBytes, Sender
 from phalanx.peers.couriers import Courier
 from phalanx.peers.facts import RoundResult, Vector
-from phalanx.peers.messages import Accepted, Message, NextView, RoundPlan
-from phalanx.peers.wire import Connection
+from phalanx.peers.messages import Accepted, NextView, PeerMessage, RoundPlan
+from phalanx.peers.wire import PeerConnection
 
 if TYPE_CHECKING:
     from phalanx.peers.node import PeerNode
@@ -31,7 +31,7 @@ class RoundKeeper:
     def __init__(self, node: PeerNode) -> None:
         self._node = node
         self.accepted: Accepted | None = None  # the newest attempt that this member holds whole and has said so
-        self.pending: PendingRound | None = None
+        self.pending: PendingAverage | None = None
         self._attempts: dict[Key, Attempt] = {}
         self._couriers: dict[str, Courier] = {}
         self._sending: list[asyncio.Task[None]] = []
@@ -62,7 +62,7 @@ class RoundKeeper:
         """See `PeerGroup.average`."""
         if self.pending is not None:
             raise mistake("average", f"round {self.pending.round_number} is not over", fix="one call at a time")
-        pending = self.pending = PendingRound(
+        pending = self.pending = PendingAverage(
             round_number=round_number,
             outgoing=sender.outgoing(vector),
             kind=vector.dtype,
@@ -136,7 +136,7 @@ class RoundKeeper:
 
     # ---- one attempt ------------------------------------------------------------------------------------------------
 
-    def on_message(self, peer: str, message: Message) -> None:
+    def on_message(self, peer: str, message: PeerMessage) -> None:
         """From the leader, or from a member that answers what was asked."""
         view = self._node.view
         if isinstance(message, say.Begin) and peer == view.leader and message.plan.view_number == view.number:
@@ -191,7 +191,7 @@ class RoundKeeper:
         self._take(attempt, attempt.take_own_pieces())
         self._progressed(attempt)  # an attempt without values is whole from the beginning
 
-    async def on_data(self, connection: Connection, message: Message, data: bytes) -> None:
+    async def on_data(self, connection: PeerConnection, message: PeerMessage, data: bytes) -> None:
         """Values of an attempt; those of one that has not begun here yet wait, and their link with them."""
         if isinstance(message, say.Whole):
             self._on_whole(message.result)
@@ -418,7 +418,7 @@ class RoundKeeper:
 
     # ---- small parts ------------------------------------------------------------------------------------------------
 
-    def _give_up(self, pending: PendingRound) -> None:
+    def _give_up(self, pending: PendingAverage) -> None:
         """The call has timed out. What this member holds already it goes on holding: the round may be committed."""
         node, view = self._node, self._node.view
         node.leader.on_timeout(pending.round_number)
@@ -426,7 +426,7 @@ class RoundKeeper:
             self._to_leader(say.Withdraw(view_number=view.number, round_number=pending.round_number))
         self._wanted.pop(pending.round_number, None)
 
-    def _to_leader(self, message: Message) -> None:
+    def _to_leader(self, message: PeerMessage) -> None:
         leader = self._node.view.leader
         if leader == self._node.me:
             self._node.leader.on_message(leader, message)
@@ -450,7 +450,7 @@ class RoundKeeper:
         self._moved_at = time.monotonic()
         self._begun.set()
 
-    def _success(self, pending: PendingRound, attempt: Attempt) -> RoundResult:
+    def _success(self, pending: PendingAverage, attempt: Attempt) -> RoundResult:
         plan = attempt.plan
         try:
             vector = attempt.result()
@@ -470,7 +470,7 @@ class RoundKeeper:
             shares={peer: (end - begin) / max(1, plan.values) for peer, (begin, end) in plan.owners.items()},
         )
 
-    def _failure(self, pending: PendingRound, why: str, *, behind: bool = False) -> RoundResult:
+    def _failure(self, pending: PendingAverage, why: str, *, behind: bool = False) -> RoundResult:
         return RoundResult(
             round_number=pending.round_number,
             committed=False,

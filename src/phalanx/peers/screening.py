@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phalanx.peers.facts import Progress
+from phalanx.peers.facts import PeerProgress
 from phalanx.peers.messages import Ready
 
 # Times the median weight that one peer may count: peers differ in speed by an order of magnitude, not by two.
@@ -44,11 +44,11 @@ class ProgressCheck:
     """What one peer has claimed so far; a claim that cannot be is named, once until it changes its kind."""
 
     samples_per_s: float | None  # more than this no peer of the run can do
-    last: Progress = field(default_factory=Progress)
+    last: PeerProgress = field(default_factory=PeerProgress)
     at_s: float | None = None
     named: str = ""
 
-    def doubt(self, claim: Progress, now_s: float) -> str:
+    def doubt(self, claim: PeerProgress, now_s: float) -> str:
         """Why a new claim cannot be true, or nothing."""
         before, at_s = self.last, self.at_s
         self.last, self.at_s = claim, now_s

@@ -12,8 +12,8 @@ import msgspec
 
 from phalanx.errors import Problem, SystemFailure, UserError
 from phalanx.peers.facts import PeerState
-from phalanx.peers.messages import Block, Gone, Manifest, StateRequest, TensorFacts
-from phalanx.peers.wire import MOST_DATA_BYTES, Connection
+from phalanx.peers.messages import Gone, Manifest, StateBlock, StateRequest, TensorFacts
+from phalanx.peers.wire import MOST_DATA_BYTES, PeerConnection
 
 if TYPE_CHECKING:
     from phalanx.peers.node import PeerNode
@@ -40,7 +40,7 @@ def is_tensor_name(name: str) -> bool:
 
 
 async def serve_state_to(
-    connection: Connection, provider: Callable[[], PeerState | None] | None, served: Callable[[str, int], None]
+    connection: PeerConnection, provider: Callable[[], PeerState | None] | None, served: Callable[[str, int], None]
 ) -> None:
     """Answer one newcomer."""
     request, _ = await asyncio.wait_for(connection.receive(), STALL_S)
@@ -60,7 +60,7 @@ async def serve_state_to(
     for fact in facts:
         view = memoryview(state.tensors[fact.name])
         for at in range(0, len(view), BLOCK_BYTES):
-            await connection.send(Block(), bytes(view[at : at + BLOCK_BYTES]))
+            await connection.send(StateBlock(), bytes(view[at : at + BLOCK_BYTES]))
         sent += len(view)
     await connection.close()
     served(connection.peer, sent)
@@ -102,7 +102,7 @@ async def fetch_state_from(node: PeerNode, into: Callable[[str, bytes], None]) -
 
 
 async def _receive_state(
-    connection: Connection, into: Callable[[str, bytes], None], *, least_round: int
+    connection: PeerConnection, into: Callable[[str, bytes], None], *, least_round: int
 ) -> tuple[int, int]:
     await connection.send(StateRequest())
     answer, listed = await asyncio.wait_for(connection.receive(), 4 * STALL_S)  # it hashes all of its state first
@@ -123,7 +123,7 @@ async def _receive_state(
         data = bytearray()
         while len(data) < fact.size:
             block, more = await asyncio.wait_for(connection.receive(), STALL_S)
-            if not isinstance(block, Block) or not more or len(data) + len(more) > fact.size:
+            if not isinstance(block, StateBlock) or not more or len(data) + len(more) > fact.size:
                 raise BadState("it sent other bytes than it announced")
             data += more
         if hashlib.sha256(data).hexdigest() != fact.sha256:

@@ -17,8 +17,8 @@ from phalanx.io.values import printable
 from phalanx.peers.allowlist import AllowList
 from phalanx.peers.facts import Address, RunFacts
 from phalanx.peers.identity import ID_DIGITS, PeerIdentity
-from phalanx.peers.messages import PROTOCOL, Hello, Refusal, Welcome
-from phalanx.peers.wire import MOST_HELLO_BYTES, READ_BYTES, Connection
+from phalanx.peers.messages import PROTOCOL, Hello, PeerRefusal, Welcome
+from phalanx.peers.wire import MOST_HELLO_BYTES, READ_BYTES, PeerConnection
 
 HANDSHAKE_S = 10.0
 MOST_CONNECTIONS = 1024
@@ -35,7 +35,7 @@ class NoWelcomeError(ConnectionResetError):
     """What answers has a key that we trust, and ended the connection: it does not trust ours, or just died."""
 
 
-class Transport:
+class PeerTransport:
     """This peer's end of all connections: one listener, and a way to dial."""
 
     def __init__(self, identity: PeerIdentity, run: RunFacts, allowed: AllowList, instance: str) -> None:
@@ -44,7 +44,7 @@ class Transport:
         self._server_context = _context(identity, ssl.PROTOCOL_TLS_SERVER)
         self._client_context = _context(identity, ssl.PROTOCOL_TLS_CLIENT)
         self._server: asyncio.Server | None = None
-        self._open: set[Connection] = set()
+        self._open: set[PeerConnection] = set()
         self._waiting = 0
         self._trust()
 
@@ -57,7 +57,10 @@ class Transport:
             connection.abort()
 
     async def listen(
-        self, address: Address, accepted: Callable[[Connection, Hello], Awaitable[None]], refused: Callable[[str], None]
+        self,
+        address: Address,
+        accepted: Callable[[PeerConnection, Hello], Awaitable[None]],
+        refused: Callable[[str], None],
     ) -> Address:
         """Take connections; returns where. `accepted` runs for each that has proved itself, until it returns."""
 
@@ -97,7 +100,7 @@ class Transport:
 
     async def dial(
         self, address: Address, purpose: str, *, peer: str = "", timeout_s: float = HANDSHAKE_S
-    ) -> Connection:
+    ) -> PeerConnection:
         """A connection to a peer, of which `peer` is the id where it is known.
 
         Raises UserError where what answers there is not one of this run's peers, or refuses us; OSError or TimeoutError
@@ -136,8 +139,8 @@ class Transport:
 
     async def _introduce(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, where: str, purpose: str, peer: str
-    ) -> Connection:
-        connection = Connection(reader, writer, peer=self._identify(writer))
+    ) -> PeerConnection:
+        connection = PeerConnection(reader, writer, peer=self._identify(writer))
         if peer and connection.peer != peer:
             raise mistake(
                 where, f"is {connection.peer}, another peer than {peer}", fix="check the addresses of the run"
@@ -150,15 +153,15 @@ class Transport:
             # TLS 1.3: the other side looks at our certificate only after our side of the handshake is over, and may end
             # the connection without a word.
             raise NoWelcomeError(str(error)) from error
-        if isinstance(answer, Refusal):
+        if isinstance(answer, PeerRefusal):
             raise mistake(where, printable(answer.what), fix=printable(answer.fix))
         if not isinstance(answer, Welcome):
             raise mistake(where, "answers, but not as a peer of Phalanx")
         connection.instance = answer.instance
         return connection
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Connection, Hello]:
-        connection = Connection(reader, writer, peer=fingerprint_seen(writer)[:ID_DIGITS])
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[PeerConnection, Hello]:
+        connection = PeerConnection(reader, writer, peer=fingerprint_seen(writer)[:ID_DIGITS])
         hello, _ = await connection.receive(MOST_HELLO_BYTES)
         if not isinstance(hello, Hello) or hello.purpose not in PURPOSES:
             raise ValueError("no hello")
@@ -171,19 +174,21 @@ class Transport:
         connection.post(Welcome(instance=self.instance))
         return connection, hello
 
-    def _refusal(self, fingerprint: str, hello: Hello) -> Refusal | None:
+    def _refusal(self, fingerprint: str, hello: Hello) -> PeerRefusal | None:
         if fingerprint in self.allowed.revoked:
-            return Refusal(what="this key was revoked by the run's owner", fix="ask for a new invitation")
+            return PeerRefusal(what="this key was revoked by the run's owner", fix="ask for a new invitation")
         if fingerprint not in self.fingerprints:
-            return Refusal(what="this key is not on the run's allowlist", fix="ask the run's owner for an invitation")
+            return PeerRefusal(
+                what="this key is not on the run's allowlist", fix="ask the run's owner for an invitation"
+            )
         if hello.protocol != PROTOCOL:
             what = f"speaks version {PROTOCOL} of the protocol between peers, this side version {hello.protocol}"
-            return Refusal(what=what, fix="install the same version of Phalanx on both")
+            return PeerRefusal(what=what, fix="install the same version of Phalanx on both")
         for field, name in FACT_NAMES.items():
             theirs, ours = getattr(hello.run, field), getattr(self.run, field)
             if theirs != ours:
                 what = f"has another {name}: {printable(ours, most=40)} there, {printable(theirs, most=40)} here"
-                return Refusal(what=what, fix=f"start both with the same {name}")
+                return PeerRefusal(what=what, fix=f"start both with the same {name}")
         return None
 
     def _identify(self, writer: asyncio.StreamWriter) -> str:

@@ -15,7 +15,7 @@ from phalanx.errors import mistake
 from phalanx.peers import messages as say
 from phalanx.peers.facts import Member
 from phalanx.peers.membership import Acceptor, choose_proposal, is_majority
-from phalanx.peers.messages import Message, NextView
+from phalanx.peers.messages import NextView, PeerMessage
 
 if TYPE_CHECKING:
     from phalanx.peers.node import PeerNode
@@ -30,7 +30,7 @@ class _Ballot:
         self.promises: dict[str, say.Promise] = {}
         self.agreed: set[str] = set()
         self.is_lost = False
-        self.asked: tuple[set[str], Message] | None = None  # whom, and what
+        self.asked: tuple[set[str], PeerMessage] | None = None  # whom, and what
         self.changed = asyncio.Event()
 
 
@@ -185,7 +185,7 @@ class ViewKeeper:
         if self._node.me in peers:
             self.on_message(self._node.me, message)
 
-    def on_message(self, peer: str, message: Message) -> None:
+    def on_message(self, peer: str, message: PeerMessage) -> None:
         """As acceptor and as candidate."""
         assert isinstance(message, say.Prepare | say.Promise | say.Nack | say.Propose | say.Agreed)
         node = self._node
@@ -219,7 +219,7 @@ class ViewKeeper:
         committed, accepted = node.rounds.committed, node.rounds.accepted
         return self.acceptor.prepare(message, committed=committed, accepted=accepted)
 
-    def _reply(self, peer: str, answer: Message) -> None:
+    def _reply(self, peer: str, answer: PeerMessage) -> None:
         if peer == self._node.me:
             self.on_message(peer, answer)
         else:

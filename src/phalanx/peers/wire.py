@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 
-from phalanx.peers.messages import Message, decode_message, encode_message
+from phalanx.peers.messages import PeerMessage, decode_message, encode_message
 
 PREFIX = struct.Struct("!II")
 MOST_HELLO_BYTES = 16 * 1024  # before the other side has shown that it is of the run
@@ -26,7 +26,7 @@ BUFFER_BYTES = 512 * 1024
 READ_BYTES = 1024 * 1024
 
 
-class Connection:
+class PeerConnection:
     """One TLS connection, after both sides have proved who they are."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, peer: str) -> None:
@@ -49,7 +49,7 @@ class Connection:
         """Whether it can still be sent on."""
         return not self._writer.is_closing()
 
-    def post(self, message: Message, data: bytes = b"") -> None:
+    def post(self, message: PeerMessage, data: bytes = b"") -> None:
         """Send without waiting; a connection that is closed, or takes nothing, drops it (the reader notices)."""
         if not self.is_open:
             return
@@ -57,7 +57,7 @@ class Connection:
         if self._writer.transport.get_write_buffer_size() > MOST_UNSENT_BYTES:
             self.abort()
 
-    async def send(self, message: Message, data: bytes = b"") -> None:
+    async def send(self, message: PeerMessage, data: bytes = b"") -> None:
         """Send, and wait until the link has taken it; raises ConnectionError."""
         async with self._sending:
             if not self.is_open:
@@ -65,7 +65,7 @@ class Connection:
             self._write(message, data)
             await self._writer.drain()
 
-    async def receive(self, most_bytes: int = MOST_MESSAGE_BYTES) -> tuple[Message, bytes]:
+    async def receive(self, most_bytes: int = MOST_MESSAGE_BYTES) -> tuple[PeerMessage, bytes]:
         """The next frame; raises ConnectionError at the end, ValueError for what no peer sends."""
         try:
             size, data_bytes = PREFIX.unpack(await self._reader.readexactly(PREFIX.size))
@@ -92,7 +92,7 @@ class Connection:
                 await self._writer.wait_closed()
         self.abort()
 
-    def _write(self, message: Message, data: bytes) -> None:
+    def _write(self, message: PeerMessage, data: bytes) -> None:
         text = encode_message(message)
         self._writer.write(PREFIX.pack(len(text), len(data)) + text)
         if data:

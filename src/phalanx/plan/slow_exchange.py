@@ -40,7 +40,7 @@ class PeerLink:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
+class SlowExchange:
     """One average of a vector among all peers; seconds add up to `seconds`."""
 
     seconds: float
@@ -97,7 +97,7 @@ def exchange_time(
     values: float = 0.0,
     values_per_s: float = math.inf,
     equal_shares: bool = False,
-) -> Exchange:
+) -> SlowExchange:
     """What one average of `payload_bytes` (encoded, of each peer) takes among these peers.
 
     `round_trips` are the messages that wait for each other; `values` numbers are encoded and decoded at
@@ -131,7 +131,7 @@ def exchange_time(
     latency_s = round_trips * trip_s + starting_s + piece_s
     codec_s = values / values_per_s
     parts = {"packet loss" if lossy[last] else "bandwidth": times[last], "latency": latency_s, "encoding": codec_s}
-    return Exchange(
+    return SlowExchange(
         seconds=times[last] + latency_s + codec_s,
         transfer_s=times[last],
         latency_s=latency_s,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.job.sync_section import SyncSettings
 from phalanx.network.slow_codecs import encoded_bytes
-from phalanx.plan.slow_exchange import Exchange, PeerLink, exchange_time
+from phalanx.plan.slow_exchange import PeerLink, SlowExchange, exchange_time
 
 # Messages that wait for each other in one round (docs/slow-links.md): ready and begin, shares out and sums back, done
 # and commit.
@@ -76,7 +76,7 @@ def predict_mode(sites: Sequence[SitePace], values: float, sync: SyncSettings) -
     return _each_round(sites, values, sync)
 
 
-def mode_exchange(sites: Sequence[SitePace], values: float, sync: SyncSettings) -> Exchange:
+def mode_exchange(sites: Sequence[SitePace], values: float, sync: SyncSettings) -> SlowExchange:
     """One exchange of the mode: of the whole vector, or of one fragment of it."""
     fragments = sync.fragments if sync.mode in ("diloco", "quorum") else 1
     part = math.ceil(values / fragments)

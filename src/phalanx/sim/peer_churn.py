@@ -64,7 +64,7 @@ class _Pace:
 
 
 @dataclass(slots=True)
-class _Run:
+class _ChurnRun:
     members: list[int]  # in the order of their ids: the first may decide alone with half
     view: list[int]  # of the last committed round
     now_s: float = 0.0
@@ -119,7 +119,7 @@ def _simulate_run(
     policy: ChurnPolicy, until_s: float, source: random.Random, paces: dict[tuple[int, ...], _Pace]
 ) -> ChurnOutcome:
     sites = policy.sites
-    run = _Run(members=list(range(len(sites))), view=list(range(len(sites))))
+    run = _ChurnRun(members=list(range(len(sites))), view=list(range(len(sites))))
     # When each site leaves, if it is there; returns, if it is away; or has fetched the state.
     leaves = {index: _draw(source, site.session_s) for index, site in enumerate(sites)}
     returns: dict[int, float] = {}
@@ -167,7 +167,7 @@ def _simulate_run(
     )
 
 
-def _go_on(policy: ChurnPolicy, run: _Run, seconds: float, paces: dict[tuple[int, ...], _Pace]) -> None:
+def _go_on(policy: ChurnPolicy, run: _ChurnRun, seconds: float, paces: dict[tuple[int, ...], _Pace]) -> None:
     """Rounds of the present members for so long."""
     for index in run.members:
         run.present_s[index] = run.present_s.get(index, 0.0) + seconds
@@ -184,7 +184,7 @@ def _go_on(policy: ChurnPolicy, run: _Run, seconds: float, paces: dict[tuple[int
         run.tokens[index] = run.tokens.get(index, 0.0) + done * tokens
 
 
-def _depart(policy: ChurnPolicy, run: _Run, index: int, paces: dict[tuple[int, ...], _Pace]) -> None:
+def _depart(policy: ChurnPolicy, run: _ChurnRun, index: int, paces: dict[tuple[int, ...], _Pace]) -> None:
     """A peer is gone without a word, somewhere in a round."""
     run.departures += 1
     if index not in run.members:
@@ -201,7 +201,7 @@ def _depart(policy: ChurnPolicy, run: _Run, index: int, paces: dict[tuple[int, .
     run.members = [one for one in run.members if one != index]
 
 
-def _may_commit(run: _Run, sync: SyncSettings) -> bool:
+def _may_commit(run: _ChurnRun, sync: SyncSettings) -> bool:
     """Whether the present members can commit a round: two parts of a divided group never both can."""
     if sync.mode == "quorum" and sync.quorum and len(run.members) < sync.quorum:
         return False
@@ -211,7 +211,7 @@ def _may_commit(run: _Run, sync: SyncSettings) -> bool:
     return 2 * len(known) > len(run.view)
 
 
-def _fetch_seconds(policy: ChurnPolicy, run: _Run, index: int) -> float:
+def _fetch_seconds(policy: ChurnPolicy, run: _ChurnRun, index: int) -> float:
     """From the member that can send fastest; nobody there: the peer has what it left with."""
     others = [policy.sites[one].up_bytes_per_s for one in run.members if one != index]
     if not others:

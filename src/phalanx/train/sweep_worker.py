@@ -21,7 +21,7 @@ from phalanx.io.visible import visible
 PROGRESS_S = 0.5
 
 
-class StopRequests:
+class SweepStop:
     """Counts the signals that ask for an end; the run in hand saves a checkpoint first."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     """Serve until the input ends; `arguments` are the caller's process id and how many workers share this machine."""
     caller, sharers = int(arguments[0]), int(arguments[1])
     die_with(caller)
-    stop_requests = StopRequests()
+    stop_requests = SweepStop()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no answer
     for line in sys.stdin:
@@ -54,7 +54,7 @@ def _answer(answers: TextIO, value: dict[str, Any]) -> None:
         os._exit(1)
 
 
-def _train(task: dict[str, Any], stop_requests: StopRequests, answers: TextIO, *, sharers: int) -> dict[str, Any]:
+def _train(task: dict[str, Any], stop_requests: SweepStop, answers: TextIO, *, sharers: int) -> dict[str, Any]:
     from phalanx.record.run import Run
     from phalanx.train.lone_rank import SweepWatch, start_from_trunk, train_lone_rank
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from phalanx.sim.queue.job_state import QueueOutcome
 from phalanx.sim.queue.queue_job import QueueJob
-from phalanx.sim.queue.queue_policy import Drain, QueuePolicy, Team
+from phalanx.sim.queue.queue_policy import Drain, QueuePolicy, QueueTeam
 from phalanx.sim.queue.simulate_queue import simulate_jobs
 from phalanx.sim.queue.simulated_cluster import JournalEntry
 
@@ -93,7 +93,7 @@ def test_only_as_many_as_needed_are_preempted_the_youngest_first() -> None:
     assert found.states[4].first_start_s == 10
 
 
-TEAMS = (Team(name="a", nodes=64), Team(name="b", nodes=192))
+TEAMS = (QueueTeam(name="a", nodes=64), QueueTeam(name="b", nodes=192))
 
 
 def test_borrowed_nodes_are_taken_back_as_kueue_did() -> None:
@@ -112,7 +112,7 @@ def test_borrowed_nodes_are_taken_back_as_kueue_did() -> None:
 
 
 def test_a_team_borrows_no_more_than_it_may() -> None:
-    teams = (Team(name="a", nodes=2, most_borrowed=1), Team(name="b", nodes=4))
+    teams = (QueueTeam(name="a", nodes=2, most_borrowed=1), QueueTeam(name="b", nodes=4))
     jobs = [job("one", 0, 2, 100, team="a"), job("two", 1, 2, 10, team="a"), job("three", 2, 1, 10, team="a")]
     found = run([*jobs, job("never", 3, 4, 10, team="a")], 6, team=teams)
     assert starts(found) == {"one": 0, "two": 100, "three": 2}

@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx.sim.queue.queue_job import QueueJob
-from phalanx.sim.queue.queue_policy import Drain, QueuePolicy, Team
+from phalanx.sim.queue.queue_policy import Drain, QueuePolicy, QueueTeam
 from phalanx.sim.queue.simulate_queue import simulate_jobs
 from phalanx.sim.queue.simulated_cluster import JournalEntry
 from phalanx.sim.queue.synthetic import synthetic_jobs
 
 NODES = 12
-TEAMS = (Team(name="a", nodes=5), Team(name="b", nodes=7, most_borrowed=3))
+TEAMS = (QueueTeam(name="a", nodes=5), QueueTeam(name="b", nodes=7, most_borrowed=3))
 
 jobs_strategy = st.lists(
     st.builds(

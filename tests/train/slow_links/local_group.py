@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from phalanx.peers.codecs import Sender, decode, encode
-from phalanx.peers.facts import Member, PeerState, Progress, RoundResult, View
+from phalanx.peers.facts import Member, MemberView, PeerProgress, PeerState, RoundResult
 
 
 @dataclass
@@ -40,11 +40,11 @@ class LocalGroup:
     """One member. `poison` may change what it sends, and tells nobody."""
 
     def __init__(self, hub: LocalHub, name: str) -> None:
-        self.hub, self.id, self._said, self._provider = hub, name, Progress(), None
+        self.hub, self.id, self._said, self._provider = hub, name, PeerProgress(), None
         self.poison: Callable[[int, np.ndarray], np.ndarray] = lambda number, vector: vector
         self.before_round: Callable[[int], None] = lambda number: None
 
-    def join(self, addresses: Sequence[object] = (), *, timeout_s: float = 30.0, first_round: int = 0) -> View:
+    def join(self, addresses: Sequence[object] = (), *, timeout_s: float = 30.0, first_round: int = 0) -> MemberView:
         with self.hub.lock:
             if not self.hub.members:
                 self.hub.next_round = self.hub.first_round = first_round
@@ -55,16 +55,16 @@ class LocalGroup:
             self.hub.lock.notify_all()
         return self.view()
 
-    def view(self) -> View:
+    def view(self) -> MemberView:
         members = tuple(
             Member(id=one, name=one, address=("local", 1), instance=one) for one in sorted(self.hub.members)
         )
-        return View(number=self.hub.view_number, members=members, next_round=self.hub.next_round)
+        return MemberView(number=self.hub.view_number, members=members, next_round=self.hub.next_round)
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: PeerProgress) -> None:
         self._said = progress
 
-    def progress(self) -> dict[str, Progress]:
+    def progress(self) -> dict[str, PeerProgress]:
         return {one: group._said for one, group in list(self.hub.members.items())}
 
     def average(

@@ -63,14 +63,14 @@ class Teams:
 
 def read_teams(path: Path) -> Teams:
     """Read teams.toml; raises UserError with all its mistakes."""
-    reader = _Reader(read_toml(path, noun="teams file"))
+    reader = _TeamReader(read_toml(path, noun="teams file"))
     made = reader.read()
     if reader.problems:
         raise UserError(list(dict.fromkeys(reader.problems)))
     return made
 
 
-class _Reader:
+class _TeamReader:
     """Values of the file; what is wrong is collected."""
 
     def __init__(self, file: TomlFile) -> None:

@@ -18,7 +18,7 @@ Backfill = Literal["none", "easy", "conservative"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Team:
+class QueueTeam:
     """A team and the nodes that are its own; it may borrow idle nodes of others, up to `most_borrowed`."""
 
     name: Annotated[str, Bounds(max_length=80)]
@@ -61,7 +61,7 @@ class QueuePolicy:
     restart_s: Seconds = 120.0  # from a new start to the first step again
     admission_s: Seconds = 0.0  # that the scheduler needs for one job, one after the other
     started_nodes_per_s: Annotated[float, Bounds(ge=0, le=1e9)] = 0.0  # of one job; 0: all at once
-    team: tuple[Team, ...] = ()
+    team: tuple[QueueTeam, ...] = ()
     drain: tuple[Drain, ...] = ()
 
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from phalanx.sim.queue.job_state import JobState
 from phalanx.sim.queue.node_pool import NodePool
 from phalanx.sim.queue.queue_job import Domain, QueueJob
-from phalanx.sim.queue.queue_policy import QueuePolicy, Team
+from phalanx.sim.queue.queue_policy import QueuePolicy, QueueTeam
 
 
 class TeamQuota:
     """Whose nodes are whose. Without teams, everything is everybody's."""
 
-    def __init__(self, teams: Iterable[Team]) -> None:
+    def __init__(self, teams: Iterable[QueueTeam]) -> None:
         self.teams = {team.name: team for team in teams}
         self._all = sum(team.nodes for team in self.teams.values())
 

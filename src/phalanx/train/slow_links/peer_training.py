@@ -23,7 +23,7 @@ from phalanx.errors import SystemFailure
 from phalanx.job.schema import Job
 from phalanx.job.sync_section import SyncSettings
 from phalanx.network.slow_codecs import FEEDBACK_CODECS
-from phalanx.peers.facts import Address, Progress, Vector, View
+from phalanx.peers.facts import Address, MemberView, PeerProgress, Vector
 from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.train.callbacks import Callback
 from phalanx.train.data.batches import BatchPlan
@@ -171,7 +171,7 @@ class PeerTraining(Callback):
             )
             self._pending = (until, fragment, pending)
 
-    def _join_group(self, link: GroupLink) -> View:
+    def _join_group(self, link: GroupLink) -> MemberView:
         if self._addresses:
             try:
                 patience_s = 2 * self._sync.dead_after_s if self._founds else self._patience_s
@@ -354,7 +354,7 @@ class PeerTraining(Callback):
 
     def _report(self, step: int) -> None:
         if self._link is not None:
-            self._link.report(Progress(step=step, samples=self._samples))
+            self._link.report(PeerProgress(step=step, samples=self._samples))
 
     # ---- weights: the outer steps of diloco and quorum --------------------------------------------------------------
 

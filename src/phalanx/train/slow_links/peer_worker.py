@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from phalanx.train.slow_links.peer_training import PeerTraining
 
 
-class StopRequests:
+class PeerStop:
     """The first Ctrl-C or SIGTERM asks for an end after the step; the second ends the process."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ def train_peer(run: Run, *, stop: Callable[[], bool], allow_code: bool = False) 
 def main(arguments: list[str]) -> int:
     """Train the peer of a run folder; the exit code of the process."""
     die_with(int(arguments[1]))
-    requests = StopRequests()
+    requests = PeerStop()
     try:
         train_peer(
             open_run(arguments[0]), stop=partial(getattr, requests, "stopping"), allow_code="--allow-code" in arguments

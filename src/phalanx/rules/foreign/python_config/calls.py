@@ -13,8 +13,8 @@ from phalanx.rules.foreign.python_config.values import (
     Built,
     Function,
     Method,
-    Reference,
-    Unknown,
+    PythonReference,
+    UnknownPython,
     is_plain,
     reason_of,
 )
@@ -41,7 +41,7 @@ STANDS_FOR_ITSELF = frozenset({"model_registry", "default_adamw"})
 def _called_name(callee: object) -> str:
     if isinstance(callee, Function):
         return f"{callee.module}.{_function_name(callee)}"
-    return callee.name if isinstance(callee, Reference) else ""
+    return callee.name if isinstance(callee, PythonReference) else ""
 
 
 def call_value(
@@ -63,7 +63,7 @@ def call_value(
         return args[0]
     if isinstance(callee, Function):
         return reader.call_function(callee, args, keywords, whole=not open_why)
-    if isinstance(callee, Reference):
+    if isinstance(callee, PythonReference):
         return _call_outside(reader, callee, args, keywords, lines, open_why=open_why, line=line)
     if isinstance(callee, Method):
         return _call_method(reader, callee, args, keywords, lines, line=line)
@@ -73,20 +73,20 @@ def call_value(
         return call_value(
             reader, first, [*rest, *args], given, {**callee.lines, **lines}, open_why=open_why, line=line, text=text
         )
-    why = callee.why if isinstance(callee, Unknown) else f"{text}() is not read"
+    why = callee.why if isinstance(callee, UnknownPython) else f"{text}() is not read"
     return _unread_call(reader, args, keywords, why)
 
 
-def _unread_call(reader: PythonReader, args: list[object], keywords: Mapping[str, object], why: str) -> Unknown:
+def _unread_call(reader: PythonReader, args: list[object], keywords: Mapping[str, object], why: str) -> UnknownPython:
     """A function that is not read may change whatever it is given."""
     for one in (*args, *keywords.values()):
         reader.open_value(one, why)
-    return Unknown(why)
+    return UnknownPython(why)
 
 
 def _call_outside(
     reader: PythonReader,
-    callee: Reference,
+    callee: PythonReference,
     args: list[object],
     keywords: dict[str, object],
     lines: dict[str, int],
@@ -98,7 +98,7 @@ def _call_outside(
     if last in ("Config", "Partial") and args and _is_nemo_run(callee.name):
         # nemo_run: run.Config(Class, field=value) stands for Class(field=value)
         first = args[0]
-        kind = first.name if isinstance(first, Reference) else _function_name(first)
+        kind = first.name if isinstance(first, PythonReference) else _function_name(first)
         return Built(kind=f"{last} {kind}", fields=keywords, lines=lines, args=args[1:], line=line, opened=open_why)
     if callee.name in ("functools.partial", "partial"):
         return Built(kind="functools.partial", fields=keywords, lines=lines, args=args, line=line, opened=open_why)
@@ -106,7 +106,7 @@ def _call_outside(
         return _copied(reader, last, args, keywords, lines)
     if callee.name in ("dataclasses.fields", "fields") and len(args) == 1 and isinstance(args[0], Built):
         if args[0].opened:
-            return Unknown(args[0].opened)
+            return UnknownPython(args[0].opened)
         return [Built(kind="dataclasses.Field", fields={"name": name}) for name in args[0].fields]
     if last == "getattr" and len(args) >= 2 and isinstance(args[1], str):
         return _read_named(reader, args)
@@ -116,7 +116,7 @@ def _call_outside(
     if callee.name in PURE:
         return _pure_call(callee.name, args, keywords)
     if callee.name in LOOKING:
-        return Unknown(f"{callee.name}() is not worked out")
+        return UnknownPython(f"{callee.name}() is not worked out")
     if callee.is_class:
         return Built(kind=callee.name, fields=keywords, lines=lines, args=args, line=line, opened=open_why)
     return _unread_call(reader, args, keywords, f"comes from {callee.name}(), which is not read")
@@ -133,7 +133,7 @@ def _function_name(value: object) -> str:
 def _copied(
     reader: PythonReader, name: str, args: list[object], keywords: dict[str, object], lines: dict[str, int]
 ) -> object:
-    source = args[-1] if args else Unknown("is a copy of nothing")
+    source = args[-1] if args else UnknownPython("is a copy of nothing")
     if name == "cast":
         return source
     if isinstance(source, Built):
@@ -165,23 +165,23 @@ def _read_named(reader: PythonReader, args: list[object]) -> object:
     if isinstance(owner, Built):
         if name in owner.fields:
             return owner.fields[name]
-        return Unknown(owner.opened or f"depends on the default of {name}")
-    if isinstance(owner, Reference):
-        return Reference(f"{owner.name}.{name}")
-    return Unknown(reason_of(owner))
+        return UnknownPython(owner.opened or f"depends on the default of {name}")
+    if isinstance(owner, PythonReference):
+        return PythonReference(f"{owner.name}.{name}")
+    return UnknownPython(reason_of(owner))
 
 
 # ---- functions of Python itself -------------------------------------------------------------------------------------
 
 
 def _whole_number(value: object) -> object:
-    return int(value) if isinstance(value, int | float | str) else Unknown(reason_of(value))
+    return int(value) if isinstance(value, int | float | str) else UnknownPython(reason_of(value))
 
 
 def _joined_path(*parts: object) -> object:
     if all(isinstance(one, str) for one in parts):
         return "/".join(str(one).rstrip("/") for one in parts)[:MOST_TEXT]
-    return Unknown("is a path made of what is not known")
+    return UnknownPython("is a path made of what is not known")
 
 
 PURE: dict[str, Callable[..., object]] = {
@@ -208,11 +208,11 @@ def _pure_call(name: str, args: list[object], keywords: Mapping[str, object]) ->
         return dict(keywords)
     values = (*args, *keywords.values())
     if name not in ("list", "tuple", "len") and not all(is_plain(one) for one in values):
-        return Unknown(reason_of(*values))
+        return UnknownPython(reason_of(*values))
     try:
         return PURE[name](*args, **keywords)
     except (TypeError, ValueError, ArithmeticError):
-        return Unknown(f"is {name}() of something else")
+        return UnknownPython(f"is {name}() of something else")
 
 
 # ---- methods --------------------------------------------------------------------------------------------------------
@@ -237,8 +237,8 @@ def _call_method(
     pure = ("lower", "upper", "strip", "startswith", "endswith", "replace", "split")
     if isinstance(owner, str) and name in pure and all(isinstance(one, str) for one in args):
         found = getattr(owner, name)(*args)
-        return found if not isinstance(found, str) or len(found) < MOST_TEXT else Unknown("is too long a text")
-    return Unknown(f"comes from .{name}(), which is not read")
+        return found if not isinstance(found, str) or len(found) < MOST_TEXT else UnknownPython("is too long a text")
+    return UnknownPython(f"comes from .{name}(), which is not read")
 
 
 def _object_method(
@@ -268,9 +268,9 @@ def _object_method(
         return owner
     if name == "padded_vocab_size":
         tokenizer = owner.kind.rpartition(".")[2]
-        return PADDED_VOCABULARIES.get(tokenizer, Unknown(f"is the vocabulary of {tokenizer}"))
+        return PADDED_VOCABULARIES.get(tokenizer, UnknownPython(f"is the vocabulary of {tokenizer}"))
     if name in HARMLESS:
-        return Unknown(f"comes from .{name}(), which is not worked out")
+        return UnknownPython(f"comes from .{name}(), which is not worked out")
     if owner.kind.rpartition(".")[2].startswith("from_hf") or not owner.fields:
         # A builder: AutoBridge.from_hf_pretrained("…").get_model_config()
         return Built(kind=f"{owner.kind}.{name}", fields=keywords, lines=lines, args=[*owner.args, *args], line=line)
@@ -287,9 +287,9 @@ def _list_method(reader: PythonReader, owner: list[object], name: str, args: lis
         reader.journal.replace_list(owner, [*owner, *args[0]])
         return None
     if name in ("copy", "index", "count"):
-        return list(owner) if name == "copy" else Unknown(f"comes from .{name}()")
+        return list(owner) if name == "copy" else UnknownPython(f"comes from .{name}()")
     reader.open_value(owner, f"is changed by .{name}()")
-    return Unknown(f"comes from .{name}()")
+    return UnknownPython(f"comes from .{name}()")
 
 
 def _dict_method(
@@ -304,11 +304,11 @@ def _dict_method(
             reader.journal.write(owner, key, value)
         return None
     if name == "pop" and args and is_plain(args[0]):
-        value = owner.get(args[0], args[1] if len(args) > 1 else Unknown(f"has no key {str(args[0])[:40]}"))
+        value = owner.get(args[0], args[1] if len(args) > 1 else UnknownPython(f"has no key {str(args[0])[:40]}"))
         reader.journal.write(owner, args[0], MISSING)
         return value
     if name in ("items", "keys", "values", "copy"):
         found = getattr(owner, name)()
         return [tuple(one) if isinstance(one, tuple) else one for one in found] if name != "copy" else dict(found)
     reader.open_value(owner, f"is changed by .{name}()")
-    return Unknown(f"comes from .{name}()")
+    return UnknownPython(f"comes from .{name}()")

@@ -1,6 +1,6 @@
 """Follows the statements of a configuration that is a Python program, without running any of it.
 
-What both ways of an undecided condition agree on holds; everything else is `Unknown`, with the reason.
+What both ways of an undecided condition agree on holds; everything else is `UnknownPython`, with the reason.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.rules.foreign.python_config.expressions import evaluate
-from phalanx.rules.foreign.python_config.modules import Package, SourceFile, absolute_name
+from phalanx.rules.foreign.python_config.modules import PythonPackage, SourceFile, absolute_name
 from phalanx.rules.foreign.python_config.values import (
     MISSING,
     Built,
     Function,
     Journal,
-    Reference,
-    Scope,
-    Unknown,
+    PythonReference,
+    PythonScope,
+    UnknownPython,
     merge_values,
     truth_of,
 )
@@ -45,7 +45,7 @@ ENDED = "ended"  # raise, break or continue: nothing after it is reached
 class PythonReader:
     """Reads one program; `given` are values for arguments that only the caller knows."""
 
-    def __init__(self, package: Package, given: Mapping[str, object]) -> None:
+    def __init__(self, package: PythonPackage, given: Mapping[str, object]) -> None:
         self.package = package
         self.given = given
         self.journal = Journal()
@@ -64,7 +64,7 @@ class PythonReader:
         """Its line in the file that is read; 0 in any other."""
         return getattr(node, "lineno", 0) if self.here[-1] is self.package.main else 0
 
-    def find_name(self, name: str, scope: Scope | None) -> object:
+    def find_name(self, name: str, scope: PythonScope | None) -> object:
         while scope is not None:
             if name in scope.names:
                 return scope.names[name]
@@ -77,10 +77,10 @@ class PythonReader:
             return source.values[name]
         node = source.definitions.get(name)
         if node is None:
-            return Reference(name) if source is self.here[-1] else Reference(f"{source.name}.{name}")
+            return PythonReference(name) if source is self.here[-1] else PythonReference(f"{source.name}.{name}")
         if name in source.changed:
-            return Unknown(f"is computed where {source.path.name} is loaded")
-        source.values[name] = Unknown("is defined by itself")
+            return UnknownPython(f"is computed where {source.path.name} is loaded")
+        source.values[name] = UnknownPython("is defined by itself")
         self.here.append(source)
         try:
             source.values[name] = self._define(source, name, node)
@@ -93,26 +93,26 @@ class PythonReader:
             case ast.FunctionDef():
                 return Function(node=node, module=source.name)
             case ast.ClassDef() | ast.AsyncFunctionDef():
-                return Reference(f"{source.name}.{name}")
+                return PythonReference(f"{source.name}.{name}")
             case ast.ImportFrom():
                 alias = next(one for one in node.names if (one.asname or one.name) == name)
                 return self.imported(absolute_name(source, node), alias.name)
             case ast.Import():
                 alias = next(one for one in node.names if (one.asname or one.name.partition(".")[0]) == name)
-                return Reference(alias.name if alias.asname else name)
+                return PythonReference(alias.name if alias.asname else name)
             case ast.Assign(targets=[ast.Name()]) | ast.AnnAssign(target=ast.Name()):
                 assert node.value is not None
                 return evaluate(self, node.value, None)
             case ast.Assign():
-                scope = Scope()
+                scope = PythonScope()
                 self._run_statement(node, scope)
-                return scope.names.get(name, Unknown("is not worked out"))
+                return scope.names.get(name, UnknownPython("is not worked out"))
             case _:
-                return Unknown("is not worked out")
+                return UnknownPython("is not worked out")
 
     def imported(self, module: str, name: str) -> object:
         """`from module import name`, followed within the package."""
-        outside = Reference(f"{module}.{name}")
+        outside = PythonReference(f"{module}.{name}")
         if outside.is_class and not module.startswith("."):
             return outside  # nothing is read of a class but its name
         found = self.package.find_module(module)
@@ -131,9 +131,9 @@ class PythonReader:
         """What a function returns; `whole` is false where some of its arguments are not known."""
         self.count_step()
         if self.depth >= MOST_CALLS:
-            return Unknown("calls itself too deeply")
+            return UnknownPython("calls itself too deeply")
         source = self.package.find_module(function.module) or self.package.main
-        scope = Scope(parent=function.scope)
+        scope = PythonScope(parent=function.scope)
         self.depth += 1
         self.here.append(source)
         try:
@@ -146,10 +146,15 @@ class PythonReader:
             self.depth -= 1
         if isinstance(answer, Returned):
             return answer.value
-        return None if answer is None else Unknown("ends without a value")
+        return None if answer is None else UnknownPython("ends without a value")
 
     def _bind(
-        self, function: Function, args: Sequence[object], keywords: Mapping[str, object], scope: Scope, whole: bool
+        self,
+        function: Function,
+        args: Sequence[object],
+        keywords: Mapping[str, object],
+        scope: PythonScope,
+        whole: bool,
     ) -> None:
         spec = function.node.args
         names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
@@ -167,20 +172,20 @@ class PythonReader:
             elif name in keywords:
                 value = keywords[name]
             elif not whole:
-                value = Unknown(f"is the argument {name}, which is not known")
+                value = UnknownPython(f"is the argument {name}, which is not known")
             elif name in defaults:
                 value = evaluate(self, defaults[name], function.scope)
             else:
-                value = Unknown(f"is the argument {name} of a function that nobody calls here")
+                value = UnknownPython(f"is the argument {name} of a function that nobody calls here")
             scope.names[name] = value
         if spec.vararg is not None:
-            scope.names[spec.vararg.arg] = list(args[len(names) :]) if whole else Unknown("are arguments")
+            scope.names[spec.vararg.arg] = list(args[len(names) :]) if whole else UnknownPython("are arguments")
         if spec.kwarg is not None:
-            scope.names[spec.kwarg.arg] = dict(extra) if whole else Unknown("are arguments")
+            scope.names[spec.kwarg.arg] = dict(extra) if whole else UnknownPython("are arguments")
 
     # ---- statements --------------------------------------------------------------------------------------------------
 
-    def run_block(self, body: Sequence[ast.stmt], scope: Scope) -> object:
+    def run_block(self, body: Sequence[ast.stmt], scope: PythonScope) -> object:
         """None where the end is reached, else how it was left."""
         for index, node in enumerate(body):
             self.count_step()
@@ -200,7 +205,9 @@ class PythonReader:
                 return answer
         return None
 
-    def _both_ways(self, first: Sequence[ast.stmt], second: Sequence[ast.stmt], node: ast.If, scope: Scope) -> object:
+    def _both_ways(
+        self, first: Sequence[ast.stmt], second: Sequence[ast.stmt], node: ast.If, scope: PythonScope
+    ) -> object:
         why = f"depends on {ast.unparse(node.test)[:80]}"
         one, changed = self.journal.try_way(lambda: self.run_block(first, scope))
         other, changed_too = self.journal.try_way(lambda: self.run_block(second, scope))
@@ -213,9 +220,9 @@ class PythonReader:
         self.journal.apply_both(changed, changed_too, why)
         if isinstance(one, Returned) and isinstance(other, Returned):
             return Returned(merge_values(one.value, other.value, why))
-        return one if one == other else Returned(Unknown(why))
+        return one if one == other else Returned(UnknownPython(why))
 
-    def _run_statement(self, node: ast.stmt, scope: Scope) -> object:
+    def _run_statement(self, node: ast.stmt, scope: PythonScope) -> object:
         match node:
             case ast.Return():
                 return Returned(None if node.value is None else evaluate(self, node.value, scope))
@@ -243,11 +250,11 @@ class PythonReader:
             case ast.Import():
                 for alias in node.names:
                     name = alias.asname or alias.name.partition(".")[0]
-                    self.journal.write(scope.names, name, Reference(alias.name if alias.asname else name))  # type: ignore[arg-type]
+                    self.journal.write(scope.names, name, PythonReference(alias.name if alias.asname else name))  # type: ignore[arg-type]
             case ast.With():
                 for item in node.items:
                     if item.optional_vars is not None:
-                        self.assign(item.optional_vars, Unknown("is opened by a with statement"), scope, 0)
+                        self.assign(item.optional_vars, UnknownPython("is opened by a with statement"), scope, 0)
                 return self.run_block(node.body, scope)
             case ast.Try():
                 return self.run_block([*node.body, *node.orelse, *node.finalbody], scope)
@@ -259,7 +266,7 @@ class PythonReader:
                 pass
         return None
 
-    def _run_loop(self, node: ast.For, scope: Scope) -> object:
+    def _run_loop(self, node: ast.For, scope: PythonScope) -> object:
         items = evaluate(self, node.iter, scope)
         items = list(items) if isinstance(items, list | tuple | dict | set | range) else items
         leaves = any(isinstance(one, ast.Break | ast.Continue | ast.Return) for one in ast.walk(node))
@@ -273,28 +280,28 @@ class PythonReader:
                 return answer
         return None
 
-    def _forget_changes(self, node: ast.For | ast.While | ast.Match, scope: Scope) -> None:
+    def _forget_changes(self, node: ast.For | ast.While | ast.Match, scope: PythonScope) -> None:
         """A loop that cannot be followed: what one turn of it changes is unknown afterwards."""
         why = f"is changed in a loop ({ast.unparse(node).splitlines()[0][:60]})"
         bodies = [case.body for case in node.cases] if isinstance(node, ast.Match) else [[*node.body, *node.orelse]]
         for body in bodies:
             if isinstance(node, ast.For):
-                self.assign(node.target, Unknown(why), scope, 0)
+                self.assign(node.target, UnknownPython(why), scope, 0)
             _, changes = self.journal.try_way(lambda body=body: self.run_block(body, scope))  # type: ignore[misc]
             for box, key, _, _ in changes.values():
                 if isinstance(box, list):
-                    self.journal.replace_list(box, [Unknown(why)])
+                    self.journal.replace_list(box, [UnknownPython(why)])
                 else:
-                    self.journal.write(box, key, Unknown(why))
+                    self.journal.write(box, key, UnknownPython(why))
 
-    def assign(self, target: ast.expr, value: object, scope: Scope, line: int) -> None:
+    def assign(self, target: ast.expr, value: object, scope: PythonScope, line: int) -> None:
         """Give a name, an attribute or an element a value."""
         match target:
             case ast.Name():
                 self.journal.write(scope.names, target.id, value)  # type: ignore[arg-type]
             case ast.Attribute():
                 owner = evaluate(self, target.value, scope)
-                if isinstance(owner, Unknown) and isinstance(target.value, ast.Name | ast.Attribute):
+                if isinstance(owner, UnknownPython) and isinstance(target.value, ast.Name | ast.Attribute):
                     # What is set on it holds, whatever it was before.
                     owner = Built(kind="", opened=owner.why)
                     self.assign(target.value, owner, scope, line)
@@ -316,11 +323,15 @@ class PythonReader:
                 fits = len(parts) == len(target.elts) and not any(isinstance(e, ast.Starred) for e in target.elts)
                 for index, one in enumerate(target.elts):
                     part = (
-                        parts[index] if fits else value if isinstance(value, Unknown) else Unknown("is one of several")
+                        parts[index]
+                        if fits
+                        else value
+                        if isinstance(value, UnknownPython)
+                        else UnknownPython("is one of several")
                     )
                     self.assign(one, part, scope, line)
             case ast.Starred():
-                self.assign(target.value, Unknown("is the rest of a list"), scope, line)
+                self.assign(target.value, UnknownPython("is the rest of a list"), scope, line)
 
     def open_value(self, value: object, why: str, depth: int = 0) -> None:
         """Something that is not read has this object, and may have changed all of it."""
@@ -331,13 +342,13 @@ class PythonReader:
                 if isinstance(inner, Built):
                     self.open_value(inner, why, depth + 1)
                 else:
-                    self.journal.write(value.fields, name, Unknown(why))  # type: ignore[arg-type]
+                    self.journal.write(value.fields, name, UnknownPython(why))  # type: ignore[arg-type]
             value.opened = value.opened or why
         elif isinstance(value, list):
-            self.journal.replace_list(value, [Unknown(why)])
+            self.journal.replace_list(value, [UnknownPython(why)])
         elif isinstance(value, dict):
             for key in list(value):
-                self.journal.write(value, key, Unknown(why))
+                self.journal.write(value, key, UnknownPython(why))
 
     def read_attribute(self, owner: Built, name: str) -> object:
         """A field; one that nobody set is a default of its owner, which may be changed further."""
@@ -345,7 +356,7 @@ class PythonReader:
         if found is not MISSING:
             return found
         if owner.opened:
-            return Unknown(owner.opened)
+            return UnknownPython(owner.opened)
         default = Built(kind="", implied=True)
         self.journal.write(owner.fields, name, default)  # type: ignore[arg-type]
         return default

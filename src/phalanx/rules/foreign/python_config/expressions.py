@@ -13,9 +13,9 @@ from phalanx.rules.foreign.python_config.values import (
     Built,
     Function,
     Method,
-    Reference,
-    Scope,
-    Unknown,
+    PythonReference,
+    PythonScope,
+    UnknownPython,
     is_plain,
     merge_values,
     reason_of,
@@ -44,11 +44,11 @@ _ORDER: dict[type[ast.cmpop], Callable[[Any, Any], object]] = {
 }
 
 
-def evaluate(reader: PythonReader, node: ast.expr, scope: Scope | None) -> object:
+def evaluate(reader: PythonReader, node: ast.expr, scope: PythonScope | None) -> object:
     """What an expression stands for."""
     match node:
         case ast.Constant():
-            return node.value if is_plain(node.value) else Unknown("is not a number or a text")
+            return node.value if is_plain(node.value) else UnknownPython("is not a number or a text")
         case ast.Name():
             return reader.find_name(node.id, scope)
         case ast.Attribute():
@@ -57,7 +57,7 @@ def evaluate(reader: PythonReader, node: ast.expr, scope: Scope | None) -> objec
             return _call(reader, node, scope)
         case ast.List() | ast.Tuple() | ast.Set():
             items = _items(reader, node.elts, scope)
-            return items if isinstance(items, Unknown) or not isinstance(node, ast.Tuple) else tuple(items)
+            return items if isinstance(items, UnknownPython) or not isinstance(node, ast.Tuple) else tuple(items)
         case ast.Dict():
             return _dictionary(reader, node, scope)
         case ast.BinOp():
@@ -81,26 +81,30 @@ def evaluate(reader: PythonReader, node: ast.expr, scope: Scope | None) -> objec
             return _comprehension(reader, node, scope)
         case ast.NamedExpr():
             value = evaluate(reader, node.value, scope)
-            reader.assign(node.target, value, scope or Scope(), 0)
+            reader.assign(node.target, value, scope or PythonScope(), 0)
             return value
         case _:
-            return Unknown(f"is {ast.unparse(node)[:60]}, which is not worked out")
+            return UnknownPython(f"is {ast.unparse(node)[:60]}, which is not worked out")
 
 
 def _attribute(reader: PythonReader, owner: object, name: str) -> object:
     if isinstance(owner, Built):
         return reader.read_attribute(owner, name)
-    if isinstance(owner, Reference):
+    if isinstance(owner, PythonReference):
         found = reader.package.find_module(owner.name)
         if found is not None and name in found.definitions:
             return reader.module_name(found, name)
-        return Reference(f"{owner.name}.{name}")
+        return PythonReference(f"{owner.name}.{name}")
     if isinstance(owner, str | list | dict | tuple | set):
         return Method(owner, name)
-    return owner if isinstance(owner, Unknown) else Unknown(f"is the attribute {name} of something that is not read")
+    return (
+        owner
+        if isinstance(owner, UnknownPython)
+        else UnknownPython(f"is the attribute {name} of something that is not read")
+    )
 
 
-def _call(reader: PythonReader, node: ast.Call, scope: Scope | None) -> object:
+def _call(reader: PythonReader, node: ast.Call, scope: PythonScope | None) -> object:
     reader.count_step()
     if isinstance(node.func, ast.Attribute):
         owner = evaluate(reader, node.func.value, scope)
@@ -143,33 +147,33 @@ def _call(reader: PythonReader, node: ast.Call, scope: Scope | None) -> object:
     )
 
 
-def _items(reader: PythonReader, nodes: list[ast.expr], scope: Scope | None) -> list[object] | Unknown:
+def _items(reader: PythonReader, nodes: list[ast.expr], scope: PythonScope | None) -> list[object] | UnknownPython:
     found: list[object] = []
     for one in nodes:
         if isinstance(one, ast.Starred):
             more = evaluate(reader, one.value, scope)
             if not isinstance(more, list | tuple):
-                return Unknown(reason_of(more))
+                return UnknownPython(reason_of(more))
             found += more
         else:
             found.append(evaluate(reader, one, scope))
     return found
 
 
-def _dictionary(reader: PythonReader, node: ast.Dict, scope: Scope | None) -> object:
+def _dictionary(reader: PythonReader, node: ast.Dict, scope: PythonScope | None) -> object:
     found: dict[object, object] = {}
     for key_node, value_node in zip(node.keys, node.values, strict=True):
         value = evaluate(reader, value_node, scope)
         if key_node is None:
             if not isinstance(value, dict):
-                return Unknown(reason_of(value))
+                return UnknownPython(reason_of(value))
             found |= value
             continue
         key = evaluate(reader, key_node, scope)
-        if isinstance(key, Reference):
+        if isinstance(key, PythonReference):
             key = key.name
         if not is_plain(key):
-            return Unknown(reason_of(key))
+            return UnknownPython(reason_of(key))
         found[key] = value
     return found
 
@@ -182,58 +186,60 @@ def _binary(op: ast.operator, left: object, right: object) -> object:
     if isinstance(left, str) and isinstance(right, str):
         if isinstance(op, ast.Add) and len(left) + len(right) < MOST_TEXT:
             return left + right
-        return Unknown("is a text that is not worked out")
+        return UnknownPython("is a text that is not worked out")
     if not isinstance(left, int | float) or not isinstance(right, int | float):
-        return Unknown(reason_of(left, right))
+        return UnknownPython(reason_of(left, right))
     try:
         if isinstance(op, ast.Pow):
             if isinstance(left, int) and isinstance(right, int) and right >= 0:
                 return _small_power(left, right)
             return float(left) ** float(right)
         if type(op) not in _ARITHMETIC or abs(left) > MOST_NUMBER or abs(right) > MOST_NUMBER:
-            return Unknown("is arithmetic that is not worked out")
+            return UnknownPython("is arithmetic that is not worked out")
         return _ARITHMETIC[type(op)](left, right)
     except (ArithmeticError, ValueError, TypeError):
-        return Unknown("is arithmetic without a result")
+        return UnknownPython("is arithmetic without a result")
 
 
 def _small_power(base: int, exponent: int) -> object:
     return (
-        base**exponent if 0 <= exponent <= 64 and abs(base) <= 10**4 else Unknown("is a power that is not worked out")
+        base**exponent
+        if 0 <= exponent <= 64 and abs(base) <= 10**4
+        else UnknownPython("is a power that is not worked out")
     )
 
 
 def _unary(op: ast.unaryop, value: object) -> object:
     if isinstance(op, ast.Not):
         truth = truth_of(value)
-        return Unknown(reason_of(value)) if truth is None else not truth
+        return UnknownPython(reason_of(value)) if truth is None else not truth
     if isinstance(op, ast.USub | ast.UAdd) and isinstance(value, int | float):
         return -value if isinstance(op, ast.USub) else value
-    return Unknown(reason_of(value))
+    return UnknownPython(reason_of(value))
 
 
-def _boolean(reader: PythonReader, node: ast.BoolOp, scope: Scope | None) -> object:
+def _boolean(reader: PythonReader, node: ast.BoolOp, scope: PythonScope | None) -> object:
     stops = isinstance(node.op, ast.Or)
-    unknown: Unknown | None = None
+    unknown: UnknownPython | None = None
     value: object = None
     for one in node.values:
         value = evaluate(reader, one, scope)
         truth = truth_of(value)
         if truth is None:
-            unknown = unknown or Unknown(f"depends on {ast.unparse(one)[:80]}")
+            unknown = unknown or UnknownPython(f"depends on {ast.unparse(one)[:80]}")
         elif truth is stops:
             # `unknown or True` is true, whatever the unknown is; its value may be another.
             return value if unknown is None or isinstance(value, bool) else unknown
     return unknown if unknown is not None else value
 
 
-def _comparison(reader: PythonReader, node: ast.Compare, scope: Scope | None) -> object:
+def _comparison(reader: PythonReader, node: ast.Compare, scope: PythonScope | None) -> object:
     left = evaluate(reader, node.left, scope)
     for op, right_node in zip(node.ops, node.comparators, strict=True):
         right = evaluate(reader, right_node, scope)
         found = _compare_two(op, left, right)
         if found is None:
-            return Unknown(f"depends on {ast.unparse(node)[:80]}")
+            return UnknownPython(f"depends on {ast.unparse(node)[:80]}")
         if not found:
             return False
         left = right
@@ -255,7 +261,7 @@ def _compare_two(op: ast.cmpop, left: object, right: object) -> bool | None:
 def _is_same(left: object, right: object) -> bool | None:
     if is_plain(left) and is_plain(right):
         return left == right
-    if isinstance(left, Reference) and left == right:
+    if isinstance(left, PythonReference) and left == right:
         return True
     for one, other in ((left, right), (right, left)):
         # An object that is built here is not None, and no text or number either.
@@ -280,7 +286,7 @@ def _is_inside(left: object, right: object) -> bool | None:
     return False if all(is_plain(one) for one in right) else None
 
 
-def _choice(reader: PythonReader, node: ast.IfExp, scope: Scope | None) -> object:
+def _choice(reader: PythonReader, node: ast.IfExp, scope: PythonScope | None) -> object:
     truth = truth_of(evaluate(reader, node.test, scope))
     if truth is not None:
         return evaluate(reader, node.body if truth else node.orelse, scope)
@@ -290,54 +296,54 @@ def _choice(reader: PythonReader, node: ast.IfExp, scope: Scope | None) -> objec
 
 def value_at(owner: object, key: object) -> object:
     """`owner[key]`."""
-    if isinstance(owner, Reference):
-        return Reference(owner.name)  # a generic type, as run.Config[Model]
+    if isinstance(owner, PythonReference):
+        return PythonReference(owner.name)  # a generic type, as run.Config[Model]
     try:
         if isinstance(owner, dict) and is_plain(key):
-            return owner[key] if key in owner else Unknown(f"has no key {str(key)[:40]}")
+            return owner[key] if key in owner else UnknownPython(f"has no key {str(key)[:40]}")
         if isinstance(owner, list | tuple | str) and isinstance(key, int):
             return owner[key]
     except IndexError:
-        return Unknown("is beyond the end of a list")
-    return Unknown(reason_of(owner, key))
+        return UnknownPython("is beyond the end of a list")
+    return UnknownPython(reason_of(owner, key))
 
 
-def _text(reader: PythonReader, node: ast.JoinedStr, scope: Scope | None) -> object:
+def _text(reader: PythonReader, node: ast.JoinedStr, scope: PythonScope | None) -> object:
     parts: list[str] = []
     for one in node.values:
         value = (
             evaluate(reader, one.value, scope) if isinstance(one, ast.FormattedValue) else evaluate(reader, one, scope)
         )
         if not is_plain(value) or (isinstance(one, ast.FormattedValue) and one.format_spec is not None):
-            return Unknown(reason_of(value))
+            return UnknownPython(reason_of(value))
         parts.append(str(value))
     text = "".join(parts)
-    return text if len(text) < MOST_TEXT else Unknown("is too long a text")
+    return text if len(text) < MOST_TEXT else UnknownPython("is too long a text")
 
 
 def _comprehension(
-    reader: PythonReader, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, scope: Scope | None
+    reader: PythonReader, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, scope: PythonScope | None
 ) -> object:
     loop = node.generators[0]
     items = evaluate(reader, loop.iter, scope)
     items = list(items) if isinstance(items, list | tuple | dict) else items
     if len(node.generators) > 1 or not isinstance(items, list) or len(items) > MOST_ITEMS:
-        return Unknown(reason_of(items))
+        return UnknownPython(reason_of(items))
     found: list[object] = []
     pairs: dict[object, object] = {}
     for item in items:
         reader.count_step()
-        inner = Scope(parent=scope)
+        inner = PythonScope(parent=scope)
         reader.assign(loop.target, item, inner, 0)
         kept = [truth_of(evaluate(reader, test, inner)) for test in loop.ifs]
         if None in kept:
-            return Unknown("is chosen by a condition that is not known")
+            return UnknownPython("is chosen by a condition that is not known")
         if not all(kept):
             continue
         if isinstance(node, ast.DictComp):
             key = evaluate(reader, node.key, inner)
             if not is_plain(key):
-                return Unknown(reason_of(key))
+                return UnknownPython(reason_of(key))
             pairs[key] = evaluate(reader, node.value, inner)
         else:
             found.append(evaluate(reader, node.elt, inner))

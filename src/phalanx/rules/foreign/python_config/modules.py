@@ -35,7 +35,7 @@ class SourceFile:
         return self.path.name == "__init__.py"
 
 
-class Package:
+class PythonPackage:
     """Finds the modules that a program imports from its own package, or from one that lies beside or above it."""
 
     def __init__(self, path: Path) -> None:

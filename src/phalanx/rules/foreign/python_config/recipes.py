@@ -16,8 +16,15 @@ from phalanx.errors import mistake
 from phalanx.io.files import read_head
 from phalanx.rules.foreign.conversion import MOST_DEPTH, MOST_LEAVES, Leaf, ReadConfig
 from phalanx.rules.foreign.python_config.evaluator import PythonReader, TooMuch
-from phalanx.rules.foreign.python_config.modules import Package, parse_python
-from phalanx.rules.foreign.python_config.values import Built, Function, Reference, Unknown, is_plain, merge_values
+from phalanx.rules.foreign.python_config.modules import PythonPackage, parse_python
+from phalanx.rules.foreign.python_config.values import (
+    Built,
+    Function,
+    PythonReference,
+    UnknownPython,
+    is_plain,
+    merge_values,
+)
 
 # trainer: the import that its files have, and what a recipe of it is annotated to return
 FAMILIES: dict[str, tuple[re.Pattern[str], re.Pattern[str]]] = {
@@ -102,7 +109,7 @@ def _builder_call(tree: ast.Module) -> ast.Call | None:
 
 def read_recipe(path: Path, variables: Mapping[str, str]) -> ReadConfig:
     """The settings of a recipe; of several that nobody chose between, what all of them agree on."""
-    package = Package(path)
+    package = PythonPackage(path)
     _family, names = _recipes_in(package.main.tree)
     chosen = variables.get("recipe", "")
     if not names:
@@ -119,11 +126,11 @@ def read_recipe(path: Path, variables: Mapping[str, str]) -> ReadConfig:
     found: object = None
     for index, name in enumerate((chosen,) if chosen else names):
         # Each with a fresh copy of what the file defines: one recipe may change a table that another starts from.
-        reader = PythonReader(package if index == 0 else Package(path), given)
+        reader = PythonReader(package if index == 0 else PythonPackage(path), given)
         one = _evaluate_recipe(reader, path, name, given)
         found = one if index == 0 else merge_values(found, one, SEVERAL)
     if not isinstance(found, Built):
-        why = found.why if isinstance(found, Unknown) else "it returns something else"
+        why = found.why if isinstance(found, UnknownPython) else "it returns something else"
         raise mistake(
             str(path),
             f"the recipe {chosen or names[0] or path.stem} cannot be followed to its configuration",
@@ -150,16 +157,16 @@ def _evaluate_recipe(reader: PythonReader, path: Path, name: str, given: Mapping
             return _olmo_experiment(reader)
         function = reader.module_name(reader.package.main, name)
         if not isinstance(function, Function):
-            return Unknown("is not a function")
+            return UnknownPython("is not a function")
         spec = function.node.args
         names = {one.arg for one in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)}
         keywords = {key: value for key, value in given.items() if key in names}
         for key in HOSTS:  # NeMo: a place for the caller's number, not a statement about the run
             if key in names and key not in keywords:
-                keywords[key] = Unknown(f"is the argument {key} of the recipe: --set {key}=…")
+                keywords[key] = UnknownPython(f"is the argument {key} of the recipe: --set {key}=…")
         return reader.call_function(function, [], keywords)
     except TooMuch:
-        return Unknown("takes more steps than any configuration does")
+        return UnknownPython("takes more steps than any configuration does")
     except RecursionError:
         raise mistake(str(path), "nests deeper than any configuration does") from None
 
@@ -175,9 +182,9 @@ def _olmo_experiment(reader: PythonReader) -> object:
     common = Built(
         kind="CommonComponents",
         fields={
-            "max_sequence_length": values.get("max_sequence_length", Unknown("is not given to build_config")),
-            "global_batch_size": values.get("global_batch_size", Unknown("is not given to build_config")),
-            "launch": Unknown("is decided where the run is launched"),
+            "max_sequence_length": values.get("max_sequence_length", UnknownPython("is not given to build_config")),
+            "global_batch_size": values.get("global_batch_size", UnknownPython("is not given to build_config")),
+            "launch": UnknownPython("is decided where the run is launched"),
             "tokenizer": values.get("tokenizer", Built(kind="TokenizerConfig.dolma2")),
         },
         opened="is decided where the run is launched",
@@ -188,7 +195,7 @@ def _olmo_experiment(reader: PythonReader) -> object:
         parts[part] = (
             reader.call_function(builder, [common], {})
             if isinstance(builder, Function)
-            else Unknown("is made by a function that is not read")
+            else UnknownPython("is made by a function that is not read")
         )
     loader = Built(kind="NumpyDataLoaderConfig", fields={"global_batch_size": common.fields["global_batch_size"]})
     loader.lines["global_batch_size"] = lines.get("global_batch_size", 0)
@@ -213,11 +220,11 @@ def _add_value(value: object, key: str, line: int, leaves: dict[str, Leaf], open
             leaves.setdefault(f"{key}.*", Leaf(key=f"{key}.*", value=None, line=line))
             opened.append(value.opened)
         _add_leaves(value, f"{key}.", leaves, opened, depth=depth + 1)
-    elif isinstance(value, Unknown):
+    elif isinstance(value, UnknownPython):
         _add_leaf(leaves, key, "not known", line, unknown=value.why)
         if key in OPEN_SECTIONS:
             opened.append(value.why)
-    elif isinstance(value, Reference):
+    elif isinstance(value, PythonReference):
         _add_leaf(leaves, key, value.name.rpartition(".")[2], line)
     elif isinstance(value, dict):
         for name, one in value.items():

@@ -11,14 +11,14 @@ MOST_TEXT = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
+class UnknownPython:
     """A value that what was read does not settle, and why."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class PythonReference:
     """Something defined outside of what is read, by its dotted name: a class, a function, a constant."""
 
     name: str
@@ -43,11 +43,11 @@ class Built:
 
 
 @dataclass(eq=False, slots=True)
-class Scope:
+class PythonScope:
     """Names of a function call, and the scope around it."""
 
     names: dict[str, object] = field(default_factory=dict)
-    parent: Scope | None = None
+    parent: PythonScope | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +56,7 @@ class Function:
 
     node: ast.FunctionDef | ast.Lambda
     module: str
-    scope: Scope | None = None
+    scope: PythonScope | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def is_plain(value: object) -> bool:
 
 def reason_of(*values: object) -> str:
     """Why something made of these is not known."""
-    return next((one.why for one in values if isinstance(one, Unknown)), "is not worked out")
+    return next((one.why for one in values if isinstance(one, UnknownPython)), "is not worked out")
 
 
 def truth_of(value: object) -> bool | None:
@@ -90,14 +90,14 @@ def merge_values(first: object, second: object, why: str, *, depth: int = 0) -> 
     """One value for both: what they agree on holds, the rest is unknown."""
     if first is second:
         return first
-    if isinstance(first, Unknown) or isinstance(second, Unknown):
-        return first if isinstance(first, Unknown) else second
+    if isinstance(first, UnknownPython) or isinstance(second, UnknownPython):
+        return first if isinstance(first, UnknownPython) else second
     if is_plain(first) and is_plain(second):
-        return first if type(first) is type(second) and first == second else Unknown(why)
-    if isinstance(first, Reference) and first == second:
+        return first if type(first) is type(second) and first == second else UnknownPython(why)
+    if isinstance(first, PythonReference) and first == second:
         return first
     if depth > 40:
-        return Unknown(why)
+        return UnknownPython(why)
     if isinstance(first, Built) and isinstance(second, Built) and (first.kind == second.kind or first.implied):
         return _merge_built(first, second, why, depth)
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
@@ -106,7 +106,7 @@ def merge_values(first: object, second: object, why: str, *, depth: int = 0) -> 
         return tuple(merge_values(a, b, why, depth=depth + 1) for a, b in zip(first, second, strict=True))
     if isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys():
         return {key: merge_values(first[key], second[key], why, depth=depth + 1) for key in first}
-    return Unknown(why)
+    return UnknownPython(why)
 
 
 def _merge_built(first: Built, second: Built, why: str, depth: int) -> Built:
@@ -116,7 +116,9 @@ def _merge_built(first: Built, second: Built, why: str, depth: int) -> Built:
         a, b = first.fields.get(name, MISSING), second.fields.get(name, MISSING)
         if a is MISSING or b is MISSING:  # one of them has its default
             there = b if a is MISSING else a
-            fields[name] = there if isinstance(there, Built) and there.implied and not there.fields else Unknown(why)
+            fields[name] = (
+                there if isinstance(there, Built) and there.implied and not there.fields else UnknownPython(why)
+            )
         else:
             fields[name] = merge_values(a, b, why, depth=depth + 1)
     return Built(
@@ -185,10 +187,10 @@ class Journal:
             if any(one is MISSING for one in after):
                 there = next((one for one in after if one is not MISSING), MISSING)
                 kept = isinstance(there, Built) and there.implied and not there.fields
-                self._set(box, key, there if kept or there is MISSING else Unknown(why))
+                self._set(box, key, there if kept or there is MISSING else UnknownPython(why))
             elif isinstance(box, list):
                 same = merge_values(after[0], after[1], why)
-                self._set(box, key, same if isinstance(same, list) else [Unknown(why)])
+                self._set(box, key, same if isinstance(same, list) else [UnknownPython(why)])
             else:
                 self._set(box, key, merge_values(after[0], after[1], why))
 
