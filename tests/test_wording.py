@@ -149,6 +149,16 @@ def test_names_need_no_decoding() -> None:
     assert wrong == []
 
 
+def test_no_two_classes_share_a_name() -> None:
+    """Who reads a traceback, or searches for a class, finds one."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for name in re.findall(r"^ *class (\w+)", path.read_text(encoding="utf-8"), re.M):
+            found.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert found
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
 def test_unclear_names_are_found() -> None:
     tree = ast.parse("class Wishes:\n    told: int\n    def hearing(self, story): self._room = self._hall = 1\n")
     found = {name for _, name in defined_names(tree) if is_unclear(name)}
