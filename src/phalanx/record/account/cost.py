@@ -222,6 +222,7 @@ def _amount_sources(plan: Mapping[str, Any], rates: _Rates, measured: Used | Non
 MOST_READ_BYTES = 64 * 2**20
 COLUMNS = 240
 SOME = 16  # ranks that are asked for the source, of so many
+MOST_READ_RANKS = 1024  # counted event by event: each takes a millisecond
 MOST_J = 1e18  # 32 years of a power station of 1 GW: a damaged counter, not a run
 
 
@@ -236,7 +237,8 @@ class Used:
 
 def used_energy(history: RunHistory) -> Used | None:
     """None where no rank has a counter."""
-    if history.run.event_bytes(beyond=MOST_READ_BYTES) <= MOST_READ_BYTES:
+    is_small = len(history.ranks) <= MOST_READ_RANKS
+    if is_small and history.run.event_bytes(beyond=MOST_READ_BYTES) <= MOST_READ_BYTES:
         newest = {rank: event for rank in history.ranks if (event := history.latest("monitor", rank)) is not None}
         ranks = [rank for rank, event in newest.items() if _is_sane(number(event, "energy_j"))]
         totals = list(_exact_energy(history, ranks))
