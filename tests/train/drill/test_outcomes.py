@@ -45,6 +45,22 @@ def test_a_kill(survived: Story) -> None:
     assert (outcome.blamed, outcome.fault) == (2, "kill:rank=2,step=3")
 
 
+def test_a_process_that_is_replaced_while_a_generation_is_made_is_back_in_that_one(story: Story) -> None:
+    story.epoch(2, step=0, source="start")
+    story.step(0)
+    story.incident(1)
+    at = story.t
+    story.epoch(2, step=1, source="memory")
+    *_, restore = story.supervisor
+    story.supervisor[-1:] = [{**restore, "event": "replacement", "rank": 0, "host": "host0", "cause": {}}, restore]
+    story.step(1)
+    story.incident(0)
+    story.epoch(2, step=2, source="memory")
+    story.step(2)
+    outcome = told(story, shot(at, rank=0), "kill:rank=0")[1]
+    assert outcome.recovered_s == pytest.approx(time_of(story, "step", epoch=2, step=1) - at)
+
+
 def test_when_it_was_noticed_counts_not_when_it_was_written(survived: Story) -> None:
     at = time_of(survived, "step", epoch=1, step=3)
     survived.supervisor[2]["waited_s"] = survived.supervisor[2]["t"] - at - 0.001

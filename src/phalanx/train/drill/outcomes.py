@@ -169,7 +169,11 @@ def _fault_outcome(
     history: DrillHistory, fired: Firing, incident: Event | None, texts: Mapping[int, str]
 ) -> FaultOutcome:
     generation = _generation_of(history, fired)
-    later = _next_generation(history, fired, int(incident.get("epoch", generation))) if incident is not None else None
+    later = None
+    if incident is not None:
+        # A process that is replaced while a generation is made takes its place in that one.
+        ended = int(incident.get("epoch", generation)) - (incident["event"] == "replacement")
+        later = _next_generation(history, fired, ended)
     first = _first_step(later)
     lost = redone = None
     if later is not None:
