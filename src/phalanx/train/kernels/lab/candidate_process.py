@@ -202,9 +202,11 @@ def _watch_events(block: mmap.mmap, settings: dict[str, Any], device: torch.devi
     def watch_event(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
             path = arguments[0]
-            reads = on_gpu and isinstance(path, str) and path.startswith(readable) and "w" not in str(arguments[1])
-            if reads or isinstance(path, int):
+            is_library = isinstance(path, str) and path.startswith(readable) and "w" not in str(arguments[1])
+            if (is_library and on_gpu) or isinstance(path, int):
                 return
+            if is_library:  # lines of a traceback, a late import: it fails below, and nobody is to blame
+                raise PermissionError("a kernel may not use files")
         elif not event.startswith(_FORBIDDEN_EVENTS):
             return
         elif on_gpu and (event.startswith("ctypes.") or any(str(one).startswith(own_prefix) for one in arguments)):
@@ -270,48 +272,54 @@ def _changed_names(before: dict[tuple[int, str], int]) -> list[str]:
 def _run_kernel(
     kernel: Callable[..., Any], data: Tensor, request: dict[str, Any], device: torch.device
 ) -> dict[str, Any]:
-    """Run it once on the inputs of the request, and copy what it returns to where the judge reads it."""
+    """Run it once on each set of inputs of the request, and copy what it returns to where the judge reads it."""
     on_gpu, wanted = device.type == "cuda", request["differentiable"]
     # Fresh memory is filled with not-a-number in runs that are checked only: filling takes time.
     # (torch.use_deterministic_algorithms would import the compiler first.)
     torch._C._set_deterministic_fill_uninitialized_memory(True)
     torch._C._set_deterministic_algorithms(request["poison"], warn_only=True)
     # .data: autograd counts changes of each alone, where views of one arena would count together
-    inputs = [view_place(data, Place(one[0], one[1], tuple(one[2]))).data for one in request["inputs"]]
-    for place in wanted:
-        inputs[place].requires_grad_()
+    sets = [[view_place(data, one).data for one in _read_places(part)] for part in request["inputs"]]
+    for inputs in sets:
+        for place in wanted:
+            inputs[place].requires_grad_()
     begin = torch.cuda.Event(enable_timing=True) if on_gpu else None
     end = torch.cuda.Event(enable_timing=True) if on_gpu else None
     with torch.set_grad_enabled(bool(wanted)):
         start = _clock()
         if begin is not None:
             begin.record()
-        returned = kernel(*inputs)
+        returned = [kernel(*inputs) for inputs in sets]
         if end is not None:
             end.record()
         seconds = _clock() - start
-    outputs = returned if isinstance(returned, tuple) else (returned,)
-    places = [Place(one[0], one[1], tuple(one[2])) for one in request["outputs"]]
-    _check_results(outputs, places, data, "result")
-    for output, place in zip(outputs, places, strict=True):
-        view_place(data, place).copy_(output.detach())
-    if wanted:
-        _copy_gradients(outputs, [inputs[place] for place in wanted], data, request)
+    for inputs, result, part in zip(sets, returned, request["outputs"], strict=True):
+        outputs = result if isinstance(result, tuple) else (result,)
+        places = _read_places(part)
+        _check_results(outputs, places, data, "result")
+        for output, place in zip(outputs, places, strict=True):
+            view_place(data, place).copy_(output.detach())
+        if wanted:
+            _copy_gradients(outputs, [inputs[place] for place in wanted], data, request)
     if begin is not None and end is not None:
         torch.cuda.synchronize()
         seconds = begin.elapsed_time(end) / 1e3
     return {"seconds": seconds}
 
 
+def _read_places(listed: list[Any]) -> list[Place]:
+    return [Place(offset, dtype, tuple(shape)) for offset, dtype, shape in listed]
+
+
 def _copy_gradients(
     outputs: tuple[Tensor, ...], inputs: list[Tensor], data: Tensor, request: dict[str, Any]
 ) -> None:
-    given = [view_place(data, Place(one[0], one[1], tuple(one[2]))) for one in request["output_gradients"]]
+    given = [view_place(data, one) for one in _read_places(request["output_gradients"])]
     pairs = [(one, grad) for one, grad in zip(outputs, given, strict=True) if one.requires_grad]
     if not pairs:
         raise _BadResultError("has no gradients: its results do not depend on its inputs as far as autograd sees")
     found = torch.autograd.grad([one for one, _ in pairs], inputs, [grad for _, grad in pairs], allow_unused=True)
-    places = [Place(one[0], one[1], tuple(one[2])) for one in request["gradients"]]
+    places = _read_places(request["gradients"])
     for place, gradient in zip(places, found, strict=True):
         if gradient is None:
             raise _BadResultError("has no gradient for one of its inputs")

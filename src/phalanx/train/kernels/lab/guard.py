@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.io.values import printable
 from phalanx.train.kernels.kernel_op import KernelOp, Shape
 from phalanx.train.kernels.lab.arena import (
+    DTYPES,
     HEADER_BYTES,
     HostBlock,
     Place,
@@ -50,12 +52,17 @@ from phalanx.train.kernels.lab.cases import (
 from phalanx.train.kernels.lab.machine_limits import MachineLimits, flush_caches, measure_limits, synchronize_device
 from phalanx.units import format_seconds
 
-REPEATS = 5  # timed runs in each of two processes, after one that is checked and not counted
+# Timed batches in each of two processes, after one that is checked and not counted; and calls in a batch, each on inputs
+# of its own. A GPU's kernel is over in less time than a message takes: our clock needs many of them.
+BATCHES = {"cpu": 5, "cuda": 3}
+BATCH_CALLS = {"cpu": 1, "cuda": 16}
 # A result faster than this many times the speed of light is refused. A CPU's caches outrun its memory, whatever is done
 # to empty them.
 LIGHT_ROOM = {"cpu": 4.0, "cuda": 1.15}
 COPY_ROOM = 1.5  # our estimate of copying results out, which our clock sees and the candidate's does not
-HANDLING_S = 1e-3  # what the process does between a request and the kernel, at most
+# What the process does between a request and the kernel, at most; also the most that is taken off our clock for a
+# message there and back, which a candidate could slow down on purpose.
+HANDLING_S = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,10 +108,10 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
-    """What lay in the arena after one run, kept here."""
+    """What lay in the arena after one request, kept here; seconds are of one call."""
 
-    case: Case
-    outputs: list[Tensor]
+    cases: Sequence[Case]
+    outputs: list[list[Tensor]]
     seconds: float = 0.0  # by our clock, from the request to the answer
     claimed_s: float = 0.0
 
@@ -132,22 +139,22 @@ def judge_candidate(
     trial = _Trial(source, op, server, torch.device(device), wanted, limits or CandidateLimits())
     random_source = random.Random(os.urandom(16))
     cases = draw_cases(op, tuple(dtypes) or tuple(op.dtypes), random_source)
-    timed_cases = []
+    batches: list[list[Case]] = []
     if timed:
-        dtype = cases[0].dtype
+        dtype, kind = cases[0].dtype, torch.device(device).type
         size = dict(shape) if shape else timed_shape(op, dtype, torch.device(device))
-        timed_cases = [
-            Case(shape=size, dtype=dtype, seed=random_source.getrandbits(31), timed=True)
-            for _ in range(2 * (REPEATS + 1))
+        batches = [
+            [Case(shape=size, dtype=dtype, seed=random_source.getrandbits(31), timed=True) for _ in range(calls)]
+            for calls in 2 * (BATCHES[kind] + 1) * [BATCH_CALLS[kind]]
         ]
     try:
         with trial:
             worst, count = trial.judge_values(cases)
-            timing = trial.judge_time(timed_cases, machine) if timed_cases else None
+            timing = trial.judge_time(batches, machine) if batches else None
     except RefusedError as error:
         return replace(known, kind=error.kind, reason=str(error), barriers=trial.barriers)
     return replace(
-        known, passed=True, cases=count + len(timed_cases), worst_error=worst, barriers=trial.barriers, timing=timing
+        known, passed=True, cases=count + sum(map(len, batches)), worst_error=worst, barriers=trial.barriers, timing=timing
     )
 
 
@@ -186,19 +193,20 @@ class _Trial:
 
     def judge_values(self, cases: Sequence[Case]) -> tuple[float, int]:
         """Run all cases in one process, then compare; the worst error and the number of cases."""
-        answers = self._run_cases(cases, wanted=self.wanted)
+        answers = self._run_batches([[case] for case in cases], wanted=self.wanted)
         return max(self._compare(one, self.wanted) for one in answers), len(answers)
 
-    def judge_time(self, cases: Sequence[Case], machine: MachineLimits | None) -> KernelTiming:
+    def judge_time(self, batches: Sequence[Sequence[Case]], machine: MachineLimits | None) -> KernelTiming:
         """Time in two processes; every timed result is compared too."""
-        half = len(cases) // 2
-        limits = machine or measure_limits(self.device, cases[0].dtype)
-        runs = [self._run_cases(part, wanted=(), timed=True) for part in (cases[:half], cases[half:])]
+        half, case = len(batches) // 2, batches[0][0]
+        limits = machine or measure_limits(self.device, case.dtype)
+        runs = [self._run_batches(part, wanted=(), timed=True) for part in (batches[:half], batches[half:])]
         for answers in runs:
             for one in answers:
                 self._compare(one, ())
-        work = self.op.count_work(cases[0].shape, cases[0].dtype)
-        copying = COPY_ROOM * 2 * sum(tensor_bytes(one) for one in runs[0][0].outputs) / limits.bytes_per_s
+        work = self.op.count_work(case.shape, case.dtype)
+        copying = COPY_ROOM * 2 * sum(tensor_bytes(one) for one in runs[0][0].outputs[0]) / limits.bytes_per_s
+        handling = HANDLING_S / len(batches[0])
         measured = []
         for answers in runs:
             counted = answers[1:]  # the first warms up
@@ -212,15 +220,15 @@ class _Trial:
                     f"claims {format_seconds(claimed)} by its own clock, above the speed of light: {work.read_bytes:,} bytes"
                     f" in, {work.written_bytes:,} out and {work.flops:,} FLOPs take {format_seconds(least)} here at least",
                 )
-            if max(one.claimed_s for one in counted) + copying + HANDLING_S < 0.5 * fastest:
+            if max(one.claimed_s for one in counted) + copying + handling < 0.5 * fastest:
                 raise RefusedError(
                     "clock",
                     f"its own clock says {format_seconds(claimed)}, ours {format_seconds(fastest)} at least",
                 )
             measured.append((max(claimed, ours), claimed))
         return KernelTiming(
-            shape=cases[0].shape,
-            dtype=str(cases[0].dtype).removeprefix("torch."),
+            shape=case.shape,
+            dtype=str(case.dtype).removeprefix("torch."),
             seconds=max(one for one, _ in measured),
             claimed_s=max(one for _, one in measured),
             first_s=measured[0][0],
@@ -230,13 +238,15 @@ class _Trial:
             flops_per_s=limits.flops_per_s,
         )
 
-    def _run_cases(self, cases: Sequence[Case], *, wanted: tuple[int, ...], timed: bool = False) -> list[_Answer]:
-        self._make_arena(cases, wanted)
+    def _run_batches(
+        self, batches: Sequence[Sequence[Case]], *, wanted: tuple[int, ...], timed: bool = False
+    ) -> list[_Answer]:
+        self._make_arena(batches, wanted)
         if self.device.type == "cuda" and "triton" in self.source:
-            self._compile_kernels(cases, wanted)
+            self._compile_kernels([case for batch in batches for case in batch[:1]], wanted)
         process = self._start_process(compiling=False)
         try:
-            answers = [self._run_case(process, case, wanted=wanted, timed=timed) for case in cases]
+            answers = [self._run_batch(process, batch, wanted=wanted, timed=timed) for batch in batches]
         except RefusedError as error:
             raise self._with_notes(error) from error
         finally:
@@ -277,14 +287,12 @@ class _Trial:
         process = self._start_process(compiling=True)
         try:
             for case in new.values():
-                self._run_case(process, replace(case, seed=0, wide=False), wanted=wanted, timed=False)
+                self._run_batch(process, [replace(case, seed=0, wide=False)], wanted=wanted, timed=False)
         finally:
             process.end()
         self._compiled |= set(new)
 
     def _notes(self) -> str:
-        from phalanx.io.values import printable
-
         return printable(self._block.read_notes(), most=200) if self._block is not None else ""
 
     def _with_notes(self, error: RefusedError) -> RefusedError:
@@ -293,15 +301,18 @@ class _Trial:
 
     # ---- one run -----------------------------------------------------------------------------------------------------
 
-    def _make_arena(self, cases: Sequence[Case], wanted: tuple[int, ...]) -> None:
-        """Memory for the largest case."""
+    def _make_arena(self, batches: Sequence[Sequence[Case]], wanted: tuple[int, ...]) -> None:
+        """Memory for the largest batch."""
         most = 0
-        for case in {str(sorted(one.shape.items())) + str(one.dtype): one for one in cases}.values():
-            inputs = draw_inputs(self.op, case, torch.device("cpu") if self.device.type == "cpu" else self.device)
-            most = max(most, self._places(inputs, wanted)[-1])
-        on_gpu = self.device.type == "cuda"
+        for batch in {str(sorted(one[0].shape.items())) + str(one[0].dtype): one for one in batches}.values():
+            end = HEADER_BYTES
+            inputs = draw_inputs(self.op, batch[0], self.device)
+            for _ in batch:
+                end = self._place_case(inputs, wanted, end).end
+            most = max(most, end)
         if self._data.numel() >= most:
             return
+        on_gpu = self.device.type == "cuda"
         self._data = torch.empty(0)
         if self._block is not None and not on_gpu:
             self._block.close()
@@ -310,63 +321,86 @@ class _Trial:
             self._block = HostBlock(HEADER_BYTES if on_gpu else most)
         self._data = torch.empty(most, dtype=torch.uint8, device=self.device) if on_gpu else self._block.data
 
-    def _places(
-        self, inputs: Sequence[Tensor], wanted: tuple[int, ...]
-    ) -> tuple[list[Place], list[Place], list[Place], list[Place], int]:
-        """Of inputs, results, gradients of results (given), gradients of inputs (asked for); and where all end."""
+    def _place_case(self, inputs: Sequence[Tensor], wanted: tuple[int, ...], start: int) -> _CasePlaces:
         kinds = result_kinds(self.op, inputs)
         given = [(_dtype_name(one), tuple(one.shape)) for one in inputs]
         back = kinds if wanted else []
         asked = [given[place] for place in wanted]
-        places, end = place_tensors([*given, *kinds, *back, *asked])
-        cuts = [0, len(given), len(given) + len(kinds), len(given) + len(kinds) + len(back), len(places)]
-        parts = [places[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
-        return parts[0], parts[1], parts[2], parts[3], end
+        places, end = place_tensors([*given, *kinds, *back, *asked], start)
+        rest = iter(places)
+        parts = [[next(rest) for _ in part] for part in (given, kinds, back, asked)]
+        return _CasePlaces(inputs=parts[0], outputs=parts[1], output_gradients=parts[2], gradients=parts[3], end=end)
 
-    def _run_case(self, process: CandidateProcess, case: Case, *, wanted: tuple[int, ...], timed: bool) -> _Answer:
-        """Fill the arena, ask for one run, and take everything out again."""
-        inputs = list(draw_inputs(self.op, case, self.device))
-        first, results, back, asked, end = self._places(inputs, wanted)
-        given = [*inputs, *_draw_gradients(case, back, self.device)]
-        self._data[HEADER_BYTES:end] = case.poison
-        for place, value in zip([*first, *back], given, strict=True):
-            view_place(self._data, place).copy_(value)
-        before = self._data[HEADER_BYTES:end].clone()
+    def _run_batch(
+        self, process: CandidateProcess, batch: Sequence[Case], *, wanted: tuple[int, ...], timed: bool
+    ) -> _Answer:
+        """Fill the arena, ask for one run of every case, and take everything out again."""
+        end, placed, given = HEADER_BYTES, [], []
+        for case in batch:
+            inputs = draw_inputs(self.op, case, self.device)
+            placed.append(self._place_case(inputs, wanted, end))
+            given.append([*inputs, *_draw_gradients(case, placed[-1].output_gradients, self.device)])
+            end = placed[-1].end
+        used = self._data[HEADER_BYTES:end]
+        used[:] = batch[0].poison
+        for places, values in zip(placed, given, strict=True):
+            for place, value in zip([*places.inputs, *places.output_gradients], values, strict=True):
+                view_place(self._data, place).copy_(value)
+        del given
+        before = used.clone()
         request: dict[str, Any] = {
             "do": "run",
             "poison": not timed,
-            "inputs": [one.to_json() for one in first],
-            "outputs": [one.to_json() for one in results],
-            "output_gradients": [one.to_json() for one in back],
-            "gradients": [one.to_json() for one in asked],
+            "inputs": [[one.to_json() for one in places.inputs] for places in placed],
+            "outputs": [[one.to_json() for one in places.outputs] for places in placed],
+            "output_gradients": [one.to_json() for one in placed[0].output_gradients],
+            "gradients": [one.to_json() for one in placed[0].gradients],
             "differentiable": list(wanted),
         }
-        seconds = 0.0
+        rounds = [_timed_ask(process, {"do": "nothing"})[0] for _ in range(3)] if timed else [0.0]
         if timed:
-            rounds = [_timed_ask(process, {"do": "nothing"})[0] for _ in range(3)]
             flush_caches(self.device, self._kept)
         synchronize_device(self.device)
         seconds, answer = _timed_ask(process, request)
-        if timed:
-            seconds = max(0.0, seconds - median(rounds))
         synchronize_device(self.device)
-        outputs = [view_place(self._data, place).clone() for place in (*results, *asked)]
-        for place in (*results, *asked):  # all the rest must be as it was: inputs, and the bands around everything
-            before[place.offset - HEADER_BYTES : place.offset - HEADER_BYTES + place.num_bytes] = self._data[
-                place.offset : place.offset + place.num_bytes
-            ]
-        if not torch.equal(before, self._data[HEADER_BYTES:end]):
-            raise _changed_memory(before, self._data[HEADER_BYTES:end], first, back)
+        for places in placed:  # all but results must be as it was: inputs, and the bands around everything
+            for place in (*places.outputs, *places.gradients):
+                part = slice(place.offset - HEADER_BYTES, place.offset - HEADER_BYTES + place.num_bytes)
+                before[part] = used[part]
+        if not torch.equal(before, used):
+            raise _changed_memory(before, used, placed)
         claimed = answer.get("seconds")
         if not isinstance(claimed, float) or not math.isfinite(claimed) or claimed < 0.0:
             raise RefusedError("nonsense", "its process sent no time of its own")
-        return _Answer(case=case, outputs=outputs, seconds=seconds, claimed_s=claimed)
+        return _Answer(
+            cases=batch,
+            outputs=[
+                [view_place(self._data, place).clone() for place in (*places.outputs, *places.gradients)]
+                for places in placed
+            ],
+            seconds=max(0.0, seconds - min(median(rounds), HANDLING_S)) / len(batch),
+            claimed_s=claimed / len(batch),
+        )
 
     def _compare(self, answer: _Answer, wanted: tuple[int, ...]) -> float:
         """Compute the truth, now that the candidate's process is gone."""
-        inputs = draw_inputs(self.op, answer.case, self.device)
-        back = _draw_gradients(answer.case, self._places(inputs, wanted)[2], self.device)
-        return compare_values(answer.outputs, find_truth(self.op, inputs, answer.case.dtype, back), answer.case)
+        worst = 0.0
+        for case, outputs in zip(answer.cases, answer.outputs, strict=True):
+            inputs = draw_inputs(self.op, case, self.device)
+            back = _draw_gradients(case, self._place_case(inputs, wanted, 0).output_gradients, self.device)
+            worst = max(worst, compare_values(outputs, find_truth(self.op, inputs, case.dtype, back), case))
+        return worst
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CasePlaces:
+    """Where the tensors of one case lie: given are inputs and gradients of results, asked for are the others."""
+
+    inputs: list[Place]
+    outputs: list[Place]
+    output_gradients: list[Place]
+    gradients: list[Place]
+    end: int
 
 
 def _timed_ask(process: CandidateProcess, request: dict[str, Any]) -> tuple[float, dict[str, Any]]:
@@ -378,8 +412,6 @@ def _timed_ask(process: CandidateProcess, request: dict[str, Any]) -> tuple[floa
 def _draw_gradients(case: Case, places: Sequence[Place], device: torch.device) -> list[Tensor]:
     """Gradients of the results, which the candidate takes back to its inputs."""
     source = torch.Generator().manual_seed(case.seed ^ 0x6AD)
-    from phalanx.train.kernels.lab.arena import DTYPES
-
     return [torch.randn(one.shape, generator=source).to(DTYPES[one.dtype]).to(device) for one in places]
 
 
@@ -387,10 +419,11 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _changed_memory(before: Tensor, after: Tensor, first: Sequence[Place], back: Sequence[Place]) -> RefusedError:
-    for number, place in enumerate((*first, *back)):
-        part = slice(place.offset - HEADER_BYTES, place.offset - HEADER_BYTES + place.num_bytes)
-        if not torch.equal(before[part], after[part]):
-            name = f"input {number}" if number < len(first) else "the gradient it was given"
-            return RefusedError("input", f"changed {name}")
+def _changed_memory(before: Tensor, after: Tensor, placed: Sequence[_CasePlaces]) -> RefusedError:
+    for places in placed:
+        for number, place in enumerate((*places.inputs, *places.output_gradients)):
+            part = slice(place.offset - HEADER_BYTES, place.offset - HEADER_BYTES + place.num_bytes)
+            if not torch.equal(before[part], after[part]):
+                inside = number < len(places.inputs)
+                return RefusedError("input", f"changed {f'input {number}' if inside else 'the gradient it was given'}")
     return RefusedError("outside", "wrote outside of its tensors")
