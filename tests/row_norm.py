@@ -6,7 +6,7 @@ import torch
 
 from phalanx.train.kernels.kernel_op import KernelOp, KernelWork, Shape
 
-SOUND = '''
+SOUND = """
 import torch
 
 OP = "row_norm"
@@ -15,7 +15,7 @@ OP = "row_norm"
 def kernel(x, w):
     y = x.float()
     return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * w.float()).to(x.dtype)
-'''
+"""
 
 
 def _reference(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:

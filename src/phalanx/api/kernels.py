@@ -31,7 +31,7 @@ MOST_RUNS = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelEntry:
-    """One operation as `operations` lists it; `chosen` is the selector's choice on this machine, empty where it has none."""
+    """One operation as `operations` lists it; `chosen` is the selector's choice on this machine, empty for none."""
 
     name: str
     summary: str
@@ -373,8 +373,8 @@ def skill_eval(
 ) -> SkillLift:
     """Let a proposer write kernels with and without our SKILL.md, and judge each with the guard.
 
-    The proposer is a command (prompt on stdin, answer on stdout), an OpenAI-compatible `endpoint` with a `model` (its key
-    from PHALANX_PROPOSER_KEY or OPENAI_API_KEY), or a transcript that `record` wrote.
+    The proposer is a command (prompt on stdin, answer on stdout), an OpenAI-compatible `endpoint` with a `model` (its
+    key from PHALANX_PROPOSER_KEY or OPENAI_API_KEY), or a transcript that `record` wrote.
 
     >>> phalanx.kernels.skill_eval(proposer="./propose", runs=3, allow_code=True)  # doctest: +SKIP
     """

@@ -62,16 +62,22 @@ def _configure_skill_eval(verbs: argparse._SubParsersAction[argparse.ArgumentPar
     line = "measure how many kernels of a language model pass the guard, with our skill and without"
     parser = verbs.add_parser("skill-eval", help=line, description=line)
     parser.add_argument("--proposer", metavar="CMD", help="a command: prompt on its stdin, answer on its stdout")
-    parser.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1")
+    parser.add_argument(
+        "--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1"
+    )
     parser.add_argument("--model", metavar="NAME", default="", help="the model of the endpoint")
     parser.add_argument("--replay", metavar="FILE", help="answers of a transcript instead")
     parser.add_argument("--record", metavar="FILE", help="write the transcript")
     parser.add_argument(
         "--op", metavar="OP", action="append", default=[], help="only this operation; may be repeated (default: all)"
     )
-    parser.add_argument("--runs", metavar="N", type=int, default=1, help="answers per operation and prompt (default: 1)")
+    parser.add_argument(
+        "--runs", metavar="N", type=int, default=1, help="answers per operation and prompt (default: 1)"
+    )
     _add_device(parser)
-    parser.add_argument("--timeout", metavar="S", type=float, default=300.0, help="seconds for one answer (default: 300)")
+    parser.add_argument(
+        "--timeout", metavar="S", type=float, default=300.0, help="seconds for one answer (default: 300)"
+    )
     parser.add_argument("--allow-code", action="store_true", help="run what the proposer writes")
     add_json(parser)
 

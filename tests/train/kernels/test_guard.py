@@ -33,9 +33,7 @@ def judged(
     dtypes: tuple[torch.dtype, ...] = (torch.float32,),
 ) -> Verdict:
     limits = CandidateLimits(seconds=seconds, memory_bytes=GIB // 2)
-    return judge_candidate(
-        source, ROW_NORM, server=server, dtypes=dtypes, timed=timed, limits=limits, machine=MACHINE
-    )
+    return judge_candidate(source, ROW_NORM, server=server, dtypes=dtypes, timed=timed, limits=limits, machine=MACHINE)
 
 
 def test_a_sound_kernel_passes(server: CandidateServer) -> None:

@@ -1,4 +1,4 @@
-"""`phalanx kernels bench`: the variants of an operation beside eager PyTorch and torch.compile, and the speed of light."""
+"""`phalanx kernels bench`: an operation's variants beside eager PyTorch, torch.compile and the speed of light."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def find_device(text: str | None) -> torch.device:
         raise mistake("--device", f"kernels are measured on cpu and cuda, not on {device.type}")
     if device.type == "cuda" and not torch.cuda.is_available():
         what = "there is no GPU that this PyTorch can use"
-        raise SystemFailure(Problem(where="--device cuda", what=what, fix="use --device cpu, which runs every operation"))
+        raise SystemFailure(
+            Problem(where="--device cuda", what=what, fix="use --device cpu, which runs every operation")
+        )
     return device
 
 

@@ -5,8 +5,8 @@ The contract of a file:
     OP = "rms_norm"                  # an operation of `phalanx kernels list`
     def kernel(*inputs): ...         # tensors in; a tensor, or a tuple of tensors, in memory of its own
 
-What is found here is found by reading, and is there to name a mistake in plain words. It stops nobody who hides an import;
-the process that runs the file does.
+What is found here is found by reading, and is there to name a mistake in plain words. It stops nobody who hides an
+import; the process that runs the file does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def find_op(name: str, known: dict[str, KernelOp], *, where: str = "OP") -> Kern
 
 
 def candidate_op(source: str, where: str, given: str | None, known: dict[str, KernelOp]) -> KernelOp:
-    """The operation a file is for: `given`, or what it says by OP; raises UserError where neither says or both differ."""
+    """The operation a file is for: `given`, or its OP; raises UserError where neither says or both differ."""
     said = declared_op(source, where)
     if given and said and given != said:
         raise mistake(where, f'is for the operation "{said[:60]}", and --op says {given}', fix="leave --op out")
@@ -52,7 +52,9 @@ def declared_op(source: str, where: str) -> str:
     """What the file assigns to OP; raises UserError for what is not Python."""
     for node in parse_candidate(source, where).body:
         if isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id == "OP" for one in node.targets):
-            return node.value.value if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) else ""
+            return (
+                node.value.value if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) else ""
+            )
     return ""
 
 

@@ -1,7 +1,7 @@
-"""`python -m phalanx.train.kernels.lab.candidate_process SOCKET`: forks a process per candidate, which runs it locked in.
+"""`python -m phalanx.train.kernels.lab.candidate_process SOCKET`: forks a process per candidate, locked in.
 
-Importing torch takes two seconds; forking takes milliseconds. This process imports it once, runs no candidate itself and
-knows no inputs, no truth and no seeds. A fork gives up files, network and other processes, then runs the candidate on
+Importing torch takes two seconds; forking takes milliseconds. This process imports it once, runs no candidate itself
+and knows no inputs, no truth and no seeds. A fork gives up files, network and other processes, then runs the candidate on
 what lies in the arena. Whatever a candidate changes in its fork, it can only change what its own fork says: values are
 judged by the judge, from the arena.
 """
@@ -36,8 +36,8 @@ from phalanx.train.kernels.lab.syscall_filter import forbid_calls
 MESSAGE_BYTES = 64 * 1024
 # What a kernel may import; loaded before files are forbidden.
 ALLOWED_MODULES = (
-    "__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "functools", "itertools", "math", "numbers",
-    "operator", "torch", "triton", "types", "typing",
+    "__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "functools", "itertools", "math",
+    "numbers", "operator", "torch", "triton", "types", "typing",
 )  # fmt: skip
 _LOADED_LATE = ("torch.fx.experimental.symbolic_shapes",)  # by PyTorch, at the first gradient
 _FORBIDDEN_EVENTS = (
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
             if pid == 0:
                 try:
                     judge.close()
-                    _serve_candidate(*files, request)
+                    _serve_candidate(files[0], files[1], request)
                 finally:
                     os._exit(0)
             for one in files:
@@ -181,7 +181,8 @@ def _lock_in(settings: dict[str, Any], device: torch.device) -> list[str]:
     seconds = int(settings["seconds"]) + 5
     resource.setrlimit(resource.RLIMIT_CPU, (seconds * 64, seconds * 64))  # of all threads; the judge's clock is sooner
     if not on_gpu:  # drivers reserve more addresses than there is memory
-        most = int(open("/proc/self/statm").read().split()[0]) * mmap.PAGESIZE + settings["memory"]
+        with open("/proc/self/statm") as file:
+            most = int(file.read().split()[0]) * mmap.PAGESIZE + settings["memory"]
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         barriers.append("memory limit")
     elif restrict_files(writable=[settings["cache"]] if settings["cache"] else [], run_programs=compiling):
@@ -311,9 +312,7 @@ def _read_places(listed: list[Any]) -> list[Place]:
     return [Place(offset, dtype, tuple(shape)) for offset, dtype, shape in listed]
 
 
-def _copy_gradients(
-    outputs: tuple[Tensor, ...], inputs: list[Tensor], data: Tensor, request: dict[str, Any]
-) -> None:
+def _copy_gradients(outputs: tuple[Tensor, ...], inputs: list[Tensor], data: Tensor, request: dict[str, Any]) -> None:
     given = [view_place(data, one) for one in _read_places(request["output_gradients"])]
     pairs = [(one, grad) for one, grad in zip(outputs, given, strict=True) if one.requires_grad]
     if not pairs:

@@ -123,7 +123,9 @@ def _package_home() -> str:
 
 def _server_lost(what: str) -> SystemFailure:
     fix = "start it again; a machine without free memory kills processes"
-    return SystemFailure(Problem(where="phalanx kernels", what=f"the process that runs kernels was lost: {what}", fix=fix))
+    return SystemFailure(
+        Problem(where="phalanx kernels", what=f"the process that runs kernels was lost: {what}", fix=fix)
+    )
 
 
 class CandidateProcess:
@@ -166,7 +168,10 @@ class CandidateProcess:
                 kind = "forbidden" if answer.get("raised") == "PermissionError" else kind
                 text = printable(problem)
                 if "can't allocate memory" in text or "out of memory" in text.lower():
-                    kind, text = "memory", f"took more than {format_bytes(self._limits.memory_bytes)} of memory ({text})"
+                    kind, text = (
+                        "memory",
+                        f"took more than {format_bytes(self._limits.memory_bytes)} of memory ({text})",
+                    )
                 raise RefusedError(kind, text)
             return answer
 

@@ -1,4 +1,4 @@
-"""What a candidate is tried on: odd and random shapes, several seeds, a wide range of values; and what is true for it."""
+"""What a candidate is tried on: odd and random shapes, several seeds, a wide range of values; and the truth."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,10 @@ from phalanx.train.kernels.lab.arena import tensor_bytes
 from phalanx.train.kernels.lab.candidate_server import RefusedError
 from phalanx.units import MB
 
-GRADIENT_ROOM = 4.0  # an operation's error bound is one of its results; gradients may be this many times further off
-CONDITION_ROOM = 4.0  # times what the reference itself loses in float32, on the same inputs
+GRADIENT_ALLOWANCE = (
+    4.0  # an operation's error bound is one of its results; gradients may be this many times further off
+)
+CONDITION_ALLOWANCE = 4.0  # times what the reference itself loses in float32, on the same inputs
 WIDE_POWER, OUTLIER = 5, 32.0  # rows are multiplied by 2^-5 to 2^5, one element in a hundred by 32 more
 # On a CPU, of the shape that is timed: enough to leave the caches, little enough for a float64 truth in a second.
 MOST_CPU_BYTES, MOST_CPU_FLOPS = 48 * MB, 4e9
@@ -78,11 +81,11 @@ def random_shapes(op: KernelOp, count: int, random_source: random.Random) -> lis
 
 
 def timed_shape(op: KernelOp, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    """The largest of the operation's shapes that this device measures in reasonable time; else its largest odd shape."""
+    """The largest shape that this device measures in reasonable time; where all are larger, the largest odd one."""
     on_gpu = device.type == "cuda"
     most_bytes, most_flops = (MOST_GPU_BYTES, MOST_GPU_FLOPS) if on_gpu else (MOST_CPU_BYTES, MOST_CPU_FLOPS)
 
-    def moved_bytes(shape: Shape) -> int:
+    def moved_bytes(shape: Any) -> int:
         work = op.count_work(shape, dtype)
         return work.read_bytes + work.written_bytes
 
@@ -145,7 +148,7 @@ def find_truth(
         is_gradient = number >= results
         most = _row_most(true)
         lost = _row_most(near.double() - true)
-        allowed.append(most * bound * (GRADIENT_ROOM if is_gradient else 1.0) + CONDITION_ROOM * lost)
+        allowed.append(most * bound * (GRADIENT_ALLOWANCE if is_gradient else 1.0) + CONDITION_ALLOWANCE * lost)
         names.append(f"gradient of input {op.gradients[number - results]}" if is_gradient else f"result {number}")
     return Truth(values=exact, allowed=allowed, names=names)
 
@@ -186,14 +189,17 @@ def compare_values(got: Sequence[Tensor], truth: Truth, case: Case) -> float:
         wrong = torch.isnan(found) & ~torch.isnan(true)
         if bool(wrong.any()):
             share = float(wrong.float().mean())
-            raise RefusedError("values", f"{shown} holds not-a-number in {share:.1%} of its elements: not written, or read"
-                               " outside of its inputs")  # fmt: skip
+            raise RefusedError(
+                "values",
+                f"{shown} holds not-a-number in {share:.1%} of its elements: not written, or read outside of its inputs",
+            )
         error = torch.where(finite, (found - true).abs(), torch.zeros_like(true))
         ratio = float((error / allowed.clamp(min=torch.finfo(torch.float32).tiny)).max())
         if ratio > 1.0:
             share = float((error > allowed).float().mean())
-            raise RefusedError("values", f"{shown} is off by {ratio:.3g} times the error bound, in {share:.1%} of its"
-                               " elements")  # fmt: skip
+            raise RefusedError(
+                "values", f"{shown} is off by {ratio:.3g} times the error bound, in {share:.1%} of its elements"
+            )
         worst = max(worst, ratio)
     return worst
 

@@ -52,14 +52,14 @@ from phalanx.train.kernels.lab.cases import (
 from phalanx.train.kernels.lab.machine_limits import MachineLimits, flush_caches, measure_limits, synchronize_device
 from phalanx.units import format_seconds
 
-# Timed batches in each of two processes, after one that is checked and not counted; and calls in a batch, each on inputs
-# of its own. A GPU's kernel is over in less time than a message takes: our clock needs many of them.
+# Timed batches in each of two processes, after one that is checked and not counted; and calls in a batch, each on
+# inputs of its own. A GPU's kernel is over in less time than a message takes: our clock needs many of them.
 BATCHES = {"cpu": 5, "cuda": 3}
 BATCH_CALLS = {"cpu": 1, "cuda": 16}
 # A result faster than this many times the speed of light is refused. A CPU's caches outrun its memory, whatever is done
 # to empty them.
-LIGHT_ROOM = {"cpu": 4.0, "cuda": 1.15}
-COPY_ROOM = 1.5  # our estimate of copying results out, which our clock sees and the candidate's does not
+LIGHT_ALLOWANCE = {"cpu": 4.0, "cuda": 1.15}
+COPY_ALLOWANCE = 1.5  # our estimate of copying results out, which our clock sees and the candidate's does not
 # What the process does between a request and the kernel, at most; also the most that is taken off our clock for a
 # message there and back, which a candidate could slow down on purpose.
 HANDLING_S = 1e-3
@@ -154,7 +154,12 @@ def judge_candidate(
     except RefusedError as error:
         return replace(known, kind=error.kind, reason=str(error), barriers=trial.barriers)
     return replace(
-        known, passed=True, cases=count + sum(map(len, batches)), worst_error=worst, barriers=trial.barriers, timing=timing
+        known,
+        passed=True,
+        cases=count + sum(map(len, batches)),
+        worst_error=worst,
+        barriers=trial.barriers,
+        timing=timing,
     )
 
 
@@ -205,7 +210,7 @@ class _Trial:
             for one in answers:
                 self._compare(one, ())
         work = self.op.count_work(case.shape, case.dtype)
-        copying = COPY_ROOM * 2 * sum(tensor_bytes(one) for one in runs[0][0].outputs[0]) / limits.bytes_per_s
+        copying = COPY_ALLOWANCE * 2 * sum(tensor_bytes(one) for one in runs[0][0].outputs[0]) / limits.bytes_per_s
         handling = HANDLING_S / len(batches[0])
         measured = []
         for answers in runs:
@@ -213,12 +218,13 @@ class _Trial:
             claimed = median(one.claimed_s for one in counted)
             ours = median(one.seconds for one in counted) - copying
             fastest = min(one.seconds for one in counted)
-            least = limits.least_seconds(work) / LIGHT_ROOM[self.device.type]
+            least = limits.least_seconds(work) / LIGHT_ALLOWANCE[self.device.type]
             if claimed < least:
                 raise RefusedError(
                     "light",
-                    f"claims {format_seconds(claimed)} by its own clock, above the speed of light: {work.read_bytes:,} bytes"
-                    f" in, {work.written_bytes:,} out and {work.flops:,} FLOPs take {format_seconds(least)} here at least",
+                    f"claims {format_seconds(claimed)} by its own clock, above the speed of light:"
+                    f" {work.read_bytes:,} bytes in, {work.written_bytes:,} out and {work.flops:,} FLOPs take"
+                    f" {format_seconds(least)} here at least",
                 )
             if max(one.claimed_s for one in counted) + copying + handling < 0.5 * fastest:
                 raise RefusedError(

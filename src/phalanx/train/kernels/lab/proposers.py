@@ -107,7 +107,9 @@ class ReplayProposer:
                 entry = json.loads(line)
                 self._answers.setdefault(entry["prompt"], []).append(str(entry["answer"]))
             except (ValueError, KeyError, TypeError, RecursionError):
-                raise mistake(f"{path}:{number}", "is no line of a transcript", fix="record one with --record") from None
+                raise mistake(
+                    f"{path}:{number}", "is no line of a transcript", fix="record one with --record"
+                ) from None
 
     def propose(self, prompt: str) -> str:
         """The next answer to this prompt."""

@@ -1,7 +1,7 @@
 """System calls that a candidate's process gives up before it runs the candidate: files, network, other processes.
 
-A seccomp filter in the kernel's own bytecode, installed with prctl through ctypes. The candidate cannot take it off, nor
-can what it loads or patches: it holds below Python. Linux on x86-64 and arm64; elsewhere `forbid_calls` says False.
+A seccomp filter in the kernel's own bytecode, installed with prctl through ctypes. The candidate cannot take it off,
+nor can what it loads or patches: it holds below Python. Linux on x86-64 and arm64; elsewhere `forbid_calls` says False.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _Program(ctypes.Structure):
 def forbid_calls(*, allow_reading: bool) -> bool:
     """Install the filter for this process and all its later threads; False where the system has none.
 
-    `allow_reading` leaves opening files alone, for GPUs, whose libraries load code when it is first used. Threads may be
-    started, processes may not.
+    `allow_reading` leaves opening files alone, for GPUs, whose libraries load code when it is first used. Threads may
+    be started, processes may not.
     """
     machine = platform.machine()
     if platform.system() != "Linux" or machine not in _ARCHITECTURES or ctypes.sizeof(ctypes.c_void_p) != 8:

@@ -20,8 +20,9 @@ from phalanx.train.kernels.lab.cases import result_kinds
 
 _KERNEL = '''"""A kernel for {name}: {summary}.
 
-Verify it with `phalanx kernels verify kernel.py --allow-code`. It passes as it is: it computes the reference in float32.
-Put your own kernel in its place, one step at a time. A Triton kernel runs on a GPU; keep the plain path for the CPU.
+Verify it with `phalanx kernels verify kernel.py --allow-code`. It passes as it is: it computes the reference in
+float32. Put your own kernel in its place, one step at a time. A Triton kernel runs on a GPU; keep the plain
+path for the CPU.
 
 Inputs: {inputs}.
 Results: {results}, in memory of their own, contiguous.{gradients}
@@ -50,7 +51,7 @@ def kernel(*inputs):
         one.to(dtype or given).contiguous() for one, dtype in zip(results, RESULT_DTYPES, strict=True)
     )
 '''
-_TEST = '''"""`pytest {file}`: the kernel beside this file passes the guard, on the CPU and, where there is one, on the GPU."""
+_TEST = '''"""`pytest {file}`: the kernel beside this file passes the guard, on the GPU where there is one."""
 
 from pathlib import Path
 
@@ -80,9 +81,9 @@ def template_files(op: KernelOp) -> Mapping[str, str]:
     inputs = op.make_inputs(op.odd_shapes[0], op.dtypes[0], torch.device("cpu"), 0)
     kinds = {one: result_kinds(op, op.make_inputs(op.odd_shapes[0], one, torch.device("cpu"), 0)) for one in op.dtypes}
     fixed = [
-        None if all(str(dtype).endswith(f".{kinds[dtype][place][0]}") for dtype in op.dtypes) else kinds[op.dtypes[0]][place][0]
-        for place in range(len(kinds[op.dtypes[0]]))
-    ]  # fmt: skip
+        None if all(str(dtype).endswith(f".{kinds[dtype][place][0]}") for dtype in op.dtypes) else one
+        for place, (one, _) in enumerate(kinds[op.dtypes[0]])
+    ]
     with_grad = f"\nGradients are asked of inputs {', '.join(map(str, op.gradients))}." if op.gradients else ""
     text = _KERNEL.format(
         name=op.name,
@@ -97,7 +98,7 @@ def template_files(op: KernelOp) -> Mapping[str, str]:
     )
     return {
         "kernel.py": text,
-        "reference.py": f'"""The reference of {op.name}, which is the truth in float64."""\n\n{imports}\n\n\n{reference}',
+        "reference.py": f'"""The reference of {op.name}, the truth in float64."""\n\n{imports}\n\n\n{reference}',
         "test_kernel.py": _TEST.format(file="test_kernel.py"),
         "bench_kernel.py": _BENCH.format(file="bench_kernel.py", name=op.name),
     }
@@ -181,7 +182,13 @@ def _without_hints(tree: ast.Module) -> ast.Module:
         if isinstance(node, ast.FunctionDef):
             node.returns = None
             node.decorator_list = []
-            for one in (*node.args.args, *node.args.kwonlyargs, *node.args.posonlyargs, node.args.vararg, node.args.kwarg):
+            for one in (
+                *node.args.args,
+                *node.args.kwonlyargs,
+                *node.args.posonlyargs,
+                node.args.vararg,
+                node.args.kwarg,
+            ):
                 if one is not None:
                     one.annotation = None
     body = [
