@@ -207,13 +207,16 @@ def roofline_svg(table: BenchTable) -> str:
     picture = line_plot(
         f"roofline of {table.op}, {table.dtype}, on {table.device_name}",
         [roof, *lines],
-        show=lambda value: format_flops(10.0**value),
-        show_x=lambda value: f"{10.0**value:.3g} FLOP/byte",
+        show=lambda value: format_flops(10.0**value).removesuffix("FLOP/s").strip(),
+        show_x=lambda value: f"{10.0**value:.3g}",
     )
-    words = []
+    words = [
+        svg_element("text", "FLOP/s", class_="tick", x=68.0, y=22.0),
+        svg_element("text", "FLOP per byte", class_="tick", text_anchor="end", x=630.0, y=188.0),
+    ]
     for place, name in enumerate(names):
         best = max(one.light for one in rows if one.name == name)
-        y = 30.0 + 14.0 * place
-        words.append(svg_element("circle", class_=f"dot s{place % 3 + 1}", cx=76.0, cy=y - 4.0, r=3))
-        words.append(svg_element("text", printable(f"{name}: {best:.0%} of light"), class_="tick", x=84.0, y=y))
+        y = 174.0 - 14.0 * (len(names) - 1 - place)
+        words.append(svg_element("circle", class_=f"dot s{place % 3 + 1}", cx=420.0, cy=y - 4.0, r=3))
+        words.append(svg_element("text", printable(f"{name}: {best:.0%} of light"), class_="tick", x=428.0, y=y))
     return standalone_svg(picture.replace("</svg>", "\n".join([*words, "</svg>"])))

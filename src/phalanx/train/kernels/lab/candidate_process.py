@@ -1,9 +1,9 @@
 """`python -m phalanx.train.kernels.lab.candidate_process SOCKET`: forks a process per candidate, locked in.
 
 Importing torch takes two seconds; forking takes milliseconds. This process imports it once, runs no candidate itself
-and knows no inputs, no truth and no seeds. A fork gives up files, network and other processes, then runs the candidate on
-what lies in the arena. Whatever a candidate changes in its fork, it can only change what its own fork says: values are
-judged by the judge, from the arena.
+and knows no inputs, no truth and no seeds. A fork gives up files, network and other processes, then runs the
+candidate on what lies in the arena. Whatever a candidate changes in its fork, it can only change what its own fork
+says: values are judged by the judge, from the arena.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def compare_values(got: Sequence[Tensor], truth: Truth, case: Case) -> float:
             share = float(wrong.float().mean())
             raise RefusedError(
                 "values",
-                f"{shown} holds not-a-number in {share:.1%} of its elements: not written, or read outside of its inputs",
+                f"{shown} holds not-a-number in {share:.1%} of its elements: not written, or read outside of inputs",
             )
         error = torch.where(finite, (found - true).abs(), torch.zeros_like(true))
         ratio = float((error / allowed.clamp(min=torch.finfo(torch.float32).tiny)).max())
