@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from row_norm import ROW_NORM, SOUND
 
 from phalanx.cli.main import main
 from phalanx.train.kernels.kernel_op import KERNELS
 from phalanx.train.kernels.lab.candidate_server import CandidateServer
-from phalanx.train.kernels.lab.skill_eval import skill_text, task_prompt
+from phalanx.train.kernels.lab.skill_eval import SKILL_FOLDER, skill_text, task_prompt
 
 CHEATS = Path(__file__).parents[1] / "train" / "kernels" / "cheats"
 
@@ -228,11 +229,6 @@ def test_a_proposer_that_is_not_there(
 
 
 def test_the_skill_is_of_the_public_format() -> None:
-    import yaml
-
-    from phalanx.train.kernels.lab.candidate_server import CandidateServer
-from phalanx.train.kernels.lab.skill_eval import SKILL_FOLDER
-
     text = (SKILL_FOLDER / "SKILL.md").read_text()
     head = yaml.safe_load(text.split("---\n")[1])
     assert set(head) == {"name", "description"}
