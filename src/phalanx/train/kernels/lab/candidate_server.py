@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -54,8 +55,8 @@ class CandidateServer:
         variables = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         # -P: what lies in the folder that a person works in is no module
         command = [sys.executable, "-P", "-m", "phalanx.train.kernels.lab.candidate_process", str(theirs.fileno())]
-        package_home = str(_package_home())
-        path = [package_home, *([variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else [])]
+        package_home = Path(__file__).parents[4]  # src/, or where the package is installed
+        path = [str(package_home), *([variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else [])]
         self._process = subprocess.Popen(
             command,
             pass_fds=(theirs.fileno(),),
@@ -111,14 +112,6 @@ class CandidateServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-def _package_home() -> str:
-    from pathlib import Path
-
-    import phalanx
-
-    return str(Path(phalanx.__file__).parents[1])
 
 
 def _server_lost(what: str) -> SystemFailure:
