@@ -127,6 +127,7 @@ def _measure_shape(
     tell: Callable[[str], None],
 ) -> list[VariantTime]:
     inputs = draw_inputs(op, Case(shape=shape, dtype=dtype, seed=1), device)
+    back = [torch.randn_like(one) if one.ndim else torch.ones_like(one) for one in op.reference(*inputs)]
     work = op.count_work(shape, dtype)
     calls: dict[str, Callable[..., Outputs]] = {"eager": op.reference}
     if compiled:
@@ -144,7 +145,8 @@ def _measure_shape(
                 if truth is not None:
                     pairs = zip(call(*inputs), truth.values, truth.allowed, strict=True)
                     error = max(_worst_ratio(got, true, allowed) for got, true, allowed in pairs)
-                seconds = median_seconds(lambda call=call: call(*inputs), device, repeats=REPEATS[device.type])  # type: ignore[misc]
+            timed = _timed_call(op, name, call, inputs, back)
+            seconds = median_seconds(timed, device, repeats=REPEATS[device.type])
         except Exception as failure:  # a compiler that is not installed, a kernel that a device cannot run, no memory
             problem = printable(f"{type(failure).__name__}: {failure}", most=160).splitlines()[0]
         rows.append(
@@ -160,6 +162,25 @@ def _measure_shape(
             )
         )
     return rows
+
+
+def _timed_call(
+    op: KernelOp, name: str, call: Callable[..., Outputs], inputs: tuple[torch.Tensor, ...], back: list[torch.Tensor]
+) -> Callable[[], object]:
+    """Forward, and backward where the operation has gradients: what its least work counts."""
+    if name in op.timed_in_place:
+        in_place, own = op.timed_in_place[name], [one.clone() for one in inputs]
+        return lambda: in_place(*own)
+    if not op.gradients:
+        return lambda: call(*inputs)
+    given = [one.detach().requires_grad_(place in op.gradients) for place, one in enumerate(inputs)]
+    wanted = [given[place] for place in op.gradients]
+
+    def both_ways() -> object:
+        results = [(one, grad) for one, grad in zip(call(*given), back, strict=True) if one.requires_grad]
+        return torch.autograd.grad([one for one, _ in results], wanted, [grad for _, grad in results])
+
+    return both_ways
 
 
 def _worst_ratio(got: torch.Tensor, true: torch.Tensor, allowed: torch.Tensor) -> float:

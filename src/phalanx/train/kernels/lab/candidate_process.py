@@ -105,11 +105,13 @@ def _serve_candidate(link_file: int, block_file: int, settings: dict[str, Any]) 
     warnings.simplefilter("ignore")
     torch.set_num_threads(settings["threads"])
     if settings["cache"]:
-        os.environ["TRITON_CACHE_DIR"] = settings["cache"]
+        os.environ["TRITON_CACHE_DIR"] = os.environ["TMPDIR"] = settings["cache"]
     if device.type == "cuda":
         data = map_cuda(settings["cuda"])
-        torch.cuda.set_per_process_memory_fraction(settings["gpu_fraction"], device)
     _warm_up(device)
+    if settings["cache"] and sys.modules.get("triton") is not None:
+        # Its driver asks a program where libcuda is, once.
+        sys.modules["triton"].runtime.driver.active.utils  # type: ignore[attr-defined]  # noqa: B018
     barriers = _lock_in(settings, device)
     _watch_events(block, settings, device)
     before = _names_now()
@@ -284,46 +286,60 @@ def _run_kernel(
     for inputs in sets:
         for place in wanted:
             inputs[place].requires_grad_()
+    places = [_read_places(part) for part in request["outputs"]]
+    back = [[view_place(data, one).data for one in _read_places(part)] for part in request["output_gradients"]]
     begin = torch.cuda.Event(enable_timing=True) if on_gpu else None
     end = torch.cuda.Event(enable_timing=True) if on_gpu else None
     with torch.set_grad_enabled(bool(wanted)):
         start = _clock()
         if begin is not None:
             begin.record()
-        returned = [kernel(*inputs) for inputs in sets]
+        returned = [
+            _call_kernel(kernel, inputs, outputs, given, wanted, data)
+            for inputs, outputs, given in zip(sets, places, back, strict=True)
+        ]
         if end is not None:
             end.record()
         seconds = _clock() - start
-    for inputs, result, part in zip(sets, returned, request["outputs"], strict=True):
-        outputs = result if isinstance(result, tuple) else (result,)
-        places = _read_places(part)
-        _check_results(outputs, places, data, "result")
-        for output, place in zip(outputs, places, strict=True):
-            view_place(data, place).copy_(output.detach())
-        if wanted:
-            _copy_gradients(outputs, [inputs[place] for place in wanted], data, request)
+    asked = [_read_places(part) for part in request["gradients"]]
+    for results, listed, gradients in zip(returned, places, asked, strict=True):
+        for result, place in zip(results, (*listed, *gradients), strict=True):
+            view_place(data, place).copy_(result.detach())
     if begin is not None and end is not None:
         torch.cuda.synchronize()
         seconds = begin.elapsed_time(end) / 1e3
     return {"seconds": seconds}
 
 
-def _read_places(listed: list[Any]) -> list[Place]:
-    return [Place(offset, dtype, tuple(shape)) for offset, dtype, shape in listed]
-
-
-def _copy_gradients(outputs: tuple[Tensor, ...], inputs: list[Tensor], data: Tensor, request: dict[str, Any]) -> None:
-    given = [view_place(data, one) for one in _read_places(request["output_gradients"])]
+def _call_kernel(
+    kernel: Callable[..., Any],
+    inputs: list[Tensor],
+    places: list[Place],
+    given: list[Tensor],
+    wanted: list[int],
+    data: Tensor,
+) -> list[Tensor]:
+    """Results, then gradients of the wanted inputs; raises _BadResultError for what is not as it should be."""
+    returned = kernel(*inputs)
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    _check_results(outputs, places, data, "result")
+    if not wanted:
+        return list(outputs)
     pairs = [(one, grad) for one, grad in zip(outputs, given, strict=True) if one.requires_grad]
     if not pairs:
         raise _BadResultError("has no gradients: its results do not depend on its inputs as far as autograd sees")
-    found = torch.autograd.grad([one for one, _ in pairs], inputs, [grad for _, grad in pairs], allow_unused=True)
-    places = _read_places(request["gradients"])
-    for place, gradient in zip(places, found, strict=True):
+    sources = [inputs[place] for place in wanted]
+    found = torch.autograd.grad([one for one, _ in pairs], sources, [grad for _, grad in pairs], allow_unused=True)
+    kinds = [Place(0, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in sources]
+    for number, (gradient, kind) in enumerate(zip(found, kinds, strict=True)):
         if gradient is None:
-            raise _BadResultError("has no gradient for one of its inputs")
-        _check_results((gradient,), [place], data, "gradient", own_memory=False)
-        view_place(data, place).copy_(gradient)
+            raise _BadResultError(f"has no gradient for input {wanted[number]}")
+        _check_results((gradient,), [kind], data, "gradient", own_memory=False)
+    return [*outputs, *found]
+
+
+def _read_places(listed: list[Any]) -> list[Place]:
+    return [Place(offset, dtype, tuple(shape)) for offset, dtype, shape in listed]
 
 
 def _check_results(

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from phalanx.errors import Problem, SystemFailure
 from phalanx.io.values import printable
 from phalanx.units import GIB, format_bytes, format_seconds
@@ -48,6 +50,7 @@ class CandidateServer:
     """
 
     def __init__(self) -> None:
+        self._gpu_blocks: dict[str, torch.Tensor] = {}
         self._start()
 
     def _start(self) -> None:
@@ -79,11 +82,21 @@ class CandidateServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         asked = {
             "do": "fork", "seconds": limits.seconds, "memory": limits.memory_bytes, "threads": limits.threads,
-            "cache": "", "compile": False, "cuda": None, "gpu_fraction": 1.0, **settings,
+            "cache": "", "compile": False, "cuda": None, **settings,
         }  # fmt: skip
         socket.send_fds(self._link, [json.dumps(asked).encode()], [theirs.fileno(), block_file])
         theirs.close()
         return CandidateProcess(self, self._answer(START_LIMIT_S)["pid"], ours, limits)
+
+    def gpu_memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """A block of the GPU that is kept for all candidates.
+
+        PyTorch never gives memory back that another process mapped and did not release, and ours are killed.
+        """
+        found = self._gpu_blocks.get(str(device))
+        if found is None or found.numel() < num_bytes:
+            found = self._gpu_blocks[str(device)] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return found
 
     def end_process(self, pid: int) -> int:
         """Kill a candidate's process if it still is there; its status, as os.waitpid gives it."""

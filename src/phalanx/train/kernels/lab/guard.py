@@ -67,7 +67,7 @@ HANDLING_S = 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelTiming:
-    """Seconds of one call at one shape; `seconds` is what counts."""
+    """Seconds of one call at one shape, forward and backward where there are gradients; `seconds` is what counts."""
 
     shape: Shape
     dtype: str
@@ -141,7 +141,8 @@ def judge_candidate(
     random_source = random.Random(os.urandom(16))
     cases = draw_cases(op, tuple(dtypes) or tuple(op.dtypes), random_source)
     batches: list[list[Case]] = []
-    if timed:
+    # The least work of an operation with gradients is that of both directions: one alone has no speed of light.
+    if timed and (gradients or not op.gradients):
         dtype, kind = cases[0].dtype, torch.device(device).type
         size = dict(shape) if shape else timed_shape(op, dtype, torch.device(device))
         batches = [
@@ -206,10 +207,10 @@ class _Trial:
         """Time in two processes; every timed result is compared too."""
         half, case = len(batches) // 2, batches[0][0]
         limits = machine or measure_limits(self.device, case.dtype)
-        runs = [self._run_batches(part, wanted=(), timed=True) for part in (batches[:half], batches[half:])]
+        runs = [self._run_batches(part, wanted=self.wanted, timed=True) for part in (batches[:half], batches[half:])]
         for answers in runs:
             for one in answers:
-                self._compare(one, ())
+                self._compare(one, self.wanted)
         work = self.op.count_work(case.shape, case.dtype)
         copying = COPY_ALLOWANCE * 2 * sum(tensor_bytes(one) for one in runs[0][0].outputs[0]) / limits.bytes_per_s
         handling = HANDLING_S / len(batches[0])
@@ -328,7 +329,7 @@ class _Trial:
             self._block = None
         if self._block is None:
             self._block = HostBlock(HEADER_BYTES if on_gpu else most)
-        self._data = torch.empty(most, dtype=torch.uint8, device=self.device) if on_gpu else self._block.data
+        self._data = self.server.gpu_memory(most, self.device) if on_gpu else self._block.data
 
     def _place_case(self, inputs: Sequence[Tensor], wanted: tuple[int, ...], start: int) -> _CasePlaces:
         kinds = result_kinds(self.op, inputs)
@@ -362,8 +363,8 @@ class _Trial:
             "poison": not timed,
             "inputs": [[one.to_json() for one in places.inputs] for places in placed],
             "outputs": [[one.to_json() for one in places.outputs] for places in placed],
-            "output_gradients": [one.to_json() for one in placed[0].output_gradients],
-            "gradients": [one.to_json() for one in placed[0].gradients],
+            "output_gradients": [[one.to_json() for one in places.output_gradients] for places in placed],
+            "gradients": [[one.to_json() for one in places.gradients] for places in placed],
             "differentiable": list(wanted),
         }
         rounds = [_timed_ask(process, {"do": "nothing"})[0] for _ in range(3)] if timed else [0.0]
@@ -421,8 +422,8 @@ def _timed_ask(process: CandidateProcess, request: dict[str, Any]) -> tuple[floa
 
 def _draw_gradients(case: Case, places: Sequence[Place], device: torch.device) -> list[Tensor]:
     """Gradients of the results, which the candidate takes back to its inputs."""
-    source = torch.Generator().manual_seed(case.seed ^ 0x6AD)
-    return [torch.randn(one.shape, generator=source).to(DTYPES[one.dtype]).to(device) for one in places]
+    source = torch.Generator(device).manual_seed(case.seed ^ 0x6AD)
+    return [torch.randn(one.shape, generator=source, device=device).to(DTYPES[one.dtype]) for one in places]
 
 
 def _dtype_name(tensor: Tensor) -> str:
