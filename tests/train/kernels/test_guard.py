@@ -9,6 +9,7 @@ import pytest
 import torch
 from row_norm import ROW_NORM, SOUND
 
+from phalanx.train.kernels.lab.arena import HEADER_BYTES, HostBlock
 from phalanx.train.kernels.lab.candidate_server import CandidateLimits, CandidateServer
 from phalanx.train.kernels.lab.guard import Verdict, judge_candidate
 from phalanx.train.kernels.lab.machine_limits import MachineLimits
@@ -57,6 +58,21 @@ def test_a_cheat_is_refused(path: Path, server: CandidateServer) -> None:
 
 def test_there_are_many_cheats() -> None:
     assert len(CHEATS) >= 16
+
+
+def test_a_paused_process_stands_still_and_goes_on(server: CandidateServer) -> None:
+    block = HostBlock(HEADER_BYTES)
+    block.write_source(SOUND.encode())
+    process = server.fork_candidate(block.file, {"device": "cpu"}, CandidateLimits())
+    try:
+        assert "a process of its own" in process.hear()["barriers"]
+        process.pause()
+        assert process._state() == "T"
+        process.resume()
+        assert process.ask({"do": "nothing"}) == {}
+    finally:
+        process.end()
+        block.close()
 
 
 def test_the_barrier_holds_below_python(server: CandidateServer) -> None:

@@ -345,6 +345,8 @@ class _Trial:
         self, process: CandidateProcess, batch: Sequence[Case], *, wanted: tuple[int, ...], timed: bool
     ) -> _Answer:
         """Fill the arena, ask for one run of every case, and take everything out again."""
+        rounds = [_timed_ask(process, {"do": "nothing"})[0] for _ in range(3)] if timed else [0.0]
+        process.pause()  # a thread that watches the arena must not begin before our clock does
         end, placed, given = HEADER_BYTES, [], []
         for case in batch:
             inputs = draw_inputs(self.op, case, self.device)
@@ -367,7 +369,6 @@ class _Trial:
             "gradients": [[one.to_json() for one in places.gradients] for places in placed],
             "differentiable": list(wanted),
         }
-        rounds = [_timed_ask(process, {"do": "nothing"})[0] for _ in range(3)] if timed else [0.0]
         if timed:
             flush_caches(self.device, self._kept)
         synchronize_device(self.device)
@@ -416,6 +417,7 @@ class _CasePlaces:
 
 def _timed_ask(process: CandidateProcess, request: dict[str, Any]) -> tuple[float, dict[str, Any]]:
     start = time.perf_counter()
+    process.resume()
     answer = process.ask(request)
     return time.perf_counter() - start, answer
 
