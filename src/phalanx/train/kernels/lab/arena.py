@@ -111,6 +111,7 @@ def share_cuda(tensor: Tensor) -> list[Any]:
 
 def map_cuda(parts: Sequence[Any]) -> Tensor:
     """The allocation that `share_cuda` of another process described, as bytes."""
+    torch.cuda.init()  # mapping does not do it, and crashes without
     device, handle, size, offset, counter, counter_offset, event, event_needed = parts
     storage = torch.UntypedStorage._new_shared_cuda(
         device, bytes.fromhex(handle), size, offset, bytes.fromhex(counter), counter_offset, bytes.fromhex(event),
