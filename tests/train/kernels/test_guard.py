@@ -60,6 +60,16 @@ def test_there_are_many_cheats() -> None:
     assert len(CHEATS) >= 16
 
 
+def test_a_kernel_may_ask_for_its_own_lines(server: CandidateServer) -> None:
+    """As Triton does for what it compiles."""
+    lines = """
+inspect = __builtins__["__imp" + "ort__"]("inspect")
+assert inspect.getsourcelines(kernel)[0][0] == "def kernel(x, w):\\n"
+"""
+    verdict = judged(SOUND + lines, server)
+    assert verdict.passed, verdict.reason
+
+
 def test_a_paused_process_stands_still_and_goes_on(server: CandidateServer) -> None:
     block = HostBlock(HEADER_BYTES)
     block.write_source(SOUND.encode())

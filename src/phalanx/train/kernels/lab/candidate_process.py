@@ -13,6 +13,7 @@ import gc
 import importlib.abc
 import importlib.util
 import json
+import linecache
 import mmap
 import os
 import resource
@@ -22,7 +23,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -233,7 +234,9 @@ class _BadResultError(Exception):
 
 
 class _TextLoader(importlib.abc.InspectLoader):
-    """Runs a module from its text; Triton asks it for the text again."""
+    """Runs a module from its text; Triton asks for the lines of its kernels again."""
+
+    FILE = "candidate.py"
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -242,13 +245,19 @@ class _TextLoader(importlib.abc.InspectLoader):
         """The text."""
         return self._text
 
+    def get_code(self, fullname: str) -> CodeType:
+        """Compiled, under a file name that the lines are known by."""
+        return self.source_to_code(self._text, self.FILE)  # type: ignore[return-value, unused-ignore]
+
 
 def _load_kernel(source: str) -> Callable[..., Any]:
-    spec = importlib.util.spec_from_loader("candidate", _TextLoader(source), origin="candidate.py")
+    file = _TextLoader.FILE
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    spec = importlib.util.spec_from_loader("candidate", _TextLoader(source), origin=file)
     assert spec is not None
     assert spec.loader is not None
     module: ModuleType = importlib.util.module_from_spec(spec)
-    module.__file__ = "candidate.py"
+    module.__file__ = file
     sys.modules["candidate"] = module
     spec.loader.exec_module(module)
     kernel = getattr(module, "kernel", None)
@@ -295,7 +304,7 @@ def _run_kernel(
         if begin is not None:
             begin.record()
         returned = [
-            _call_kernel(kernel, inputs, outputs, given, wanted, data)
+            _call_kernel(kernel, inputs, outputs, given, wanted, data, at_once=request["poison"])
             for inputs, outputs, given in zip(sets, places, back, strict=True)
         ]
         if end is not None:
@@ -318,13 +327,19 @@ def _call_kernel(
     given: list[Tensor],
     wanted: list[int],
     data: Tensor,
+    *,
+    at_once: bool,
 ) -> list[Tensor]:
-    """Results, then gradients of the wanted inputs; raises _BadResultError for what is not as it should be."""
+    """Results, then gradients of the wanted inputs; raises _BadResultError for what is not as it should be.
+
+    `at_once` copies results before gradients: autograd waits for other streams, and would hide work left on one.
+    """
     returned = kernel(*inputs)
     outputs = returned if isinstance(returned, tuple) else (returned,)
     _check_results(outputs, places, data, "result")
+    results = [one.detach().clone() for one in outputs] if at_once else list(outputs)
     if not wanted:
-        return list(outputs)
+        return results
     pairs = [(one, grad) for one, grad in zip(outputs, given, strict=True) if one.requires_grad]
     if not pairs:
         raise _BadResultError("has no gradients: its results do not depend on its inputs as far as autograd sees")
@@ -335,7 +350,7 @@ def _call_kernel(
         if gradient is None:
             raise _BadResultError(f"has no gradient for input {wanted[number]}")
         _check_results((gradient,), [kind], data, "gradient", own_memory=False)
-    return [*outputs, *found]
+    return [*results, *found]
 
 
 def _read_places(listed: list[Any]) -> list[Place]:

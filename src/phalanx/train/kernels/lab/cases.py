@@ -24,6 +24,7 @@ CONDITION_ALLOWANCE = 4.0  # times what the reference itself loses in float32, o
 WIDE_POWER, OUTLIER = 5, 32.0  # rows are multiplied by 2^-5 to 2^5, one element in a hundred by 32 more
 # On a CPU, of the shape that is timed: enough to leave the caches, little enough for a float64 truth in a second.
 MOST_CPU_BYTES, MOST_CPU_FLOPS = 48 * MB, 4e9
+KEPT_TIMES = 120  # the guard keeps inputs and results of all timed calls of a GPU: about 80 times what one moves
 MOST_GPU_BYTES, MOST_GPU_FLOPS = 1024 * MB, 2e12
 
 
@@ -84,6 +85,8 @@ def timed_shape(op: KernelOp, dtype: torch.dtype, device: torch.device) -> dict[
     """The largest shape that this device measures in reasonable time; where all are larger, the largest odd one."""
     on_gpu = device.type == "cuda"
     most_bytes, most_flops = (MOST_GPU_BYTES, MOST_GPU_FLOPS) if on_gpu else (MOST_CPU_BYTES, MOST_CPU_FLOPS)
+    if on_gpu:
+        most_bytes = min(most_bytes, torch.cuda.get_device_properties(device).total_memory // KEPT_TIMES)
 
     def moved_bytes(shape: Any) -> int:
         work = op.count_work(shape, dtype)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.errors import Problem, SystemFailure
 from phalanx.io.values import printable
 from phalanx.train.kernels.kernel_op import KernelOp, Shape
 from phalanx.train.kernels.lab.arena import (
@@ -155,6 +156,9 @@ def judge_candidate(
             timing = trial.judge_time(batches, machine) if batches else None
     except RefusedError as error:
         return replace(known, kind=error.kind, reason=str(error), barriers=trial.barriers)
+    except torch.OutOfMemoryError as error:  # ours: the candidate's is one of its process
+        what = "the GPU has too little memory to judge a kernel at these sizes"
+        raise SystemFailure(Problem(where=op.name, what=what, fix="time it at a smaller --shape")) from error
     return replace(
         known,
         passed=True,
