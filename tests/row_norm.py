@@ -27,10 +27,10 @@ def _builtin(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
-    source = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape["tokens"], shape["width"], generator=source)
-    w = torch.rand(shape["width"], generator=source) + 0.5
-    return x.to(device, dtype), w.to(device, dtype)
+    source = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(shape["tokens"], shape["width"], generator=source, device=device)
+    w = torch.rand(shape["width"], generator=source, device=device) + 0.5
+    return x.to(dtype), w.to(dtype)
 
 
 def _work(shape: Shape, dtype: torch.dtype) -> KernelWork:

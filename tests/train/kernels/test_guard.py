@@ -16,6 +16,7 @@ from phalanx.train.kernels.lab.machine_limits import MachineLimits
 from phalanx.units import GIB
 
 CHEATS = sorted((Path(__file__).parent / "cheats").glob("*.txt"))
+ON_GPU = sorted((Path(__file__).parent / "gpu_kernels").glob("*.txt"))
 MACHINE = MachineLimits(bytes_per_s=1e11, flops_per_s=1e13)
 
 
@@ -54,6 +55,25 @@ def test_a_cheat_is_refused(path: Path, server: CandidateServer) -> None:
     assert not verdict.passed
     assert verdict.kind in head[0].split("|"), verdict.reason
     assert verdict.reason
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("path", ON_GPU, ids=lambda path: path.stem)
+def test_kernels_on_a_gpu(path: Path, server: CandidateServer) -> None:
+    """Streams, events, contexts, and Triton's compiler."""
+    source = path.read_text()
+    head = source.partition(":")[0].removeprefix("# ").split()
+    verdict = judge_candidate(
+        source,
+        ROW_NORM,
+        server=server,
+        device="cuda",
+        timed="timed" in head,
+        shape={"tokens": 16384, "width": 4096},
+        limits=CandidateLimits(seconds=5.0 if head[0] == "time" else 60.0),
+    )
+    assert (verdict.kind or "passes") in head[0].split("|"), verdict.reason
 
 
 def test_there_are_many_cheats() -> None:
