@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from phalanx.api import data as data
     from phalanx.api import fabric as fabric
+    from phalanx.api import kernels as kernels
     from phalanx.api import peers as peers
     from phalanx.api import scale as scale
     from phalanx.api.checking import check, explain, fix
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 
 # Where each public name lives; imported on first use, since `phalanx --help` must not pay for numpy.
 _HOMES = {
-    "phalanx.api": ("data", "fabric", "peers", "scale"),
+    "phalanx.api": ("data", "fabric", "kernels", "peers", "scale"),
     "phalanx.api.checking": ("check", "explain", "fix", "rules"),
     "phalanx.api.checkpoints": ("checkpoints", "export"),
     "phalanx.api.clusters": ("accelerators", "cluster", "describe_cluster", "probe"),
@@ -133,6 +134,7 @@ __all__ = [
     "init",
     "job_schema",
     "join_run",
+    "kernels",
     "launch",
     "list_outside_drills",
     "load",

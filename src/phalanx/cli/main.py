@@ -84,6 +84,11 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "metrics grafana",
         "export a run's metrics to Prometheus, OTLP, TensorBoard, MLflow or W&B",
     ),
+    "kernels": (
+        "phalanx.cli.kernels",
+        "kernels.operations kernels.bench kernels.verify kernels.new kernels.skill_eval",
+        "list, measure, verify and start GPU kernels",
+    ),
     "calibrate": ("phalanx.cli.calibrate", "calibrate", "fit the cost model to steps measured on your system"),
 }
 FORMER_NAMES = {"validate": "backtest"}  # until 0.7
@@ -93,7 +98,7 @@ VERB_GROUPS = {
     "prepare": "init import show schema data",
     "plan": "plan scale cluster probe calibrate backtest",
     "check before training": "check rules explain verify trace",
-    "train": "train peers agent drill checkpoints export",
+    "train": "train peers agent drill checkpoints export kernels",
     "launch": "launch queue why logs cancel requeue",
     "watch and compare": "watch report diff web metrics",
     "network and simulation": "fabric sim",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from phalanx.io.style import REPORT_CSS
 from phalanx.units import format_bytes, format_count, format_seconds
 
 WIDTH, HEIGHT = 640, 220
@@ -33,6 +34,12 @@ def svg_element(name: str, content: str = "", **attributes: object) -> str:
         words.append(f'{key.rstrip("_").replace("_", "-")}="{shown}"')
     head = " ".join(words)
     return f"<{head}>{content}</{name}>" if content else f"<{head}/>"
+
+
+def standalone_svg(svg: str) -> str:
+    """With our style sheet inside, for a file that no page surrounds."""
+    style = f'<style>{REPORT_CSS.replace("<", "")}</style><rect width="100%" height="100%" fill="var(--page, #fff)"/>'
+    return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{style}", 1)
 
 
 def coloured_bar(parts: Sequence[tuple[str, float]], *, colours: Sequence[str], height: int = 26) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from phalanx.io.style import REPORT_CSS
-from phalanx.io.svg import PLANNED_STYLE, PlotLine, line_plot
+from phalanx.io.svg import PLANNED_STYLE, PlotLine, line_plot, standalone_svg
 from phalanx.scale.fit_points import optimum_estimates, predicted_losses
 from phalanx.scale.fit_result import ScalingFit
 from phalanx.scale.isoflop import group_budgets
@@ -25,13 +24,7 @@ def fit_plots(fit: ScalingFit, points: ScalingPoints) -> Mapping[str, str]:
         "residuals.svg": _residual_plot(fit, points),
         "frontier.svg": _frontier_plot(fit, points),
     }
-    return {name: _standalone_svg(svg) for name, svg in made.items() if svg}
-
-
-def _standalone_svg(svg: str) -> str:
-    """With our style sheet inside, for a file that no page surrounds."""
-    style = f'<style>{REPORT_CSS.replace("<", "")}</style><rect width="100%" height="100%" fill="var(--page, #fff)"/>'
-    return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{style}", 1)
+    return {name: standalone_svg(svg) for name, svg in made.items() if svg}
 
 
 def _powers_of_ten(unit: str) -> Callable[[float], str]:

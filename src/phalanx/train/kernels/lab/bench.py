@@ -1,0 +1,243 @@
+"""`phalanx kernels bench`: an operation's variants beside eager PyTorch, torch.compile and the speed of light."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.io.svg import PLANNED_STYLE, PlotLine, line_plot, standalone_svg, svg_element
+from phalanx.io.values import printable
+from phalanx.train.kernels.kernel_op import KernelOp, Outputs, Shape
+from phalanx.train.kernels.lab.arena import DTYPES
+from phalanx.train.kernels.lab.cases import Case, check_shape, draw_inputs, find_truth, timed_shape
+from phalanx.train.kernels.lab.machine_limits import MachineLimits, measure_limits, median_seconds
+from phalanx.units import format_flops
+
+REPEATS = {"cpu": 10, "cuda": 20}
+MOST_TRUTH_BYTES = 2 * 2**30  # of float64 results: above that a measurement is not compared
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantTime:
+    """One variant at one shape; `seconds` is infinite and `problem` says why where it does not run here."""
+
+    shape: Mapping[str, int]
+    name: str
+    seconds: float
+    moved_bytes: int  # the least it must read and write
+    flops: int
+    light: float  # fraction of the speed of light
+    error: float = math.nan  # the largest error over what is allowed; not-a-number where it was not compared
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchTable:
+    """What was measured, where and with which software."""
+
+    op: str
+    dtype: str
+    device: str
+    device_name: str
+    date: str
+    torch: str
+    triton: str
+    bytes_per_s: float
+    flops_per_s: float
+    rows: tuple[VariantTime, ...]
+
+
+def find_device(text: str | None) -> torch.device:
+    """cpu or cuda, by what is asked for or what there is; raises UserError or SystemFailure with a clear sentence."""
+    found = text or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(found)
+    except RuntimeError:
+        raise mistake("--device", f'"{found[:40]}" is no device', fix="use cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise mistake("--device", f"kernels are measured on cpu and cuda, not on {device.type}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        what = "there is no GPU that this PyTorch can use"
+        raise SystemFailure(
+            Problem(where="--device cuda", what=what, fix="use --device cpu, which runs every operation")
+        )
+    return device
+
+
+def find_dtype(op: KernelOp, text: str | None) -> torch.dtype:
+    """The type of an option, of those the operation has; its first without one."""
+    known = {str(one).removeprefix("torch."): one for one in op.dtypes}
+    short = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "fp64": "float64"}
+    if text is None:
+        return next(iter(known.values()))
+    name = short.get(text, text)
+    if name not in known:
+        listed = ", ".join(known)
+        what = f"{op.name} has no {text[:40]}" if name in DTYPES else f'"{text[:40]}" is no type of numbers'
+        raise mistake("--dtype", what, fix=f"use {listed}")
+    return known[name]
+
+
+def measure_op(
+    op: KernelOp,
+    *,
+    shapes: Sequence[Shape] = (),
+    dtype: str | None = None,
+    device: str | None = None,
+    compiled: bool = True,
+    tell: Callable[[str], None] = lambda text: None,
+) -> BenchTable:
+    """Time every variant at every shape; a variant that fails is told and left."""
+    place, kind = find_device(device), find_dtype(op, dtype)
+    for shape in shapes:
+        check_shape(op, shape)
+    chosen = [dict(one) for one in shapes] or [timed_shape(op, kind, place)]
+    limits = measure_limits(place, kind)
+    rows: list[VariantTime] = []
+    for shape in chosen:
+        rows += _measure_shape(op, shape, kind, place, limits, compiled=compiled, tell=tell)
+    return BenchTable(
+        op=op.name,
+        dtype=str(kind).removeprefix("torch."),
+        device=place.type,
+        device_name=torch.cuda.get_device_name(place) if place.type == "cuda" else _cpu_name(),
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+        torch=torch.__version__,
+        triton=_triton_version(),
+        bytes_per_s=limits.bytes_per_s,
+        flops_per_s=limits.flops_per_s,
+        rows=tuple(rows),
+    )
+
+
+def _measure_shape(
+    op: KernelOp,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    limits: MachineLimits,
+    *,
+    compiled: bool,
+    tell: Callable[[str], None],
+) -> list[VariantTime]:
+    inputs = draw_inputs(op, Case(shape=shape, dtype=dtype, seed=1), device)
+    back = [torch.randn_like(one) if one.ndim else torch.ones_like(one) for one in op.reference(*inputs)]
+    work = op.count_work(shape, dtype)
+    calls: dict[str, Callable[..., Outputs]] = {"eager": op.reference}
+    if compiled:
+        calls["torch.compile"] = torch.compile(op.reference, dynamic=False)
+    if device.type in op.devices or device.type == "cpu":
+        calls |= op.variants
+    rows, truth = [], None
+    if work.written_bytes / dtype.itemsize * 8 <= MOST_TRUTH_BYTES:
+        truth = find_truth(op, inputs, dtype)
+    for name, call in calls.items():
+        tell(f"{op.name} {','.join(f'{key}={size}' for key, size in shape.items())}: {name}")
+        seconds, error, problem = math.inf, math.nan, ""
+        try:
+            with torch.no_grad():
+                if truth is not None:
+                    pairs = zip(call(*inputs), truth.values, truth.allowed, strict=True)
+                    error = max(_worst_ratio(got, true, allowed) for got, true, allowed in pairs)
+            timed = _timed_call(op, name, call, inputs, back)
+            seconds = median_seconds(timed, device, repeats=REPEATS[device.type])
+        except Exception as failure:  # a compiler that is not installed, a kernel that a device cannot run, no memory
+            problem = printable(f"{type(failure).__name__}: {failure}", most=160).splitlines()[0]
+        rows.append(
+            VariantTime(
+                shape=dict(shape),
+                name=name,
+                seconds=seconds,
+                moved_bytes=work.read_bytes + work.written_bytes,
+                flops=work.flops,
+                light=limits.least_seconds(work) / seconds,
+                error=error,
+                problem=problem,
+            )
+        )
+    return rows
+
+
+def _timed_call(
+    op: KernelOp, name: str, call: Callable[..., Outputs], inputs: tuple[torch.Tensor, ...], back: list[torch.Tensor]
+) -> Callable[[], object]:
+    """Forward, and backward where the operation has gradients: what its least work counts."""
+    if name in op.timed_in_place:
+        in_place, own = op.timed_in_place[name], [one.clone() for one in inputs]
+        return lambda: in_place(*own)
+    if not op.gradients:
+        return lambda: call(*inputs)
+    given = [one.detach().requires_grad_(place in op.gradients) for place, one in enumerate(inputs)]
+    wanted = [given[place] for place in op.gradients]
+
+    def both_ways() -> object:
+        results = [(one, grad) for one, grad in zip(call(*given), back, strict=True) if one.requires_grad]
+        return torch.autograd.grad([one for one, _ in results], wanted, [grad for _, grad in results])
+
+    return both_ways
+
+
+def _worst_ratio(got: torch.Tensor, true: torch.Tensor, allowed: torch.Tensor) -> float:
+    if not got.numel():
+        return 0.0
+    ratio = (got.double() - true).abs() / allowed.clamp(min=torch.finfo(torch.float32).tiny)
+    return float(torch.nan_to_num(ratio, nan=math.inf).max())
+
+
+def _cpu_name() -> str:
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _triton_version() -> str:
+    from phalanx.io.packages import installed_version
+
+    return installed_version("triton") or "none"
+
+
+def roofline_svg(table: BenchTable) -> str:
+    """Arithmetic per second over arithmetic per byte: the two roofs of the machine, and each variant as a dot."""
+    rows = [one for one in table.rows if math.isfinite(one.seconds) and one.flops > 0 and one.moved_bytes > 0]
+    if not rows:
+        return ""
+    ridge = math.log10(table.flops_per_s / table.bytes_per_s)
+    marks = [math.log10(one.flops / one.moved_bytes) for one in rows]
+    low, high = min(*marks, ridge) - 0.5, max(*marks, ridge) + 0.5
+    roof = PlotLine(
+        label="speed of light",
+        x=[low, ridge, high],
+        mean=[math.log10(table.bytes_per_s) + low, math.log10(table.flops_per_s), math.log10(table.flops_per_s)],
+        style=PLANNED_STYLE,
+    )
+    names = list(dict.fromkeys(one.name for one in rows))
+    lines = [
+        PlotLine(
+            label=name,
+            x=[mark for one, mark in zip(rows, marks, strict=True) if one.name == name],
+            mean=[math.log10(one.flops / one.seconds) for one in rows if one.name == name],
+            style=str(place % 3 + 1),
+            dots=True,
+        )
+        for place, name in enumerate(names)
+    ]
+    picture = line_plot(
+        f"roofline of {table.op}, {table.dtype}, on {table.device_name}",
+        [roof, *lines],
+        show=lambda value: format_flops(10.0**value).removesuffix("FLOP/s").strip(),
+        show_x=lambda value: f"{10.0**value:.3g}",
+    )
+    words = [
+        svg_element("text", "FLOP/s", class_="tick", x=68.0, y=22.0),
+        svg_element("text", "FLOP per byte", class_="tick", text_anchor="end", x=630.0, y=188.0),
+    ]
+    for place, name in enumerate(names):
+        best = max(one.light for one in rows if one.name == name)
+        y = 174.0 - 14.0 * (len(names) - 1 - place)
+        words.append(svg_element("circle", class_=f"dot s{place % 3 + 1}", cx=420.0, cy=y - 4.0, r=3))
+        words.append(svg_element("text", printable(f"{name}: {best:.0%} of light"), class_="tick", x=428.0, y=y))
+    return standalone_svg(picture.replace("</svg>", "\n".join([*words, "</svg>"])))

@@ -1,0 +1,383 @@
+"""`python -m phalanx.train.kernels.lab.candidate_process SOCKET`: forks a process per candidate, locked in.
+
+Importing torch takes two seconds; forking takes milliseconds. This process imports it once, runs no candidate itself
+and knows no inputs, no truth and no seeds. A fork gives up files, network and other processes, then runs the
+candidate on what lies in the arena. Whatever a candidate changes in its fork, it can only change what its own fork
+says: values are judged by the judge, from the arena.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib.abc
+import importlib.util
+import json
+import linecache
+import mmap
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional
+from torch import Tensor
+
+from phalanx.train.kernels.lab.arena import NOTES_AT, NOTES_BYTES, Place, map_cuda, view_place
+from phalanx.train.kernels.lab.file_rights import readable_folders, restrict_files
+from phalanx.train.kernels.lab.syscall_filter import forbid_calls
+
+MESSAGE_BYTES = 64 * 1024
+# What a kernel may import; loaded before files are forbidden.
+ALLOWED_MODULES = (
+    "__future__", "abc", "collections", "contextlib", "dataclasses", "enum", "functools", "itertools", "math",
+    "numbers", "operator", "torch", "triton", "types", "typing",
+)  # fmt: skip
+_LOADED_LATE = ("torch.fx.experimental.symbolic_shapes",)  # by PyTorch, at the first gradient
+_FORBIDDEN_EVENTS = (
+    "ctypes.dlopen", "ctypes.cdata", "fcntl.", "ftplib.", "glob.", "http.", "imaplib.", "mmap.", "nntplib.", "os.",
+    "pathlib.", "poplib.", "pty.", "resource.", "shutil.", "signal.", "smtplib.", "socket.", "sqlite3.", "subprocess.",
+    "syslog.", "tempfile.", "urllib.", "webbrowser.",
+)  # fmt: skip
+_PR_SET_PDEATHSIG = 1
+
+_clock, _dumps, _loads, _is_tensor = time.perf_counter, json.dumps, json.loads, torch.Tensor
+_watched: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional, torch.autograd, torch.cuda, torch.linalg, time)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve forks until the judge closes its end."""
+    judge = socket.socket(fileno=int(arguments[0]))
+    _die_with_parent()
+    for name in (*ALLOWED_MODULES, *_LOADED_LATE):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            sys.modules[name] = None  # type: ignore[assignment]  # asked for later, it is missing without a look at files
+    gc.collect()
+    gc.freeze()  # forks share what is not touched
+    judge.send(b"{}")
+    while True:
+        raw, files, _, _ = socket.recv_fds(judge, MESSAGE_BYTES, 2)
+        if not raw:
+            return 0
+        request = _loads(raw)
+        if request["do"] == "fork":
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    judge.close()
+                    _serve_candidate(files[0], files[1], request)
+                finally:
+                    os._exit(0)
+            for one in files:
+                os.close(one)
+            judge.send(_dumps({"pid": pid}).encode())
+        else:
+            os.kill(request["pid"], signal.SIGKILL)
+            judge.send(_dumps({"status": os.waitpid(request["pid"], 0)[1]}).encode())
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+# ---- in the fork, before the candidate runs --------------------------------------------------------------------------
+
+
+def _serve_candidate(link_file: int, block_file: int, settings: dict[str, Any]) -> None:
+    """One candidate, from its text to its end."""
+    _die_with_parent()
+    os.setpgid(0, 0)
+    _close_files(keep=(link_file, block_file))
+    link = socket.socket(fileno=link_file)
+    block = mmap.mmap(block_file, 0)
+    os.close(block_file)
+    data = torch.frombuffer(block, dtype=torch.uint8)
+    device = torch.device(settings["device"])
+    source = bytes(block[8 : 8 + int.from_bytes(block[0:8], "little")]).decode()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(settings["threads"])
+    if settings["cache"]:
+        os.environ["TRITON_CACHE_DIR"] = os.environ["TMPDIR"] = settings["cache"]
+    if device.type == "cuda":
+        data = map_cuda(settings["cuda"])
+    _warm_up(device)
+    if settings["cache"] and sys.modules.get("triton") is not None:
+        # Its driver asks a program where libcuda is, once.
+        sys.modules["triton"].runtime.driver.active.utils  # type: ignore[attr-defined]  # noqa: B018
+    barriers = _lock_in(settings, device)
+    _watch_events(block, settings, device)
+    before = _names_now()
+    link.send(_dumps({"barriers": barriers}).encode())
+    kernel: Callable[..., Any] | None = None
+    while raw := link.recv(MESSAGE_BYTES):
+        request = _loads(raw)
+        try:
+            if request["do"] == "load":
+                kernel = _load_kernel(source)
+                answer: dict[str, Any] = {}
+            elif request["do"] == "nothing":
+                answer = {}
+            else:
+                assert kernel is not None
+                answer = _run_kernel(kernel, data, request, device)
+            if changed := _changed_names(before):
+                answer = {"problem": f"replaced {changed[0]}"}
+        except _BadResultError as error:
+            answer = {"problem": str(error)[:800]}
+        except BaseException as error:  # also SystemExit: a kernel that ends its process has not answered
+            answer = {"problem": f"raised {type(error).__name__}: {error}"[:800], "raised": type(error).__name__}
+        link.send(_dumps(answer).encode()[:MESSAGE_BYTES])
+
+
+def _close_files(*, keep: tuple[int, ...]) -> None:
+    empty = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(empty, standard)
+    below = 3
+    for one in sorted(keep):
+        os.closerange(below, one)
+        below = one + 1
+    os.closerange(below, 65536)
+
+
+def _warm_up(device: torch.device) -> None:
+    """Load what PyTorch loads at its first product, reduction and gradient: afterwards no file can be opened."""
+    for dtype in (torch.float32, torch.bfloat16):
+        first = torch.ones(4, 4, dtype=dtype, device=device, requires_grad=True)
+        product = torch.nn.functional.linear(first, first)
+        mixed = torch.softmax(torch.nn.functional.silu(product), -1) + torch.nn.functional.layer_norm(product, (4,))
+        torch.autograd.grad([mixed], [first], [torch.einsum("ab,ab->ab", mixed, mixed).detach()])
+    _Identity.apply(torch.ones(1, device=device, requires_grad=True)).backward()
+    if device.type == "cuda":
+        torch.cuda.Event(enable_timing=True).record()
+        torch.cuda.synchronize()
+
+
+class _Identity(torch.autograd.Function):
+    """Custom gradients load parts of PyTorch too."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _lock_in(settings: dict[str, Any], device: torch.device) -> list[str]:
+    """Limits and barriers that the candidate cannot lift; those that hold, by name."""
+    on_gpu, compiling = device.type == "cuda", settings["compile"]
+    barriers = ["a process of its own"]
+    if not compiling:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    seconds = int(settings["seconds"]) + 5
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds * 64, seconds * 64))  # of all threads; the judge's clock is sooner
+    if not on_gpu:  # drivers reserve more addresses than there is memory
+        with open("/proc/self/statm") as file:
+            most = int(file.read().split()[0]) * mmap.PAGESIZE + settings["memory"]
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        barriers.append("memory limit")
+    elif restrict_files(writable=[settings["cache"]] if settings["cache"] else [], run_programs=compiling):
+        barriers.append("landlock")
+    if not compiling and forbid_calls(allow_reading=on_gpu):
+        barriers.append("seccomp")
+    return barriers
+
+
+def _watch_events(block: mmap.mmap, settings: dict[str, Any], device: torch.device) -> None:
+    """Note and refuse what Python itself reports of files, network and processes: it names what was tried."""
+    if settings["compile"]:
+        return
+    on_gpu = device.type == "cuda"
+    readable = (*readable_folders(), "/dev", *([settings["cache"]] if settings["cache"] else []))
+    own_prefix = str(settings["cache"] or "\0")
+
+    def watch_event(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path = arguments[0]
+            is_library = isinstance(path, str) and path.startswith(readable) and "w" not in str(arguments[1])
+            if (is_library and on_gpu) or isinstance(path, int):
+                return
+            if is_library:  # lines of a traceback, a late import: it fails below, and nobody is to blame
+                raise PermissionError("a kernel may not use files")
+        elif not event.startswith(_FORBIDDEN_EVENTS):
+            return
+        elif on_gpu and (event.startswith("ctypes.") or any(str(one).startswith(own_prefix) for one in arguments)):
+            return  # Triton's driver, and its folder of compiled kernels
+        elif on_gpu and event in ("os.listdir", "os.scandir", "os.putenv", "os.unsetenv"):
+            return
+        text = f"{event} {arguments[0] if arguments else ''}"[:300].encode("utf-8", "replace").replace(b"\0", b"?")
+        if block[NOTES_AT] == 0:
+            block[NOTES_AT : NOTES_AT + len(text)] = text
+        raise PermissionError(f"a kernel may not use files, the network or other processes ({event})")
+
+    assert NOTES_BYTES > 300
+    sys.addaudithook(watch_event)
+
+
+# ---- the candidate ---------------------------------------------------------------------------------------------------
+
+
+class _BadResultError(Exception):
+    """A kernel's result is not what the contract asks for."""
+
+
+class _TextLoader(importlib.abc.InspectLoader):
+    """Runs a module from its text; Triton asks for the lines of its kernels again."""
+
+    FILE = "candidate.py"
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def get_source(self, fullname: str) -> str:
+        """The text."""
+        return self._text
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compiled, under a file name that the lines are known by."""
+        return self.source_to_code(self._text, self.FILE)  # type: ignore[return-value, unused-ignore]
+
+
+def _load_kernel(source: str) -> Callable[..., Any]:
+    file = _TextLoader.FILE
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    spec = importlib.util.spec_from_loader("candidate", _TextLoader(source), origin=file)
+    assert spec is not None
+    assert spec.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    module.__file__ = file
+    sys.modules["candidate"] = module
+    spec.loader.exec_module(module)
+    kernel = getattr(module, "kernel", None)
+    if not callable(kernel):
+        raise _BadResultError("defines no function kernel")
+    found: Callable[..., Any] = kernel
+    return found
+
+
+def _names_now() -> dict[tuple[int, str], int]:
+    return {
+        (place, name): id(value)
+        for place, one in enumerate(_watched)
+        for name, value in list(vars(one).items())
+        if not name.startswith("_")
+    }
+
+
+def _changed_names(before: dict[tuple[int, str], int]) -> list[str]:
+    now = _names_now()
+    return [f"{_watched[key[0]].__name__}.{key[1]}" for key, value in before.items() if now.get(key, value) != value]
+
+
+def _run_kernel(
+    kernel: Callable[..., Any], data: Tensor, request: dict[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """Run it once on each set of inputs of the request, and copy what it returns to where the judge reads it."""
+    on_gpu, wanted = device.type == "cuda", request["differentiable"]
+    # Fresh memory is filled with not-a-number in runs that are checked only: filling takes time.
+    # (torch.use_deterministic_algorithms would import the compiler first.)
+    torch._C._set_deterministic_fill_uninitialized_memory(True)
+    torch._C._set_deterministic_algorithms(request["poison"], warn_only=True)
+    # .data: autograd counts changes of each alone, where views of one arena would count together
+    sets = [[view_place(data, one).data for one in _read_places(part)] for part in request["inputs"]]
+    for inputs in sets:
+        for place in wanted:
+            inputs[place].requires_grad_()
+    places = [_read_places(part) for part in request["outputs"]]
+    back = [[view_place(data, one).data for one in _read_places(part)] for part in request["output_gradients"]]
+    begin = torch.cuda.Event(enable_timing=True) if on_gpu else None
+    end = torch.cuda.Event(enable_timing=True) if on_gpu else None
+    with torch.set_grad_enabled(bool(wanted)):
+        start = _clock()
+        if begin is not None:
+            begin.record()
+        returned = [
+            _call_kernel(kernel, inputs, outputs, given, wanted, data, at_once=request["poison"])
+            for inputs, outputs, given in zip(sets, places, back, strict=True)
+        ]
+        if end is not None:
+            end.record()
+        seconds = _clock() - start
+    asked = [_read_places(part) for part in request["gradients"]]
+    for results, listed, gradients in zip(returned, places, asked, strict=True):
+        for result, place in zip(results, (*listed, *gradients), strict=True):
+            view_place(data, place).copy_(result.detach())
+    if begin is not None and end is not None:
+        torch.cuda.synchronize()
+        seconds = begin.elapsed_time(end) / 1e3
+    return {"seconds": seconds}
+
+
+def _call_kernel(
+    kernel: Callable[..., Any],
+    inputs: list[Tensor],
+    places: list[Place],
+    given: list[Tensor],
+    wanted: list[int],
+    data: Tensor,
+    *,
+    at_once: bool,
+) -> list[Tensor]:
+    """Results, then gradients of the wanted inputs; raises _BadResultError for what is not as it should be.
+
+    `at_once` copies results before gradients: autograd waits for other streams, and would hide work left on one.
+    """
+    returned = kernel(*inputs)
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    _check_results(outputs, places, data, "result")
+    results = [one.detach().clone() for one in outputs] if at_once else list(outputs)
+    if not wanted:
+        return results
+    pairs = [(one, grad) for one, grad in zip(outputs, given, strict=True) if one.requires_grad]
+    if not pairs:
+        raise _BadResultError("has no gradients: its results do not depend on its inputs as far as autograd sees")
+    sources = [inputs[place] for place in wanted]
+    found = torch.autograd.grad([one for one, _ in pairs], sources, [grad for _, grad in pairs], allow_unused=True)
+    kinds = [Place(0, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in sources]
+    for number, (gradient, kind) in enumerate(zip(found, kinds, strict=True)):
+        if gradient is None:
+            raise _BadResultError(f"has no gradient for input {wanted[number]}")
+        _check_results((gradient,), [kind], data, "gradient", own_memory=False)
+    return [*results, *found]
+
+
+def _read_places(listed: list[Any]) -> list[Place]:
+    return [Place(offset, dtype, tuple(shape)) for offset, dtype, shape in listed]
+
+
+def _check_results(
+    outputs: tuple[Any, ...], places: list[Place], data: Tensor, noun: str, *, own_memory: bool = True
+) -> None:
+    if len(outputs) != len(places):
+        raise _BadResultError(f"returned {len(outputs)} tensors, not {len(places)}")
+    first, last = data.data_ptr(), data.data_ptr() + data.numel()
+    for number, (output, place) in enumerate(zip(outputs, places, strict=True)):
+        name = f"{noun} {number}"
+        if type(output) is not _is_tensor:
+            raise _BadResultError(f"{name} is of type {type(output).__name__}, not a plain torch.Tensor")
+        if tuple(output.shape) != place.shape:
+            raise _BadResultError(f"{name} has shape {list(output.shape)}, not {list(place.shape)}")
+        if str(output.dtype) != f"torch.{place.dtype}":
+            raise _BadResultError(f"{name} is {str(output.dtype).removeprefix('torch.')}, not {place.dtype}")
+        if output.device.type != data.device.type:
+            raise _BadResultError(f"{name} is on {output.device.type}, not on {data.device.type}")
+        if own_memory and output.numel() and first <= output.data_ptr() < last:
+            raise _BadResultError(f"{name} shares memory with an input")
+        if own_memory and not output.is_contiguous():
+            raise _BadResultError(f"{name} is not contiguous: a view stands in for values that were not written")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""What this device can do at most, measured in the same run: bytes copied and matrix products per second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from phalanx.train.kernels.kernel_op import KernelWork
+from phalanx.units import MIB
+
+COPY_BYTES = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
+FLUSH_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}  # more than the last cache of any GPU; a CPU's may be larger
+PRODUCT_SIZE = {"cpu": 768, "cuda": 8192}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineLimits:
+    """Of one device and type of number."""
+
+    bytes_per_s: float  # read plus written, by a large copy
+    flops_per_s: float  # by a large matrix product
+
+    def least_seconds(self, work: KernelWork) -> float:
+        """The time at the speed of light: the larger of moving its bytes and doing its arithmetic."""
+        moved = work.read_bytes + work.written_bytes
+        return max(moved / self.bytes_per_s, work.flops / self.flops_per_s)
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
+    """The best of several large copies and products; under a second on a CPU, milliseconds on a GPU."""
+    size = COPY_BYTES[device.type]
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    copying = min(measure_calls(lambda: target.copy_(source), device, repeats=7))
+    side = PRODUCT_SIZE[device.type]
+    factor = torch.randn(side, side, device=device).to(dtype if dtype.itemsize >= 2 else torch.bfloat16)
+    product = min(measure_calls(lambda: factor @ factor, device, repeats=5))
+    return MachineLimits(bytes_per_s=2 * size / copying, flops_per_s=2 * side**3 / product)
+
+
+def flush_caches(device: torch.device, kept: dict[str, torch.Tensor]) -> None:
+    """Write over what the caches hold; `kept` holds the block between calls."""
+    block = kept.get(device.type)
+    if block is None:
+        block = kept[device.type] = torch.zeros(FLUSH_BYTES[device.type], dtype=torch.uint8, device=device)
+    block.fill_(1)
+    synchronize_device(device)
+
+
+def synchronize_device(device: torch.device) -> None:
+    """Wait for all streams of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_calls(
+    call: Callable[[], object], device: torch.device, *, repeats: int, warm_up: int = 1, flush: bool = False
+) -> list[float]:
+    """Seconds of each call: by events on a GPU, by the clock on a CPU."""
+    kept: dict[str, torch.Tensor] = {}
+    for _ in range(warm_up):
+        call()
+    synchronize_device(device)
+    found = []
+    for _ in range(repeats):
+        if flush:
+            flush_caches(device, kept)
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            torch.cuda.synchronize(device)
+            found.append(begin.elapsed_time(end) / 1e3)
+        else:
+            start = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - start)
+    return found
+
+
+def median_seconds(call: Callable[[], object], device: torch.device, *, repeats: int) -> float:
+    """The median of flushed calls."""
+    return median(measure_calls(call, device, repeats=repeats, warm_up=3, flush=True))
