@@ -927,6 +927,27 @@ def test_ranks_begin_in_the_spare_slots_of_a_host_only_if_others_do_not_come(mak
         assert stage.seats == places
 
 
+def test_hosts_that_are_to_join_are_waited_for_before_spare_slots_are_used(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(launch={"hosts": ["a"], "slots": [4], "spares": [2], "join": 2})
+    stage.host("a", 4)
+    stage.coordinator.tick()
+    assert stage.world == 0
+    stage.host("b", 2)
+    stage.coordinator.tick()
+    assert stage.seats == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
+
+
+def test_a_lost_host_s_ranks_go_to_spare_slots_last(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(launch={"hosts": ["a", "b", "c"], "slots": [3, 2, 2], "spares": [1, 0, 0]})
+    for name, slots in (("a", 3), ("b", 2), ("c", 2)):
+        stage.host(name, slots)
+    stage.start(step=7)
+    assert stage.seats == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
+    stage.agents["b"].hang_up()
+    stage.pass_time(1.5)
+    assert stage.seats == [["a", 0], ["a", 1], ["c", 0], ["c", 1]]
+
+
 def test_a_coordinator_that_was_stopped_itself_blames_nobody(stage: Stage) -> None:
     agent = stage.host("a", 4)
     stage.start(step=7)

@@ -272,6 +272,10 @@ def test_a_lost_host_is_left_out_and_its_replica_built_on_a_spare_one() -> None:
     saved = SavedState.from_json(json.loads(json.dumps(play.state.saved.to_json())))
     assert saved.membership is not None
     assert saved.membership.ranks_on("s") == {0: 2, 1: 3}, "another coordinator knows where it went"
+    # The lost one was only frozen, and its ranks live: they belong to nobody any more.
+    play.hear("joined", host="b", hello={"host": "b", "address": "127.0.0.1", "time": play.now_s})
+    play.hear("status", host="b", slots={0: 1000, 1: 1001}, epoch=1, digest="as it was", went=1, wishes=0)
+    assert (play.told[-1], play.sent[-1]["slots"]) == (("b", "clear"), [0, 1])
 
 
 def test_after_ranks_have_moved_the_next_membership_is_told_in_full() -> None:

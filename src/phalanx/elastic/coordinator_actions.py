@@ -69,6 +69,7 @@ class Coordinator:
             job=plan.job,
             planned=plan.layout,
             num_slots=sum(slots),
+            num_hosts=max(len(hosts), int(launch.get("join") or 0)),
             first_spare={
                 host: count - int(spare) for host, count, spare in zip(hosts, slots, spares, strict=False) if spare
             },

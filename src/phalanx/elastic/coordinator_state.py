@@ -34,6 +34,7 @@ class CoordinatorSettings:
     job: Job
     planned: Layout
     num_slots: int = 0  # of all hosts that were launched
+    num_hosts: int = 0  # that were launched or are to join
     first_spare: Mapping[str, int] = field(default_factory=dict)  # by host: from this slot on they are spare ones
     prescribed: tuple[Message, ...] = ()  # layouts that a replay takes up, each from a step on
     num_plans: int = 1  # that the run has had; goes into its record

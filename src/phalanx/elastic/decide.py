@@ -360,6 +360,9 @@ def _compare_status(decision: Decision, host: HostView, message: Message) -> Non
         tell_membership(decision, [host])
         decision.touch_host(host.changed(announced_generation=saved.generation))
     elif not ranks:
+        if generation == saved.generation and message["digest"] != saved.membership.digest:
+            # Its ranks went elsewhere within the generation: those that it still has belong to nobody.
+            decision.send(host.name, {"kind": "clear", "epoch": generation, "slots": sorted(host.alive)})
         return
     elif int(message["went"]) < saved.generation and saved.go is not None:
         decision.send(host.name, go_of(saved, host.name))

@@ -42,8 +42,8 @@ def await_hosts(decision: Decision) -> None:
     waited_s = decision.now_s - state.began_s
     if state.num_usable >= wanted and (
         # Else the first host to come would run in its spare slots what others are to run, and hold all copies itself.
-        have_all_arrived
-        or not state.settings.first_spare
+        not state.settings.first_spare
+        or (have_all_arrived and state.num_here >= state.settings.num_hosts)
         or sum(not state.is_spare(place) for place in state.living_slots()) >= wanted
         or waited_s > min(patience_s, SPREAD_S)
     ):
@@ -216,7 +216,7 @@ def _replace_lost_slots(state: CoordinatorState, before: Membership, generation:
             others += [place for place in free if place not in quarantined]
     if len(others) < len(lost):
         return None
-    return before.with_moved(generation, replace_slots(before, sorted(lost), others))
+    return before.with_moved(generation, replace_slots(before, sorted(lost), sorted(others, key=state.is_spare)))
 
 
 def _slots_of_ended(state: CoordinatorState, before: Membership) -> set[HostSlot]:

@@ -78,7 +78,10 @@ def test_steps_that_were_held_and_lost_and_steps_that_were_only_done(story: Stor
     outcome = told(story, shot(at))[1]
     assert (outcome.steps_lost, outcome.steps_redone, outcome.source) == (2, 3, "disk")
     # Had a frozen host been the only one, its copies would have gone with it, and no other held any.
-    assert told(story, shot(at, "freeze"))[1].steps_lost == 0
+    assert told(story, shot(at, "freeze", host="host0"))[1].steps_lost == 2, "its host went on"
+    *_, formed, _ = story.supervisor
+    formed["members"] = [{**one, "host": "another"} for one in formed["members"]]
+    assert told(story, shot(at, "freeze", host="host0"))[1].steps_lost == 0
 
 
 def test_an_epoch_in_which_nobody_stepped_is_no_recovery(survived: Story) -> None:

@@ -14,6 +14,8 @@ from phalanx.train.drill.history import DrillHistory, GenerationHistory, StepExe
 from phalanx.train.drill.judge import Verdict, evidence_text
 from phalanx.units import plural
 
+TAKES_HOST = ("host", "freeze", "partition")  # out of reach of the others, with all that its memory holds
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultOutcome:
@@ -177,7 +179,7 @@ def _fault_outcome(
     first = _first_step(later)
     lost = redone = None
     if later is not None:
-        held = [one.held for one in later.undone if not _went_with_host(history, fired, one.generation)]
+        held = [one.held for one in later.undone if not _went_with_host(history, fired, one.generation, later)]
         lost = max(0, max(held, default=0) - later.restore_step)
         redone = sum(one.complete for one in later.undone)  # one that was cut short was never done
     return FaultOutcome(
@@ -198,11 +200,12 @@ def _fault_outcome(
     )
 
 
-def _went_with_host(history: DrillHistory, fired: Firing, number: int) -> bool:
+def _went_with_host(history: DrillHistory, fired: Firing, number: int, later: GenerationHistory) -> bool:
     """Whether a fault took the only host of a generation, and with it all copies in memory: no other held any."""
     generation = history.generation(number)
     hosts = {member.host for member in generation.members} if generation is not None else set[str]()
-    return FAULT_KINDS[fired.kind].host and len(hosts) == 1
+    is_taken = hosts.isdisjoint(member.host for member in later.members)
+    return fired.kind in TAKES_HOST and hosts == {fired.host} and is_taken
 
 
 def _noticed_s(incident: Event) -> float:
