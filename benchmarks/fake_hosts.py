@@ -22,7 +22,7 @@ import orjson
 
 from phalanx.elastic import handshake
 from phalanx.elastic.coordinator_memory import known_coordinator
-from phalanx.elastic.handshake import ANSWER, GREETING_BYTES, MAC_BYTES, OPENING, Handshake, Seal
+from phalanx.elastic.handshake import ANSWER, GREETING_BYTES, MAC_BYTES, OPENING, FrameSigner, Handshake
 from phalanx.elastic.heartbeat_board import WATCHER_SIGN_S, WATCHERS, Phase
 from phalanx.elastic.host_agent import DISK_S, QUIET_S, SIGN_S
 from phalanx.elastic.socket_stream import PREFIX
@@ -65,7 +65,7 @@ class FakeHost:
         self.every_s, self.sign_s, self.is_mute = 0.25, SIGN_S, False
         self.beat_due_s, self.skips_beat = 0.0, False
         self.sock: socket.socket | None = None
-        self.seal: Seal | None = None  # once the handshake is done
+        self.seal: FrameSigner | None = None  # once the handshake is done
         self.buffer = bytearray()
         self._opening: tuple[Handshake, bytes] | None = None
 
@@ -134,7 +134,7 @@ class FakeHost:
         shaken, text = self._opening
         told = handshake.decode(answer)
         _, key = shaken.server_mac_and_key(text, answer)
-        self.seal, self.term = Seal(key, handshake.FROM_CLIENT), int(told["term"])
+        self.seal, self.term = FrameSigner(key, handshake.FROM_CLIENT), int(told["term"])
         self.take_rhythm(told["every_s"], told["sign_s"])
         self.heard_s = time.monotonic()
         return True

@@ -23,8 +23,8 @@ from phalanx.elastic.handshake import (
     GREETING_BYTES,
     MAGIC,
     OPENING,
+    FrameSigner,
     Handshake,
-    Seal,
     make_nonce,
     make_secret,
     read_greeting,
@@ -510,10 +510,10 @@ def test_the_key_of_a_connection_depends_on_all_that_was_said() -> None:
         seen += [*shaken.server_mac_and_key(hello_c, hello_s), shaken.client_mac(hello_c)]
     assert len(set(seen)) == len(seen) - 1, "of the last, only the answer differs: the client has said the same"
     key = seen[1]
-    client, server = Seal(key, FROM_CLIENT), Seal(key, FROM_SERVER)
+    client, server = FrameSigner(key, FROM_CLIENT), FrameSigner(key, FROM_SERVER)
     macs = [seal.next(frame) for seal in (client, server) for frame in (b"frame", b"frame")]
     assert len(set(macs)) == 4
-    assert macs[0] == Seal(key, FROM_CLIENT).next(b"frame")
+    assert macs[0] == FrameSigner(key, FROM_CLIENT).next(b"frame")
 
 
 def test_a_frame_is_extended_by_what_only_one_host_is_told(pair: tuple[Channel, Channel]) -> None:

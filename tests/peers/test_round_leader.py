@@ -51,11 +51,11 @@ class Stage:
     def norms(self, square: float = 0.1) -> None:
         for owner in self.plan.owners:
             squares = dict.fromkeys(self.plan.weights, square)
-            self.leader.on_message(owner, say.Norms(key=self.plan.key, squares=squares))
+            self.leader.on_message(owner, say.UpdateNorms(key=self.plan.key, squares=squares))
 
     def have(self, place: int, digest: str = "a") -> None:
         parts = dict.fromkeys(self.plan.owners, digest * 64)
-        self.leader.on_message(IDS[place], say.Have(key=self.plan.key, digest=digest * 64, parts=parts))
+        self.leader.on_message(IDS[place], say.ResultDigest(key=self.plan.key, digest=digest * 64, parts=parts))
 
 
 def ready() -> say.Ready:
@@ -120,7 +120,7 @@ def test_nothing_is_committed_without_norms_or_while_a_new_view_is_under_way() -
 def test_a_norm_that_only_all_owners_together_can_see_drops_the_update() -> None:
     stage = Stage(3)
     for owner in stage.plan.owners:  # each sees less than was stated, all together more
-        stage.leader.on_message(owner, say.Norms(key=stage.plan.key, squares={IDS[1]: 0.9}))
+        stage.leader.on_message(owner, say.UpdateNorms(key=stage.plan.key, squares={IDS[1]: 0.9}))
     for place in range(3):
         stage.have(place)
     assert not stage.is_committed
@@ -133,7 +133,7 @@ def test_an_owner_that_sends_different_sums_is_left_out() -> None:
     stage.have(0)
     first = stage.plan.attempt
     parts = {owner: ("a" if owner != IDS[2] else "b") * 64 for owner in stage.plan.owners}
-    stage.leader.on_message(IDS[1], say.Have(key=stage.plan.key, digest="b" * 64, parts=parts))
+    stage.leader.on_message(IDS[1], say.ResultDigest(key=stage.plan.key, digest="b" * 64, parts=parts))
     assert not stage.is_committed
     assert stage.plan.attempt == first + 1
     assert IDS[2] in stage.plan.dropped

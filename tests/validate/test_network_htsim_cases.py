@@ -9,14 +9,14 @@ import pytest
 from phalanx.sim.packets.run import run_connections
 from phalanx.validate import network_htsim
 from phalanx.validate.network_claims import Claim, ClaimContext
-from phalanx.validate.network_htsim import Case, fabric_of, flows_of, read_case, rows_of, schedule_of, shuffled
+from phalanx.validate.network_htsim import PacketCase, fabric_of, flows_of, read_case, rows_of, schedule_of, shuffled
 
 PERMUTATION = "./htsim_uec -tm connection_matrices/perm_1024n_1024c_0u_2000000b.cm -sender_cc_only"
 
 
-def case(command: str) -> Case:
+def case(command: str) -> PacketCase:
     found = read_case(command)
-    assert isinstance(found, Case), found
+    assert isinstance(found, PacketCase), found
     return found
 
 

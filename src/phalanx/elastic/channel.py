@@ -17,7 +17,7 @@ import time
 import zlib
 
 from phalanx.elastic import handshake
-from phalanx.elastic.handshake import ANSWER, MAC_BYTES, OPENING, Handshake, Message, Refused, Seal
+from phalanx.elastic.handshake import ANSWER, MAC_BYTES, OPENING, FrameSigner, Handshake, Message, Refused
 from phalanx.elastic.socket_stream import (
     MAX_MESSAGE_BYTES,
     PREFIX,
@@ -63,7 +63,9 @@ def _encode(message: Message) -> bytes:
 class Channel:
     """An authentic connection; made by `connect` and `Listener.pump`."""
 
-    def __init__(self, sock: socket.socket, *, send: Seal, receive: Seal, peer: Message, stall_s: float) -> None:
+    def __init__(
+        self, sock: socket.socket, *, send: FrameSigner, receive: FrameSigner, peer: Message, stall_s: float
+    ) -> None:
         self.peer = peer
         self.stall_s = stall_s
         self._sock = sock
@@ -305,7 +307,7 @@ def _introduce(sock: socket.socket, secret: bytes, hello: Message, deadline: flo
     expected, key = shaken.server_mac_and_key(hello_c, hello_s)
     if not handshake.same(mac, expected):
         raise Refused("the other side does not know the run's secret")
-    ours, theirs = Seal(key, handshake.FROM_CLIENT), Seal(key, handshake.FROM_SERVER)
+    ours, theirs = FrameSigner(key, handshake.FROM_CLIENT), FrameSigner(key, handshake.FROM_SERVER)
     return Channel(sock, send=ours, receive=theirs, peer=handshake.decode(hello_s), stall_s=stall_s)
 
 

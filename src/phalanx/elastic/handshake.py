@@ -131,7 +131,7 @@ def same(one: bytes, other: bytes) -> bool:
     return hmac.compare_digest(one, other)
 
 
-class Seal:
+class FrameSigner:
     """Signs, or checks, the frames of one direction in their order."""
 
     __slots__ = ("_count", "_key", "_sender")

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from phalanx.elastic import handshake
 from phalanx.elastic.channel import Address, Channel
-from phalanx.elastic.handshake import ANSWER, MAC_BYTES, OPENING, Handshake, Message, Refused, Seal
+from phalanx.elastic.handshake import ANSWER, MAC_BYTES, OPENING, FrameSigner, Handshake, Message, Refused
 from phalanx.elastic.socket_stream import STALL_S, receive_some, say, tune
 
 Hello = Message | Callable[[Message], Message]
@@ -188,7 +188,7 @@ class _Guest:
             self._refuse(str(refusal))
         mac, key = shaken.server_mac_and_key(hello_c, hello_s)
         say(self.sock, ANSWER.pack(len(hello_s)) + hello_s + mac)
-        send, receive = Seal(key, handshake.FROM_SERVER), Seal(key, handshake.FROM_CLIENT)
+        send, receive = FrameSigner(key, handshake.FROM_SERVER), FrameSigner(key, handshake.FROM_CLIENT)
         return Channel(self.sock, send=send, receive=receive, peer=peer, stall_s=self._stall_s)
 
     def _refuse(self, why: str) -> NoReturn:

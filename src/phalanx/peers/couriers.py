@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from phalanx.peers.attempt import Attempt
 from phalanx.peers.links import PeerLinks
-from phalanx.peers.messages import Mean, Piece
+from phalanx.peers.messages import MeanChunk, UpdateChunk
 
 
 class Courier:
@@ -44,11 +44,11 @@ class Courier:
                 if self._means:
                     start, data = self._means.popleft()
                     self._means_left -= 1
-                    await link.send(Mean(key=attempt.plan.key, start=start), data)
+                    await link.send(MeanChunk(key=attempt.plan.key, start=start), data)
                 else:
                     start = pieces.popleft()
                     data = attempt.encode_piece(start)
-                    await link.send(Piece(key=attempt.plan.key, start=start), data)
+                    await link.send(UpdateChunk(key=attempt.plan.key, start=start), data)
                 attempt.bytes_sent += len(data)
         except (OSError, TimeoutError) as error:
             self._failed(self._peer, str(error) or "no connection in time")

@@ -78,7 +78,7 @@ class PeerHeartbeat(PeerMessage, frozen=True, kw_only=True, tag="heartbeat"):
     committed: int
 
 
-class Lists(PeerMessage, frozen=True, kw_only=True, tag="lists"):
+class AllowlistUpdate(PeerMessage, frozen=True, kw_only=True, tag="lists"):
     """An allowlist goes with it as data."""
 
 
@@ -181,7 +181,7 @@ class Begin(PeerMessage, frozen=True, kw_only=True, tag="begin"):
     plan: RoundPlan
 
 
-class Trouble(PeerMessage, frozen=True, kw_only=True, tag="trouble"):
+class AttemptFailed(PeerMessage, frozen=True, kw_only=True, tag="trouble"):
     """An attempt cannot go on: `peer` was not reached, or sent what cannot be summed (`drop`)."""
 
     key: tuple[Count, Count, Count]
@@ -190,14 +190,14 @@ class Trouble(PeerMessage, frozen=True, kw_only=True, tag="trouble"):
     drop: bool
 
 
-class Norms(PeerMessage, frozen=True, kw_only=True, tag="norms"):
+class UpdateNorms(PeerMessage, frozen=True, kw_only=True, tag="norms"):
     """Sums of squares that an owner found in its share of each update."""
 
     key: tuple[Count, Count, Count]
     squares: dict[PeerId, Amount]
 
 
-class Have(PeerMessage, frozen=True, kw_only=True, tag="have"):
+class ResultDigest(PeerMessage, frozen=True, kw_only=True, tag="have"):
     key: tuple[Count, Count, Count]
     digest: Digest
     parts: dict[PeerId, Digest]  # by owner, to name one that tells two stories
@@ -215,28 +215,28 @@ class Discard(PeerMessage, frozen=True, kw_only=True, tag="discard"):
     reason: Text
 
 
-class Want(PeerMessage, frozen=True, kw_only=True, tag="want"):
+class ResultRequest(PeerMessage, frozen=True, kw_only=True, tag="want"):
     """The result of a committed round, please."""
 
     round_number: Count
 
 
-class Whole(PeerMessage, frozen=True, kw_only=True, tag="whole"):
+class ResultPlan(PeerMessage, frozen=True, kw_only=True, tag="whole"):
     """Its plan; the means follow on the data connection."""
 
     result: Accepted
 
 
-class Gone(PeerMessage, frozen=True, kw_only=True, tag="gone"):
+class ResultForgotten(PeerMessage, frozen=True, kw_only=True, tag="gone"):
     round_number: Count
 
 
-class Piece(PeerMessage, frozen=True, kw_only=True, tag="piece"):
+class UpdateChunk(PeerMessage, frozen=True, kw_only=True, tag="piece"):
     key: tuple[Count, Count, Count]
     start: Count
 
 
-class Mean(PeerMessage, frozen=True, kw_only=True, tag="mean"):
+class MeanChunk(PeerMessage, frozen=True, kw_only=True, tag="mean"):
     key: tuple[Count, Count, Count]
     start: Count
 
@@ -272,7 +272,7 @@ AnyMessage = (
     | PeerRedirect
     | Wait
     | PeerHeartbeat
-    | Lists
+    | AllowlistUpdate
     | Leaving
     | Prepare
     | Promise
@@ -283,16 +283,16 @@ AnyMessage = (
     | Ready
     | Withdraw
     | Begin
-    | Trouble
-    | Norms
-    | Have
+    | AttemptFailed
+    | UpdateNorms
+    | ResultDigest
     | Commit
     | Discard
-    | Want
-    | Whole
-    | Gone
-    | Piece
-    | Mean
+    | ResultRequest
+    | ResultPlan
+    | ResultForgotten
+    | UpdateChunk
+    | MeanChunk
     | StateRequest
     | Manifest
     | StateBlock

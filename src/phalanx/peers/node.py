@@ -181,7 +181,9 @@ class PeerNode:
                 connection.post(say.Join(member=self.member, history=self.view.history))
                 patience_s = 4 * self.settings.dead_after_s + 5.0
                 answer, data = await asyncio.wait_for(connection.receive(), patience_s)
-                if isinstance(answer, say.Lists):  # an invitation is older than those who were invited after it
+                if isinstance(
+                    answer, say.AllowlistUpdate
+                ):  # an invitation is older than those who were invited after it
                     self._learn_list(data)
                     answer, _ = await asyncio.wait_for(connection.receive(), patience_s)
             finally:
@@ -227,7 +229,7 @@ class PeerNode:
             await connection.send(say.Install(proposal=installed) if installed else say.Wait())
         else:
             host, port = leader.address
-            await connection.send(say.Lists(), json.dumps(self.transport.allowed.to_json()).encode())
+            await connection.send(say.AllowlistUpdate(), json.dumps(self.transport.allowed.to_json()).encode())
             await connection.send(say.PeerRedirect(leader=leader.id, host=host, port=port))
         await connection.close()
 
@@ -402,7 +404,7 @@ class PeerNode:
         peer = connection.peer
         if isinstance(message, say.PeerHeartbeat):
             self._on_heartbeat(connection, message)
-        elif isinstance(message, say.Lists):
+        elif isinstance(message, say.AllowlistUpdate):
             self._on_lists(data)
         elif not self.is_current(connection):
             return  # only members of our view speak for it, or for the one that follows it
@@ -413,7 +415,7 @@ class PeerNode:
             self.views.consider(self.suspects(), set())
         elif isinstance(message, say.Prepare | say.Promise | say.Nack | say.Propose | say.Agreed):
             self.views.on_message(peer, message)
-        elif isinstance(message, say.Ready | say.Withdraw | say.Trouble | say.Norms | say.Have):
+        elif isinstance(message, say.Ready | say.Withdraw | say.AttemptFailed | say.UpdateNorms | say.ResultDigest):
             self.leader.on_message(peer, message)
         else:
             self.rounds.on_message(peer, message)
@@ -429,7 +431,7 @@ class PeerNode:
             self.latency_s[peer] = trip / 2
         if message.list_version < self.transport.allowed.version:
             text = json.dumps(self.transport.allowed.to_json()).encode()
-            connection.post(say.Lists(), text)
+            connection.post(say.AllowlistUpdate(), text)
         if message.history != self.view.history or not self.is_current(connection):
             same = message.history == self.view.history and message.view_number <= self.view.number
             forced = self.views.forced is not None and message.history == self.views.forced.forced_from
@@ -464,7 +466,7 @@ class PeerNode:
             self.links.drop(peer)
         text = json.dumps(allowed.to_json()).encode()
         for connection in self.links.control.values():
-            connection.post(say.Lists(), text)
+            connection.post(say.AllowlistUpdate(), text)
         self.views.consider(self.suspects(), set())
 
     def _on_lists(self, data: bytes) -> None:

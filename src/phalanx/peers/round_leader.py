@@ -36,7 +36,7 @@ class RoundLeader:
         self._plan: RoundPlan | None = None
         self._quorum_at: float | None = None
         self._restart_at: float | None = None
-        self._haves: dict[str, say.Have] = {}
+        self._haves: dict[str, say.ResultDigest] = {}
         self._squares: dict[str, dict[str, float]] = {}
 
     @property
@@ -87,12 +87,12 @@ class RoundLeader:
                     self._restart(0.0)
         elif self._plan is None or getattr(message, "key", None) != self._plan.key:
             return
-        elif isinstance(message, say.Trouble):
+        elif isinstance(message, say.AttemptFailed):
             self._on_trouble(peer, message)
-        elif isinstance(message, say.Norms):
+        elif isinstance(message, say.UpdateNorms):
             self._squares[peer] = message.squares
             self._try_commit()
-        elif isinstance(message, say.Have):
+        elif isinstance(message, say.ResultDigest):
             self._haves[peer] = message
             self._try_commit()
 
@@ -183,7 +183,7 @@ class RoundLeader:
             else:
                 node.links.post(peer, message)
 
-    def _on_trouble(self, reporter: str, message: say.Trouble) -> None:
+    def _on_trouble(self, reporter: str, message: say.AttemptFailed) -> None:
         node = self._node
         if message.drop:
             # An owner may speak of the updates it sums, and of nothing else.

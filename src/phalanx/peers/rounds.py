@@ -148,9 +148,9 @@ class RoundKeeper:
             if self.pending is not None and self.pending.call == message.call:
                 self._node.tell("discarded", message.reason, round_number=message.round_number)
                 self.fail_pending(message.reason)
-        elif isinstance(message, say.Want):
+        elif isinstance(message, say.ResultRequest):
             self._node.spawn(self._hand_out(peer, message.round_number))
-        elif isinstance(message, say.Gone) and message.round_number in self._wanted:
+        elif isinstance(message, say.ResultForgotten) and message.round_number in self._wanted:
             self._ask(message.round_number)
 
     def _begin(self, plan: RoundPlan) -> None:
@@ -193,10 +193,10 @@ class RoundKeeper:
 
     async def on_data(self, connection: PeerConnection, message: PeerMessage, data: bytes) -> None:
         """Values of an attempt; those of one that has not begun here yet wait, and their link with them."""
-        if isinstance(message, say.Whole):
+        if isinstance(message, say.ResultPlan):
             self._on_whole(message.result)
             return
-        if not isinstance(message, say.Piece | say.Mean):
+        if not isinstance(message, say.UpdateChunk | say.MeanChunk):
             raise ValueError("only values travel on a data connection")
         deadline = time.monotonic() + 2 * self._node.settings.dead_after_s
         while message.key not in self._attempts and message.key > self._newest and time.monotonic() < deadline:
@@ -214,7 +214,7 @@ class RoundKeeper:
         if (control := self._node.links.control.get(connection.peer)) is not None:
             control.heard_at = time.monotonic()
         self._moved_at = time.monotonic()
-        if isinstance(message, say.Mean):
+        if isinstance(message, say.MeanChunk):
             attempt.take_mean(connection.peer, message.start, data)
             self._progressed(attempt)
         else:
@@ -243,7 +243,7 @@ class RoundKeeper:
             self._trouble(key, error.peer, error.reason, drop=True)
             return
         if found and attempt.has_summed_its_share:
-            self._to_leader(say.Norms(key=key, squares=attempt.squares))
+            self._to_leader(say.UpdateNorms(key=key, squares=attempt.squares))
             self._progressed(attempt)
 
     def _progressed(self, attempt: Attempt) -> None:
@@ -259,12 +259,12 @@ class RoundKeeper:
             return
         digest = attempt.digest()
         self.accepted = Accepted(plan=plan, digest=digest)
-        self._to_leader(say.Have(key=plan.key, digest=digest, parts=attempt.part_digests()))
+        self._to_leader(say.ResultDigest(key=plan.key, digest=digest, parts=attempt.part_digests()))
 
     def _trouble(self, key: Key, peer: str, reason: str, *, drop: bool) -> None:
         attempt = self._attempts.get(key)
         if attempt is not None and not attempt.commit_digest:
-            self._to_leader(say.Trouble(key=key, peer=peer, reason=reason[:400], drop=drop))
+            self._to_leader(say.AttemptFailed(key=key, peer=peer, reason=reason[:400], drop=drop))
 
     def data_link_lost(self, peer: str) -> None:
         """Bytes may have been lost with it."""
@@ -366,7 +366,7 @@ class RoundKeeper:
             self._wanted[number] = sorted(others, key=lambda peer: (peer not in holders, peer != node.view.leader))
         left = self._wanted[number]
         if left:
-            node.links.post(left.pop(0), say.Want(round_number=number))
+            node.links.post(left.pop(0), say.ResultRequest(round_number=number))
             return
         del self._wanted[number]
         if self.pending is not None and self.pending.round_number == number:
@@ -379,13 +379,13 @@ class RoundKeeper:
         if attempt is None and self.accepted is not None and self.accepted.plan.round_number == number:
             attempt = self._attempts.get(self.accepted.plan.key)
         if attempt is None:
-            self._node.links.post(peer, say.Gone(round_number=number))
+            self._node.links.post(peer, say.ResultForgotten(round_number=number))
             return
         try:
             link = await self._node.links.data_link(peer, self._node.settings.dead_after_s)
-            await link.send(say.Whole(result=Accepted(plan=attempt.plan, digest=attempt.digest())))
+            await link.send(say.ResultPlan(result=Accepted(plan=attempt.plan, digest=attempt.digest())))
             for start, data in attempt.means():
-                await link.send(say.Mean(key=attempt.plan.key, start=start), data)
+                await link.send(say.MeanChunk(key=attempt.plan.key, start=start), data)
         except (OSError, TimeoutError):
             return  # it asks again
 

@@ -12,7 +12,7 @@ import msgspec
 
 from phalanx.errors import Problem, SystemFailure, UserError
 from phalanx.peers.facts import PeerState
-from phalanx.peers.messages import Gone, Manifest, StateBlock, StateRequest, TensorFacts
+from phalanx.peers.messages import Manifest, ResultForgotten, StateBlock, StateRequest, TensorFacts
 from phalanx.peers.wire import MOST_DATA_BYTES, PeerConnection
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ async def serve_state_to(
         raise ValueError("no request for the state")
     state = await asyncio.to_thread(provider) if provider is not None else None
     if state is None:
-        await connection.send(Gone(round_number=0))
+        await connection.send(ResultForgotten(round_number=0))
         await connection.close()
         return
     facts = await asyncio.to_thread(describe_state, state)
@@ -106,7 +106,7 @@ async def _receive_state(
 ) -> tuple[int, int]:
     await connection.send(StateRequest())
     answer, listed = await asyncio.wait_for(connection.receive(), 4 * STALL_S)  # it hashes all of its state first
-    if isinstance(answer, Gone):
+    if isinstance(answer, ResultForgotten):
         raise BadState("it has no state to give")
     if not isinstance(answer, Manifest):
         raise BadState("it did not answer with a state")

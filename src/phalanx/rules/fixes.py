@@ -227,7 +227,7 @@ def find_fix(judge: Judge, *, unsafe: bool) -> JobFix:
             chosen = []
             continue
         new = _that_hold(
-            _Trial(judge=judge, first=first, unsafe=unsafe), _without_replaced(chosen, wanted), wanted, refused
+            _RemedyTrial(judge=judge, first=first, unsafe=unsafe), _without_replaced(chosen, wanted), wanted, refused
         )
         if not new:
             break
@@ -272,7 +272,7 @@ def _conflicting_keys(chosen: Sequence[Remedy], wanted: Sequence[Remedy], refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Trial:
+class _RemedyTrial:
     """How remedies are tried, and what the job was like before all of them."""
 
     judge: Judge
@@ -301,7 +301,7 @@ def _is_error(finding: Finding) -> bool:
 
 
 def _that_hold(
-    trial: _Trial, chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]
+    trial: _RemedyTrial, chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]
 ) -> list[Remedy]:
     """Remedies with which the job can be read and no longer asks for them; the others are refused from here on."""
     if not wanted or not _trial_complaints(trial, [*chosen, *wanted], wanted):
@@ -315,7 +315,7 @@ def _that_hold(
     return held
 
 
-def _trial_complaints(trial: _Trial, remedies: Sequence[Remedy], new: Sequence[Remedy]) -> str:
+def _trial_complaints(trial: _RemedyTrial, remedies: Sequence[Remedy], new: Sequence[Remedy]) -> str:
     """Why the new remedies do not help; empty when they do."""
     try:
         report = trial.judge(_override_texts(remedies))

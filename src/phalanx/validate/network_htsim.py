@@ -60,7 +60,7 @@ class Tree:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class PacketCase:
     """What the packet engine needs."""
 
     sent: Sent
@@ -77,7 +77,7 @@ class Case:
     end_s: float
 
 
-def read_case(command: str) -> Case | str:
+def read_case(command: str) -> PacketCase | str:
     """The case of a command line, or the reason why there is none."""
     values = _command_options(command)
     if isinstance(values, str):
@@ -93,7 +93,7 @@ def read_case(command: str) -> Case | str:
     packet_bytes = int(values.get("mtu", PACKET_BYTES))
     found = re.search(r"-load_balancing_algo (\w+)", command)
     command_spray = SPRAYS[found[1]] if found else HTSIM.spray
-    return Case(
+    return PacketCase(
         sent=sent,
         tree=tree,
         hop_s=1e-6 * values.get("hop_latency", HOP_US),
@@ -136,7 +136,7 @@ def _whole_option(values: dict[str, float], name: str) -> int | None:
     return int(values[name]) if values.get(name) else None
 
 
-def fabric_of(case: Case) -> Fabric:
+def fabric_of(case: PacketCase) -> Fabric:
     """The fabric of a case."""
     hosts, tree = case.sent.hosts, case.tree
     if tree.tiers == 3:
@@ -383,7 +383,7 @@ def completion(row: Claim, context: ClaimContext) -> ClaimOutcome:
     return reproduced(row, median(ours_us), _case_note(case, ours_us), tolerance=tolerance)
 
 
-def _case_note(case: Case, ours_us: list[float]) -> str:
+def _case_note(case: PacketCase, ours_us: list[float]) -> str:
     parts = ["sim/packets"]
     if len(ours_us) > 1:
         parts.append(f"median of {len(ours_us)} hashes: {min(ours_us):.0f} to {max(ours_us):.0f}")
@@ -394,7 +394,7 @@ def _case_note(case: Case, ours_us: list[float]) -> str:
     return "; ".join(parts)
 
 
-def _case_seeds(case: Case) -> range:
+def _case_seeds(case: PacketCase) -> range:
     return SEEDS if case.paths < MANY_PATHS else SEEDS[:1]
 
 
@@ -408,7 +408,7 @@ def _measured_time(result: PacketResult, measure: str, end_s: float) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def _run_case(case: Case, seed: int) -> PacketResult:
+def _run_case(case: PacketCase, seed: int) -> PacketResult:
     made = run_connections(
         fabric_of(case),
         flows_of(case.sent),
@@ -422,7 +422,7 @@ def _run_case(case: Case, seed: int) -> PacketResult:
     return made
 
 
-def _case_transport(case: Case) -> Transport:
+def _case_transport(case: PacketCase) -> Transport:
     made = replace(
         HTSIM,
         paths=case.paths,
@@ -435,7 +435,7 @@ def _case_transport(case: Case) -> Transport:
     return _credited_transport(case, made) if case.credits else made
 
 
-def _credited_transport(case: Case, made: Transport) -> Transport:
+def _credited_transport(case: PacketCase, made: Transport) -> Transport:
     """A receiver grants what its link can take in a round trip, to all its senders together, and marks do not matter.
 
     With one sender each, as in a permutation, that is a window that stays.
@@ -445,7 +445,7 @@ def _credited_transport(case: Case, made: Transport) -> Transport:
     return replace(made, controlled=False, mark_last_hop=False, window_packets=max(1.0, whole / senders))
 
 
-def _case_faults(case: Case) -> tuple[FabricFault, ...]:
+def _case_faults(case: PacketCase) -> tuple[FabricFault, ...]:
     """Slow links where uet-htsim has them: three tiers, T2 to T1; two, the first T1s both ways."""
     fabric = fabric_of(case)
     if fabric.tiers == 2:
@@ -466,7 +466,7 @@ def htsim_need(row: Claim) -> NeededSimulation | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _needed_simulation(case: Case) -> NeededSimulation:
+def _needed_simulation(case: PacketCase) -> NeededSimulation:
     made = sketch_run(fabric_of(case), flows_of(case.sent), _case_transport(case), alike=True)
     return NeededSimulation(key=case, cpu_s=made.cost.cpu_s * len(_case_seeds(case)))
 

@@ -141,22 +141,22 @@ class Checks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # of the table
-        self._open: OrderedDict[tuple[str, int], Turns] = OrderedDict()
+        self._open: OrderedDict[tuple[str, int], LogReader] = OrderedDict()
 
-    def turns(self, run: Run) -> Turns:
+    def turns(self, run: Run) -> LogReader:
         """Of one run; another run of the same name, in a new folder, begins afresh."""
         key = (run.name, run.path.stat().st_ino)
         with self._lock:
             found = self._open.get(key)
             if found is None:
-                found = self._open[key] = Turns(run)
+                found = self._open[key] = LogReader(run)
             self._open.move_to_end(key)
             while len(self._open) > MOST_CHECKS:
                 self._open.popitem(last=False)
         return found
 
 
-class Turns:
+class LogReader:
     """Reads a log a turn at a time; `number` changes while there is more to read, so that the next question goes on."""
 
     def __init__(self, run: Run) -> None:

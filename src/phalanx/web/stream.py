@@ -19,7 +19,7 @@ MOST_STREAMS = 64  # a browser opens at most six per server, so ten people at on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class News:
+class RunNews:
     """How a run stands."""
 
     progress: Json
@@ -32,7 +32,7 @@ class News:
         return f"{self.progress.get('step') or 0}-{self.marks}"
 
 
-def read_news(store: RunStore, name: str) -> News:
+def read_news(store: RunStore, name: str) -> RunNews:
     """Look at a run; damage leaves holes, never an error."""
     parts, run = AnswerParts(), store.run(name)
     state, live = state_of(run)
@@ -40,7 +40,7 @@ def read_news(store: RunStore, name: str) -> News:
         now = parts.read("steps", lambda: run_progress(run, plan_of(run), history), {"state": state, "live": live})
         marks = parts.read("marks", lambda: mark_count(history), 0)
     # Silence alone ends nothing: a step may take minutes. `live` says what is thought of it.
-    return News(progress=now, marks=marks, is_over=state not in GOING)
+    return RunNews(progress=now, marks=marks, is_over=state not in GOING)
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class _Watch:
     """What is known of a run, and the task that keeps knowing it."""
 
     listeners: int = 0
-    news: News | None = None
+    news: RunNews | None = None
     seen: Mark | None = None
     task: asyncio.Task[None] | None = None
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -88,7 +88,7 @@ class NewsHub:
 
     async def _tell_news(self, watch: _Watch, last_id: str) -> AsyncIterator[bytes]:
         yield b"retry: 2000\n\n"
-        sent: News | None = None
+        sent: RunNews | None = None
         while not self._closing.is_set():
             news = await self._next_news(watch, sent)
             if news is None:
@@ -104,7 +104,7 @@ class NewsHub:
                 yield self._stream_message("end", {"state": news.progress.get("state")}, news)
                 return
 
-    def _stream_message(self, event: str, data: Json, news: News) -> bytes:
+    def _stream_message(self, event: str, data: Json, news: RunNews) -> bytes:
         """One server-sent event; JSON has no raw line breaks, so the data is always one line."""
         return b"event: %s\nid: %s\ndata: %s\n\n" % (
             event.encode(),
@@ -112,7 +112,7 @@ class NewsHub:
             encode_answer(data, root=self._store.root),
         )
 
-    async def _next_news(self, watch: _Watch, sent: News | None) -> News | None:
+    async def _next_news(self, watch: _Watch, sent: RunNews | None) -> RunNews | None:
         """News other than those told, or None when it is time for a sign of life or to go."""
         async with watch.changed:
             try:
@@ -149,7 +149,7 @@ class NewsHub:
                 return
             news = await to_thread.run_sync(read_news, self._store, name)
         except Exception:  # deleted under our eyes: whoever listens is told that it is over
-            seen, news = None, News(progress={"state": "gone", "live": False}, marks=0, is_over=True)
+            seen, news = None, RunNews(progress={"state": "gone", "live": False}, marks=0, is_over=True)
         async with watch.changed:
             watch.seen, watch.news = seen, news
             watch.changed.notify_all()

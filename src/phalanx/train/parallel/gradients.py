@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from phalanx.train.models.decoder import TIED
 from phalanx.train.parallel.compress import Codec, build_codec
 from phalanx.train.parallel.dims import Meshes
-from phalanx.train.parallel.replicate import BUCKET_BYTES, Ear, Replicas
+from phalanx.train.parallel.replicate import BUCKET_BYTES, LocalGradientWatcher, Replicas
 from phalanx.train.parallel.reproducible import TreeReplicas
 from phalanx.train.parallel.tensor_shard import TensorShard
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Exchange(Protocol):
     """Sums the gradients of some parameters over the ranks that hold them."""
 
-    def listen(self, ear: Ear, *, each: bool) -> bool:
+    def listen(self, ear: LocalGradientWatcher, *, each: bool) -> bool:
         """Let `ear` hear gradients before they are summed; returns whether it hears each micro-batch."""
 
     def begin(self, micro_batches: int) -> None:
@@ -94,7 +94,7 @@ class GradientExchange:
         for codec in self._codecs:
             codec.rescale(factor)
 
-    def listen(self, ear: Ear, *, each: bool) -> bool:
+    def listen(self, ear: LocalGradientWatcher, *, each: bool) -> bool:
         """Let `ear` hear gradients before they are summed; returns whether it hears each micro-batch."""
         heard = [one.listen(ear, each=each) for one in self._all]
         return any(heard)

@@ -21,7 +21,7 @@ from phalanx.train.parallel.compress import Codec
 BUCKET_BYTES = 25 * 2**20  # DDP's default: large enough for bandwidth, small enough to start early
 
 
-class Ear(Protocol):
+class LocalGradientWatcher(Protocol):
     """Hears what this rank's own gradients are before those of other ranks are added. It changes nothing."""
 
     def counts(self, param: torch.Tensor) -> bool:
@@ -60,7 +60,7 @@ class Bucket:
         param.grad = None
         return grad
 
-    def heard(self, ear: Ear) -> list[torch.Tensor]:
+    def heard(self, ear: LocalGradientWatcher) -> list[torch.Tensor]:
         """What an ear wants to hear of it: all at once where it can be."""
         views = [view for view, param in zip(self.views, self.params, strict=True) if ear.counts(param)]
         return [self.flat] if len(views) == len(self.views) else views
@@ -95,7 +95,7 @@ class Replicas:
         self.buckets = _fill_buckets(params, reduce, bucket_bytes)
         self._home = {id(p): (b, i) for b, bucket in enumerate(self.buckets) for i, p in enumerate(bucket.params)}
         self._launched = 0
-        self._ear: Ear | None = None
+        self._ear: LocalGradientWatcher | None = None
         self._hears_each = False
         self._pending: list[dist.Work | Future[None] | None] = []
         # One thread, so compressed buckets keep their order; it overlaps with backward because gloo blocks outside it.
@@ -106,7 +106,7 @@ class Replicas:
         for param in params:
             param.register_post_accumulate_grad_hook(self._gradient_arrived)
 
-    def listen(self, ear: Ear, *, each: bool) -> bool:
+    def listen(self, ear: LocalGradientWatcher, *, each: bool) -> bool:
         """Let `ear` hear every bucket before it is summed, or with `each` every gradient of every micro-batch."""
         self._ear, self._hears_each = ear, each
         return each

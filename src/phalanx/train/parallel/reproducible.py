@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from phalanx.errors import mistake
-from phalanx.train.parallel.replicate import Ear, local_gradient, local_tensor
+from phalanx.train.parallel.replicate import LocalGradientWatcher, local_gradient, local_tensor
 
 
 class TreeReplicas:
@@ -27,9 +27,9 @@ class TreeReplicas:
         parts = self._flat.split(sizes)
         self._views = {id(p): part.view(local_tensor(p).shape) for p, part in zip(params, parts, strict=True)}
         self._levels: list[tuple[int, torch.Tensor]] = []
-        self._ear: Ear | None = None
+        self._ear: LocalGradientWatcher | None = None
 
-    def listen(self, ear: Ear, *, each: bool) -> bool:
+    def listen(self, ear: LocalGradientWatcher, *, each: bool) -> bool:
         """Let `ear` hear every micro-batch, whatever the number of ranks: what it makes of them is the same too."""
         self._ear = ear
         return True

@@ -35,7 +35,7 @@ class TraceHang:
 
 def find_hang(traces: Sequence[RankTrace]) -> TraceHang | None:
     """The first operation that would never finish, or None when every rank comes through the step."""
-    return _Play({trace.rank: trace.operations for trace in traces}).run() or compare_twins(traces)
+    return _LogReplay({trace.rank: trace.operations for trace in traces}).run() or compare_twins(traces)
 
 
 def compare_twins(traces: Sequence[RankTrace]) -> TraceHang | None:
@@ -84,7 +84,7 @@ def describe_operation(operation: TracedOperation) -> str:
     )
 
 
-class _Play:
+class _LogReplay:
     """The ranks' logs, each with a finger on the next operation."""
 
     def __init__(self, logs: Mapping[int, Sequence[TracedOperation]]) -> None:

@@ -15,7 +15,7 @@ from phalanx.io.svg import PLANNED_STYLE, PlotLine, line_plot, standalone_svg, s
 from phalanx.io.values import printable
 from phalanx.train.kernels.kernel_op import KernelOp, Outputs, Shape
 from phalanx.train.kernels.lab.arena import DTYPES
-from phalanx.train.kernels.lab.cases import Case, check_shape, draw_inputs, find_truth, timed_shape
+from phalanx.train.kernels.lab.cases import KernelCase, check_shape, draw_inputs, find_truth, timed_shape
 from phalanx.train.kernels.lab.machine_limits import MachineLimits, measure_limits, median_seconds
 from phalanx.units import format_flops
 
@@ -126,7 +126,7 @@ def _measure_shape(
     compiled: bool,
     tell: Callable[[str], None],
 ) -> list[VariantTime]:
-    inputs = draw_inputs(op, Case(shape=shape, dtype=dtype, seed=1), device)
+    inputs = draw_inputs(op, KernelCase(shape=shape, dtype=dtype, seed=1), device)
     back = [torch.randn_like(one) if one.ndim else torch.ones_like(one) for one in op.reference(*inputs)]
     work = op.count_work(shape, dtype)
     calls: dict[str, Callable[..., Outputs]] = {"eager": op.reference}

@@ -29,7 +29,7 @@ MOST_GPU_BYTES, MOST_GPU_FLOPS = 1024 * MB, 2e12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class KernelCase:
     """One trial: a shape, a type and a seed; `wide` spreads magnitudes, `poison` is the byte around all tensors."""
 
     shape: Shape
@@ -49,7 +49,7 @@ class Truth:
     names: list[str] = field(default_factory=list)
 
 
-def draw_cases(op: KernelOp, dtypes: Sequence[torch.dtype], random_source: random.Random) -> list[Case]:
+def draw_cases(op: KernelOp, dtypes: Sequence[torch.dtype], random_source: random.Random) -> list[KernelCase]:
     """Every odd shape and two random ones in every type; each shape at least twice with other values."""
     found = []
     shapes = [dict(one) for one in op.odd_shapes][:4] + random_shapes(op, 2, random_source)
@@ -58,7 +58,7 @@ def draw_cases(op: KernelOp, dtypes: Sequence[torch.dtype], random_source: rando
             for wide in (False, True):
                 seed = random_source.getrandbits(31)
                 poison = 0xFF if (number + wide) % 2 == 0 else 0x7B  # 0x7B: large numbers, for who hides not-a-number
-                found.append(Case(shape=shape, dtype=dtype, seed=seed, wide=wide, poison=poison))
+                found.append(KernelCase(shape=shape, dtype=dtype, seed=seed, wide=wide, poison=poison))
     return found
 
 
@@ -107,7 +107,7 @@ def check_shape(op: KernelOp, shape: Shape) -> None:
         raise mistake("--shape", f'"{given[:60]}" are not the sizes of {op.name}', fix=f"write it like {example}")
 
 
-def draw_inputs(op: KernelOp, case: Case, device: torch.device) -> tuple[Tensor, ...]:
+def draw_inputs(op: KernelOp, case: KernelCase, device: torch.device) -> tuple[Tensor, ...]:
     """The inputs of a case, drawn in the judge's process."""
     inputs = op.make_inputs(case.shape, case.dtype, device, case.seed)
     if not case.wide:
@@ -179,7 +179,7 @@ def _reference_values(
     return [one.detach().double() for one in (*results, *found)]
 
 
-def compare_values(got: Sequence[Tensor], truth: Truth, case: Case) -> float:
+def compare_values(got: Sequence[Tensor], truth: Truth, case: KernelCase) -> float:
     """The largest error over what is allowed; raises RefusedError where it is above 1."""
     worst = 0.0
     for name, value, true, allowed in zip(truth.names, got, truth.values, truth.allowed, strict=True):
@@ -207,7 +207,7 @@ def compare_values(got: Sequence[Tensor], truth: Truth, case: Case) -> float:
     return worst
 
 
-def _case_text(case: Case) -> str:
+def _case_text(case: KernelCase) -> str:
     sizes = ", ".join(f"{name} {size}" for name, size in case.shape.items())
     values = "wide range of values" if case.wide else "timed run" if case.timed else "ordinary values"
     return f"{str(case.dtype).removeprefix('torch.')}, {sizes}, {values}"

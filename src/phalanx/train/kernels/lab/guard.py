@@ -42,7 +42,7 @@ from phalanx.train.kernels.lab.candidate_server import (
     RefusedError,
 )
 from phalanx.train.kernels.lab.cases import (
-    Case,
+    KernelCase,
     compare_values,
     draw_cases,
     draw_inputs,
@@ -111,7 +111,7 @@ class Verdict:
 class _Answer:
     """What lay in the arena after one request, kept here; seconds are of one call."""
 
-    cases: Sequence[Case]
+    cases: Sequence[KernelCase]
     outputs: list[list[Tensor]]
     seconds: float = 0.0  # by our clock, from the request to the answer
     claimed_s: float = 0.0
@@ -138,16 +138,16 @@ def judge_candidate(
         check_text(parse_candidate(source, op.name))
     except RefusedError as error:
         return replace(known, kind=error.kind, reason=str(error))
-    trial = _Trial(source, op, server, torch.device(device), wanted, limits or CandidateLimits())
+    trial = _CandidateTrial(source, op, server, torch.device(device), wanted, limits or CandidateLimits())
     random_source = random.Random(os.urandom(16))
     cases = draw_cases(op, tuple(dtypes) or tuple(op.dtypes), random_source)
-    batches: list[list[Case]] = []
+    batches: list[list[KernelCase]] = []
     # The least work of an operation with gradients is that of both directions: one alone has no speed of light.
     if timed and (gradients or not op.gradients):
         dtype, kind = cases[0].dtype, torch.device(device).type
         size = dict(shape) if shape else timed_shape(op, dtype, torch.device(device))
         batches = [
-            [Case(shape=size, dtype=dtype, seed=random_source.getrandbits(31), timed=True) for _ in range(calls)]
+            [KernelCase(shape=size, dtype=dtype, seed=random_source.getrandbits(31), timed=True) for _ in range(calls)]
             for calls in 2 * (BATCHES[kind] + 1) * [BATCH_CALLS[kind]]
         ]
     try:
@@ -169,7 +169,7 @@ def judge_candidate(
     )
 
 
-class _Trial:
+class _CandidateTrial:
     """The memory and the processes of one candidate."""
 
     def __init__(
@@ -190,7 +190,7 @@ class _Trial:
         self._cache: tempfile.TemporaryDirectory[str] | None = None
         self._compiled: set[str] = set()
 
-    def __enter__(self) -> _Trial:
+    def __enter__(self) -> _CandidateTrial:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -202,12 +202,12 @@ class _Trial:
 
     # ---- one process after the other ---------------------------------------------------------------------------------
 
-    def judge_values(self, cases: Sequence[Case]) -> tuple[float, int]:
+    def judge_values(self, cases: Sequence[KernelCase]) -> tuple[float, int]:
         """Run all cases in one process, then compare; the worst error and the number of cases."""
         answers = self._run_batches([[case] for case in cases], wanted=self.wanted)
         return max(self._compare(one, self.wanted) for one in answers), len(answers)
 
-    def judge_time(self, batches: Sequence[Sequence[Case]], machine: MachineLimits | None) -> KernelTiming:
+    def judge_time(self, batches: Sequence[Sequence[KernelCase]], machine: MachineLimits | None) -> KernelTiming:
         """Time in two processes; every timed result is compared too."""
         half, case = len(batches) // 2, batches[0][0]
         limits = machine or measure_limits(self.device, case.dtype)
@@ -253,7 +253,7 @@ class _Trial:
         )
 
     def _run_batches(
-        self, batches: Sequence[Sequence[Case]], *, wanted: tuple[int, ...], timed: bool = False
+        self, batches: Sequence[Sequence[KernelCase]], *, wanted: tuple[int, ...], timed: bool = False
     ) -> list[_Answer]:
         self._make_arena(batches, wanted)
         if self.device.type == "cuda" and "triton" in self.source:
@@ -289,7 +289,7 @@ class _Trial:
             raise self._with_notes(error) from error
         return process
 
-    def _compile_kernels(self, cases: Sequence[Case], wanted: tuple[int, ...]) -> None:
+    def _compile_kernels(self, cases: Sequence[KernelCase], wanted: tuple[int, ...]) -> None:
         """Triton's compiler runs programs and writes files: it gets a process of its own, inputs that are then thrown
         away, and one folder, which later processes only read."""
         if self._cache is None:
@@ -315,7 +315,7 @@ class _Trial:
 
     # ---- one run -----------------------------------------------------------------------------------------------------
 
-    def _make_arena(self, batches: Sequence[Sequence[Case]], wanted: tuple[int, ...]) -> None:
+    def _make_arena(self, batches: Sequence[Sequence[KernelCase]], wanted: tuple[int, ...]) -> None:
         """Memory for the largest batch."""
         most = 0
         for batch in {str(sorted(one[0].shape.items())) + str(one[0].dtype): one for one in batches}.values():
@@ -346,7 +346,7 @@ class _Trial:
         return _CasePlaces(inputs=parts[0], outputs=parts[1], output_gradients=parts[2], gradients=parts[3], end=end)
 
     def _run_batch(
-        self, process: CandidateProcess, batch: Sequence[Case], *, wanted: tuple[int, ...], timed: bool
+        self, process: CandidateProcess, batch: Sequence[KernelCase], *, wanted: tuple[int, ...], timed: bool
     ) -> _Answer:
         """Fill the arena, ask for one run of every case, and take everything out again."""
         rounds = [_timed_ask(process, {"do": "nothing"})[0] for _ in range(3)] if timed else [0.0]
@@ -426,7 +426,7 @@ def _timed_ask(process: CandidateProcess, request: dict[str, Any]) -> tuple[floa
     return time.perf_counter() - start, answer
 
 
-def _draw_gradients(case: Case, places: Sequence[Place], device: torch.device) -> list[Tensor]:
+def _draw_gradients(case: KernelCase, places: Sequence[Place], device: torch.device) -> list[Tensor]:
     """Gradients of the results, which the candidate takes back to its inputs."""
     source = torch.Generator(device).manual_seed(case.seed ^ 0x6AD)
     return [torch.randn(one.shape, generator=source, device=device).to(DTYPES[one.dtype]) for one in places]
