@@ -7,7 +7,7 @@ ask this one description.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class KernelOp:
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
     gradients: Sequence[int] = ()  # inputs, by place, that have gradients
     devices: Sequence[str] = ("cuda", "cpu")  # where its variants other than the reference run
+    # By name of a variant, what is timed in its place: the same in place, where a trainer runs it so. Changes its inputs.
+    timed_in_place: Mapping[str, Callable[..., object]] = field(default_factory=dict)
 
 
 # Filled by the modules of this folder when they are imported (`kernels.catalog.load_all` imports them).
