@@ -107,7 +107,7 @@ def _loss_and_gradients(
             torch.mm(logits, weight_VD, out=grad_hidden[start:stop])
         if grad_weight is not None:
             if start:
-                grad_weight.addmm_(logits.t(), part)
+                torch.addmm(grad_weight, logits.t(), part, out=grad_weight)
             else:
                 torch.mm(logits.t(), part, out=grad_weight)
     return torch.cat(losses).sum(), grad_hidden, grad_weight

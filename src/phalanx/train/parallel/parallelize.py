@@ -34,6 +34,9 @@ def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torc
     if settings.compute == "fp8":
         refuse_without_float8(device)
         use_float8(blocks, recomputed=len(recomputed))
+    if settings.drops_product(model.shape, device):
+        for block in blocks:
+            block.mlp.drops_product = True
     recompute_blocks(recomputed, layout.recompute)
     if layout.offload == "activations":
         offload_activations(blocks)
