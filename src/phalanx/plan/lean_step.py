@@ -1,4 +1,4 @@
-"""Which large tensors a step of our trainer never holds whole: asked by the trainer, and by the planner that counts them.
+"""Which large tensors a step of our trainer never holds whole: asked by the trainer and by the planner, which counts.
 
 The logits of a micro-batch are made, used and dropped part by part (`train/kernels/linear_cross_entropy.py`), and the
 product of a gated MLP is made again in backward from its two factors (`train/kernels/swiglu.py`).
@@ -33,9 +33,9 @@ def loss_chunk(tokens: float | Floats, vocab: float | Floats) -> Floats:
     >>> int(loss_chunk(16_384, 128_256)), int(loss_chunk(1_000, 32_000))
     (3328, 1000)
     """
-    tokens = np.asarray(tokens, dtype=np.float64)
-    parts = np.ceil(tokens * vocab / CHUNK_LOGITS)
-    return np.minimum(tokens, np.ceil(tokens / np.maximum(parts, 1.0) / CHUNK_UNIT) * CHUNK_UNIT)
+    count = np.asarray(tokens, dtype=np.float64)
+    parts = np.maximum(np.ceil(count * vocab / CHUNK_LOGITS), 1.0)
+    return np.asarray(np.minimum(count, np.ceil(count / parts / CHUNK_UNIT) * CHUNK_UNIT))
 
 
 def drops_product(

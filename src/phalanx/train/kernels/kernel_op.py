@@ -47,7 +47,7 @@ class KernelOp:
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
     gradients: Sequence[int] = ()  # inputs, by place, that have gradients
     devices: Sequence[str] = ("cuda", "cpu")  # where its variants other than the reference run
-    # By name of a variant, what is timed in its place: the same in place, where a trainer runs it so. Changes its inputs.
+    # By name of a variant, what is timed instead: the same in place, where a trainer runs it so. It changes its inputs.
     timed_in_place: Mapping[str, Callable[..., object]] = field(default_factory=dict)
 
 

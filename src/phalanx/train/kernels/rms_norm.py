@@ -1,8 +1,8 @@
 """RMSNorm, with or without the residual that is added before it: one pass forward, one backward.
 
-Forward keeps 1 / rms of each row. Backward gives each program a band of rows, so that it can add up the weight's gradient
-in registers; the bands' sums are added by one small reduction. With a residual both the sum and its norm are results: the
-sum is the stream that the next layer reads.
+Forward keeps 1 / rms of each row. Backward gives each program a band of rows, so that it can add up the weight's
+gradient in registers; the bands' sums are added by one small reduction. With a residual both the sum and its norm are
+results: the sum is the stream that the next layer reads.
 
 Error: rows are summed in float32 and results rounded once: a unit in the last place of the largest in the row. The
 weight's gradient is a float32 sum over all rows.
@@ -36,7 +36,8 @@ torch.library.define(
     "phalanx::add_rms_norm", "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)"
 )
 torch.library.define(
-    "phalanx::rms_norm_gradients", "(Tensor grad, Tensor? more, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)"
+    "phalanx::rms_norm_gradients",
+    "(Tensor grad, Tensor? more, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)",
 )
 
 
@@ -75,8 +76,8 @@ def _forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -
     block = triton.next_power_of_2(width)
     with on_device(x):
         _norm_row[(rows,)](
-            x, x if residual is None else residual.contiguous(), weight_D.contiguous(), normed, stream, scale, width, eps,
-            ADDS=residual is not None, BLOCK=block, num_warps=_warps(block),
+            x, x if residual is None else residual.contiguous(), weight_D.contiguous(), normed, stream, scale, width,
+            eps, ADDS=residual is not None, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
     return normed, stream, scale
 
@@ -165,9 +166,7 @@ def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, T
     ctx.save_for_backward(output[1], inputs[2], output[2])
 
 
-def _sum_backward(
-    ctx: Any, grad: Tensor, more: Tensor | None, _: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, None]:
+def _sum_backward(ctx: Any, grad: Tensor, more: Tensor | None, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
     stream, weight_D, scale = ctx.saved_tensors
     by_sum, by_weight = torch.ops.phalanx.rms_norm_gradients(grad, more, stream, weight_D, scale)
     return by_sum, by_sum, by_weight, None

@@ -27,7 +27,7 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-TILE, WARPS = 2048, 8
+TILE, WARPS = 1024, 4  # six were within 3 % of each other and of a copy on an H200
 
 # silu(gate) · up. ---------------------------------------------------------------------------------------------------
 
@@ -186,9 +186,7 @@ def _gated_down_gradients(grad: Tensor, gate: Tensor, up: Tensor, weight_DF: Ten
 
 
 @_gated_down_gradients.register_fake
-def _down_gradient_shapes(
-    grad: Tensor, gate: Tensor, up: Tensor, weight_DF: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _down_gradient_shapes(grad: Tensor, gate: Tensor, up: Tensor, weight_DF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     del grad
     return gate.new_empty(gate.shape), up.new_empty(up.shape), weight_DF.new_empty(weight_DF.shape)
 

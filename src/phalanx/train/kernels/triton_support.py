@@ -1,4 +1,4 @@
-"""Where Triton kernels can run: on GPUs, and on a CPU under Triton's own interpreter (TRITON_INTERPRET=1, for tests)."""
+"""Where Triton kernels can run: on GPUs, and for tests on a CPU under Triton's own interpreter (TRITON_INTERPRET=1)."""
 
 from __future__ import annotations
 
