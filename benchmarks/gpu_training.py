@@ -26,6 +26,7 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
+from phalanx.train.kernels.engine_kernels import kernel_lines
 from phalanx.train.settings import Settings
 
 PEAK_FLOPS = 989e12
@@ -79,6 +80,7 @@ def ours(
     settings = Settings(layout=layout, sequence=sequence, compute=compute, compile=compiled, lean=lean)
     engine = Engine(shape, settings, Optim(), device=torch.device("cuda"))
     engine.initialise()
+    print("  " + "; ".join(kernel_lines(engine)))
     torch.manual_seed(0)
     rows = torch.randint(0, shape.vocab, (batch, sequence + 1), device="cuda")
     step_s = timed(lambda: engine.step(rows[:, :-1], rows[:, 1:], lr=1e-4), steps)

@@ -1,4 +1,4 @@
-"""Every operation of the library: its truth, gradients, shapes without data, compiled code; on a GPU its kernels too."""
+"""Every operation of the library: truth, gradients, shapes without data, compiled code; on a GPU its kernels too."""
 
 from __future__ import annotations
 

@@ -225,6 +225,7 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator]
     def _row_gradient(logits, targets, losses, vocab, stride, scale,  # type: ignore[no-untyped-def]
                       IGNORED_TARGET: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+        LOG2E: tl.constexpr = 1.4426950408889634
         row = tl.program_id(0).to(tl.int64)
         start_of_row = logits + row * stride
         target = tl.load(targets + row)
@@ -237,23 +238,24 @@ if triton is not None:
         else:
             is_word = (target >= 0) & (target < vocab)
             wanted = tl.load(start_of_row + target, mask=is_word, other=float("nan")).to(tl.float32)
-            # Each lane has a running maximum and a sum of its own; they are joined when the row is read.
-            most = tl.full((BLOCK,), -1e30, tl.float32)
+            # In powers of two: one multiplication less per logit. Lanes have sums of their own, joined at the end.
+            most = -1e30
             total = tl.zeros((BLOCK,), tl.float32)
             for start in range(0, vocab, BLOCK):
                 column = start + columns
                 x = tl.load(start_of_row + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-                smaller = tl.exp(-tl.abs(x - most))  # the larger of the two counts 1
-                total = tl.where(x > most, total * smaller + 1.0, total + smaller)
-                most = tl.maximum(most, x)
-            top = tl.max(most, axis=0)
-            logsum = top + tl.log(tl.sum(total * tl.exp(most - top), axis=0))
+                larger = tl.maximum(most, tl.max(x, axis=0) * LOG2E)
+                total = total * tl.exp2(most - larger) + tl.exp2(x * LOG2E - larger)
+                most = larger
+            logsum = most + tl.log2(tl.sum(total, axis=0))
             for start in range(0, vocab, BLOCK):
                 column = start + columns
                 x = tl.load(start_of_row + column, mask=column < vocab, other=0.0).to(tl.float32)
-                gradient = (tl.exp(x - logsum) - tl.where(column == target, 1.0, 0.0)) * scale
-                tl.store(start_of_row + column, gradient, mask=column < vocab)
-            tl.store(losses + row, logsum - wanted)
+                tl.store(start_of_row + column, tl.exp2(x * LOG2E - logsum) * scale, mask=column < vocab)
+            tl.debug_barrier()  # the target's own gradient was written too, by another thread
+            own = (tl.exp2(wanted * LOG2E - logsum) - 1.0) * scale
+            tl.store(start_of_row + target, own, mask=is_word)
+            tl.store(losses + row, logsum / LOG2E - wanted)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _scale_tiles(values, factor, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]

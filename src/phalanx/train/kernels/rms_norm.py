@@ -12,6 +12,7 @@ T tokens, D width.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm as builtin_norm
 
 from phalanx.train.kernels.kernel_op import Inputs, KernelOp, KernelWork, Outputs, Shape, register_kernel
-from phalanx.train.kernels.triton_support import can_launch, on_device
+from phalanx.train.kernels.triton_support import can_launch, on_device, runs_at_once
 
 try:
     import triton
@@ -43,12 +44,18 @@ torch.library.define(
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float = EPS) -> Tensor:
     """x / rms(x) · weight over the last dimension."""
+    if runs_at_once(x, weight_D):
+        found: Tensor = _RmsNorm.apply(x, weight_D, eps)
+        return found
     normed: Tensor = torch.ops.phalanx.rms_norm(x, weight_D, eps)[0]
     return normed
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float = EPS) -> tuple[Tensor, Tensor]:
     """The norm of x + residual, and the sum itself."""
+    if runs_at_once(x, residual, weight_D):
+        found: tuple[Tensor, Tensor] = _AddRmsNorm.apply(x, residual, weight_D, eps)
+        return found
     normed, stream, _ = torch.ops.phalanx.add_rms_norm(x, residual, weight_D, eps)
     return normed, stream
 
@@ -62,6 +69,31 @@ def _norm_rows(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]
 @torch.library.impl("phalanx::add_rms_norm", ("cpu", "cuda"))
 def _norm_sum(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return _forward(x, residual, weight_D, eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        normed, _, scale = _forward(x, None, weight_D, eps)
+        ctx.save_for_backward(x, weight_D, scale)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *_backward(grads[0], None, *ctx.saved_tensors), None
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, stream, scale = _forward(x, residual, weight_D, eps)
+        ctx.save_for_backward(stream, weight_D, scale)
+        return normed, stream
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        by_sum, by_weight = _backward(grads[0], grads[1], *ctx.saved_tensors)
+        return by_sum, by_sum, by_weight, None
 
 
 def _forward(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,12 +145,16 @@ def _sum_shapes(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tu
 def _norm_gradients(
     grad: Tensor, more: Tensor | None, x: Tensor, weight_D: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
+    return _backward(grad, more, x, weight_D, scale)
+
+
+def _backward(grad: Tensor, more: Tensor | None, x: Tensor, weight_D: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     if not can_launch(grad, x, weight_D) or width > WIDEST_ROW:
         return _plain_gradients(grad, more, x, weight_D, scale)
     x, grad = x.contiguous(), grad.contiguous()
     rows, block = x.numel() // width, triton.next_power_of_2(width)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+    processors = _processors(x.device.index) if x.is_cuda else 2
     warps = _warps(block)
     bands = max(1, min(rows, processors * max(BANDS_PER_PROCESSOR, 32 // warps)))
     by_x = torch.empty_like(x)
@@ -178,6 +214,11 @@ torch.library.register_autograd("phalanx::add_rms_norm", _sum_backward, setup_co
 
 def _warps(block: int) -> int:
     return max(1, min(16, block // 512))
+
+
+@cache
+def _processors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 if triton is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.train.kernels.kernel_op import Inputs, KernelOp, KernelWork, Outputs, Shape, register_kernel
-from phalanx.train.kernels.triton_support import can_launch, on_device
+from phalanx.train.kernels.triton_support import can_launch, on_device, runs_at_once
 
 try:
     import triton
@@ -28,11 +28,30 @@ torch.library.define("phalanx::rope", "(Tensor x, Tensor cos, Tensor sin, bool b
 
 def rotate_heads(x_BSNH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
     """Heads turned by the angles of their positions; the tables hold half a head's angles, [S, H / 2]."""
+    if runs_at_once(x_BSNH, cos_SH, sin_SH):
+        found: Tensor = _Turn.apply(x_BSNH, cos_SH, sin_SH)
+        return found
     turned: Tensor = torch.ops.phalanx.rope(x_BSNH, cos_SH, sin_SH, False)
     return turned
 
 
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSNH: Tensor, cos_SH: Tensor, sin_SH: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_SH, sin_SH)
+        return _turn(x_BSNH, cos_SH, sin_SH, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos_SH, sin_SH = ctx.saved_tensors
+        return _turn(grads[0], cos_SH, sin_SH, back=True), None, None
+
+
 @torch.library.impl("phalanx::rope", ("cpu", "cuda"))
+def _turn_heads(x_BSNH: Tensor, cos_SH: Tensor, sin_SH: Tensor, back: bool) -> Tensor:
+    return _turn(x_BSNH, cos_SH, sin_SH, back)
+
+
 def _turn(x_BSNH: Tensor, cos_SH: Tensor, sin_SH: Tensor, back: bool) -> Tensor:
     if not can_launch(x_BSNH):
         return plain_turn(x_BSNH, cos_SH, -sin_SH if back else sin_SH)

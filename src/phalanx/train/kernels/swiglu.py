@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from phalanx.train.kernels.kernel_op import Inputs, KernelOp, KernelWork, Outputs, Shape, register_kernel
-from phalanx.train.kernels.triton_support import can_launch, on_device
+from phalanx.train.kernels.triton_support import can_launch, on_device, runs_at_once
 
 try:
     import triton
@@ -40,12 +40,30 @@ torch.library.define(
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up with a gradient."""
+    if runs_at_once(gate, up):
+        found: Tensor = _Swiglu.apply(gate, up)
+        return found
     product: Tensor = torch.ops.phalanx.swiglu(gate, up)
     return product
 
 
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _product(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return _both_gradients(grads[0], *ctx.saved_tensors)
+
+
 @torch.library.impl("phalanx::swiglu", ("cpu", "cuda"))
 def _multiply_gate(gate: Tensor, up: Tensor) -> Tensor:
+    return _product(gate, up)
+
+
+def _product(gate: Tensor, up: Tensor) -> Tensor:
     if not can_launch(gate, up):
         return plain_product(gate, up)
     gate, up = gate.contiguous(), up.contiguous()
@@ -78,6 +96,10 @@ def _plain_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Te
 
 @torch.library.impl("phalanx::swiglu_gradients", ("cpu", "cuda"))
 def _gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return _both_gradients(grad, gate, up)
+
+
+def _both_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     if not can_launch(grad, gate, up):
         return _plain_gradients(grad, gate, up)[:2]
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
