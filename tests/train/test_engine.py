@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.job.schema import Optim
+from phalanx.plan import lean_step
+from phalanx.train.models import decoder, layers
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.verify.trial import make_batch, run_trial
 
@@ -70,3 +72,31 @@ def test_the_seed_is_the_model(trial):
     digests = {seed: run_trial(trial(steps=1, seed=seed)).digest for seed in (0, 1)}
     assert digests[0] != digests[1]
     assert run_trial(trial(steps=1, seed=1)).digest == digests[1]
+
+
+@pytest.mark.parametrize("layout", [{"micro_batch": 4}, {"data": 2, "shard": 2, "zero": 3, "micro_batch": 2}])
+def test_a_lean_step_learns_the_same(layout, trial, once, monkeypatch):
+    """Logits in parts and products made again: sums in another order, so 1e-12 in float64 and not the same bits."""
+    for name, value in {"LEAST_LOGITS": 1, "LEAST_PRODUCT": 1, "CHUNK_LOGITS": 700.0, "CHUNK_UNIT": 1}.items():
+        monkeypatch.setattr(lean_step, name, value)
+    parts, remade = [], []
+    monkeypatch.setattr(decoder, "linear_cross_entropy", _noting(decoder.linear_cross_entropy, parts))
+    monkeypatch.setattr(layers, "gated_down", _noting(layers.gated_down, remade))
+    made = trial(lean=True, **layout)
+    assert lean_step.loss_chunk(32, made.shape.vocab) < 32
+    found, plain = run_trial(made), once(trial())
+    assert found.losses == pytest.approx(plain.losses, abs=1e-12)
+    assert [one for one, _ in found.evaluations] == pytest.approx([one for one, _ in plain.evaluations], abs=1e-9)
+    for name, values in plain.params[-1].items():
+        assert found.params[-1][name] == pytest.approx(values, abs=1e-11), name
+    if "data" not in layout:  # in this process
+        assert len(parts) > made.steps
+        assert remade
+
+
+def _noting(function, calls):
+    def run(*args, **kwargs):
+        calls.append(1)
+        return function(*args, **kwargs)
+
+    return run

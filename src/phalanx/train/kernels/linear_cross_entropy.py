@@ -34,7 +34,7 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-ROW_BLOCK, ROW_WARPS = 4096, 8  # logits that one program reads at once, and its warps: of eight on an H200
+ROW_BLOCK, ROW_WARPS = 8192, 8  # logits that one program reads at once, and its warps: the best of ten on an H200
 
 
 def linear_cross_entropy(
