@@ -180,7 +180,12 @@ def _lean_notes(plan: Plan) -> list[str]:
     tokens = layout.micro_batch * job.data.sequence // layout.context
     notes = []
     if held.chunked_loss and drops_logits(tokens, job.model.vocab, tensor=layout.tensor, pipeline=layout.pipeline):
-        notes.append(f"logits of {int(loss_chunk(tokens, job.model.vocab)):,} of {tokens:,} tokens at a time")
+        part = int(loss_chunk(tokens, job.model.vocab))
+        notes.append(
+            f"logits of {part:,} of {tokens:,} tokens at a time"
+            if part < tokens
+            else "logits become their gradient in place"
+        )
     kept = layout.recompute != "none" or layout.precision == "fp8" or job.model.is_moe
     drops = drops_product(tokens, job.model.ffn, tensor=layout.tensor, splits_backward=splits_backward(layout))
     if held.dropped_product and not kept and drops:
