@@ -1,8 +1,11 @@
 """Training speed on one GPU: Phalanx's engine beside eager `transformers`, same shape, batch and optimizer.
 
     python benchmarks/gpu_training.py [--vocab 32000] [--steps 8] [--variants ours,eager,fp8] [--micro-tokens 65536]
+    python benchmarks/gpu_training.py --shape 8b-slice --sequence 8192 --variants ours,held,fp8 --micro-tokens 16384
 
-The shape is a 1.1B Llama: 16 layers, 2048 wide, MLP 8192, 32 heads, 8 key/value heads. MFU counts 6 × the
+The shape is a 1.1B Llama: 16 layers, 2048 wide, MLP 8192, 32 heads, 8 key/value heads; or, with --shape 8b-slice, eight
+layers of Llama 3 8B with its head, 32,768 tokens a step. `held` and `fp8-held` are `ours` and `fp8` with
+`train.lean = false`: all logits and products of MLPs are held. MFU counts 6 × the
 parameters without the input embedding, plus causal attention (half the scores), over 989 TFLOP/s (H200, dense bf16).
 """
 
@@ -23,6 +26,7 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
+from phalanx.train.kernels.engine_kernels import kernel_lines
 from phalanx.train.settings import Settings
 
 PEAK_FLOPS = 989e12
@@ -30,7 +34,11 @@ BATCH_TOKENS = 65536
 MICRO_TOKENS = 32768  # eager takes 101 GB with it, and does not fit with twice as many
 
 
-def shape_of(vocab: int) -> ModelShape:
+def shape_of(vocab: int, name: str = "1.2b") -> ModelShape:
+    if name == "8b-slice":
+        return ModelShape(
+            name="llama-8b-slice", layers=8, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256,
+        )  # fmt: skip
     return ModelShape(
         name="llama-1.2b", layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=vocab,
     )  # fmt: skip
@@ -55,16 +63,24 @@ def timed(step: Callable[[], object], steps: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def ours(shape: ModelShape, sequence: int, *, steps: int, compute: str, compiled: bool, micro_tokens: int) -> float:
-    micro, batch = micro_tokens // sequence, BATCH_TOKENS // sequence
+def batch_tokens(shape: ModelShape) -> int:
+    return BATCH_TOKENS // 2 if shape.name == "llama-8b-slice" else BATCH_TOKENS
+
+
+def ours(
+    shape: ModelShape, sequence: int, *, steps: int, compute: str, compiled: bool, micro_tokens: int,
+    lean: bool | None = None,
+) -> float:  # fmt: skip
+    micro, batch = micro_tokens // sequence, batch_tokens(shape) // sequence
     layout = Layout(
         data=1, shard=1, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0, sequence_parallel=False,
         micro_batch=micro, accumulation=batch // micro, recompute="none", precision=compute, schedule="1f1b",
         offload="none", compression="none",
     )  # fmt: skip
-    settings = Settings(layout=layout, sequence=sequence, compute=compute, compile=compiled)
+    settings = Settings(layout=layout, sequence=sequence, compute=compute, compile=compiled, lean=lean)
     engine = Engine(shape, settings, Optim(), device=torch.device("cuda"))
     engine.initialise()
+    print("  " + "; ".join(kernel_lines(engine)))
     torch.manual_seed(0)
     rows = torch.randint(0, shape.vocab, (batch, sequence + 1), device="cuda")
     step_s = timed(lambda: engine.step(rows[:, :-1], rows[:, 1:], lr=1e-4), steps)
@@ -104,6 +120,7 @@ def eager(shape: ModelShape, sequence: int, *, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vocab", type=int, nargs="+", default=[32000])
+    parser.add_argument("--shape", choices=("1.2b", "8b-slice"), default="1.2b")
     parser.add_argument("--sequence", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--variants", default="eager,ours")
@@ -118,7 +135,7 @@ def main() -> None:
             for sequence in args.sequence:
                 base = None
                 for variant in args.variants.split(","):
-                    base = measure(variant, shape_of(vocab), sequence, args.steps, base, args.micro_tokens)
+                    base = measure(variant, shape_of(vocab, args.shape), sequence, args.steps, base, args.micro_tokens)
         dist.destroy_process_group()
 
 
@@ -130,6 +147,12 @@ def measure(
         "ours": lambda: ours(shape, sequence, steps=steps, compute="bf16", compiled=True, micro_tokens=micro_tokens),
         "plain": lambda: ours(shape, sequence, steps=steps, compute="bf16", compiled=False, micro_tokens=micro_tokens),
         "fp8": lambda: ours(shape, sequence, steps=steps, compute="fp8", compiled=True, micro_tokens=micro_tokens),
+        "held": lambda: ours(
+            shape, sequence, steps=steps, compute="bf16", compiled=True, micro_tokens=micro_tokens, lean=False
+        ),
+        "fp8-held": lambda: ours(
+            shape, sequence, steps=steps, compute="fp8", compiled=True, micro_tokens=micro_tokens, lean=False
+        ),
     }
     gc.collect()
     torch.cuda.empty_cache()
@@ -143,7 +166,7 @@ def measure(
             flush=True,
         )
         return base
-    rate = BATCH_TOKENS / step_s
+    rate = batch_tokens(shape) / step_s
     row = {
         "variant": variant, "vocab": shape.vocab, "sequence": sequence, "step_ms": round(step_s * 1e3, 1),
         "tokens_per_s": round(rate), "mfu": round(rate * flops_per_token(shape, sequence) / PEAK_FLOPS, 4),

@@ -30,6 +30,7 @@ GRID = {
     "tp4 full": {"tensor": 4, "data": 2, "recompute": "full"},
     "tp8 sp zero1": {"tensor": 8, "sequence_parallel": True, "data": 8, "shard": 8, "zero": 1},
     "cp4 zero1 full": {"context": 4, "data": 2, "shard": 8, "zero": 1, "recompute": "full"},
+    "zero3 with logits in parts": {"data": 8, "shard": 8, "zero": 3, "micro_batch": 2},
     "zero1 fp8": {"data": 8, "shard": 8, "zero": 1, "precision": "fp8"},
     "pp2 zero1": {"pipeline": 2, "data": 2, "shard": 2, "zero": 1, "accumulation": 4},
     "pp2 v2 tp2 selective": {

@@ -173,6 +173,14 @@ class Train:
     compile: bool | Auto = field(
         default=AUTO, metadata=flag('compile each block; "auto" does so on GPUs only', auto=True)
     )
+    lean: bool | Auto = field(
+        default=AUTO,
+        metadata=flag(
+            'hold large logits in parts, and make the product of a gated MLP again in backward; "auto" does so on GPUs '
+            "only",
+            auto=True,
+        ),
+    )
     compile_check: bool = field(
         default=True,
         metadata=flag(

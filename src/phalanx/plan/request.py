@@ -198,10 +198,14 @@ def memory_profile(job: Job, framework_memory: MemoryProfile, *, on_cpu: bool = 
     """What the framework keeps, with the bytes per parameter of the job's optimizer and precision."""
     if trains_with_phalanx(job):
         compiled = not on_cpu if isinstance(job.train.compile, str) else job.train.compile
+        lean = not on_cpu if isinstance(job.train.lean, str) else job.train.lean
+        lean = lean and not job.model.module
         kind = job.parallel.context_kind
         framework_memory = replace(
             framework_memory,
             compiled=1.0 if compiled else 0.0,
+            chunked_loss=1.0 if lean and not job.plugins.loss else 0.0,
+            dropped_product=1.0 if lean and job.model.gated and job.model.activation == "silu" else 0.0,
             heads_copies=1.0 if kind == "ulysses" else 0.0,
             sequence_copies=3.0 if kind == "allgather" else 0.0,
         )

@@ -11,15 +11,17 @@ from phalanx.io.tables import text_table, two_part_bar
 from phalanx.job.model import TOKENS_PER_PARAMETER
 from phalanx.plan.bill import Bill
 from phalanx.plan.layout import Layout
+from phalanx.plan.lean_step import drops_logits, drops_product, loss_chunk
+from phalanx.plan.memory_profile import MemoryProfile
 from phalanx.plan.model_replicas import ReplicaLoss
 from phalanx.plan.parametrization import describe_parametrization
 from phalanx.plan.plan import ParetoPoint, Plan
 from phalanx.plan.reasons import Alternative, part_name
 from phalanx.plan.reliability import Reliability
-from phalanx.plan.request import trains_with_phalanx
+from phalanx.plan.request import memory_profile, trains_with_phalanx
 from phalanx.plan.search import FULL_MEMORY
 from phalanx.plan.site_text import site_sections
-from phalanx.plan.trainable import why_not_left_out
+from phalanx.plan.trainable import splits_backward, why_not_left_out
 from phalanx.units import DAY_S, HOUR_S, MINUTE_S, format_bytes, format_count, format_money, format_seconds, plural
 
 WIDTH = 100
@@ -165,7 +167,30 @@ def _memory_lines(plan: Plan) -> list[str]:
     return [
         *lines,
         f"{format_bytes(m.usable_bytes)} of {format_bytes(m.device_bytes)} are usable: {m.headroom:.1%} headroom",
+        *_wrap_line("; ".join(_lean_notes(plan))),
     ]
+
+
+def _lean_notes(plan: Plan) -> list[str]:
+    """What the step never holds whole, where that is counted."""
+    job, layout = plan.job, plan.layout
+    if not trains_with_phalanx(job):
+        return []
+    held = memory_profile(job, MemoryProfile(), on_cpu=plan.cluster.accelerator.family == "cpu")
+    tokens = layout.micro_batch * job.data.sequence // layout.context
+    notes = []
+    if held.chunked_loss and drops_logits(tokens, job.model.vocab, tensor=layout.tensor, pipeline=layout.pipeline):
+        part = int(loss_chunk(tokens, job.model.vocab))
+        notes.append(
+            f"logits of {part:,} of {tokens:,} tokens at a time"
+            if part < tokens
+            else "logits become their gradient in place"
+        )
+    kept = layout.recompute != "none" or layout.precision == "fp8" or job.model.is_moe
+    drops = drops_product(tokens, job.model.ffn, tensor=layout.tensor, splits_backward=splits_backward(layout))
+    if held.dropped_product and not kept and drops:
+        notes.append("backward makes the product of each MLP again")
+    return notes
 
 
 def _mapping_lines(plan: Plan) -> list[str]:

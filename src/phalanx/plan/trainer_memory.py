@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from phalanx.plan.cases import FP8, SCHEDULES, ZERO_BUBBLE, Cases, Floats, at_places
 from phalanx.plan.compute import FULL, SELECTIVE, element_bytes, routed_tokens
+from phalanx.plan.lean_step import drops_logits, drops_product, loss_chunk
 from phalanx.plan.memory_profile import (
     OFFLOAD_ACTIVATIONS,
     OFFLOAD_PARAMETERS,
@@ -114,6 +115,20 @@ def _load_columns(schedule: float, pp: float, vpp: float, count: float, layers: 
     return np.column_stack((held[:, :-1], ~outweighed))
 
 
+def _chunks_loss(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
+    """Where the trainer never holds all logits of a micro-batch."""
+    large = drops_logits(c.tokens, c.vocab, tensor=c.tp, pipeline=c.pp)
+    return np.asarray((np.asarray(f.chunked_loss) > 0) & large)
+
+
+def _drops_product(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
+    """Where it makes the product of a gated MLP again."""
+    splits = (c.schedule == ZERO_BUBBLE) & (c.pp > 1)
+    large = drops_product(c.tokens, c.ffn, tensor=c.tp, splits_backward=splits)
+    kept = (c.recompute == FULL) | (c.recompute == SELECTIVE) | (c.precision == FP8) | (c.moe_layers > 0)
+    return np.asarray((np.asarray(f.dropped_product) > 0) & large & ~kept)
+
+
 def _counted_layer(c: Cases, f: MemoryProfile) -> dict[str, Floats]:
     """Bytes of one layer of one micro-batch in our trainer: kept, kept by selective and by full recompute, gradients at
     the outputs of its matrices, and what its backward takes beside what it gives back."""
@@ -122,7 +137,9 @@ def _counted_layer(c: Cases, f: MemoryProfile) -> dict[str, Floats]:
     tensors = np.where(c.tp > 1, 1.0, 0.0)
     queries = c.heads / c.tp * (c.qk_dim + c.v_dim) / 2.0
     keys = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim)  # and values
-    dense_ways = 2.0 + (np.where(_is_compiled(c, f), COMPILED.gated, PLAIN.gated) - 2.0) * c.gated
+    remade = _drops_product(c, f)
+    dense_ways = np.where(_is_compiled(c, f), COMPILED.gated, PLAIN.gated)
+    dense_ways = 2.0 + (np.where(remade, 2.0, dense_ways) - 2.0) * c.gated
     expert_ways = 2.0 + (PLAIN.gated - 2.0) * c.gated  # experts' products are not fused with what is between them
     inner = 1.0 + c.gated  # matrices that widen
     moe_share = c.moe_layers / c.layers
@@ -144,6 +161,7 @@ def _counted_layer(c: Cases, f: MemoryProfile) -> dict[str, Floats]:
     gradients = c.hidden * (2.0 + 3.0 / spread) + queries + keys + wide * inner + moved
     # In the backward of the last layer's MLP: the gradients of product, gate and up beside what is given back there.
     working = c.hidden * (2.0 + 2.0 * tensors) + 2.0 * wide * np.where(c.gated > 0, 1.0, 0.5) + moved
+    working = working + np.where(remade, dense, 0.0)  # the product is there again
     working = np.maximum(working, c.hidden * 2.0 + np.asarray(f.sequence_copies) * c.cp * keys)
     # In fp8 the inputs of matrices are kept in one byte (train/parallel/float8.py): both norms' and the product of the
     # MLP. Attention's output is kept in 16 bit for its own backward; compiled, its rounded copy is made again.
@@ -202,14 +220,19 @@ def _counted_moments(
     waiting = load["waiting_logits"] * (waits + wider)
     at_head = load["head_held"] * each + load["head_pending"] * late + load["head_outputs"] * sent
     late_logits = load["head_late_logits"] * size
+    chunked = _chunks_loss(c, f)
     # A stage holds its logits until its backward is done; without a pipeline only their gradient is left by then.
     left = np.where(c.pp > 1, 2.0, 1.0) * size
     # The loss goes backward, then the head's matrix, whose gradient is made, then, if split, half of the layers.
+    whole = load["head"] * np.where(chunked, 0.0, each_logit)
+    # In parts: those of some tokens, beside the gradients of the head and of its input.
+    part = load["head"] * np.where(chunked, loss_chunk(c.tokens, c.vocab) * c.vocab * size, 0.0)
+    inputs = load["head"] * np.where(chunked, (c.vocab * c.hidden + c.tokens * c.hidden) * size, 0.0)
     moments = [
-        (at_head, load["head"] * each_logit * (logit + wider + waiting + late_logits)),
+        (at_head + inputs, part + whole * (logit + wider + waiting + late_logits)),
         (
             at_head + load["head"] * c.vocab * c.hidden / c.tp * size,
-            load["head"] * each_logit * (left + waiting + late_logits),
+            whole * (left + waiting + late_logits),
         ),
     ]
     if load["head_layers"].any():

@@ -51,6 +51,7 @@ class MicroBatches:
         self._parts, self._shape, self._settings = parts, shape, settings
         self._meshes, self._dims, self._device = meshes, meshes.dims, device
         self._exchange, self._clock = exchange, clock
+        self._chunks_loss = settings.chunks_loss(shape, device)
         self._schedules: dict[int, tuple[Schedule, list[LeanStage]]] = {}
 
     def accumulate_gradients(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
@@ -76,7 +77,8 @@ class MicroBatches:
             if isinstance(model, FSDPModule):
                 set_gradient_sync(model, zero=self._dims.zero, last=index == count - 1)
             with self._clock.phase("forward"):
-                loss = self.loss(model(x), y)
+                # The head computes both gradients with the loss, in `unit` already: they are rounded once.
+                loss = model(x, y, self.unit) if self._chunks_loss else self.loss(model(x), y)
             with self._clock.phase("backward"):
                 (loss * self.unit).backward()
                 if self._exchange is not None:
@@ -105,6 +107,10 @@ class MicroBatches:
         """Each of the `wanted` numbers, summed over this rank's sequences; zeros where another holds the last stage."""
         count = tokens_BS.shape[0] // self._settings.layout.micro_batch
         totals = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in wanted]
+        if self._chunks_loss and list(wanted) == [summed_loss]:  # other numbers are of the logits
+            for x, y in zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True):
+                totals[0] += self._parts[0].model(x, y).double()
+            return totals
         with self._loss_context():
             for x, y in zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True):
                 logits = self._run_stages(x)

@@ -21,6 +21,7 @@ from phalanx.record.run import Run
 from phalanx.train.callbacks import Callback
 from phalanx.train.engine import Engine
 from phalanx.train.guard.spikes import SpikeDetector
+from phalanx.train.kernels.engine_kernels import kernel_lines
 from phalanx.train.listeners import listening_sockets, refuse_strangers
 from phalanx.train.loop import run_training
 from phalanx.train.memory import MemoryMeter
@@ -130,6 +131,8 @@ def train_rank(
             seconds=time.monotonic() - began_s,
             warnings=warnings,
         )
+        if dist.get_rank() == 0 and (lines := kernel_lines(engine)):
+            events.write("remark", step=restored.step, text="; ".join(lines), is_told=True)
         if control.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
             control.keeper.reserve(checkpoint_shards(engine))
             training.checkpoints.saver.reserve(checkpoint_shards(engine))

@@ -10,6 +10,7 @@ from phalanx.errors import Problem, UserError
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job, Scale
 from phalanx.plan.layout import Layout
+from phalanx.plan.lean_step import drops_logits, drops_product
 from phalanx.plan.trainable import Demand, layout_problems, precision_problems, splits_backward
 
 DTYPES = {
@@ -35,6 +36,7 @@ class Settings:
     recompute_layers: int | None = None  # of each stage; None is all of them
     compile: bool = False
     compile_backend: str = "inductor"  # tests take "aot_eager": the same graphs without a compiler
+    lean: bool | None = None  # hold large logits and products of MLPs in part only; None: on GPUs
     reproducible: bool = False
     seed: int = 0
     bucket_mib: float | None = None  # of gradients that are summed together; None is the trainer's own choice
@@ -63,6 +65,7 @@ class Settings:
             # twice, and fails where the block comes from the compile cache (donated buffers).
             compile=(on_gpu if job.train.compile == "auto" else bool(job.train.compile))
             and not splits_backward(layout),
+            lean=on_gpu if job.train.lean == "auto" else bool(job.train.lean),
             reproducible=job.numerics.reproducible,
             seed=job.data.seed,
             bucket_mib=None if isinstance(job.comm.bucket_mib, str) else job.comm.bucket_mib,
@@ -77,6 +80,25 @@ class Settings:
     def compute_dtype(self) -> torch.dtype:
         """Of activations and of the weights as they are used."""
         return DTYPES[self.compute]
+
+    def chunks_loss(self, shape: ModelShape, device: torch.device) -> bool:
+        """Whether loss and gradients of the logits are computed for a part of the tokens at a time."""
+        layout = self.layout
+        tokens = layout.micro_batch * self.sequence // layout.context
+        can = bool(drops_logits(tokens, shape.vocab, tensor=layout.tensor, pipeline=layout.pipeline))
+        return self._is_lean(device) and can and not self.loss and not shape.module
+
+    def drops_product(self, shape: ModelShape, device: torch.device) -> bool:
+        """Whether backward makes the product of a gated MLP again."""
+        layout = self.layout
+        tokens = layout.micro_batch * self.sequence // layout.context
+        splits = splits_backward(layout)
+        can = bool(drops_product(tokens, shape.ffn, tensor=layout.tensor, splits_backward=splits))
+        plain = self.compute != "fp8" and layout.recompute == "none" and not shape.is_moe and not shape.module
+        return self._is_lean(device) and can and plain and shape.gated and shape.activation == "silu"
+
+    def _is_lean(self, device: torch.device) -> bool:
+        return device.type == "cuda" if self.lean is None else self.lean
 
     @property
     def reduce_dtype(self) -> torch.dtype:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from phalanx.job.schema import Optim
+from phalanx.train.optim.adamw import AdamW
 from phalanx.train.optim.build import Optimizer, build_optimizer
 from phalanx.train.optim.muon import orthogonal_matrix
 from phalanx.train.parallel.tensor_shard import TensorShard
@@ -68,6 +69,23 @@ def test_adamw_is_torch_adamw() -> None:
         reference.step()
     for shard, parameter in zip(shards, theirs, strict=True):
         torch.testing.assert_close(shard.tensor, parameter.detach(), rtol=0, atol=1e-6)
+
+
+def test_both_kernels_of_adamw_learn_the_same() -> None:
+    """On a CPU there is no choice; ours then runs by plain operations, which must be the same step."""
+    both = {}
+    for kernel in ("builtin", "triton"):
+        shards = shards_of(some_tensors())
+        optimizer = build(shards, "adamw", weight_decay=0.1)
+        assert isinstance(optimizer, AdamW)
+        assert optimizer.choose_kernel(None) is None
+        assert optimizer.kernel == "builtin"
+        optimizer.kernel = kernel
+        for seed in range(3):
+            step_with(optimizer, shards, seed)
+        both[kernel] = [one.tensor for one in (*shards, *optimizer.state())]
+    for one, other in zip(both["builtin"], both["triton"], strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-7)
 
 
 def test_compact_adamw_with_wide_moments_is_adamw() -> None:

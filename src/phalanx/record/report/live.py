@@ -150,6 +150,8 @@ def remark_of_rank(event: Event) -> list[str]:
         return [f"step {step:,}: {_copies_text(event)}"]
     if event["event"] == "remark" and event.get("is_warning") is True:
         return [f"warning: {text(event, 'text')}"]
+    if event["event"] == "remark" and event.get("is_told") is True:
+        return [text(event, "text")]
     if event["event"] == "compile_check":
         return [_compile_check(event)]
     if event["event"] == "communicators":

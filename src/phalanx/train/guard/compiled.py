@@ -265,6 +265,7 @@ def _short_of_memory(engine: Engine, free_bytes: int, used_bytes: int) -> str:
     settings, dims = engine.settings, engine.dims
     tokens = settings.layout.micro_batch * settings.sequence // dims.context
     has_head = any(part.model.head is not None for part in engine.parts)
+    has_head = has_head and not settings.chunks_loss(engine.shape, engine.device)  # that loss is never compiled
     logits = tokens * engine.shape.vocab // (dims.tensor if settings.loss_parallel else 1) if has_head else 0
     need = int(EAGER_SHARE * taken) + LOSS_BYTES * logits
     lacking = torch.tensor([float(need - free_bytes), float(need)], device=engine.device, dtype=torch.float64)

@@ -6,7 +6,13 @@ from importlib import import_module
 
 from phalanx.train.kernels.kernel_op import KERNELS, KernelOp
 
-MODULES: tuple[str, ...] = ()  # of this folder; each registers its operations when it is imported
+MODULES: tuple[str, ...] = (
+    "adamw",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rope",
+    "swiglu",
+)  # of this folder; each registers its operations when it is imported
 
 
 def load_all() -> dict[str, KernelOp]:

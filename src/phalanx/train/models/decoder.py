@@ -12,12 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.job.model import ModelShape
+from phalanx.train.kernels.linear_cross_entropy import linear_cross_entropy
 from phalanx.train.models.init import draw_values
 from phalanx.train.models.layers import Attention, Embedding, Mlp, Rope, norm_of, rope_tables
 from phalanx.train.models.moe import Moe
 from phalanx.train.models.support import refuse_untrainable
 
 TIED = ("embed.tokens.weight", "head.weight")
+
+
+class OutputHead(nn.Linear):
+    """Logits of hidden states; or, given targets, the summed loss, without ever holding all logits."""
+
+    def forward(self, x_BSD: Tensor, targets_BS: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """logits_BSV; or the cross-entropy summed over the valid targets, which will be multiplied by `scale`."""
+        if targets_BS is None:
+            return super().forward(x_BSD)
+        return linear_cross_entropy(x_BSD.flatten(0, 1), self.weight, targets_BS.flatten(), scale=scale)
 
 
 class Block(nn.Module):
@@ -56,7 +67,7 @@ class Decoder(nn.Module):
         self.embed = Embedding(shape) if first else None
         self.layers = nn.ModuleDict({str(layer): Block(shape, layer) for layer in held})
         self.norm = norm_of(shape) if last else None
-        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False) if last else None
+        self.head = OutputHead(shape.hidden, shape.vocab, bias=False) if last else None
         self.register_state_dict_post_hook(_drop_tied)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_add_tied)  # type: ignore[no-untyped-call]
         self.tie()
@@ -78,8 +89,11 @@ class Decoder(nn.Module):
         self.tie()  # to_empty() from the meta device makes new parameters, one per name
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
-        """logits_BSV (hidden_BSD when not the last stage) from tokens_BS (hidden_BSD when not the first)."""
+    def forward(self, x: Tensor, targets_BS: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """logits_BSV (hidden_BSD when not the last stage) from tokens_BS (hidden_BSD when not the first).
+
+        Of the last stage, given targets: the summed loss instead, which will be multiplied by `scale`.
+        """
         positions_S = torch.arange(x.shape[1], device=x.device) if self.positions is None else self.positions
         if self.embed is not None:
             x = self.embed(x, positions_S)
@@ -87,7 +101,7 @@ class Decoder(nn.Module):
         for block in self.layers.values():
             x = block(x, rope)
         if self.norm is not None and self.head is not None:
-            x = self.head(self.norm(x))
+            x = self.head(self.norm(x)) if targets_BS is None else self.head(self.norm(x), targets_BS, scale)
         return x
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.job.model import ModelShape
+from phalanx.train.kernels.swiglu import gated_down
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -81,10 +82,15 @@ class Mlp(nn.Module):
         self.up = nn.Linear(hidden, ffn, bias=bias)
         self.down = nn.Linear(ffn, hidden, bias=bias)
         self.act = ACTIVATIONS[activation]
+        self.drops_product = False  # backward makes act(gate) · up again instead of keeping it
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Each position on its own."""
         up_BSF = self.up(x_BSD)
+        if self.drops_product:
+            assert self.gate is not None
+            down_BSD = gated_down(self.gate(x_BSD), up_BSF, self.down.weight)
+            return down_BSD if self.down.bias is None else down_BSD + self.down.bias
         inner_BSF = self.act(up_BSF) if self.gate is None else self.act(self.gate(x_BSD)) * up_BSF
         out_BSD: Tensor = self.down(inner_BSF)
         return out_BSD

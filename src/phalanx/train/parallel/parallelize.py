@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from phalanx.train.models.decoder import Block, Decoder
+from phalanx.train.models.layers import Mlp
 from phalanx.train.parallel.context import context_core, local_positions
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.parallel.expert import split_experts
@@ -34,6 +35,11 @@ def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torc
     if settings.compute == "fp8":
         refuse_without_float8(device)
         use_float8(blocks, recomputed=len(recomputed))
+    if settings.drops_product(model.shape, device):
+        for block in blocks:
+            assert isinstance(block, Block)
+            assert isinstance(block.mlp, Mlp)
+            block.mlp.drops_product = True
     recompute_blocks(recomputed, layout.recompute)
     if layout.offload == "activations":
         offload_activations(blocks)

@@ -102,7 +102,7 @@ def fused_products() -> Iterator[None]:
     composed = Mlp.forward
 
     def forward(mlp: Mlp, x: Tensor) -> Tensor:
-        if mlp.gate is None:
+        if mlp.gate is None or mlp.drops_product:
             return composed(mlp, x)
         up = mlp.up(x)
         product = _GatedProduct.apply(mlp.gate(x), up)  # type: ignore[no-untyped-call]

@@ -1,0 +1,322 @@
+"""Output head and cross-entropy that never hold all logits: a part of the tokens at a time.
+
+The logits of a part are made, turned in place into their own gradient, multiplied into the gradients of hidden states
+and weight, and overwritten by those of the next part. So both gradients are there when forward ends and backward has
+nothing left to do: three matrix products, as with all logits held, none of them twice. Products are cuBLAS's; softmax,
+loss and gradient of a row are one Triton kernel, which reads the row from memory once (it is in the L2 cache when it is
+read again).
+
+The caller says beforehand what the loss will be multiplied by (`scale`), so that gradients are rounded once, as they
+are used. With another factor backward is still right: it multiplies by what is missing.
+
+Error: that of a product in the dtype of the inputs. The weight's gradient is a sum over parts that is rounded after
+each of them: at most `parts` roundings of the largest in its row instead of one, 5 for 16,384 tokens of 128,256 words.
+
+T tokens, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.plan.lean_step import loss_chunk
+from phalanx.train.data.batches import IGNORED
+from phalanx.train.kernels.kernel_op import Inputs, KernelOp, KernelWork, Outputs, Shape, register_kernel
+from phalanx.train.kernels.triton_support import can_launch, on_device
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for CPUs comes without it
+    triton = None
+
+ROW_BLOCK, ROW_WARPS = 8192, 8  # logits that one program reads at once, and its warps: the best of ten on an H200
+
+
+def linear_cross_entropy(
+    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, scale: float = 1.0, chunk: int = 0
+) -> Tensor:
+    """Cross-entropy of hidden · weightᵀ summed over the valid targets, in float32 or wider.
+
+    Gradients are computed in forward, for a loss that is multiplied by `scale`. `chunk` tokens at a time, 0: as many as
+    `loss_chunk` says.
+    """
+    if torch.compiler.is_compiling():
+        loss: Tensor = linear_cross_entropy_op(hidden_TD, weight_VD, targets_T, scale, chunk)[0]
+        return loss
+    if not torch.is_grad_enabled():
+        return _loss_and_gradients(
+            hidden_TD, weight_VD, targets_T, scale, chunk, wants_hidden=False, wants_weight=False
+        )[0]
+    out: Tensor = _LinearCrossEntropy.apply(hidden_TD, weight_VD, targets_T, scale, chunk)
+    return out
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The operator below by its parts, so that a trace sees every product of it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int) -> Tensor:
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        loss, grad_hidden, grad_weight = _loss_and_gradients(
+            hidden_TD, weight_VD, targets_T, scale, chunk, wants_hidden=wants_hidden, wants_weight=wants_weight
+        )
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.scale = scale
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        if ctx.scale is None:
+            raise RuntimeError("this loss went backward before: its gradients are made once, in forward")
+        grad_hidden, grad_weight = ctx.saved_tensors
+        factor = grads[0] / torch.full_like(grads[0], ctx.scale)  # 1 exactly where the scale was told
+        ctx.scale = None
+        for grad in (grad_hidden, grad_weight):
+            if grad is not None:
+                torch.ops.phalanx.scale_unless_one_(grad, factor)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _loss_and_gradients(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    scale: float,
+    chunk: int,
+    *,
+    wants_hidden: bool = True,
+    wants_weight: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    tokens, vocab = hidden_TD.shape[0], weight_VD.shape[0]
+    grad_hidden = torch.empty_like(hidden_TD) if wants_hidden else None
+    grad_weight = torch.empty_like(weight_VD) if wants_weight else None
+    if not tokens:
+        wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+        return hidden_TD.new_zeros((), dtype=wide), grad_hidden, torch.zeros_like(weight_VD) if wants_weight else None
+    chunk = chunk or int(loss_chunk(tokens, vocab))
+    held = hidden_TD.new_empty(min(chunk, tokens), vocab)
+    losses = []
+    for start, stop in _parts(tokens, chunk):
+        part, logits = hidden_TD[start:stop], held[: stop - start]
+        torch.mm(part, weight_VD.t(), out=logits)
+        losses.append(torch.ops.phalanx.cross_entropy_gradient_(logits, targets_T[start:stop], scale))
+        if grad_hidden is not None:
+            torch.mm(logits, weight_VD, out=grad_hidden[start:stop])
+        if grad_weight is not None:
+            if start:
+                torch.addmm(grad_weight, logits.t(), part, out=grad_weight)
+            else:
+                torch.mm(logits.t(), part, out=grad_weight)
+    return torch.cat(losses).sum(), grad_hidden, grad_weight
+
+
+def _parts(tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, tokens, chunk):
+        yield start, min(start + chunk, tokens)
+
+
+# As one operator, for compiled code and exports. --------------------------------------------------------------------
+
+
+@torch.library.custom_op("phalanx::linear_cross_entropy", mutates_args=())
+def linear_cross_entropy_op(
+    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and the gradients of `scale` times it by hidden states and weight."""
+    loss, grad_hidden, grad_weight = _loss_and_gradients(hidden_TD, weight_VD, targets_T, scale, chunk)
+    assert grad_hidden is not None
+    assert grad_weight is not None
+    return loss, grad_hidden, grad_weight
+
+
+@linear_cross_entropy_op.register_fake
+def _loss_shapes(
+    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    del targets_T, scale, chunk
+    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+    return hidden_TD.new_empty((), dtype=wide), torch.empty_like(hidden_TD), torch.empty_like(weight_VD)
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.scale = inputs[3]
+    ctx.save_for_backward(output[1], output[2])
+
+
+def _scale_gradients(
+    ctx: Any, grad_loss: Tensor, _: Tensor | None, __: Tensor | None
+) -> tuple[Tensor, Tensor, None, None, None]:
+    """Gradients of the gradients are not offered: only the loss has one."""
+    grad_hidden, grad_weight = ctx.saved_tensors
+    factor = grad_loss / torch.full_like(grad_loss, ctx.scale)
+    return (grad_hidden * factor).to(grad_hidden.dtype), (grad_weight * factor).to(grad_weight.dtype), None, None, None
+
+
+linear_cross_entropy_op.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+
+
+# Logits into their gradient, in place. ------------------------------------------------------------------------------
+
+torch.library.define("phalanx::cross_entropy_gradient_", "(Tensor(a!) logits, Tensor targets, float scale) -> Tensor")
+torch.library.define("phalanx::scale_unless_one_", "(Tensor(a!) values, Tensor factor) -> ()")
+
+
+@torch.library.impl("phalanx::cross_entropy_gradient_", ("cpu", "cuda"))
+def _turn_into_gradient(logits_TV: Tensor, targets_T: Tensor, scale: float) -> Tensor:
+    """losses_T; the logits become `scale` times the gradient of their sum."""
+    if not can_launch(logits_TV):
+        return plain_gradient_(logits_TV, targets_T, scale)
+    tokens, vocab = logits_TV.shape
+    losses_T = torch.empty(tokens, dtype=torch.float32, device=logits_TV.device)
+    block = min(ROW_BLOCK, triton.next_power_of_2(vocab))
+    with on_device(logits_TV):
+        _row_gradient[(tokens,)](
+            logits_TV, targets_T.contiguous(), losses_T, vocab, logits_TV.stride(0), scale,
+            IGNORED_TARGET=IGNORED, BLOCK=block, num_warps=max(1, min(ROW_WARPS, block // 256)),
+        )  # fmt: skip
+    return losses_T
+
+
+def plain_gradient_(logits_TV: Tensor, targets_T: Tensor, scale: float) -> Tensor:
+    """What the kernel computes, in plain operations."""
+    wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    sums_T1 = wide_TV.logsumexp(dim=1, keepdim=True)
+    is_valid_T1 = (targets_T != IGNORED)[:, None]
+    column_T1 = torch.where(is_valid_T1, targets_T[:, None], 0)
+    losses_T1 = torch.where(is_valid_T1, sums_T1 - wide_TV.gather(1, column_T1), 0.0)
+    grad_TV = torch.exp(wide_TV - sums_T1)
+    grad_TV.scatter_add_(1, column_T1, torch.full_like(losses_T1, -1.0))
+    logits_TV.copy_(torch.where(is_valid_T1, grad_TV * scale, 0.0))
+    return losses_T1.squeeze(1)
+
+
+@torch.library.register_fake("phalanx::cross_entropy_gradient_")  # type: ignore[untyped-decorator]
+def _losses_shape(logits_TV: Tensor, targets_T: Tensor, scale: float) -> Tensor:
+    del targets_T, scale
+    return logits_TV.new_empty(logits_TV.shape[:1], dtype=torch.promote_types(logits_TV.dtype, torch.float32))
+
+
+@torch.library.impl("phalanx::scale_unless_one_", ("cpu", "cuda"))
+def _scale_in_place(values: Tensor, factor: Tensor) -> None:
+    """Multiply by a number that the host does not know; where it is 1 memory is not touched."""
+    if not can_launch(values):
+        values.mul_(factor)
+        return
+    assert values.is_contiguous()
+    with on_device(values):
+        tile = 8192
+        _scale_tiles[(triton.cdiv(values.numel(), 8 * tile),)](
+            values, factor.float(), values.numel(), TILE=tile, num_warps=8
+        )
+
+
+@torch.library.register_fake("phalanx::scale_unless_one_")  # type: ignore[untyped-decorator]
+def _scaled_shape(values: Tensor, factor: Tensor) -> None:
+    del values, factor
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _row_gradient(logits, targets, losses, vocab, stride, scale,  # type: ignore[no-untyped-def]
+                      IGNORED_TARGET: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+        LOG2E: tl.constexpr = 1.4426950408889634
+        row = tl.program_id(0).to(tl.int64)
+        start_of_row = logits + row * stride
+        target = tl.load(targets + row)
+        columns = tl.arange(0, BLOCK)
+        if target == IGNORED_TARGET:
+            for start in range(0, vocab, BLOCK):
+                column = start + columns
+                tl.store(start_of_row + column, tl.zeros((BLOCK,), tl.float32), mask=column < vocab)
+            tl.store(losses + row, 0.0)
+        else:
+            is_word = (target >= 0) & (target < vocab)
+            wanted = tl.load(start_of_row + target, mask=is_word, other=float("nan")).to(tl.float32)
+            # In powers of two: one multiplication less per logit. Lanes have sums of their own, joined at the end.
+            most = -1e30
+            total = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, vocab, BLOCK):
+                column = start + columns
+                x = tl.load(start_of_row + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+                larger = tl.maximum(most, tl.max(x, axis=0) * LOG2E)
+                total = total * tl.exp2(most - larger) + tl.exp2(x * LOG2E - larger)
+                most = larger
+            logsum = most + tl.log2(tl.sum(total, axis=0))
+            for start in range(0, vocab, BLOCK):
+                column = start + columns
+                x = tl.load(start_of_row + column, mask=column < vocab, other=0.0).to(tl.float32)
+                tl.store(start_of_row + column, tl.exp2(x * LOG2E - logsum) * scale, mask=column < vocab)
+            tl.debug_barrier()  # the target's own gradient was written too, by another thread
+            own = (tl.exp2(wanted * LOG2E - logsum) - 1.0) * scale
+            tl.store(start_of_row + target, own, mask=is_word)
+            tl.store(losses + row, logsum / LOG2E - wanted)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _scale_tiles(values, factor, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        by = tl.load(factor)
+        if by != 1.0:
+            first = tl.program_id(0).to(tl.int64) * TILE * 8
+            for tile in range(8):
+                place = first + tile * TILE + tl.arange(0, TILE)
+                x = tl.load(values + place, mask=place < count, other=0.0).to(tl.float32)
+                tl.store(values + place, x * by, mask=place < count)
+
+
+# For the catalogue. -------------------------------------------------------------------------------------------------
+
+
+def reference_loss(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Outputs:
+    """All logits at once."""
+    logits_TV = hidden_TD @ weight_VD.t()
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
+    return (torch.nn.functional.cross_entropy(logits_TV.to(wide), targets_T, reduction="sum", ignore_index=IGNORED),)
+
+
+def _make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
+    options: Any = {"generator": generator, "device": device, "dtype": torch.float32}
+    hidden = torch.randn(shape["tokens"], shape["width"], **options).to(dtype)
+    weight = (torch.randn(shape["vocab"], shape["width"], **options) * shape["width"] ** -0.5).to(dtype)
+    targets = torch.randint(0, shape["vocab"], (shape["tokens"],), generator=generator, device=device)
+    targets[torch.rand(shape["tokens"], generator=generator, device=device) < 0.05] = IGNORED
+    return hidden, weight, targets
+
+
+def _count_work(shape: Shape, dtype: torch.dtype) -> KernelWork:
+    tokens, width, vocab = shape["tokens"], shape["width"], shape["vocab"]
+    factors = (tokens * width + vocab * width) * dtype.itemsize
+    return KernelWork(read_bytes=factors + tokens * 8, written_bytes=factors + 4, flops=6 * tokens * width * vocab)
+
+
+def _sizes(*rows: tuple[int, int, int]) -> list[Shape]:
+    return [{"tokens": tokens, "width": width, "vocab": vocab} for tokens, width, vocab in rows]
+
+
+LINEAR_CROSS_ENTROPY = register_kernel(
+    KernelOp(
+        name="linear-cross-entropy",
+        summary="output head and summed cross-entropy, without holding the logits",
+        reference=reference_loss,
+        variants={
+            "builtin": reference_loss,
+            "chunked": lambda hidden, weight, targets: (linear_cross_entropy(hidden, weight, targets),),
+        },
+        make_inputs=_make_inputs,
+        shapes=_sizes(
+            (4096, 1024, 32000), (16384, 2048, 32000), (32768, 2048, 32000), (8192, 4096, 32000),
+            (4096, 768, 50304), (32768, 1024, 50304), (8192, 2048, 128256), (16384, 2048, 128256),
+            (4096, 4096, 128256), (8192, 4096, 128256), (16384, 4096, 128256), (8192, 8192, 128256),
+            (4096, 3584, 152064),
+        ),
+        odd_shapes=_sizes((1, 16, 33), (37, 24, 101), (130, 72, 1031), (257, 40, 4099)),
+        count_work=_count_work,
+        error_bound=lambda dtype: (64 if dtype == torch.float32 else 8) * torch.finfo(dtype).eps,
+        gradients=(0, 1),
+    )
+)  # fmt: skip
