@@ -65,6 +65,7 @@ class PeerSpace:
     peers: int
     request: PlanRequest
     space: Space
+    choices: dict[int, Ints] = field(default_factory=dict)  # base row -> choice rows that go with it, once asked for
 
     @cached_property
     def table(self) -> Floats:
@@ -74,13 +75,16 @@ class PeerSpace:
 
     def legal_choices(self, base: int) -> Ints:
         """Choice rows that go with a base row."""
+        if base in self.choices:
+            return self.choices[base]
         columns = {name: value[base : base + 1] for name, value in self.space.base.items()} | self.space.choice
         legal = (
             may_share(self.request, columns)
             & may_split_sequence(self.request, columns)
             & may_recompute(self.request, columns)
         )
-        return np.flatnonzero(np.broadcast_to(legal, self.space.choice["zero"].shape))
+        self.choices[base] = np.flatnonzero(np.broadcast_to(legal, self.space.choice["zero"].shape))
+        return self.choices[base]
 
 
 @dataclass(frozen=True, kw_only=True)
