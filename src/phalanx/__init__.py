@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.api import data as data
+    from phalanx.api import evolve as evolve
     from phalanx.api import fabric as fabric
     from phalanx.api import peers as peers
     from phalanx.api import scale as scale
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 
 # Where each public name lives; imported on first use, since `phalanx --help` must not pay for numpy.
 _HOMES = {
-    "phalanx.api": ("data", "fabric", "peers", "scale"),
+    "phalanx.api": ("data", "evolve", "fabric", "peers", "scale"),
     "phalanx.api.checking": ("check", "explain", "fix", "rules"),
     "phalanx.api.checkpoints": ("checkpoints", "export"),
     "phalanx.api.clusters": ("accelerators", "cluster", "describe_cluster", "probe"),
@@ -89,7 +90,7 @@ _HOMES = {
     "phalanx.rules.judge": ("CheckReport", "Finding"),
 }
 _PACKAGES = ("launch", "metrics", "plan", "rules", "train", "web")  # public functions whose name is a subpackage's too
-_NAMESPACES = ("peers", "scale")  # namespaces of public functions, in api/, whose name is a subpackage's too
+_NAMESPACES = ("evolve", "peers", "scale")  # namespaces of public functions, in api/, whose name is a subpackage's too
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -124,6 +125,7 @@ __all__ = [
     "drill_outside",
     "drill_suite",
     "dry_run",
+    "evolve",
     "explain",
     "export",
     "fabric",

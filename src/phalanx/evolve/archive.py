@@ -68,8 +68,13 @@ class Archive:
         return True
 
     def best(self) -> Entry | None:
-        """The fittest of all."""
-        return max((self.entries[one] for one in self.elites.values()), key=lambda one: one.fitness, default=None)
+        """The fittest of all; of equals the one that needs least of what the axes measure."""
+
+        def rank(entry: Entry) -> tuple[float, float, float]:
+            assert entry.outcome.place is not None
+            return round(entry.fitness, 12), -entry.outcome.place[0], -entry.outcome.place[1]
+
+        return max((self.entries[one] for one in self.elites.values()), key=rank, default=None)
 
     @property
     def quality_diversity(self) -> float:

@@ -19,7 +19,6 @@ from phalanx.plan.pipeline_order import (
     PlayedOrders,
     StageTimes,
     named_orders,
-    numbered_actions,
     order_mistake,
     play_orders,
 )
