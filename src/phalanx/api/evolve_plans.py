@@ -24,6 +24,7 @@ MEMORY_GB = (40.0, 48.0, 80.0)
 LINKS_GBITS = (1.0, 10.0, 100.0)
 MOST_LIMITS = 12
 GBIT_BYTES = 1e9 / 8
+DEVICE_GB = 2.0**30  # a device that is sold as 80 GB has 80 GiB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +84,8 @@ class EvolvedPlans(PublicResult):
                 f"{self.job} on {self.cluster}: the best plan under each limit, priced by the planner",
                 "",
                 *text_table(rows, right=range(2, 5)),
+                "GB are as devices are sold (2^30 bytes). Peers with H = n exchange updates every n steps: that costs",
+                "loss, which tokens/s do not show (docs/slow-links.md).",
                 "",
                 *picture_lines(self.search),
                 "",
@@ -100,6 +103,7 @@ def plans(
     archive: str | Path | None = None,
     memory_gb: Sequence[float] = MEMORY_GB,
     links_gbits: Sequence[float] = LINKS_GBITS,
+    most_inner_steps: int = 500,
     proposer: str = "",
     picture: str | Path | None = None,
     overrides: Overrides = (),
@@ -107,20 +111,23 @@ def plans(
 ) -> EvolvedPlans:
     """Search all plans of a job by MAP-Elites: the fastest for each device memory × traffic between hosts.
 
-    One search answers what the best plan is for devices of `memory_gb` and hosts with links of `links_gbits`. The
-    `archive`, a file of JSON lines, is made or gone on with; without one nothing is kept. `proposer` is a command that
-    reads a prompt and writes a change as JSON. `picture` is an SVG file, kept up to date while the search goes on.
+    One search answers what the best plan is for devices of `memory_gb` and hosts with links of `links_gbits`.
+    `most_inner_steps` bounds H, since fewer exchanges cost loss that a price per token does not show; 1 is training in
+    step only. The `archive`, a file of JSON lines, is made or gone on with; without one nothing is kept. `proposer` is
+    a command that reads a prompt and writes a change as JSON. `picture` is an SVG file, kept up to date while the
+    search goes on.
     Raises UserError for an archive of another problem.
 
     >>> found = phalanx.evolve.plans("examples/llama-3-8b-64xH100.toml", "8xH100:2", evaluations=50)
     >>> len(found.answers), found.search.archive.best() is not None
     (9, True)
     """
-    from phalanx.evolve.plan_problem import PlanProblem
+    from phalanx.evolve.plan_problem import INNER_STEPS, PlanProblem
     from phalanx.io.codec import json_values
     from phalanx.plan.request import request_from_job
 
     memory, links = _limits("--memory", memory_gb), _limits("--links", links_gbits)
+    inner_steps = tuple(one for one in INNER_STEPS if one <= most_inner_steps)
     resolved = read_job(job, overrides, where=WHERE)
     asked = resolved.job
     target = resolve_cluster(cluster if cluster is not None else asked.cluster.target)
@@ -137,8 +144,14 @@ def plans(
         "precision": json_values(asked.precision),
         "optim": asked.optim.name,
         "hardware": json_values(target),
+        "inner_steps": inner_steps,
     }
-    problem = PlanProblem(request=request, memory_limits=tuple(one * 1e9 for one in memory), about=about)
+    problem = PlanProblem(
+        request=request,
+        memory_limits=tuple(one * DEVICE_GB for one in memory),
+        inner_steps=inner_steps,
+        about=about,
+    )
     if not problem.spaces:
         raise mistake(WHERE, "no layout is legal for this job and cluster", fix=f"phalanx plan says why: {asked.name}")
     found = finish_search(
@@ -181,7 +194,7 @@ def _answer_link(
         fitting = [
             (outcome.fitness, place)
             for place, outcome in enumerate(outcomes)
-            if outcome.fitness is not None and outcome.place is not None and outcome.place[0] <= limit * 1e9
+            if outcome.fitness is not None and outcome.place is not None and outcome.place[0] <= limit * DEVICE_GB
         ]
         if not fitting:
             answers.append(PlanAnswer(memory_gb=limit, link_gbits=link_gbits, tokens_per_s=None))

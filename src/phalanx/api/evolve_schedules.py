@@ -146,7 +146,9 @@ def schedules(
 
     if job is not None:
         if forward or backward:
-            raise mistake(WHERE, "a job and --forward or --backward", why="its plan says the times", fix="leave one out")
+            raise mistake(
+                WHERE, "a job and --forward or --backward", why="its plan says the times", fix="leave one out"
+            )
         forward, micro_batches = _planned_stages(job, cluster, overrides)
     elif not forward:
         if not 2 <= stages <= MOST_STAGES:
@@ -218,7 +220,9 @@ def _stage_times(
     if len(whole) != len(forward):
         raise mistake("--backward", f"{len(whole)} times for {len(forward)} stages", fix="give one for each stage")
     if not 0 < weight_share < 1:
-        raise mistake("--weight-share", f"{weight_share:g} is not between 0 and 1", fix="0.5 where both halves cost alike")
+        raise mistake(
+            "--weight-share", f"{weight_share:g} is not between 0 and 1", fix="0.5 where both halves cost alike"
+        )
     if not 0 <= send < 1e9:
         raise mistake("--send", f"{send:g} is below 0")
     return StageTimes(

@@ -57,11 +57,20 @@ def _configure_plans(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--links", metavar="GBITS", default="1,10,100", help="links of a host to answer for (default: 1,10,100 Gbit/s)"
     )
+    parser.add_argument(
+        "--most-inner-steps",
+        metavar="H",
+        type=int,
+        default=500,
+        help="steps that peers may take between exchanges (default: 500); 1 leaves plans with peers out",
+    )
     _configure_search(parser, evaluations=2000)
 
 
 def _configure_schedules(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="JOB", nargs="?", help="a job whose plan has a pipeline; without one, see --stages")
+    parser.add_argument(
+        "job", metavar="JOB", nargs="?", help="a job whose plan has a pipeline; without one, see --stages"
+    )
     parser.add_argument("--cluster", metavar="SPEC", help="another cluster than the job's")
     add_set(parser)
     stages = parser.add_argument_group("the pipeline, without a job")
@@ -111,6 +120,7 @@ def run_command(args: argparse.Namespace) -> int:
             args.cluster,
             memory_gb=_numbers("--memory", args.memory),
             links_gbits=_numbers("--links", args.links),
+            most_inner_steps=args.most_inner_steps,
             overrides=args.overrides,
             **shared,
         )

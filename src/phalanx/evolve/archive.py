@@ -177,8 +177,7 @@ def _read_header(path: Path, line: bytes, problem: Problem | None) -> dict[str, 
     if own is not None and found.get("digest") != own["digest"]:
         raise mistake(
             str(path),
-            "is the archive of another problem: its measurements would mean nothing here"
-            + _what_differs(found, own),
+            "is the archive of another problem: its measurements would mean nothing here" + _what_differs(found, own),
             fix="name another file with --archive",
         )
     try:

@@ -114,7 +114,9 @@ def _next_batch(
     known = features.of_archive(archive) if archive.elites else None
     model = fit_surrogate(archive, known) if known is not None else None
     if model is not None:
-        pool = {genome_key(child[0]): child for child in (_breed(problem, archive, rng) for _ in range(CHILDREN * room))}
+        pool = {
+            genome_key(child[0]): child for child in (_breed(problem, archive, rng) for _ in range(CHILDREN * room))
+        }
         fresh = [child for key, child in pool.items() if key not in taken]
         if fresh:
             found = problem.features([genome for genome, _, _ in fresh])

@@ -70,9 +70,7 @@ def grid_svg(archive: Archive, *, title: str, show: Callable[[float], str]) -> s
             parts.append(svg_element("rect", svg_element("title", escape(words)), **box, fill=colour))
     for column in range(columns_axis.size):
         x, y = LEFT + CELL_WIDTH * column + 14, height - BOTTOM + 14
-        parts.append(
-            _label(columns_axis.labels[column], x=x, y=y, font_size=11, transform=f"rotate(50 {x} {y})")
-        )
+        parts.append(_label(columns_axis.labels[column], x=x, y=y, font_size=11, transform=f"rotate(50 {x} {y})"))
     return svg_element(
         "svg",
         "".join(parts),

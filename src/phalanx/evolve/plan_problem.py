@@ -43,7 +43,14 @@ BATCH = 25
 MOST_PEER_CHOICES = 6
 INNER_STEPS = tuple(steps for steps in GRID_INNER_STEPS if steps > 1)
 SHARERS = {NONE: "none", FULL: "all", DOMAIN: "domain", GIVEN: "given"}  # who shares a sharded copy
-BASE_GENES = {"tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "micro": "micro_batch", "chunks": "vpp"}  # our name: column
+BASE_GENES = {
+    "tp": "tp",
+    "cp": "cp",
+    "pp": "pp",
+    "ep": "ep",
+    "micro": "micro_batch",
+    "chunks": "vpp",
+}  # our name: column
 BYTE_EDGES = tuple(10.0 ** (6 + half / 2) for half in range(CELLS - 1))  # 1 MB to 10 TB per step, two per decade
 FIXED_WEIGHT = 50.0  # in a repair: a gene that was changed on purpose against one that may follow
 
@@ -94,6 +101,7 @@ class PlanProblem:
     request: PlanRequest
     memory_limits: tuple[float, ...]  # bytes of a device: cells begin and end there
     about: Mapping[str, Any]  # the job and the cluster, for the archive's digest
+    inner_steps: tuple[int, ...] = INNER_STEPS  # that peers may take between exchanges; none leaves peers out
     name: str = "plans"
     batch: int = BATCH
     prices: dict[tuple[int, int, int], LayoutPrice] = field(default_factory=dict)  # (peers, base, choice)
@@ -125,7 +133,7 @@ class PlanProblem:
         """Peers -> layouts of each; empty ones are left out."""
         request, found = self.request, {}
         hosts, batch = request.cluster.domains, request.global_sequences
-        choices = [peers for peers in all_divisors(hosts) if batch % peers == 0]
+        choices = [peers for peers in all_divisors(hosts) if batch % peers == 0 and (peers == 1 or self.inner_steps)]
         if len(choices) > MOST_PEER_CHOICES:
             places = np.linspace(0, len(choices) - 1, MOST_PEER_CHOICES).round().astype(int)
             choices = [choices[place] for place in places]
@@ -158,7 +166,7 @@ class PlanProblem:
             base = int(rng.integers(part.space.base["tp"].size))
             choices = part.legal_choices(base)
             if choices.size:
-                wish = {"codec": _pick(rng, CODECS), "h": _pick(rng, INNER_STEPS)}
+                wish = {"codec": _pick(rng, CODECS), "h": _pick(rng, self.inner_steps or (1,))}
                 return self._genome(part, base, int(rng.choice(choices)), wish)
 
     def _genome(self, part: PeerSpace, base: int, choice: int, wish: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +202,7 @@ class PlanProblem:
             "sequence_parallel": [bool(one) for one in seen("choice", "sp")],
         }
         if list(self.spaces) != [1]:
-            values |= {"codec": CODECS, "h": INNER_STEPS}
+            values |= {"codec": CODECS, "h": self.inner_steps}
         return {name: tuple(known) for name, known in values.items() if len(known) > 1}
 
     def mutate(self, genome: Genome, rng: np.random.Generator) -> Genome:
@@ -242,16 +250,16 @@ class PlanProblem:
             return self.random_genome(rng)
         choice = int(choices[int(np.argmin(far + rng.random(choices.size) * 0.5))])
         slow = {"codec": wish["codec"] if wish["codec"] in CODECS else _pick(rng, CODECS)}
-        slow["h"] = wish["h"] if wish["h"] in INNER_STEPS else _pick(rng, INNER_STEPS)
+        slow["h"] = wish["h"] if wish["h"] in self.inner_steps else _pick(rng, self.inner_steps or (1,))
         return self._genome(part, base, choice, slow)
 
     def all_genomes(self) -> Iterator[Genome]:
         """Every legal plan, to hold a search against; only for small spaces."""
         for part in self.spaces.values():
-            slow = [{"codec": codec, "h": h} for codec in CODECS for h in INNER_STEPS]
+            slow = [{"codec": codec, "h": h} for codec in CODECS for h in self.inner_steps]
             for base in range(part.space.base["tp"].size):
                 for choice in part.legal_choices(base):
-                    for wish in slow if part.peers > 1 else slow[:1]:
+                    for wish in slow if part.peers > 1 else ({},):
                         yield self._genome(part, base, int(choice), wish)
 
     # ---- what the planner says -------------------------------------------------------------------------------------

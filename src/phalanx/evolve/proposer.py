@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
@@ -65,10 +66,8 @@ class Proposer:
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
     process.wait()
 
 

@@ -300,7 +300,7 @@ def _whole_order(order: str, count: int, *, split: bool) -> list[str]:
         while taken:
             taken = False
             for at, one in enumerate(early):
-                if one == "F" and forward >= count or one in "BI" and backward >= count:
+                if (one == "F" and forward >= count) or (one in "BI" and backward >= count):
                     early.pop(at)
                     taken = True
                     break

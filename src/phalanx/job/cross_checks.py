@@ -130,8 +130,7 @@ def own_order(draft: Draft, job: Job) -> None:
         draft.complain(
             written_key(draft, "parallel.order", "parallel.schedule"),
             f'parallel.order with parallel.schedule = "{parallel.schedule}"',
-            why=f"the plan prices an order {'with' if splits else 'without'} I and W as \"{wanted}\", and a batch that it "
-            "does not fit runs so",
+            why="the plan prices such an order so, and a batch that it does not fit runs so",
             fix=f'use schedule = "{wanted}"',
         )
 

@@ -1,6 +1,7 @@
 """Check and time kernels made from our own templates, in a process of their own: sources in, a JSON line for each out.
 
-    echo '{"op": "rms-norm", "device": "cpu", "shape": {...}, "sources": [...]}' | python -m phalanx.train.kernels.candidate_timing
+    echo '{"op": "rms-norm", "device": "cpu", "shape": {…}, "sources": […]}' |
+        python -m phalanx.train.kernels.candidate_timing
 
 For text that we wrote ourselves: it guards against mistakes, not against cheats. Sources of others are for the guard of
 the kernel lab.
@@ -51,7 +52,8 @@ def _say(values: Mapping[str, Any]) -> None:
 def _load(path: Path, source: str) -> Callable[..., Tensor]:
     path.write_text(source, encoding="utf-8")  # Triton reads the text of its kernels from a file
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
