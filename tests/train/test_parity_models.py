@@ -35,11 +35,11 @@ CASES = {
     "odd vocabulary tp2": ({"vocab": 63, "layers": 2}, SP),
     "odd vocabulary pp2×tp2": ({"vocab": 63, "layers": 2}, {"pipeline": 2} | SP | {"micro_batch": 4}),
     "embedding norm tp2": ({"embedding_norm": True, "norm": "layer", "layers": 2}, SP),
-    # Found by phalanx evolve schedules: whole backwards with another warm-up than 1F1B's, and both kinds in one pipeline.
-    "own order pp2": ({}, {"pipeline": 2, "order": ("FFFBBFBB", "FBFFBBFB")}),
-    "own order pp4, split": (
+    "own order pp4": (  # whole backwards beside split ones
+
         {"tied": True},
-        {"pipeline": 4, "schedule": "zero-bubble", "order": ("FFFFIWIWIIWW", "FFFBFBBB", "FFIFIWFIWIWW", "FIFIFIWWWFIW")},
+        {"pipeline": 4, "schedule": "zero-bubble"}
+        | {"order": ("FFFFIWIWIIWW", "FFFBFBBB", "FFIFIWFIWIWW", "FIFIFIWWWFIW")},
     ),
     "stretched rope cp2": (
         {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 8}, {"context": 2}

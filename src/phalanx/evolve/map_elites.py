@@ -14,7 +14,7 @@ from phalanx.evolve.proposer import Proposer
 from phalanx.evolve.surrogate import expected_gain, fit_surrogate
 
 RANDOM_SHARE = 0.1  # of the evaluations, at the start: what the model of the problem is first fitted to
-CHILDREN = 24  # bred for every one that is evaluated, where a model ranks them
+CHILDREN = 20  # bred for every one that is evaluated, where a model ranks them
 UNRANKED_SHARE = 0.15  # of a batch, taken without the model, which may be wrong
 CROSSED_SHARE = 0.3
 NEW_SHARE = 0.1  # of the children, made of no parent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from html import escape
+from typing import Any
 
 from phalanx.evolve.archive import Archive
 from phalanx.io.style import REPORT_CSS
@@ -60,7 +61,7 @@ def grid_svg(archive: Archive, *, title: str, show: Callable[[float], str]) -> s
         parts.append(_label(rows_axis.labels[row], x=LEFT - 8, y=y + 17, font_size=11, text_anchor="end"))
         for column in range(columns_axis.size):
             x, share = LEFT + CELL_WIDTH * column, shares.get((row, column))
-            box = {"x": x, "y": y, "width": CELL_WIDTH - 2, "height": CELL_HEIGHT - 2}
+            box: dict[str, Any] = {"x": x, "y": y, "width": CELL_WIDTH - 2, "height": CELL_HEIGHT - 2}
             if share is None:
                 parts.append(svg_element("rect", **box, fill="none", stroke="#8884"))
                 continue

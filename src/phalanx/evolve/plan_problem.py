@@ -6,12 +6,14 @@ which exchange updates every H steps (docs/slow-links.md). The grid: memory a de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.evolve.problem import Axis, Floats, Genome, Outcome
 from phalanx.job.parameter_counts import count_parameters
@@ -75,10 +77,15 @@ class PeerSpace:
     choices: dict[int, Ints] = field(default_factory=dict)  # base row -> choice rows that go with it, once asked for
 
     @cached_property
-    def table(self) -> Floats:
-        """Base rows as numbers that can be compared: logarithms of sizes, and the schedule."""
-        columns = [np.log2(self.space.base[column].astype(np.float64)) for column in BASE_GENES.values()]
-        return np.stack([*columns, self.space.base["schedule"].astype(np.float64)], axis=1)
+    def table(self) -> NDArray[np.float32]:
+        """Base rows as numbers that can be compared, [gene, row]: logarithms of sizes, and the schedule."""
+        columns = [np.log2(self.space.base[column]) for column in BASE_GENES.values()]
+        return np.stack([*columns, self.space.base["schedule"]]).astype(np.float32)
+
+    @cached_property
+    def noise(self) -> NDArray[np.float32]:
+        """Decides between rows that are equally near; twice as long as needed, so that it can begin anywhere."""
+        return np.random.default_rng(0).random(2 * self.table.shape[1], dtype=np.float32) * np.float32(0.5)
 
     def legal_choices(self, base: int) -> Ints:
         """Choice rows that go with a base row."""
@@ -228,11 +235,15 @@ class PlanProblem:
     def _repair(self, wish: Mapping[str, Any], kept: Sequence[str], rng: np.random.Generator) -> Genome:
         """The legal plan nearest to a wish; genes in `kept` give way last."""
         part = self.spaces[wish["peers"]] if wish["peers"] in self.spaces else self.spaces[min(self.spaces)]
-        weights = np.array([FIXED_WEIGHT if gene in kept else 1.0 for gene in (*BASE_GENES, "schedule")])
-        wanted = np.array([*(np.log2(max(1, wish[gene])) for gene in BASE_GENES), SCHEDULES.index(wish["schedule"])])
-        gaps = np.abs(part.table - wanted)
-        gaps[:, -1] = gaps[:, -1] > 0  # another schedule is another schedule, however far in the list
-        base = int(np.argmin(gaps @ weights + rng.random(len(gaps)) * 0.5))
+        genes = (*BASE_GENES, "schedule")
+        weights = np.array([FIXED_WEIGHT if gene in kept else 1.0 for gene in genes], dtype=np.float32)
+        sizes = [math.log2(max(1, wish[gene])) for gene in BASE_GENES]
+        wanted = np.array([*sizes, SCHEDULES.index(wish["schedule"])], dtype=np.float32)
+        gaps = np.abs(part.table - wanted[:, None])
+        gaps[-1] = gaps[-1] > 0  # another schedule is another schedule, however far in the list
+        rows = gaps.shape[1]
+        begin = int(rng.integers(rows))
+        base = int(np.argmin(weights @ gaps + part.noise[begin : begin + rows]))
         ways = part.space.choice
         choices = part.legal_choices(base)
         wanted_group = next(number for number, name in SHARERS.items() if name == wish["shared_by"])
