@@ -109,6 +109,9 @@ def kernels(
     `device` is cuda, cpu or auto. `evaluate` measures sources (KernelMeasurement of each) in the place of our own
     processes; only with one of the caller's may a `proposer` write sources of its own. Raises UserError for a device
     that is not there and for an archive of another operation, shape or device.
+
+    >>> found = phalanx.evolve.kernels("rms-norm", device="cpu", evaluations=24)  # doctest: +SKIP
+    >>> found.write("fastest.py")  # doctest: +SKIP
     """
     if op not in OPS:
         raise mistake(WHERE, f'there are no templates of "{op[:40]}"', fix=f"use {', '.join(OPS)}")
