@@ -15,7 +15,8 @@ from phalanx.evolve.surrogate import expected_gain, fit_surrogate
 
 RANDOM_SHARE = 0.1  # of the evaluations, at the start: what the model of the problem is first fitted to
 CHILDREN = 20  # bred for every one that is evaluated, where a model ranks them
-UNRANKED_SHARE = 0.15  # of a batch, taken without the model, which may be wrong
+UNRANKED_SHARE = 0.2  # of a batch, taken without the model, which may be wrong: neighbours of the fittest
+FITTEST = 5  # elites whose neighbours those are
 CROSSED_SHARE = 0.3
 NEW_SHARE = 0.1  # of the children, made of no parent
 MOST_TRIES = 20  # for a candidate that was not evaluated yet
@@ -136,8 +137,20 @@ def _next_batch(
     for _ in range(MOST_TRIES * room):
         if len(batch) >= room:
             break
-        take(_breed(problem, archive, rng) if archive.elites else (problem.random_genome(rng), "random", None))
+        if not archive.elites:
+            take((problem.random_genome(rng), "random", None))
+        elif model is not None and rng.random() < 0.8:
+            take(_improve(problem, archive, rng))
+        else:
+            take(_breed(problem, archive, rng))
     return batch
+
+
+def _improve(problem: Problem, archive: Archive, rng: np.random.Generator) -> Child:
+    """A neighbour of one of the fittest."""
+    fittest = sorted(archive.elites.values(), key=lambda one: -archive.entries[one].fitness)[:FITTEST]
+    chosen = fittest[int(rng.integers(len(fittest)))]
+    return problem.mutate(archive.entries[chosen].genome, rng), "mutation", chosen
 
 
 def _breed(problem: Problem, archive: Archive, rng: np.random.Generator) -> Child:
