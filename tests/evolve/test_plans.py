@@ -40,7 +40,7 @@ def test_a_small_space_against_all_of_it():
                 cell = cell_of(problem.axes, outcome.place)
                 best[cell] = max(best.get(cell, 0.0), outcome.fitness)
     with open_archive(None, problem) as writer:
-        run_search(problem, writer, evaluations=400, seed=0)
+        run_search(problem, writer, evaluations=800, seed=0)
     found = {cell: writer.archive.entries[one].fitness for cell, one in writer.archive.elites.items()}
     assert plans > 2000
     assert set(found) <= set(best)

@@ -137,9 +137,10 @@ def _next_batch(
     for _ in range(MOST_TRIES * room):
         if len(batch) >= room:
             break
-        if not archive.elites:
+        chance = rng.random()
+        if not archive.elites or chance < 0.1:
             take((problem.random_genome(rng), "random", None))
-        elif model is not None and rng.random() < 0.8:
+        elif model is not None and chance < 0.8:
             take(_improve(problem, archive, rng))
         else:
             take(_breed(problem, archive, rng))
