@@ -164,8 +164,25 @@ class PlanProblem:
     # ---- candidates ----------------------------------------------------------------------------------------------
 
     def seeds(self) -> Sequence[Genome]:
-        """None: a plan that people know is a plan that the search finds."""
-        return ()
+        """What people try first: sharded data parallelism, tensor groups in a host, a pipeline between hosts.
+
+        Some are far from everything else that fits (ZeRO-3 alone), where no small change leads.
+        """
+        rng, cluster = np.random.default_rng(0), self.request.cluster
+        plain = {"peers": 1, "codec": "none", "h": 1, "cp": 1, "ep": 1, "micro": 1, "chunks": 1}
+        plain |= {"schedule": "1f1b", "shared_by": "all"}
+        found = [
+            self._repair(
+                {**plain, "tp": tp, "pp": pp, "zero": zero, "recompute": recompute, "sequence_parallel": tp > 1},
+                ("tp", "pp", "zero", "recompute", "micro"),
+                rng,
+            )
+            for recompute in ("none", "full")
+            for zero in (3, 1)
+            for tp in (1, min(2, cluster.domain_devices), cluster.domain_devices)
+            for pp in (1, max(2, cluster.domains))
+        ]
+        return tuple(found)
 
     def random_genome(self, rng: np.random.Generator) -> Genome:
         """Any legal plan."""
