@@ -125,7 +125,6 @@ class PlanProblem:
             name="memory per device",
             edges=tuple(edges),
             labels=tuple(f"to {format_bytes(edge)}" for edge in (*edges, most)),
-            logarithmic=True,
         )
         words = tuple(f"to {format_bytes(edge)}" for edge in BYTE_EDGES)
         sent = Axis(
@@ -355,8 +354,7 @@ class PlanProblem:
         if not price.runs:
             return Outcome(fitness=None, why="a pipeline stage would be empty, or the logits too large")
         if price.memory_bytes > device:
-            place = (price.memory_bytes, price.sent_bytes)
-            return Outcome(fitness=None, place=place, why=f"needs a device of {format_bytes(price.memory_bytes)}")
+            return Outcome(fitness=None, why=f"needs a device of {format_bytes(price.memory_bytes)}")
         tokens = float(self.request.sequence * self.request.global_sequences)
         if peers == 1:
             fitness, sent = tokens / price.step_s, price.sent_bytes

@@ -18,7 +18,6 @@ from phalanx.evolve.problem import Axis, Floats
 RIDGE = 1e-2
 FITTED = 1500  # newest evaluations, and all elites, that the model is fitted to
 TINY = 1e-12
-LEAST_CHANCE = 0.05  # that a candidate is valid, whatever the model says: it is a straight line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +45,7 @@ def fit_surrogate(archive: Archive, features: Floats) -> Surrogate | None:
     """The model of all evaluations, whose features are given in order; None while there are too few."""
     rows = list(range(max(0, len(archive.entries) - FITTED), len(archive.entries)))
     rows = sorted({*rows, *archive.elites.values()})
-    known = [row for row in rows if archive.entries[row].outcome.fitness is not None]
+    known = [row for row in rows if archive.entries[row].outcome.place is not None]
     if len(known) < 30:
         return None
     table = features[rows]
@@ -54,27 +53,25 @@ def fit_surrogate(archive: Archive, features: Floats) -> Surrogate | None:
     scale[scale < TINY] = 1.0
     table = np.hstack(((table - mean) / scale, np.ones((len(rows), 1))))
     outcomes = [archive.entries[row].outcome for row in rows]
-    # What does not fit has no fitness, but may well have a place: it says where the edge is.
-    placed = np.array([one.place is not None for one in outcomes])
-    fit = np.array([one.place is not None and one.fitness is not None for one in outcomes])
-    places = np.array(
+    found = np.array([one.place is not None and one.fitness is not None for one in outcomes])
+    targets = np.array(
         [
-            [_axis_value(archive.axes[0], one.place[0]), _axis_value(archive.axes[1], one.place[1])]
+            [
+                math.log(max(one.fitness, TINY)),
+                _axis_value(archive.axes[0], one.place[0]),
+                _axis_value(archive.axes[1], one.place[1]),
+            ]
             for one in outcomes
-            if one.place is not None
+            if one.place is not None and one.fitness is not None
         ]
     )
-    levels = np.array([[math.log(max(one.fitness, TINY))] for one in outcomes if one.place and one.fitness is not None])
-    solved = [
-        _solve(table[fit], levels),
-        _solve(table[placed], places),
-        _solve(table, fit[:, None].astype(np.float64)),
-    ]
+    valid, spread_valid = _solve(table, found[:, None].astype(np.float64))
+    weights, spread = _solve(table[found], targets)
     return Surrogate(
         mean=mean,
         scale=scale,
-        weights=np.hstack([weights for weights, _ in solved]),
-        spread=np.concatenate([spread for _, spread in solved]),
+        weights=np.hstack((weights, valid)),
+        spread=np.concatenate((spread, spread_valid)),
         axes=archive.axes,
     )
 
@@ -103,7 +100,7 @@ def expected_gain(model: Surrogate, archive: Archive, features: Floats) -> tuple
     improvement = sigma * (gap * below + density)
     level = np.exp(np.clip(predicted[:, 0] - top, -50.0, 1.0))
     gain = np.where(held > 0, np.clip(improvement, 0.0, 1.0) * np.exp(np.clip(held_log - top, -50.0, 0.0)), level)
-    return gain * np.clip(predicted[:, 3], LEAST_CHANCE, 1.0), cells
+    return gain * np.clip(predicted[:, 3], 0.02, 1.0), cells
 
 
 def _cells(model: Surrogate, predicted: Floats, which: int) -> Sequence[int]:
