@@ -1,6 +1,6 @@
-"""From a slow RMSNorm to a fast one by `phalanx evolve kernels`: share of the speed of light by evaluation, and its time.
+"""From a slow RMSNorm to a fast one by `phalanx evolve kernels`: share of the speed of light, and the time it took.
 
-    PYTHONPATH=src python benchmarks/evolve_kernels.py [--device cuda] [--evaluations 120] [--seeds 3] [--archive FILE.jsonl]
+    PYTHONPATH=src python benchmarks/evolve_kernels.py [--device cuda] [--evaluations 120] [--seeds 3] [--archive FILE]
 
 Every batch of sources is checked and timed in a process of its own (phalanx.train.kernels.candidate_timing). Prints the
 first kernel's share, the best after every batch, and the seconds in which a device was held.

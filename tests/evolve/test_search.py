@@ -44,7 +44,9 @@ class Digits:
         return {"digits": digits}
 
     def cross(self, first, second, rng):
-        return {"digits": [a if rng.random() < 0.5 else b for a, b in zip(first["digits"], second["digits"])]}
+        return {
+            "digits": [a if rng.random() < 0.5 else b for a, b in zip(first["digits"], second["digits"], strict=True)]
+        }
 
     def evaluate(self, genomes):
         found = []
@@ -83,7 +85,7 @@ def test_it_is_better_than_chance_and_never_tries_twice():
     rng = np.random.default_rng(5)
     chance = Archive(axes=problem.axes, header={})
     genomes = [problem.random_genome(rng) for _ in range(400)]
-    for genome, outcome in zip(genomes, problem.evaluate(genomes)):
+    for genome, outcome in zip(genomes, problem.evaluate(genomes), strict=True):
         chance.add(Entry(genome=genome, outcome=outcome, origin="random"))
     assert ours.quality_diversity > 1.25 * chance.quality_diversity
     assert {entry.origin for entry in ours.entries} >= {"seed", "random", "mutation", "crossover"}
@@ -130,7 +132,11 @@ def test_archives_that_are_refused(tmp_path):
         assert path.read_bytes() == other
 
 
-GOOD = "import json, sys; d = json.load(sys.stdin)['digits']; d[1] = (d[1] + 1) % 8; print('Try', json.dumps({'digits': d}))"
+GOOD = """import json, sys
+digits = json.load(sys.stdin)["digits"]
+digits[1] = (digits[1] + 1) % 8
+print("Try", json.dumps({"digits": digits}))
+"""
 
 
 def test_a_proposer_and_its_nonsense(tmp_path):

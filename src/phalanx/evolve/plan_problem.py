@@ -355,18 +355,20 @@ class PlanProblem:
             return Outcome(fitness=None, why="a pipeline stage would be empty, or the logits too large")
         if price.memory_bytes > device:
             return Outcome(fitness=None, why=f"needs a device of {format_bytes(price.memory_bytes)}")
-        tokens = float(self.request.sequence * self.request.global_sequences)
+        tokens, cluster = float(self.request.sequence * self.request.global_sequences), self.request.cluster
+        # The planner hides sends of a pipeline behind compute, as on the networks of its measurements; no host sends
+        # faster than its link.
+        step_s = max(price.step_s, price.sent_bytes / (cluster.nic_bytes_per_s * cluster.domain_devices))
         if peers == 1:
-            fitness, sent = tokens / price.step_s, price.sent_bytes
+            fitness, sent = tokens / step_s, price.sent_bytes
         else:
-            cluster = self.request.cluster
             devices = cluster.devices // peers
             rate = cluster.nic_bytes_per_s * devices
             pace = [
                 SitePace(
                     name=f"peer {number}",
                     devices=devices,
-                    step_s=price.step_s,
+                    step_s=step_s,
                     tokens_per_step=tokens / peers,
                     link=PeerLink(name="", bytes_per_s=rate, latency_s=cluster.nic_latency_s),
                 )
