@@ -80,7 +80,9 @@ def test_mutations_stay_legal_and_a_written_plan_is_repaired():
 
 
 def test_answers_keep_their_limits():
-    found = phalanx.evolve.plans(JOB, "8xH100:2", evaluations=150, memory_gb=(40, 80), links_gbits=(1, 100))
+    found = phalanx.evolve.plans(
+        JOB, phalanx.cluster("8xH100:2"), evaluations=150, memory_gb=(40, 80), links_gbits=(1, 100)
+    )
     answers = {(one.memory_gb, one.link_gbits): one for one in found.answers}
     assert list(answers) == [(40, 1), (40, 100), (80, 1), (80, 100)]
     for (memory, _), one in answers.items():

@@ -130,10 +130,13 @@ def plans(
     inner_steps = tuple(one for one in INNER_STEPS if one <= most_inner_steps)
     resolved = read_job(job, overrides, where=WHERE)
     asked = resolved.job
-    target = resolve_cluster(cluster if cluster is not None else asked.cluster.target)
+    wanted = cluster if cluster is not None else asked.cluster.target
+    target = wanted if isinstance(wanted, Cluster) else resolve_cluster(wanted)
     if target.sites:
         raise mistake(WHERE, "plans of a cluster with sites are not searched", fix="name the cluster of one site")
-    request, _ = request_from_job(asked, target, origins=resolved.origins)
+    request, _ = request_from_job(
+        asked, target, origins={key: origin.where for key, origin in resolved.origins.items()}
+    )
     about = {
         "job": asked.name,
         "cluster": target.name,

@@ -80,12 +80,14 @@ class PeerSpace:
     def table(self) -> NDArray[np.float32]:
         """Base rows as numbers that can be compared, [gene, row]: logarithms of sizes, and the schedule."""
         columns = [np.log2(self.space.base[column]) for column in BASE_GENES.values()]
-        return np.stack([*columns, self.space.base["schedule"]]).astype(np.float32)
+        found: NDArray[np.float32] = np.stack([*columns, self.space.base["schedule"]]).astype(np.float32)
+        return found
 
     @cached_property
     def noise(self) -> NDArray[np.float32]:
         """Decides between rows that are equally near; twice as long as needed, so that it can begin anywhere."""
-        return np.random.default_rng(0).random(2 * self.table.shape[1], dtype=np.float32) * np.float32(0.5)
+        drawn = np.random.default_rng(0).random(2 * self.table.shape[1])
+        return (0.5 * drawn).astype(np.float32)
 
     def legal_choices(self, base: int) -> Ints:
         """Choice rows that go with a base row."""

@@ -54,9 +54,17 @@ class Outcome:
 class Problem(Protocol):
     """A space of candidates. Whatever `mutate`, `cross` and `read_genome` return is well-formed."""
 
-    name: str  # plans, schedules or kernels
-    axes: tuple[Axis, Axis]
-    batch: int  # candidates that are evaluated together
+    @property
+    def name(self) -> str:
+        """Plans, schedules or kernels."""
+
+    @property
+    def axes(self) -> tuple[Axis, Axis]:
+        """Of the grid."""
+
+    @property
+    def batch(self) -> int:
+        """Candidates that are evaluated together."""
 
     def describe(self) -> Mapping[str, Any]:
         """Everything that decides what an evaluation finds, as JSON: an archive belongs to this and nothing else."""
