@@ -87,7 +87,8 @@ class PeerSpace:
     def noise(self) -> NDArray[np.float32]:
         """Decides between rows that are equally near; twice as long as needed, so that it can begin anywhere."""
         drawn = np.random.default_rng(0).random(2 * self.table.shape[1])
-        return (0.5 * drawn).astype(np.float32)
+        found: NDArray[np.float32] = (0.5 * drawn).astype(np.float32)
+        return found
 
     def legal_choices(self, base: int) -> Ints:
         """Choice rows that go with a base row."""

@@ -78,7 +78,7 @@ def fit_surrogate(archive: Archive, features: Floats) -> Surrogate | None:
 
 def _solve(table: Floats, targets: Floats) -> tuple[Floats, Floats]:
     gram = table.T @ table + RIDGE * len(table) * np.eye(table.shape[1]) / 10.0
-    weights: Floats = np.linalg.solve(gram, table.T @ targets)
+    weights: Floats = np.asarray(np.linalg.solve(gram, table.T @ targets), dtype=np.float64)
     spread: Floats = np.maximum((targets - table @ weights).std(axis=0), TINY).astype(np.float64)
     return weights, spread
 
