@@ -129,7 +129,7 @@ def main() -> None:
     }
     measured = {}
     for place, (name, order) in enumerate(orders.items()):
-        measured[name] = measure(order, unit_s, args.steps, 29_610 + place)
+        measured[name] = measure(order, unit_s, args.steps, 29_640 + place)
         losses, seconds, _ = measured[name]
         plain = measured["1f1b"][1]
         print(
