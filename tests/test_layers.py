@@ -16,7 +16,7 @@ LAYERS = (
     {"network"},
     {"plan"},
     {"sim"},
-    {"rules", "elastic", "peers", "scale"},
+    {"rules", "elastic", "peers", "scale", "evolve"},
     {"launch", "train", "validate"},
     {"web", "metrics"},
     {"api"},

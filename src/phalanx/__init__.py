@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.api import data as data
+    from phalanx.api import evolve as evolve
     from phalanx.api import fabric as fabric
     from phalanx.api import kernels as kernels
     from phalanx.api import peers as peers
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 
 # Where each public name lives; imported on first use, since `phalanx --help` must not pay for numpy.
 _HOMES = {
-    "phalanx.api": ("data", "fabric", "kernels", "peers", "scale"),
+    "phalanx.api": ("data", "evolve", "fabric", "kernels", "peers", "scale"),
     "phalanx.api.checking": ("check", "explain", "fix", "rules"),
     "phalanx.api.checkpoints": ("checkpoints", "export"),
     "phalanx.api.clusters": ("accelerators", "cluster", "describe_cluster", "probe"),
@@ -90,7 +91,7 @@ _HOMES = {
     "phalanx.rules.judge": ("CheckReport", "Finding"),
 }
 _PACKAGES = ("launch", "metrics", "plan", "rules", "train", "web")  # public functions whose name is a subpackage's too
-_NAMESPACES = ("peers", "scale")  # namespaces of public functions, in api/, whose name is a subpackage's too
+_NAMESPACES = ("evolve", "peers", "scale")  # namespaces of public functions, in api/, whose name is a subpackage's too
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -125,6 +126,7 @@ __all__ = [
     "drill_outside",
     "drill_suite",
     "dry_run",
+    "evolve",
     "explain",
     "export",
     "fabric",

@@ -35,6 +35,12 @@ CASES = {
     "odd vocabulary tp2": ({"vocab": 63, "layers": 2}, SP),
     "odd vocabulary pp2×tp2": ({"vocab": 63, "layers": 2}, {"pipeline": 2} | SP | {"micro_batch": 4}),
     "embedding norm tp2": ({"embedding_norm": True, "norm": "layer", "layers": 2}, SP),
+    "own order pp4": (  # whole backwards beside split ones
+
+        {"tied": True},
+        {"pipeline": 4, "schedule": "zero-bubble"}
+        | {"order": ("FFFFIWIWIIWW", "FFFBFBBB", "FFIFIWFIWIWW", "FIFIFIWWWFIW")},
+    ),
     "stretched rope cp2": (
         {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 8}, {"context": 2}
     ),

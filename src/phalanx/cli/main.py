@@ -39,6 +39,11 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "scale.sweep scale.fit scale.allocate scale.predict",
         "train small models, fit a scaling law, and size a large model with it",
     ),
+    "evolve": (
+        "phalanx.cli.evolve",
+        "evolve.plans evolve.schedules evolve.kernels evolve.export",
+        "search plans, pipeline schedules or kernels for the best of every kind",
+    ),
     "check": (
         "phalanx.cli.check",
         "check_project fix",
@@ -96,7 +101,7 @@ FORMER_NAMES = {"validate": "backtest"}  # until 0.7
 # The order of `phalanx --help`, which a newcomer reads from the top: every verb is in one group.
 VERB_GROUPS = {
     "prepare": "init import show schema data",
-    "plan": "plan scale cluster probe calibrate backtest",
+    "plan": "plan scale evolve cluster probe calibrate backtest",
     "check before training": "check rules explain verify trace",
     "train": "train peers agent drill checkpoints export kernels",
     "launch": "launch queue why logs cancel requeue",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from phalanx.job.draft import Draft
 from phalanx.job.schema import Job
-from phalanx.units import all_divisors
+from phalanx.units import all_divisors, plural
 
 Check = Callable[[Draft, Job], None]
 
@@ -103,6 +103,35 @@ def chunks_need_interleaving(draft: Draft, job: Job) -> None:
             'parallel.schedule = "interleaved" with parallel.virtual_pipeline = 1',
             why="there is nothing to interleave",
             fix='use schedule = "1f1b", or virtual_pipeline = 2 or more',
+        )
+
+
+def own_order(draft: Draft, job: Job) -> None:
+    parallel = job.parallel
+    if not parallel.order:
+        return
+    splits = any("I" in order or "W" in order for order in parallel.order)
+    wanted = "zero-bubble" if splits else "1f1b"
+    if parallel.pipeline != len(parallel.order):
+        draft.complain(
+            written_key(draft, "parallel.order", "parallel.pipeline"),
+            f"parallel.order has {plural(len(parallel.order), 'rank')}, parallel.pipeline is {parallel.pipeline}",
+            why="an order says what every pipeline rank does",
+            fix=f"use pipeline = {len(parallel.order)}, or leave order out",
+        )
+    if parallel.virtual_pipeline != 1 and parallel.virtual_pipeline != "auto":
+        draft.complain(
+            written_key(draft, "parallel.order", "parallel.virtual_pipeline"),
+            f"parallel.order with parallel.virtual_pipeline = {parallel.virtual_pipeline}",
+            why="an order has one chunk of layers per rank",
+            fix="use virtual_pipeline = 1",
+        )
+    if parallel.schedule != wanted and not (parallel.schedule == "gpipe" and not splits):
+        draft.complain(
+            written_key(draft, "parallel.order", "parallel.schedule"),
+            f'parallel.order with parallel.schedule = "{parallel.schedule}"',
+            why="the plan prices such an order so, and a batch that it does not fit runs so",
+            fix=f'use schedule = "{wanted}"',
         )
 
 
@@ -315,6 +344,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Check], ...] = (
     (("parallel.tensor", HEADS, "model.kv_heads"), whole_heads),
     (("parallel.pipeline", "parallel.virtual_pipeline", LAYERS), enough_layers),
     (("parallel.pipeline", "parallel.virtual_pipeline", "parallel.schedule"), chunks_need_interleaving),
+    (("parallel.order", "parallel.pipeline", "parallel.virtual_pipeline", "parallel.schedule"), own_order),
     (("parallel.expert", "model.experts"), whole_experts),
     (("parallel.context", "parallel.tensor", "data.sequence"), whole_sequence_slices),
     (

@@ -335,7 +335,12 @@ def job_to_dict(job: Job) -> dict[str, object]:
         section = getattr(job, name)
         if name in Job.JSON_UNLESS_DEFAULT and section == SECTIONS[name]():
             continue
-        keys = {item.name: rule_of(item.metadata).key or item.name for item in fields(section)}
+        omitted = getattr(section, "JSON_UNLESS_DEFAULT", ())  # a list that nobody wrote: jobs keep their digests
+        keys = {
+            item.name: rule_of(item.metadata).key or item.name
+            for item in fields(section)
+            if item.name not in omitted or getattr(section, item.name)
+        }
         result[name] = {key: json_values(getattr(section, field)) for field, key in keys.items()}
     return result
 

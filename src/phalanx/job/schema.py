@@ -108,6 +108,8 @@ class Precision:
 class Parallel:
     """How the model is split: every key is a value to keep, or "auto" for the planner to choose."""
 
+    JSON_UNLESS_DEFAULT: ClassVar[tuple[str, ...]] = ("order",)
+
     mode: str = field(
         default=AUTO, metadata=choice('"fixed" turns off the search: sizes left out are 1', AUTO, "fixed")
     )
@@ -140,6 +142,15 @@ class Parallel:
     )
     schedule: str = field(
         default=AUTO, metadata=choice("pipeline order", AUTO, "gpipe", "1f1b", "interleaved", "zero-bubble")
+    )
+    order: tuple[str, ...] = field(
+        default=(),
+        metadata=texts(
+            'what each pipeline rank does, as "FFBFBB" (phalanx evolve schedules writes it); without it, as `schedule`',
+            key="order",
+            pattern=r"[FBIW]{2,4096}",
+            expects='a text of the letters F, B, I and W for each pipeline rank, such as ["FFBB", "FBFB"]',
+        ),
     )
     expert: int | Auto = field(default=AUTO, metadata=count("ranks that split the experts", most=MOST_RANKS, auto=True))
     context_kind: str = field(

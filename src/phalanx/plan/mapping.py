@@ -107,6 +107,33 @@ def map_axes(request: PlanRequest, layout: Layout) -> tuple[AxisUse, ...]:
     return tuple(_axis_use(request, axis, shown[axis.name]) for axis in used)
 
 
+def bytes_between_domains(request: PlanRequest, layout: Layout, table: Cases) -> float:
+    """Bytes that one fast domain (a host, or a rack of NVLink) sends to others per step; `table` is of this layout.
+
+    A ring or a chain leaves a domain on one link however many members it has there; of an all-to-all every member
+    sends what others want.
+    """
+    groups = traffic.axis_groups(table, request.physics, request.profile)
+    axes = [
+        *_inner_axes(request, layout, table, groups),
+        *_replica_axes(request, layout, table, groups),
+        *_stage_axes(request, layout, table, groups),
+        *_expert_axes(request, layout, table, groups),
+    ]
+    domain, total = min(request.cluster.domain_devices, layout.devices), 0.0
+    for axis in axes:
+        inside = max(1, int(np.max(axis.group.per_domain)))
+        if axis.ranks <= inside:
+            continue
+        for load in axis.loads:
+            sent = load.calls * _bytes_sent(load, axis.ranks)
+            if load.operation == "all-to-all":
+                total += domain * sent * (axis.ranks - inside) / (axis.ranks - 1) * load.network_copies
+            else:
+                total += domain / inside * sent
+    return total
+
+
 def _exposed_seconds(times: StepTimes, axes: list[_Axis]) -> dict[str, float]:
     """The seconds of each part of the step, divided between the axes that make it in proportion to their wire time."""
     wires = {axis.name: axis.wire_s for axis in axes}

@@ -14,6 +14,7 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
 from phalanx.plan.model_replicas import ModelReplicas
+from phalanx.plan.pipeline_order import order_mistake
 from phalanx.plan.schedules import is_v_shaped
 
 COMPRESSIONS = ("none", "bf16", "fp8", "int8", "powersgd")  # phalanx.train.parallel.compress.KINDS
@@ -60,6 +61,7 @@ def trainer_problems(job: Job, layout: Layout, cluster: Cluster) -> list[Problem
         *(leave_out_problems(job, layout, cluster) if job.fault.on_loss == "leave-out" else ()),
         *precision_problems(job),
         *layout_problems(job.model, demand),
+        *_order_problems(job, layout),
     ]
 
 
@@ -296,6 +298,22 @@ def _pipeline_problems(shape: ModelShape, layout: Layout) -> Iterator[Problem]:
             fix='use recompute = "none" or "full", or schedule = "interleaved" or "1f1b"',
         )
     yield from _round_problems(layout.schedule, ranks, chunks, count)
+
+
+def _order_problems(job: Job, layout: Layout) -> Iterator[Problem]:
+    """An order of the user's own that no pipeline can run, or not this one."""
+    orders = job.parallel.order
+    if not orders or layout.pipeline == 1:
+        return
+    make = "phalanx evolve schedules makes one for this job"
+    if wrong := order_mistake(orders):
+        yield Problem(where="parallel.order", what=wrong, fix=make)
+    elif orders[0].count("F") != layout.accumulation:
+        yield Problem(
+            where="parallel.order",
+            what=f"is for {orders[0].count('F')} micro-batches, a step has {layout.accumulation}",
+            fix=f"change batch.micro or batch.global_sequences; {make}",
+        )
 
 
 def _round_problems(schedule: str, ranks: int, chunks: int, count: int) -> Iterator[Problem]:

@@ -146,6 +146,7 @@ class MicroBatches:
                 stages=num_stages(self._settings),
                 group=self._meshes.group("pipeline"),
                 name=self._settings.layout.schedule,
+                order=self._settings.order,
                 micro_batches=count,
                 loss=lambda logits, targets: self.loss(logits, targets) * self.unit,
                 shapes=self._stage_boundary,

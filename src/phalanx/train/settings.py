@@ -44,6 +44,7 @@ class Settings:
     allow_code: bool = False  # whether code that the job names may be run
     loss: str = ""  # reference of the user's own loss
     optimizer: str = ""  # and of the user's own optimizer
+    order: tuple[str, ...] = ()  # what each pipeline rank does; without it, as the layout's schedule says
     scale: Scale = field(default_factory=Scale)  # how first values and updates follow the model's size
 
     @classmethod
@@ -73,6 +74,7 @@ class Settings:
             allow_code=allow_code,
             loss=job.plugins.loss,
             optimizer=job.plugins.optimizer,
+            order=job.parallel.order,
             scale=job.scale,
         )
 

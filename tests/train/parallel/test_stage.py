@@ -54,3 +54,16 @@ def test_real_ranks_hold_what_the_dry_trace_says(name):
     for real in record_ranks(made):
         dry = trace_ranks(made, [real.rank])[0]
         assert abs(real.peak.nbytes - dry.peak.nbytes) <= 12 * BOUNDARY_BYTES
+
+
+def test_an_order_of_ones_own_is_what_runs():
+    """All forwards first hold more than 1F1B, whose name stands beside the order; an order for others is left alone."""
+
+    def peak(*order):
+        made = step(accumulation=8)
+        made = replace(made, settings=replace(made.settings, order=order))
+        return trace_ranks(made, [1])[0].peak.nbytes
+
+    plain = peak()
+    assert peak("F" * 8 + "B" * 8, "F" * 8 + "B" * 8) > plain + 4 * BOUNDARY_BYTES
+    assert peak("F" * 4 + "B" * 4, "F" * 4 + "B" * 4) == plain

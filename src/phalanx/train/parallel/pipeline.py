@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from phalanx.errors import mistake
+from phalanx.plan.pipeline_order import numbered_actions
 from phalanx.plan.schedules import is_v_shaped
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.parallel.stage import LeanStage
@@ -27,6 +28,27 @@ from phalanx.train.parallel.stage import LeanStage
 CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble"}
 
 Schedule = PipelineScheduleMulti | PipelineScheduleSingle
+
+
+# Letters of plan/pipeline_order.py -> torch's kinds of action.
+ACTION_KINDS = {
+    "F": schedules._ComputationType.FORWARD,
+    "B": schedules._ComputationType.FULL_BACKWARD,
+    "I": schedules._ComputationType.BACKWARD_INPUT,
+    "W": schedules._ComputationType.BACKWARD_WEIGHT,
+}
+
+
+class _OwnOrder(schedules._PipelineScheduleRuntime):  # type: ignore[misc]
+    """torch's runtime for an order that is not one of its own; it adds the sends and receives."""
+
+    def __init__(self, stages: list[Any], order: Sequence[str], **arguments: Any) -> None:
+        super().__init__(stages, **arguments)
+        self.pipeline_order = {
+            rank: [schedules._Action(rank, ACTION_KINDS[kind], number) for kind, number in numbered_actions(text)]
+            for rank, text in enumerate(order)
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
 
 
 def schedule_class(name: str, chunks: int) -> type[Schedule]:
@@ -67,13 +89,20 @@ def build_schedule(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     shapes: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
     device: torch.device,
+    order: Sequence[str] = (),
 ) -> tuple[Schedule, list[LeanStage]]:
-    """The schedule over this rank's stages; shapes are given, so nothing is negotiated at run time."""
+    """The schedule over this rank's stages; shapes are given, so nothing is negotiated at run time.
+
+    An `order` of the user's own is for one number of ranks and micro-batches; others (a batch ramp, a run that lost
+    ranks) follow `name`.
+    """
     chunks = stages // group.size()
-    check_micro_batches(name, chunks, group.size(), micro_batches)
-    if name in ("1f1b", "interleaved") and chunks == 1 and micro_batches < group.size():
+    fits = len(order) == stages == group.size() and order[0].count("F") == micro_batches
+    if not fits:
+        check_micro_batches(name, chunks, group.size(), micro_batches)
+    if not fits and name in ("1f1b", "interleaved") and chunks == 1 and micro_batches < group.size():
         name = "gpipe"  # too few micro-batches ever to alternate: the two orders are one, and torch refuses the first
-    kind = schedule_class(name, chunks)
+    kind = _OwnOrder if fits else schedule_class(name, chunks)
     made: list[Any] = []
     for index, part in parts:
         given, made_of_it = shapes(index)
@@ -92,6 +121,9 @@ def build_schedule(
     arguments: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": loss, "scale_grads": False}
     for stage in made:
         _greet_others_only(stage)
+    if issubclass(kind, _OwnOrder):
+        with _all_chunks_stay(chunks):
+            return kind(made, order, **arguments), made
     if issubclass(kind, PipelineScheduleMulti):
         with _all_chunks_stay(chunks):
             return kind(made, **arguments), made

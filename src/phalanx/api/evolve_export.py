@@ -1,0 +1,51 @@
+"""`phalanx.evolve.export`: an archive as training examples, a JSON line for each attempt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.api.results import PublicResult
+from phalanx.errors import mistake
+from phalanx.io.files import write_text
+from phalanx.units import plural
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class ExportedExamples(PublicResult):
+    """What was written."""
+
+    archive: str
+    path: str
+    problem: str
+    examples: int
+    elites: int
+
+    def __str__(self) -> str:
+        return (
+            f"{plural(self.examples, 'example')} of {self.problem} ({self.elites} of them the best of their cell) "
+            f"from {self.archive} to {self.path}"
+        )
+
+
+def export(archive: str | Path, out: str | Path) -> ExportedExamples:
+    """Write every evaluation of an archive as an example: problem, attempt (and what it was made of), measurement.
+
+    >>> phalanx.evolve.export("runs/evolve-plans.jsonl", "examples.jsonl").examples  # doctest: +SKIP
+    2000
+    """
+    from phalanx.evolve.archive import read_archive
+    from phalanx.evolve.examples import example_lines
+
+    source, target = Path(archive), Path(out)
+    if target.exists() and source.exists() and target.samefile(source):
+        raise mistake("--out", "is the archive itself", why="it would be overwritten", fix="name another file")
+    found, _ = read_archive(source)
+    write_text(target, "".join(f"{line}\n" for line in example_lines(found)), fix="name another --out")
+    return ExportedExamples(
+        archive=str(source),
+        path=str(target),
+        problem=str(found.header.get("problem"))[:40],
+        examples=len(found.entries),
+        elites=len(found.elites),
+    )

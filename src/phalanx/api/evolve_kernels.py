@@ -1,0 +1,236 @@
+"""`phalanx.evolve.kernels`: templates and their numbers, by measured time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.api.evolve_search import FinishedSearch, finish_search, picture_lines
+from phalanx.api.results import PublicResult, Tell, teller
+from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.evolve.kernel_problem import Evaluator, KernelMeasurement, KernelProblem
+from phalanx.io.files import write_text
+from phalanx.io.tables import text_table
+
+WHERE = "phalanx evolve kernels"
+OPS = ("rms-norm",)
+SHAPES = {"cuda": (16384, 4096), "cpu": (2048, 2048)}  # tokens, width
+START_S, EACH_S = 120.0, 20.0  # limit of a process that measures: to start, and for each candidate
+MOST_ANSWER = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class EvolvedKernels(PublicResult):
+    """A search over kernels; `write` keeps the fastest as a candidate file.
+
+    >>> found = phalanx.evolve.kernels("rms-norm", device="cpu", evaluations=24)  # doctest: +SKIP
+    >>> found.light_share  # doctest: +SKIP
+    """
+
+    op: str
+    device: str
+    search: FinishedSearch
+    source: str  # of the fastest; empty where none was right
+    light_share: float | None
+    first_share: float | None  # of the first that was right
+
+    @property
+    def exit_code(self) -> int:
+        """130 after Ctrl-C."""
+        return self.search.exit_code
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fastest, and the best of every cell."""
+        from phalanx.io.codec import json_values
+
+        return {
+            "op": self.op,
+            "device": self.device,
+            "light_share": self.light_share,
+            "first_light_share": self.first_share,
+            "source": self.source,
+            **json_values(self.search.to_dict()),
+        }
+
+    def write(self, path: str | Path) -> None:
+        """Write the fastest as a file that `phalanx kernels verify` takes."""
+        if not self.source:
+            raise mistake(WHERE, "no kernel was right, so there is none to write", fix="search on")
+        write_text(Path(path), self.source, fix="name another --out")
+
+    def __str__(self) -> str:
+        elites = [self.search.archive.entries[one] for one in self.search.archive.elites.values()]
+        rows = [["share of light", "time", "values"]]
+        for entry in sorted(elites, key=lambda one: -one.fitness)[:8]:
+            seconds = entry.outcome.details.get("seconds")
+            shown = f"{1e6 * seconds:.1f} µs" if isinstance(seconds, float) else ""
+            genes = {name: value for name, value in entry.genome.items() if name != "source"}
+            words = ", ".join(f"{name} {value}" for name, value in genes.items())
+            rows.append([f"{entry.fitness:.1%}", shown, words + (", own source" if "source" in entry.genome else "")])
+        first = f", first {self.first_share:.1%}" if self.first_share is not None else ""
+        head = f"best {self.light_share:.1%} of the speed of light{first}" if self.light_share else "none was right"
+        return "\n".join(
+            [
+                f"{self.op} on {self.device}: {head}",
+                "",
+                *text_table(rows, right=range(2)),
+                "",
+                *picture_lines(self.search),
+                "",
+                *self.search.summary_lines(),
+            ]
+        )
+
+
+def kernels(
+    op: str = "rms-norm",
+    *,
+    device: str = "auto",
+    tokens: int = 0,
+    width: int = 0,
+    evaluations: int = 120,
+    seed: int = 0,
+    archive: str | Path | None = None,
+    proposer: str = "",
+    picture: str | Path | None = None,
+    evaluate: Evaluator | None = None,
+    progress: bool | Tell = False,
+) -> EvolvedKernels:
+    """Search kernels of an operation by MAP-Elites: templates and their numbers, by measured share of light speed.
+
+    `device` is cuda, cpu or auto. `evaluate` measures sources (KernelMeasurement of each) in the place of our own
+    processes; only with one of the caller's may a `proposer` write sources of its own. Raises UserError for a device
+    that is not there and for an archive of another operation, shape or device.
+
+    >>> found = phalanx.evolve.kernels("rms-norm", device="cpu", evaluations=24)  # doctest: +SKIP
+    >>> found.write("fastest.py")  # doctest: +SKIP
+    """
+    if op not in OPS:
+        raise mistake(WHERE, f'there are no templates of "{op[:40]}"', fix=f"use {', '.join(OPS)}")
+    tell = teller(progress)
+    place = _find_device(device, tell)
+    sizes = (tokens or SHAPES[place][0], width or SHAPES[place][1])
+    for option, size in zip(("--tokens", "--width"), sizes, strict=True):
+        if not 8 <= size <= 1 << 20 or sizes[0] * sizes[1] > 1 << 31:
+            raise mistake(option, f"{size:,} is not between 8 and {1 << 20:,}, or the two are too large together")
+    shape = {"tokens": sizes[0], "width": sizes[1]}
+    # THE GUARD: `evaluate` unless given is where `phalanx kernels verify` judges sources (docs/evolve.md).
+    measured = evaluate or ProcessEvaluator(op=op, device=place, shape=shape)
+    about = measured.about() if isinstance(measured, ProcessEvaluator) else {}
+    problem = KernelProblem(
+        op=op, device=place, shape=shape, about=about, evaluator=measured, allows_source=evaluate is not None
+    )
+    found = finish_search(
+        problem,
+        archive=Path(archive) if archive is not None else None,
+        evaluations=evaluations,
+        seed=seed,
+        proposer=proposer,
+        picture=picture,
+        title=f"{op} on {place}: share of the speed of light",
+        show=lambda value: f"{value:.1%} of light",
+        tell=tell,
+    )
+    best = found.archive.best()
+    first = next((one for one in found.archive.entries if one.outcome.fitness is not None), None)
+    return EvolvedKernels(
+        op=op,
+        device=place,
+        search=found,
+        source=problem.source(best.genome) if best else "",
+        light_share=best.fitness if best else None,
+        first_share=first.fitness if first else None,
+    )
+
+
+def _find_device(device: str, tell: Tell) -> str:
+    from phalanx.hardware.discover import discover
+
+    if device not in ("auto", "cuda", "cpu"):
+        raise mistake("--device", f'"{device[:40]}" is not known', fix="use auto, cuda or cpu")
+    gpus = 0 if device == "cpu" else len(discover().gpus)
+    if device == "cuda" and not gpus:
+        raise mistake("--device", "there is no GPU on this machine", fix="--device cpu searches plain PyTorch kernels")
+    if device == "auto" and not gpus:
+        tell("no GPU on this machine: plain PyTorch kernels are searched on one core")
+    return "cuda" if gpus else "cpu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessEvaluator:
+    """Measures sources in processes of their own; one that crashes or hangs takes only itself along."""
+
+    op: str
+    device: str
+    shape: dict[str, int]
+
+    def about(self) -> dict[str, Any]:
+        """What times depend on beside the source."""
+        head, _ = self._run([])
+        return {"on": head.get("name"), "torch": head.get("torch")}
+
+    def __call__(self, sources: Sequence[str]) -> list[KernelMeasurement]:
+        found: list[KernelMeasurement] = []
+        while len(found) < len(sources):
+            head, answers = self._run(sources[len(found) :])
+            found += [self._measurement(head, one) for one in answers]
+            if len(found) < len(sources):  # the process ended within this one
+                found.append(KernelMeasurement(accepted=False, why="it ended its process, or took too long"))
+        return found
+
+    def _measurement(self, head: dict[str, Any], answer: dict[str, Any]) -> KernelMeasurement:
+        seconds, bytes_moved = answer.get("seconds"), answer.get("bytes")
+        if not isinstance(seconds, float) or not isinstance(bytes_moved, int):
+            return KernelMeasurement(accepted=False, why=str(answer.get("why", ""))[:500])
+        share = bytes_moved / head["bytes_per_s"] / seconds
+        if share > 1.05 and self.device == "cuda":  # on a CPU the inputs may lie in a cache
+            return KernelMeasurement(accepted=False, why=f"{share:.0%} of the speed of light: not believed")
+        return KernelMeasurement(accepted=True, seconds=seconds, light_share=share)
+
+    def _run(self, sources: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What is known of the device, and the answers until the process ended."""
+        request = {"op": self.op, "device": self.device, "shape": self.shape, "sources": list(sources)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx.train.kernels.candidate_timing"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(json.dumps(request).encode(), timeout=START_S + EACH_S * len(sources))
+        except subprocess.TimeoutExpired as late:
+            out, err = late.stdout or b"", late.stderr or b""
+        finally:
+            _end_process(process)
+        lines = [line for line in out[:MOST_ANSWER].decode(errors="replace").splitlines() if line.startswith("{")]
+        if not lines:
+            last = err.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+            raise SystemFailure(
+                Problem(
+                    where=WHERE,
+                    what=f"the process that measures kernels did not start: {last[0][:300]}",
+                    fix="needs PyTorch: pip install 'phalanx[train]'",
+                )
+            )
+        values = []
+        for line in lines:
+            try:
+                values.append(json.loads(line))
+            except ValueError:
+                break  # torn by the end of the process
+        return values[0], values[1:]
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,1 @@
+"""Quality-diversity search over plans, pipeline schedules and kernels; `phalanx.evolve` has its public functions."""

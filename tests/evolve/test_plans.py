@@ -1,0 +1,93 @@
+"""Plans: a small space searched against all of it, and the answers under limits.
+
+benchmarks/evolve_plans.py does the same with large spaces and ten seeds.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from statistics import median
+
+import numpy as np
+import pytest
+
+import phalanx
+from phalanx.evolve.archive import open_archive
+from phalanx.evolve.map_elites import run_search
+from phalanx.evolve.plan_problem import PlanProblem
+from phalanx.evolve.problem import cell_of
+from phalanx.plan.mapping import map_axes
+from phalanx.plan.request import request_from_job
+from phalanx.plan.search import search_layouts
+
+JOB = "examples/llama-3-8b-64xH100.toml"
+
+
+def make_problem(cluster, overrides=(), inner_steps=(50,)):
+    job = phalanx.load(JOB, overrides=list(overrides)).job
+    request, _ = request_from_job(job, phalanx.cluster(cluster))
+    return PlanProblem(request=request, memory_limits=(40 * 2.0**30,), about={}, inner_steps=inner_steps)
+
+
+def test_a_small_space_against_all_of_it():
+    problem = make_problem("8xH100:2", ["batch.global_sequences=16", "parallel.context=1"])
+    best, every = {}, problem.all_genomes()
+    plans = 0
+    while part := list(islice(every, 4000)):
+        plans += len(part)
+        for outcome in problem.evaluate(part):
+            if outcome.fitness is not None:
+                cell = cell_of(problem.axes, outcome.place)
+                best[cell] = max(best.get(cell, 0.0), outcome.fitness)
+    with open_archive(None, problem) as writer:
+        run_search(problem, writer, evaluations=800, seed=0)
+    found = {cell: writer.archive.entries[one].fitness for cell, one in writer.archive.elites.items()}
+    assert plans > 2000
+    assert set(found) <= set(best)
+    assert max(found.values()) >= 0.99 * max(best.values())
+    assert len(found) >= 0.85 * len(best)
+    assert median(found[cell] / best[cell] for cell in found) >= 0.97
+
+
+def test_the_planner_agrees():
+    """In step the best plan is the planner's own, and bytes between hosts are those of its axes that leave a host."""
+    problem = make_problem("8xH100:2", ["batch.global_sequences=16"], inner_steps=())
+    genomes = list(problem.all_genomes())
+    outcomes = problem.evaluate(genomes)
+    fit = [(one.fitness, place) for place, one in enumerate(outcomes) if one.fitness is not None]
+    request = problem.request
+    own = search_layouts(request).best
+    assert max(fit)[0] == pytest.approx(request.sequence * request.global_sequences / own.step_s, rel=1e-9)
+    for place in np.random.default_rng(0).choice(len(genomes), 40, replace=False):
+        layout = problem.layout(genomes[place])
+        across = sum(axis.bytes_per_step for axis in map_axes(request, layout) if "NIC" in axis.tier)
+        price = problem.prices[problem.row_of(genomes[place])]
+        assert across <= price.sent_bytes * (1 + 1e-9) <= 8 * across * (1 + 1e-6), layout.name
+
+
+def test_mutations_stay_legal_and_a_written_plan_is_repaired():
+    problem, rng = make_problem("8xH100:2"), np.random.default_rng(0)
+    genome = problem.random_genome(rng)
+    for _ in range(300):
+        genome = problem.mutate(problem.cross(genome, problem.random_genome(rng), rng), rng)
+        assert problem.layout(genome).devices * genome["peers"] == 16
+    written = problem.read_genome({**genome, "tp": 7, "pp": 3})
+    assert problem.layout(written).devices * written["peers"] == 16
+    with pytest.raises(ValueError, match="schedule is none of"):
+        problem.read_genome({**genome, "schedule": "fast"})
+    with pytest.raises(ValueError, match="tp is no int"):
+        problem.read_genome({**genome, "tp": "8"})
+
+
+def test_answers_keep_their_limits():
+    found = phalanx.evolve.plans(
+        JOB, phalanx.cluster("8xH100:2"), evaluations=150, memory_gb=(40, 80), links_gbits=(1, 100)
+    )
+    answers = {(one.memory_gb, one.link_gbits): one for one in found.answers}
+    assert list(answers) == [(40, 1), (40, 100), (80, 1), (80, 100)]
+    for (memory, _), one in answers.items():
+        assert one.memory_bytes <= memory * 2**30
+    assert answers[80, 1].tokens_per_s <= answers[80, 100].tokens_per_s
+    assert answers[40, 100].tokens_per_s <= answers[80, 100].tokens_per_s
+    step_s = 512 * 8192 / answers[80, 1].tokens_per_s
+    assert answers[80, 1].sent_bytes / step_s <= 125e6  # 1 Gbit/s
