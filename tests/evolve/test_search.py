@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.evolve.archive import Archive, Entry, open_archive, read_archive
+from phalanx.evolve.archive import Archive, ArchiveEntry, open_archive, read_archive
 from phalanx.evolve.examples import example_lines
 from phalanx.evolve.map_elites import SearchCounts, run_search
 from phalanx.evolve.picture import SHADES, grid_svg, grid_text
-from phalanx.evolve.problem import Axis, Outcome
+from phalanx.evolve.problem import SearchAxis, SearchOutcome
 from phalanx.evolve.proposer import make_proposer
 
 SIDE, GENES = 8, 6
-AXIS = Axis(name="sum", edges=tuple(float(one) for one in range(4, 40, 4)), labels=tuple(map(str, range(4, 44, 4))))
-OTHER = Axis(name="first", edges=tuple(float(one) for one in range(1, SIDE)), labels=tuple(map(str, range(SIDE))))
+AXIS = SearchAxis(
+    name="sum", edges=tuple(float(one) for one in range(4, 40, 4)), labels=tuple(map(str, range(4, 44, 4)))
+)
+OTHER = SearchAxis(name="first", edges=tuple(float(one) for one in range(1, SIDE)), labels=tuple(map(str, range(SIDE))))
 
 
 class Digits:
@@ -53,10 +55,10 @@ class Digits:
         for genome in genomes:
             digits = genome["digits"]
             if sum(digits) > 38:
-                found.append(Outcome(fitness=None, why="too much"))
+                found.append(SearchOutcome(fitness=None, why="too much"))
                 continue
             fitness = float(sum(self.weights[place, digit] for place, digit in enumerate(digits)))
-            found.append(Outcome(fitness=fitness, place=(float(sum(digits)), float(digits[0]))))
+            found.append(SearchOutcome(fitness=fitness, place=(float(sum(digits)), float(digits[0]))))
         return found
 
     def features(self, genomes):
@@ -86,7 +88,7 @@ def test_it_is_better_than_chance_and_never_tries_twice():
     chance = Archive(axes=problem.axes, header={})
     genomes = [problem.random_genome(rng) for _ in range(400)]
     for genome, outcome in zip(genomes, problem.evaluate(genomes), strict=True):
-        chance.add(Entry(genome=genome, outcome=outcome, origin="random"))
+        chance.add(ArchiveEntry(genome=genome, outcome=outcome, origin="random"))
     assert ours.quality_diversity > 1.25 * chance.quality_diversity
     assert {entry.origin for entry in ours.entries} >= {"seed", "random", "mutation", "crossover"}
 

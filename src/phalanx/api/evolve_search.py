@@ -13,7 +13,7 @@ from phalanx.errors import mistake
 from phalanx.evolve.archive import Archive, open_archive
 from phalanx.evolve.map_elites import SearchCounts, run_search
 from phalanx.evolve.picture import grid_svg, grid_text
-from phalanx.evolve.problem import Problem
+from phalanx.evolve.problem import SearchProblem
 from phalanx.evolve.proposer import make_proposer
 from phalanx.io.files import write_text
 from phalanx.units import plural
@@ -87,7 +87,7 @@ class FinishedSearch:
 
 
 def finish_search(
-    problem: Problem,
+    problem: SearchProblem,
     *,
     archive: Path | None,
     evaluations: int,

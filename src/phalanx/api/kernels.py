@@ -23,7 +23,7 @@ from phalanx.units import GIB, format_bytes, format_flops, format_seconds, plura
 if TYPE_CHECKING:
     from phalanx.train.kernels.kernel_op import KernelOp
     from phalanx.train.kernels.lab.bench import BenchTable
-    from phalanx.train.kernels.lab.guard import Verdict
+    from phalanx.train.kernels.lab.guard import KernelVerdict
     from phalanx.train.kernels.lab.skill_eval import SkillScore
 
 MOST_RUNS = 100
@@ -169,7 +169,7 @@ class VerifiedKernel(PublicResult):
     """
 
     file: str
-    verdict: Verdict
+    verdict: KernelVerdict
 
     @property
     def passed(self) -> bool:

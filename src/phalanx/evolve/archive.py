@@ -15,9 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from phalanx.errors import Problem as Mistake
-from phalanx.errors import SystemFailure, mistake
-from phalanx.evolve.problem import Axis, Cell, Genome, Outcome, Problem, cell_of, genome_key, problem_digest
+from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.evolve.problem import (
+    Cell,
+    Genome,
+    SearchAxis,
+    SearchOutcome,
+    SearchProblem,
+    cell_of,
+    genome_key,
+    problem_digest,
+)
 from phalanx.io.files import FileTooLargeError, open_regular, read_bounded
 from phalanx.io.values import finite
 
@@ -28,11 +36,11 @@ ORIGINS = ("seed", "random", "mutation", "crossover", "proposer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class ArchiveEntry:
     """One evaluation."""
 
     genome: Genome
-    outcome: Outcome
+    outcome: SearchOutcome
     origin: str
     parent: int | None = None  # place in the archive
 
@@ -47,13 +55,13 @@ class Entry:
 class Archive:
     """All evaluations, in order, and the best of each cell; grows by `add`."""
 
-    axes: tuple[Axis, Axis]
+    axes: tuple[SearchAxis, SearchAxis]
     header: Mapping[str, Any]
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[ArchiveEntry] = field(default_factory=list)
     elites: dict[Cell, int] = field(default_factory=dict)  # cell -> place in `entries`
     known: dict[str, int] = field(default_factory=dict)  # candidate -> place in `entries`
 
-    def add(self, entry: Entry) -> bool:
+    def add(self, entry: ArchiveEntry) -> bool:
         """Take an evaluation in; whether it is now the best of its cell."""
         place, number = entry.outcome.place, len(self.entries)
         self.entries.append(entry)
@@ -67,10 +75,10 @@ class Archive:
         self.elites[cell] = number
         return True
 
-    def best(self) -> Entry | None:
+    def best(self) -> ArchiveEntry | None:
         """The fittest of all; of equals the one that needs least of what the axes measure."""
 
-        def rank(entry: Entry) -> tuple[float, float, float]:
+        def rank(entry: ArchiveEntry) -> tuple[float, float, float]:
             assert entry.outcome.place is not None
             return round(entry.fitness, 12), -entry.outcome.place[0], -entry.outcome.place[1]
 
@@ -82,7 +90,7 @@ class Archive:
         return sum(self.entries[one].fitness for one in self.elites.values())
 
 
-def _header(problem: Problem) -> dict[str, Any]:
+def _header(problem: SearchProblem) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "problem": problem.name,
@@ -94,7 +102,7 @@ def _header(problem: Problem) -> dict[str, Any]:
     }
 
 
-def entry_line(entry: Entry) -> str:
+def entry_line(entry: ArchiveEntry) -> str:
     """One line of an archive."""
     found = entry.outcome
     values: dict[str, Any] = {"genome": entry.genome, "fitness": found.fitness, "place": found.place}
@@ -108,7 +116,7 @@ def entry_line(entry: Entry) -> str:
     return json.dumps(values, allow_nan=False)
 
 
-def read_entry(data: object) -> Entry:
+def read_entry(data: object) -> ArchiveEntry:
     """The entry of a line; raises ValueError for anything else."""
     if not isinstance(data, dict) or not isinstance(data.get("genome"), dict):
         raise ValueError("no candidate in it")
@@ -119,9 +127,9 @@ def read_entry(data: object) -> Entry:
             raise ValueError("its place is not two numbers")
         place = (float(place[0]), float(place[1]))
     details = data.get("details")
-    return Entry(
+    return ArchiveEntry(
         genome=data["genome"],
-        outcome=Outcome(
+        outcome=SearchOutcome(
             fitness=fitness,
             place=place,
             why=str(data.get("why") or "")[:2000],
@@ -132,7 +140,7 @@ def read_entry(data: object) -> Entry:
     )
 
 
-def read_archive(path: Path, problem: Problem | None = None) -> tuple[Archive, int]:
+def read_archive(path: Path, problem: SearchProblem | None = None) -> tuple[Archive, int]:
     """An archive and the bytes of it that are whole lines; of `problem` where one is given.
 
     Raises UserError for another problem's archive, and for a file that is none.
@@ -163,7 +171,7 @@ def read_archive(path: Path, problem: Problem | None = None) -> tuple[Archive, i
     return archive, whole
 
 
-def _read_header(path: Path, line: bytes, problem: Problem | None) -> dict[str, Any]:
+def _read_header(path: Path, line: bytes, problem: SearchProblem | None) -> dict[str, Any]:
     """The first line as values, with its axes; a torn one is taken for the problem's own where it is its beginning."""
     own = json.loads(json.dumps(_header(problem))) if problem else None
     try:
@@ -182,7 +190,7 @@ def _read_header(path: Path, line: bytes, problem: Problem | None) -> dict[str, 
         )
     try:
         axes = tuple(
-            Axis(
+            SearchAxis(
                 name=str(one["name"]),
                 edges=tuple(float(edge) for edge in one["edges"]),
                 labels=tuple(str(label) for label in one["labels"]),
@@ -214,7 +222,7 @@ class ArchiveWriter:
     archive: Archive
     file: BinaryIO | None
 
-    def add(self, entries: Sequence[Entry]) -> list[bool]:
+    def add(self, entries: Sequence[ArchiveEntry]) -> list[bool]:
         """Write evaluations, then take them in; which of them are now the best of their cells."""
         if self.file is not None:
             self.file.write("".join(entry_line(one) + "\n" for one in entries).encode())
@@ -223,7 +231,7 @@ class ArchiveWriter:
 
 
 @contextmanager
-def open_archive(path: Path | None, problem: Problem) -> Iterator[ArchiveWriter]:
+def open_archive(path: Path | None, problem: SearchProblem) -> Iterator[ArchiveWriter]:
     """An archive to go on with, begun where there is none; without a path it is not kept.
 
     Only one search writes an archive at a time.
@@ -240,7 +248,7 @@ def open_archive(path: Path | None, problem: Problem) -> Iterator[ArchiveWriter]
         file = open(path, "ab")  # noqa: SIM115 -- closed below
     except OSError as error:
         raise SystemFailure(
-            Mistake(where=str(path), what=f"cannot be written: {error.strerror or error}", fix="name another --archive")
+            Problem(where=str(path), what=f"cannot be written: {error.strerror or error}", fix="name another --archive")
         ) from error
     with file:
         try:

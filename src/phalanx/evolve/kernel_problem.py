@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.evolve.kernel_templates import SEEDS, TEMPLATES, VALUES, plain_values, render_source
-from phalanx.evolve.problem import Axis, Floats, Genome, Outcome
+from phalanx.evolve.problem import Floats, Genome, SearchAxis, SearchOutcome
 
 BATCH = 12  # candidates that one process measures: importing PyTorch takes longer than most of them
 MOST_SOURCE = 64 << 10
@@ -46,18 +46,18 @@ class KernelProblem:
     allows_source: bool = False  # whether the evaluator may be given text that we did not write
     name: str = "kernels"
     batch: int = BATCH
-    axes: tuple[Axis, Axis] = field(init=False, repr=False)
+    axes: tuple[SearchAxis, SearchAxis] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         powers = [2**power for power in range(MOST_HELD)]
         noun = "values per thread" if self.device == "cuda" else "rows in a chunk"
-        held = Axis(
+        held = SearchAxis(
             name=noun,
             edges=tuple(power * 1.5 for power in powers[:-1]),
             labels=tuple(f"about {power}" for power in powers),
         )
         warps = (1, 2, 4, 8, 16)
-        second = Axis(
+        second = SearchAxis(
             name="warps" if self.device == "cuda" else "template",
             edges=tuple(one * 1.5 for one in warps[:-1]),
             labels=tuple(str(one) for one in warps),
@@ -105,7 +105,7 @@ class KernelProblem:
         chosen = {name: (first if rng.random() < 0.5 else second)[name] for name in self.values}
         return plain_values(chosen, self.device)
 
-    def evaluate(self, genomes: Sequence[Genome]) -> Sequence[Outcome]:
+    def evaluate(self, genomes: Sequence[Genome]) -> Sequence[SearchOutcome]:
         """What the guard measures."""
         found = self.evaluator([self.source(genome) for genome in genomes])
         if len(found) != len(genomes):
@@ -113,10 +113,10 @@ class KernelProblem:
         outcomes = []
         for genome, one in zip(genomes, found, strict=True):
             if not one.accepted or one.light_share is None:
-                outcomes.append(Outcome(fitness=None, why=one.why[:500] or "refused"))
+                outcomes.append(SearchOutcome(fitness=None, why=one.why[:500] or "refused"))
                 continue
             details = {"seconds": one.seconds}
-            outcomes.append(Outcome(fitness=one.light_share, place=self._place(genome), details=details))
+            outcomes.append(SearchOutcome(fitness=one.light_share, place=self._place(genome), details=details))
         return outcomes
 
     def _place(self, genome: Genome) -> tuple[float, float]:
@@ -160,7 +160,7 @@ class KernelProblem:
             raise ValueError("a source of more than 64 KiB")
         return {**genome, "source": text}
 
-    def prompt(self, genome: Genome, outcome: Outcome) -> str:
+    def prompt(self, genome: Genome, outcome: SearchOutcome) -> str:
         """The source, its measurement, and the form of a diff."""
         values = "\n".join(f"  {name}: {', '.join(map(str, known))}" for name, known in self.values.items())
         own = (

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from phalanx.evolve.archive import Archive, ArchiveWriter, Entry
-from phalanx.evolve.problem import Genome, Problem, genome_key
-from phalanx.evolve.proposer import Proposer
+from phalanx.evolve.archive import Archive, ArchiveEntry, ArchiveWriter
+from phalanx.evolve.problem import Genome, SearchProblem, genome_key
+from phalanx.evolve.proposer import ChangeProposer
 from phalanx.evolve.surrogate import expected_gain, fit_surrogate
 
 RANDOM_SHARE = 0.1  # of the evaluations, at the start: what the model of the problem is first fitted to
@@ -36,12 +36,12 @@ class SearchCounts:
 
 
 def run_search(
-    problem: Problem,
+    problem: SearchProblem,
     writer: ArchiveWriter,
     *,
     evaluations: int,
     seed: int,
-    proposer: Proposer | None = None,
+    proposer: ChangeProposer | None = None,
     watch: Callable[[Archive, SearchCounts], None] = lambda archive, counts: None,
     counts: SearchCounts | None = None,
 ) -> SearchCounts:
@@ -63,7 +63,7 @@ def run_search(
         outcomes = problem.evaluate([genome for genome, _, _ in children])
         writer.add(
             [
-                Entry(genome=genome, outcome=outcome, origin=origin, parent=parent)
+                ArchiveEntry(genome=genome, outcome=outcome, origin=origin, parent=parent)
                 for (genome, origin, parent), outcome in zip(children, outcomes, strict=True)
             ]
         )
@@ -76,7 +76,7 @@ def run_search(
 class _FeatureRows:
     """Features of the archive's entries, computed once each."""
 
-    problem: Problem
+    problem: SearchProblem
     rows: list[np.ndarray] = field(default_factory=list)
 
     def of_archive(self, archive: Archive) -> np.ndarray | None:
@@ -89,7 +89,7 @@ class _FeatureRows:
 
 
 def _next_batch(
-    problem: Problem, archive: Archive, features: _FeatureRows, rng: np.random.Generator, *, room: int, first: int
+    problem: SearchProblem, archive: Archive, features: _FeatureRows, rng: np.random.Generator, *, room: int, first: int
 ) -> list[Child]:
     """Children to evaluate: seeds, then random ones, then those of elites that promise most."""
     taken: set[str] = set(archive.known)
@@ -147,14 +147,14 @@ def _next_batch(
     return batch
 
 
-def _improve(problem: Problem, archive: Archive, rng: np.random.Generator) -> Child:
+def _improve(problem: SearchProblem, archive: Archive, rng: np.random.Generator) -> Child:
     """A neighbour of one of the fittest."""
     fittest = sorted(archive.elites.values(), key=lambda one: -archive.entries[one].fitness)[:FITTEST]
     chosen = fittest[int(rng.integers(len(fittest)))]
     return problem.mutate(archive.entries[chosen].genome, rng), "mutation", chosen
 
 
-def _breed(problem: Problem, archive: Archive, rng: np.random.Generator) -> Child:
+def _breed(problem: SearchProblem, archive: Archive, rng: np.random.Generator) -> Child:
     """A child of one elite or two, or of none."""
     chance = rng.random()
     if chance < NEW_SHARE:
@@ -169,7 +169,7 @@ def _breed(problem: Problem, archive: Archive, rng: np.random.Generator) -> Chil
 
 
 def _propose(
-    problem: Problem, archive: Archive, proposer: Proposer, rng: np.random.Generator, counts: SearchCounts
+    problem: SearchProblem, archive: Archive, proposer: ChangeProposer, rng: np.random.Generator, counts: SearchCounts
 ) -> Child | None:
     """What the language model makes of an elite; None, and a count, where its answer is no new candidate."""
     parents = sorted(archive.elites.values(), key=lambda one: archive.entries[one].fitness)

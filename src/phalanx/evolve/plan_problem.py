@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.evolve.problem import Axis, Floats, Genome, Outcome
+from phalanx.evolve.problem import Floats, Genome, SearchAxis, SearchOutcome
 from phalanx.job.parameter_counts import count_parameters
 from phalanx.job.sync_section import CODECS, SyncSettings
 from phalanx.plan.cases import RECOMPUTE, SCHEDULES
@@ -117,20 +117,20 @@ class PlanProblem:
     prices: dict[tuple[int, int, int], LayoutPrice] = field(default_factory=dict)  # (peers, base, choice)
 
     @cached_property
-    def axes(self) -> tuple[Axis, Axis]:
+    def axes(self) -> tuple[SearchAxis, SearchAxis]:
         most = self.request.cluster.accelerator.memory_bytes
         edges = [most * cell / CELLS for cell in range(1, CELLS)]
         for limit in self.memory_limits:
             if 0 < limit < most and limit not in edges:
                 edges[min(range(len(edges)), key=lambda one: abs(edges[one] - limit))] = limit
         edges = sorted(set(edges))
-        memory = Axis(
+        memory = SearchAxis(
             name="memory per device",
             edges=tuple(edges),
             labels=tuple(f"to {format_bytes(edge)}" for edge in (*edges, most)),
         )
         words = tuple(f"to {format_bytes(edge)}" for edge in BYTE_EDGES)
-        sent = Axis(
+        sent = SearchAxis(
             name="bytes a host sends per step",
             edges=BYTE_EDGES,
             labels=(*words, f"over {format_bytes(BYTE_EDGES[-1])}"),
@@ -193,16 +193,16 @@ class PlanProblem:
             base = int(rng.integers(part.space.base["tp"].size))
             choices = part.legal_choices(base)
             if choices.size:
-                wish = {"codec": _pick(rng, CODECS), "h": _pick(rng, self.inner_steps or (1,))}
-                return self._genome(part, base, int(rng.choice(choices)), wish)
+                wanted = {"codec": _pick(rng, CODECS), "h": _pick(rng, self.inner_steps or (1,))}
+                return self._genome(part, base, int(rng.choice(choices)), wanted)
 
-    def _genome(self, part: PeerSpace, base: int, choice: int, wish: Mapping[str, Any]) -> dict[str, Any]:
+    def _genome(self, part: PeerSpace, base: int, choice: int, wanted: Mapping[str, Any]) -> dict[str, Any]:
         rows, ways = part.space.base, part.space.choice
         slow = part.peers > 1
         return {
             "peers": part.peers,
-            "codec": wish["codec"] if slow else "none",
-            "h": wish["h"] if slow else 1,
+            "codec": wanted["codec"] if slow else "none",
+            "h": wanted["h"] if slow else 1,
             **{gene: int(rows[column][base]) for gene, column in BASE_GENES.items()},
             "schedule": SCHEDULES[int(rows["schedule"][base])],
             "zero": int(ways["zero"][choice]),
@@ -239,49 +239,49 @@ class PlanProblem:
             return genome
         count = min(len(genes), 1 + int(rng.geometric(0.6) - 1))
         changed = [genes[one] for one in rng.choice(len(genes), size=count, replace=False)]
-        wish = dict(genome)
+        wanted = dict(genome)
         for name in changed:
             known = self.gene_values[name]
-            place = known.index(wish[name]) if wish[name] in known else 0
+            place = known.index(wanted[name]) if wanted[name] in known else 0
             near = [one for one in (place - 1, place + 1) if 0 <= one < len(known)]
-            wish[name] = known[_pick(rng, near)] if rng.random() < 0.7 else _pick(rng, known)
-        return self._repair(wish, changed, rng)
+            wanted[name] = known[_pick(rng, near)] if rng.random() < 0.7 else _pick(rng, known)
+        return self._repair(wanted, changed, rng)
 
     def cross(self, first: Genome, second: Genome, rng: np.random.Generator) -> Genome:
         """Every gene of one of the two."""
-        wish = {name: (first if rng.random() < 0.5 else second)[name] for name in first}
-        return self._repair(wish, (), rng)
+        wanted = {name: (first if rng.random() < 0.5 else second)[name] for name in first}
+        return self._repair(wanted, (), rng)
 
-    def _repair(self, wish: Mapping[str, Any], kept: Sequence[str], rng: np.random.Generator) -> Genome:
-        """The legal plan nearest to a wish; genes in `kept` give way last."""
-        part = self.spaces[wish["peers"]] if wish["peers"] in self.spaces else self.spaces[min(self.spaces)]
+    def _repair(self, wanted: Mapping[str, Any], kept: Sequence[str], rng: np.random.Generator) -> Genome:
+        """The legal plan nearest to the wanted one; genes in `kept` give way last."""
+        part = self.spaces[wanted["peers"]] if wanted["peers"] in self.spaces else self.spaces[min(self.spaces)]
         genes = (*BASE_GENES, "schedule")
         weights = np.array([FIXED_WEIGHT if gene in kept else 1.0 for gene in genes], dtype=np.float32)
-        sizes = [math.log2(max(1, wish[gene])) for gene in BASE_GENES]
-        wanted = np.array([*sizes, SCHEDULES.index(wish["schedule"])], dtype=np.float32)
-        gaps = np.abs(part.table - wanted[:, None])
+        sizes = [math.log2(max(1, wanted[gene])) for gene in BASE_GENES]
+        target = np.array([*sizes, SCHEDULES.index(wanted["schedule"])], dtype=np.float32)
+        gaps = np.abs(part.table - target[:, None])
         gaps[-1] = gaps[-1] > 0  # another schedule is another schedule, however far in the list
         rows = gaps.shape[1]
         begin = int(rng.integers(rows))
         base = int(np.argmin(weights @ gaps + part.noise[begin : begin + rows]))
         ways = part.space.choice
         choices = part.legal_choices(base)
-        wanted_group = next(number for number, name in SHARERS.items() if name == wish["shared_by"])
+        wanted_group = next(number for number, name in SHARERS.items() if name == wanted["shared_by"])
 
         def weight(gene: str) -> float:
             return FIXED_WEIGHT if gene in kept else 1.0
 
         far = (
-            weight("zero") * np.abs(ways["zero"][choices] - wish["zero"])
+            weight("zero") * np.abs(ways["zero"][choices] - wanted["zero"])
             + weight("shared_by") * (ways["group"][choices] != wanted_group)
-            + weight("recompute") * np.abs(ways["recompute"][choices] - RECOMPUTE.index(wish["recompute"]))
-            + weight("sequence_parallel") * (ways["sp"][choices] != wish["sequence_parallel"])
+            + weight("recompute") * np.abs(ways["recompute"][choices] - RECOMPUTE.index(wanted["recompute"]))
+            + weight("sequence_parallel") * (ways["sp"][choices] != wanted["sequence_parallel"])
         )
         if not choices.size:
             return self.random_genome(rng)
         choice = int(choices[int(np.argmin(far + rng.random(choices.size) * 0.5))])
-        slow = {"codec": wish["codec"] if wish["codec"] in CODECS else _pick(rng, CODECS)}
-        slow["h"] = wish["h"] if wish["h"] in self.inner_steps else _pick(rng, self.inner_steps or (1,))
+        slow = {"codec": wanted["codec"] if wanted["codec"] in CODECS else _pick(rng, CODECS)}
+        slow["h"] = wanted["h"] if wanted["h"] in self.inner_steps else _pick(rng, self.inner_steps or (1,))
         return self._genome(part, base, choice, slow)
 
     def all_genomes(self) -> Iterator[Genome]:
@@ -290,8 +290,8 @@ class PlanProblem:
             slow = [{"codec": codec, "h": h} for codec in CODECS for h in self.inner_steps]
             for base in range(part.space.base["tp"].size):
                 for choice in part.legal_choices(base):
-                    for wish in slow if part.peers > 1 else ({},):
-                        yield self._genome(part, base, int(choice), wish)
+                    for wanted in slow if part.peers > 1 else ({},):
+                        yield self._genome(part, base, int(choice), wanted)
 
     # ---- what the planner says -------------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ class PlanProblem:
             return SyncSettings()
         return SyncSettings(mode="diloco", peers=genome["peers"], codec=genome["codec"], inner_steps=genome["h"])
 
-    def evaluate(self, genomes: Sequence[Genome]) -> Sequence[Outcome]:
+    def evaluate(self, genomes: Sequence[Genome]) -> Sequence[SearchOutcome]:
         """Predicted tokens per second, memory and bytes of each plan."""
         rows = [self.row_of(genome) for genome in genomes]
         for peers in {row[0] for row in rows}:
@@ -352,12 +352,12 @@ class PlanProblem:
                 runs=bool(runs[place]),
             )
 
-    def _outcome(self, genome: Genome, price: LayoutPrice) -> Outcome:
+    def _outcome(self, genome: Genome, price: LayoutPrice) -> SearchOutcome:
         device, peers = self.request.cluster.accelerator.memory_bytes, genome["peers"]
         if not price.runs:
-            return Outcome(fitness=None, why="a pipeline stage would be empty, or the logits too large")
+            return SearchOutcome(fitness=None, why="a pipeline stage would be empty, or the logits too large")
         if price.memory_bytes > device:
-            return Outcome(fitness=None, why=f"needs a device of {format_bytes(price.memory_bytes)}")
+            return SearchOutcome(fitness=None, why=f"needs a device of {format_bytes(price.memory_bytes)}")
         tokens, cluster = float(self.request.sequence * self.request.global_sequences), self.request.cluster
         # The planner hides sends of a pipeline behind compute, as on the networks of its measurements; no host sends
         # faster than its link.
@@ -379,7 +379,7 @@ class PlanProblem:
             ]
             mode = predict_mode(pace, self.parameters, self.sync(genome))
             fitness, sent = mode.tokens_per_s, price.sent_bytes + mode.bytes_per_step * peers / cluster.domains
-        return Outcome(fitness=fitness, place=(price.memory_bytes, sent))
+        return SearchOutcome(fitness=fitness, place=(price.memory_bytes, sent))
 
     def at_link(self, bytes_per_s: float) -> PlanProblem:
         """The same plans where each host has so much to all others together."""
@@ -420,19 +420,19 @@ class PlanProblem:
         """A plan that somebody wrote: every gene must exist, what does not go together is repaired."""
         if not isinstance(data, Mapping):
             raise ValueError("not a JSON object")
-        wish: dict[str, Any] = {}
+        wanted: dict[str, Any] = {}
         for name, example in self.random_genome(np.random.default_rng(0)).items():
             value = data.get(name)
             if type(value) is not type(example) or (isinstance(value, int) and not 0 <= value <= 1 << 30):
                 raise ValueError(f"{name} is no {type(example).__name__}")
-            wish[name] = value
+            wanted[name] = value
         named = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "shared_by": tuple(SHARERS.values())}
         for name, known in {**named, "codec": ("none", *CODECS)}.items():
-            if wish[name] not in known:
+            if wanted[name] not in known:
                 raise ValueError(f"{name} is none of {', '.join(known)}")
-        return self._repair(wish, (), np.random.default_rng(0))
+        return self._repair(wanted, (), np.random.default_rng(0))
 
-    def prompt(self, genome: Genome, outcome: Outcome) -> str:
+    def prompt(self, genome: Genome, outcome: SearchOutcome) -> str:
         """The job, the cluster, this plan and what the planner says of it."""
         assert outcome.place is not None
         values = "\n".join(f"  {name}: {', '.join(map(str, known))}" for name, known in self.gene_values.items())

@@ -19,7 +19,7 @@ Cell = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Axis:
+class SearchAxis:
     """One axis of the grid: cell i holds values from edge i - 1 (included) to edge i; the outer cells are open."""
 
     name: str
@@ -35,14 +35,14 @@ class Axis:
     def cell_of(self, value: float) -> int:
         """The cell that holds a value.
 
-        >>> Axis(name="x", edges=(1.0, 2.0), labels=("a", "b", "c")).cell_of(1.0)
+        >>> SearchAxis(name="x", edges=(1.0, 2.0), labels=("a", "b", "c")).cell_of(1.0)
         1
         """
         return bisect_right(self.edges, value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class SearchOutcome:
     """What an evaluation found: fitness and place on the axes, or why there is none."""
 
     fitness: float | None
@@ -51,7 +51,7 @@ class Outcome:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Problem(Protocol):
+class SearchProblem(Protocol):
     """A space of candidates. Whatever `mutate`, `cross` and `read_genome` return is well-formed."""
 
     @property
@@ -59,7 +59,7 @@ class Problem(Protocol):
         """Plans, schedules or kernels."""
 
     @property
-    def axes(self) -> tuple[Axis, Axis]:
+    def axes(self) -> tuple[SearchAxis, SearchAxis]:
         """Of the grid."""
 
     @property
@@ -81,7 +81,7 @@ class Problem(Protocol):
     def cross(self, first: Genome, second: Genome, rng: np.random.Generator) -> Genome:
         """Parts of two candidates."""
 
-    def evaluate(self, genomes: Sequence[Genome]) -> Sequence[Outcome]:
+    def evaluate(self, genomes: Sequence[Genome]) -> Sequence[SearchOutcome]:
         """Fitness and place of each."""
 
     def features(self, genomes: Sequence[Genome]) -> Floats | None:
@@ -90,7 +90,7 @@ class Problem(Protocol):
     def read_genome(self, data: object) -> Genome:
         """The candidate that somebody wrote as JSON, repaired where needed; raises ValueError with the reason."""
 
-    def prompt(self, genome: Genome, outcome: Outcome) -> str:
+    def prompt(self, genome: Genome, outcome: SearchOutcome) -> str:
         """What a language model is asked: this candidate, its measurement, and the form of the answer."""
 
 
@@ -99,12 +99,12 @@ def genome_key(genome: Genome) -> str:
     return json.dumps(genome, sort_keys=True, separators=(",", ":"))
 
 
-def problem_digest(problem: Problem) -> str:
+def problem_digest(problem: SearchProblem) -> str:
     """Of what decides its results, axes included."""
     axes = [[axis.name, list(axis.edges)] for axis in problem.axes]
     return text_digest(json.dumps([problem.name, problem.describe(), axes], sort_keys=True))
 
 
-def cell_of(axes: tuple[Axis, Axis], place: tuple[float, float]) -> Cell:
+def cell_of(axes: tuple[SearchAxis, SearchAxis], place: tuple[float, float]) -> Cell:
     """The cell of the grid that holds a place."""
     return axes[0].cell_of(place[0]), axes[1].cell_of(place[1])

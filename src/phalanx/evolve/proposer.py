@@ -13,10 +13,10 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from phalanx.errors import mistake
-from phalanx.evolve.archive import Entry
+from phalanx.evolve.archive import ArchiveEntry
 
 if TYPE_CHECKING:
-    from phalanx.evolve.problem import Genome, Problem
+    from phalanx.evolve.problem import Genome, SearchProblem
 
 MOST_ANSWER = 256 << 10
 LIMIT_S = 120.0
@@ -24,13 +24,13 @@ MOST_BRACES = 200  # places where the object may begin: each is read up to the e
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Proposer:
+class ChangeProposer:
     """A command of the user's own; it is started once per proposal."""
 
     command: tuple[str, ...]
     limit_s: float = LIMIT_S
 
-    def propose(self, problem: Problem, parent: Entry) -> Genome:
+    def propose(self, problem: SearchProblem, parent: ArchiveEntry) -> Genome:
         """The parent with the change that the command answers; raises ValueError where the answer is none."""
         answer = self._ask(problem.prompt(parent.genome, parent.outcome))
         change = find_object(answer)
@@ -71,7 +71,7 @@ def _end_session(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def make_proposer(command: str) -> Proposer:
+def make_proposer(command: str) -> ChangeProposer:
     """The proposer of a command line, which no shell sees; raises UserError for one that cannot be split."""
     try:
         words = tuple(shlex.split(command))
@@ -79,7 +79,7 @@ def make_proposer(command: str) -> Proposer:
         raise mistake("--proposer", f"is not a command line: {error}") from error
     if not words:
         raise mistake("--proposer", "names no command", fix='such as --proposer "my-model --json"')
-    return Proposer(command=words)
+    return ChangeProposer(command=words)
 
 
 def find_object(answer: str) -> dict[str, object]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.evolve.problem import Axis, Floats, Genome, Outcome
+from phalanx.evolve.problem import Floats, Genome, SearchAxis, SearchOutcome
 from phalanx.plan.pipeline_order import (
     Orders,
     PlayedOrders,
@@ -44,17 +44,17 @@ class ScheduleProblem:
         return len(self.times.forward)
 
     @cached_property
-    def axes(self) -> tuple[Axis, Axis]:
+    def axes(self) -> tuple[SearchAxis, SearchAxis]:
         most = 1.6 * self.micro_batches
         step = max(1.0, most / CELLS)
         edges = tuple(round(step * (cell + 1) + 0.05, 6) for cell in range(min(CELLS, int(most / step)) - 1))
-        held = Axis(
+        held = SearchAxis(
             name="most activations held",
             edges=edges,
             labels=(*(f"to {edge:.1f} micro-batches" for edge in edges), "more"),
         )
         bursts = tuple(number + 0.5 for number in range(1, MOST_BURST + 1))
-        burst = Axis(
+        burst = SearchAxis(
             name="messages in a burst",
             edges=bursts,
             labels=(*(f"{number}" for number in range(1, MOST_BURST + 1)), "more"),
@@ -134,13 +134,13 @@ class ScheduleProblem:
         orders = [*first["orders"][:cut], *second["orders"][cut:]]
         return {"orders": list(repair_orders(orders, self.micro_batches, split=self.split))}
 
-    def evaluate(self, genomes: Sequence[Genome]) -> Sequence[Outcome]:
+    def evaluate(self, genomes: Sequence[Genome]) -> Sequence[SearchOutcome]:
         """Bubble, activations and bursts of each."""
         found = []
         for genome in genomes:
             played = self.play(genome["orders"])
             found.append(
-                Outcome(
+                SearchOutcome(
                     fitness=played.busiest / played.makespan,
                     place=(self.peak(played), float(played.burst)),
                     details={"makespan": played.makespan, "held": list(played.held)},
@@ -163,7 +163,7 @@ class ScheduleProblem:
             raise ValueError("an order has other letters than F, B, I and W")
         return {"orders": list(repair_orders(orders, self.micro_batches, split=self.split))}
 
-    def prompt(self, genome: Genome, outcome: Outcome) -> str:
+    def prompt(self, genome: Genome, outcome: SearchOutcome) -> str:
         """The pipeline, this order, and how long its busiest rank waits."""
         assert outcome.fitness is not None
         letters = "F forward, B backward" + (", or I and W, its halves" if self.split else "")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.evolve.archive import Archive
-from phalanx.evolve.problem import Axis, Floats
+from phalanx.evolve.problem import Floats, SearchAxis
 
 RIDGE = 1e-2
 FITTED = 1500  # newest evaluations, and all elites, that the model is fitted to
@@ -28,7 +28,7 @@ class Surrogate:
     scale: Floats
     weights: Floats  # [feature, target]
     spread: Floats  # of each target
-    axes: tuple[Axis, Axis]
+    axes: tuple[SearchAxis, SearchAxis]
 
     def predict(self, features: Floats) -> Floats:
         """[candidate, target], in the scale of `_targets`."""
@@ -37,7 +37,7 @@ class Surrogate:
         return found
 
 
-def _axis_value(axis: Axis, value: float) -> float:
+def _axis_value(axis: SearchAxis, value: float) -> float:
     return math.log(max(value, TINY)) if axis.logarithmic else value
 
 

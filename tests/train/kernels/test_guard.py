@@ -11,7 +11,7 @@ from row_norm import ROW_NORM, SOUND
 
 from phalanx.train.kernels.lab.arena import HEADER_BYTES, HostBlock
 from phalanx.train.kernels.lab.candidate_server import CandidateLimits, CandidateServer
-from phalanx.train.kernels.lab.guard import Verdict, judge_candidate
+from phalanx.train.kernels.lab.guard import KernelVerdict, judge_candidate
 from phalanx.train.kernels.lab.machine_limits import MachineLimits
 from phalanx.units import GIB
 
@@ -33,7 +33,7 @@ def judged(
     timed: bool = False,
     seconds: float = 60.0,
     dtypes: tuple[torch.dtype, ...] = (torch.float32,),
-) -> Verdict:
+) -> KernelVerdict:
     limits = CandidateLimits(seconds=seconds, memory_bytes=GIB // 2)
     return judge_candidate(source, ROW_NORM, server=server, dtypes=dtypes, timed=timed, limits=limits, machine=MACHINE)
 

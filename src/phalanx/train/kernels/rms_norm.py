@@ -45,7 +45,7 @@ torch.library.define(
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float = EPS) -> Tensor:
     """x / rms(x) · weight over the last dimension."""
     if runs_at_once(x, weight_D):
-        found: Tensor = _RmsNorm.apply(x, weight_D, eps)
+        found: Tensor = _RmsNormFunction.apply(x, weight_D, eps)
         return found
     normed: Tensor = torch.ops.phalanx.rms_norm(x, weight_D, eps)[0]
     return normed
@@ -71,7 +71,7 @@ def _norm_sum(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tupl
     return _forward(x, residual, weight_D, eps)
 
 
-class _RmsNorm(torch.autograd.Function):
+class _RmsNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         normed, _, scale = _forward(x, None, weight_D, eps)

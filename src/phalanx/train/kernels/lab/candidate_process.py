@@ -233,7 +233,7 @@ class _BadResultError(Exception):
     """A kernel's result is not what the contract asks for."""
 
 
-class _TextLoader(importlib.abc.InspectLoader):
+class _CandidateLoader(importlib.abc.InspectLoader):
     """Runs a module from its text; Triton asks for the lines of its kernels again."""
 
     FILE = "candidate.py"
@@ -251,9 +251,9 @@ class _TextLoader(importlib.abc.InspectLoader):
 
 
 def _load_kernel(source: str) -> Callable[..., Any]:
-    file = _TextLoader.FILE
+    file = _CandidateLoader.FILE
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    spec = importlib.util.spec_from_loader("candidate", _TextLoader(source), origin=file)
+    spec = importlib.util.spec_from_loader("candidate", _CandidateLoader(source), origin=file)
     assert spec is not None
     assert spec.loader is not None
     module: ModuleType = importlib.util.module_from_spec(spec)

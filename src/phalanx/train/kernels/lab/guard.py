@@ -92,7 +92,7 @@ class KernelTiming:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class KernelVerdict:
     """What the guard says of a candidate."""
 
     op: str
@@ -108,7 +108,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Answer:
+class _CandidateAnswer:
     """What lay in the arena after one request, kept here; seconds are of one call."""
 
     cases: Sequence[KernelCase]
@@ -130,10 +130,10 @@ def judge_candidate(
     shape: Shape | None = None,
     limits: CandidateLimits | None = None,
     machine: MachineLimits | None = None,
-) -> Verdict:
+) -> KernelVerdict:
     """Try a candidate's text; never raises for what the candidate does."""
     wanted = tuple(op.gradients) if gradients else ()
-    known = Verdict(op=op.name, device=device, passed=False, with_gradients=bool(wanted))
+    known = KernelVerdict(op=op.name, device=device, passed=False, with_gradients=bool(wanted))
     try:
         check_text(parse_candidate(source, op.name))
     except RefusedError as error:
@@ -254,7 +254,7 @@ class _CandidateTrial:
 
     def _run_batches(
         self, batches: Sequence[Sequence[KernelCase]], *, wanted: tuple[int, ...], timed: bool = False
-    ) -> list[_Answer]:
+    ) -> list[_CandidateAnswer]:
         self._make_arena(batches, wanted)
         if self.device.type == "cuda" and "triton" in self.source:
             self._compile_kernels([case for batch in batches for case in batch[:1]], wanted)
@@ -347,7 +347,7 @@ class _CandidateTrial:
 
     def _run_batch(
         self, process: CandidateProcess, batch: Sequence[KernelCase], *, wanted: tuple[int, ...], timed: bool
-    ) -> _Answer:
+    ) -> _CandidateAnswer:
         """Fill the arena, ask for one run of every case, and take everything out again."""
         rounds = [_timed_ask(process, {"do": "nothing"})[0] for _ in range(3)] if timed else [0.0]
         process.pause()  # a thread that watches the arena must not begin before our clock does
@@ -387,7 +387,7 @@ class _CandidateTrial:
         claimed = answer.get("seconds")
         if not isinstance(claimed, float) or not math.isfinite(claimed) or claimed < 0.0:
             raise RefusedError("nonsense", "its process sent no time of its own")
-        return _Answer(
+        return _CandidateAnswer(
             cases=batch,
             outputs=[
                 [view_place(self._data, place).clone() for place in (*places.outputs, *places.gradients)]
@@ -398,7 +398,7 @@ class _CandidateTrial:
             message_s=max(rounds),
         )
 
-    def _compare(self, answer: _Answer, wanted: tuple[int, ...]) -> float:
+    def _compare(self, answer: _CandidateAnswer, wanted: tuple[int, ...]) -> float:
         """Compute the truth, now that the candidate's process is gone."""
         worst = 0.0
         for case, outputs in zip(answer.cases, answer.outputs, strict=True):
