@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,3 +120,29 @@ def test_the_barrier_holds_below_python(server: CandidateServer) -> None:
     if "seccomp" not in verdict.barriers:
         pytest.skip("no seccomp on this machine")
     assert verdict.passed, verdict.reason
+
+
+MOVE_AND_READ = """
+import os, sys
+from phalanx.train.kernels.lab.file_rights import restrict_files
+folder = sys.argv[1]
+print(restrict_files(writable=[folder], run_programs=True))
+os.replace(f"{folder}/a/compiled", f"{folder}/b/compiled")  # as Triton does with what it compiled
+try:
+    open(f"{folder}-else/secret").read()
+    print("read")
+except PermissionError:
+    print("denied")
+"""
+
+
+def test_a_compiler_may_move_files_in_its_folder_and_read_no_others(tmp_path: Path) -> None:
+    folder, other = tmp_path / "cache", tmp_path / "cache-else"
+    for one in (folder / "a", folder / "b", other):
+        one.mkdir(parents=True)
+    (folder / "a" / "compiled").write_text("")
+    (other / "secret").write_text("")
+    done = subprocess.run([sys.executable, "-c", MOVE_AND_READ, folder], capture_output=True, text=True, check=True)
+    is_restricted, read = done.stdout.split()
+    assert (folder / "b" / "compiled").exists()
+    assert read == ("denied" if is_restricted == "True" else "read")

@@ -16,6 +16,7 @@ from pathlib import Path
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # system calls, the same on x86-64 and arm64
 _EXECUTE, _WRITE, _READ, _READ_FOLDER = 1, 2, 4, 8
 _ALL_OF_FIRST = (1 << 13) - 1  # the rights that the first version knows
+_MOVE = 1 << 13  # between folders, since the second version; the first forbids it whatever is allowed
 _PR_SET_NO_NEW_PRIVS = 38
 
 
@@ -29,14 +30,18 @@ def readable_folders() -> list[str]:
 def restrict_files(*, writable: Iterable[str] = (), run_programs: bool = False) -> bool:
     """Leave this process reading of libraries, devices, and the folders `writable`; False where the system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
-    rules = struct.pack("=Q", _ALL_OF_FIRST)
+    version = libc.syscall(_CREATE, None, ctypes.c_size_t(0), 1)
+    if run_programs and version < 2:  # Triton moves what it compiled into its folder
+        return False
+    everything = _ALL_OF_FIRST | (_MOVE if version >= 2 else 0)
+    rules = struct.pack("=Q", everything)
     ruleset = libc.syscall(_CREATE, ctypes.c_char_p(rules), ctypes.c_size_t(len(rules)), 0)
     if ruleset < 0:
         return False
     reading = _READ | _READ_FOLDER | (_EXECUTE if run_programs else 0)
     rights = [(one, reading) for one in readable_folders()]
     rights += [("/dev", _READ | _WRITE | _READ_FOLDER)]
-    rights += [(one, _ALL_OF_FIRST if run_programs else reading) for one in writable]
+    rights += [(one, everything if run_programs else reading) for one in writable]
     for path, right in rights:
         try:
             folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
