@@ -74,8 +74,11 @@ def rescue_state(
     if not copies:
         return None
     reasons: list[Problem] = []
-    # Hosts that share no other folder can only meet in the checkpoint folder.
-    for place in places if len(order.hosts) == 1 else places[:1]:
+    is_alone = len(order.hosts) == 1
+    # Several hosts can only meet in folders that they share.
+    usable = [one for one in places if is_alone or not is_local_place(one, run_folder)]
+    for number, place in enumerate(usable):
+        saved = None
         try:
             claim_place(place, run_folder)
             saved = [_write_rank(place, copy, replica_store, keep=keep, generation=order.generation) for copy in copies]
@@ -84,10 +87,25 @@ def rescue_state(
         except (UnusableReplica, OSError) as error:
             what = f"step {copies[0].wanted.step} is not saved: {error}"
             reasons.append(Problem(where=str(place), what=what))
-        else:
+        if not is_alone and number + 1 < len(usable):
+            verdict = run_folder / "rescue" / f"verdict-{order.generation}-{number}.json"
+            if not _is_committed(verdict, copies, saved):
+                continue
+        if saved is not None:
             return saved[-1] if copies[-1].wanted.rank == 0 else None
         leave_place(place, run_folder)
     raise SystemFailure(reasons)
+
+
+def _is_committed(verdict: Path, copies: Sequence[_RankCopy], saved: Sequence[SavedCheckpoint] | None) -> bool:
+    """Whether the host of rank 0, which commits, had every rank's part: else all hosts go on to the next place.
+
+    A host that hears nothing keeps to what it knows of its own part.
+    """
+    if copies[-1].wanted.rank == 0:
+        replace_text(verdict, json.dumps(saved is not None))
+        return saved is not None
+    return bool(load_json(verdict)) if _wait_for([verdict], WRITE_S + OTHERS_S) else saved is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
