@@ -821,7 +821,7 @@ def test_restarts_without_progress_are_bounded_and_ever_slower(make_stage: Calla
     assert waits[0] <= 0.1
     assert waits[2] >= 0.5
     assert stage.status == ("failed", 3)
-    assert "given up: 4 failures in a row, without a step between (fault.restarts = 3)" in stage.message
+    assert "given up: 4 failures in a row, without a new step between (fault.restarts = 3)" in stage.message
     assert [one["in_a_row"] for one in stage.events("incident")] == [1, 2, 3, 4]
 
 
@@ -1081,7 +1081,7 @@ def test_rolling_back_at_ever_other_steps_comes_to_an_end(stage: Stage) -> None:
         stage.ready()
         stage.advance(step)
     assert (step, stage.status) == (15, ("failed", 3))
-    assert "failures in a row, without a step between" in stage.message
+    assert "failures in a row, without a new step between" in stage.message
 
 
 def test_one_rank_whose_copy_was_wrong_is_put_aside(stage: Stage) -> None:

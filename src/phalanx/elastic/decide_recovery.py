@@ -82,8 +82,8 @@ def _no_slots(state: CoordinatorState) -> str:
 
 
 def _too_often(state: CoordinatorState) -> str:
-    count = state.saved.failures + int(state.is_new_incident)
-    return f"{plural(count, 'failure')} in a row, without a step between (fault.restarts = {state.job.fault.restarts})"
+    count, most = state.saved.failures + int(state.is_new_incident), state.job.fault.restarts
+    return f"{plural(count, 'failure')} in a row, without a new step between (fault.restarts = {most})"
 
 
 def _is_somebody_coming(state: CoordinatorState, waited_s: float) -> bool:
