@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,7 +84,9 @@ def test_a_list_of_sound_checkpoints(run: Run, capsys: pytest.CaptureFixture[str
     assert all(row["world"] == 2 and not row["damage"] and row["run_id"] == run.run_id for row in rows)
 
 
-def test_damage_is_named_and_counts(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_named_and_counts(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = Path(run.checkpoints) / "step-00000020" / "rank-00001.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -95,6 +98,11 @@ def test_damage_is_named_and_counts(run: Run, capsys: pytest.CaptureFixture[str]
     assert shown[2].endswith("  damaged")
     assert shown[3].endswith("  intact, all bytes checked")
     assert shown[4] == f"damaged: {file}: holds another w than was written: its digest differs"
+    plan = SimpleNamespace(job=SimpleNamespace(model=SimpleNamespace(module="")))
+    monkeypatch.setattr("phalanx.train.export.Plan.from_json", lambda text, where: plan)
+    out = tmp_path / "out"
+    assert main(["export", str(run.path), str(out)]) == 3
+    assert f"before it: phalanx export {run.path} {out} --step 10\n" in capsys.readouterr().err
     file.write_bytes(data[:-1])
     (Path(run.checkpoints) / "step-00000010" / "manifest.json").write_text("{}")
     assert main(["checkpoints", str(run.path)]) == 1

@@ -60,8 +60,8 @@ def test_json_is_one_document_without_spans(job, capsys):
     [
         (["--fabric", "clos2:16x400G/1p/64"], "it has 16 NICs, and the plan has 32 devices"),
         (["--fabric", "ring"], 'fabric: "ring" is not a fabric'),
-        (["--break", "link"], "non-blocking has one tier"),
-        (["--break", "grey"], "non-blocking has one tier"),
+        (["--break", "link"], "the fabric non-blocking has T0 switches alone"),
+        (["--break", "grey"], "the fabric non-blocking has T0 switches alone"),
         (["--days", "9", "--trace", "x.json"], "phalanx sim: --trace belongs to one step, --days to months"),
         (["--days", "9", "--routing", "ecmp"], "  use --edge-recovery for spraying with recovery at the edge"),
         (["--compare"], "phalanx sim: --compare belongs to months, not to one step\n  add --days 90"),
@@ -79,7 +79,7 @@ def test_mistakes(job, options, message, capsys):
 def test_a_missing_part_is_told_before_anything_is_simulated(job, capsys, monkeypatch):
     monkeypatch.setattr(report, "_simulated_step", None)
     assert main(["sim", job, "--break", "t1"]) == 2
-    assert "non-blocking has one tier" in capsys.readouterr().err
+    assert "the fabric non-blocking has T0 switches alone" in capsys.readouterr().err
 
 
 def test_ctrl_c_during_a_break_leaves_the_step(job, capsys, monkeypatch):

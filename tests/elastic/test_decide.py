@@ -21,6 +21,7 @@ from phalanx.elastic.decide_membership import REPLACE_S, SPREAD_S
 from phalanx.elastic.fence import current_generation
 from phalanx.elastic.heartbeat_board import Phase, fold_progress
 from phalanx.elastic.restore_point import ReplicaInfo, fold_held
+from phalanx.errors import Problem
 from phalanx.plan.plan import Plan
 from phalanx.record.account.rank_places import rank_places
 from phalanx.record.events import EventWriter, read_events
@@ -750,6 +751,26 @@ def test_a_mistake_of_the_user_ends_it_at_once_with_code_2(stage: Stage) -> None
     assert stage.message.startswith("data: is cut\n  said by rank 2, step 7\n  other ranks: 1 said the same")
 
 
+@pytest.mark.parametrize("is_rescued", [True, False])
+def test_a_last_save_that_fails_ends_it_at_once_with_the_cure_that_the_rank_gave(
+    stage: Stage, is_rescued: bool
+) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    problem = Problem(where="c", what="step 7 is not saved: full", why="the ranks held it", fix="make room")
+    told = asdict(failing.failure_of(0, failing.LastSaveFailed(problem, is_rescued=is_rescued), step=7))
+    for slot in range(4):
+        agent.lose(slot, **told)
+    stage.pass_time(1.0)
+    assert (stage.status, stage.epoch) == (("failed", 3), 1)
+    assert (
+        "c: step 7 is not saved: full\n  the ranks held it\n  make room\n  other ranks: 3 said the same"
+        in stage.message
+    )
+    assert ("no checkpoint was written yet" in stage.message) != is_rescued
+    assert (agent.last("end")["rescue"] is None) == is_rescued, "memory is written unless the ranks have done it"
+
+
 def test_a_failure_says_on_which_of_several_hosts(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(recovery="stop")
     stage.host("a", 2)
@@ -800,7 +821,7 @@ def test_restarts_without_progress_are_bounded_and_ever_slower(make_stage: Calla
     assert waits[0] <= 0.1
     assert waits[2] >= 0.5
     assert stage.status == ("failed", 3)
-    assert "given up: 4 failures in a row, without a step between (fault.restarts = 3)" in stage.message
+    assert "given up: 4 failures in a row, without a new step between (fault.restarts = 3)" in stage.message
     assert [one["in_a_row"] for one in stage.events("incident")] == [1, 2, 3, 4]
 
 
@@ -1081,7 +1102,7 @@ def test_rolling_back_at_ever_other_steps_comes_to_an_end(stage: Stage) -> None:
         stage.ready()
         stage.advance(step)
     assert (step, stage.status) == (15, ("failed", 3))
-    assert "failures in a row, without a step between" in stage.message
+    assert "failures in a row, without a new step between" in stage.message
 
 
 def test_one_rank_whose_copy_was_wrong_is_put_aside(stage: Stage) -> None:

@@ -485,7 +485,7 @@ def test_a_crash_loop_comes_to_an_end(make_run: MakeRun, finish: Finish) -> None
     code, output = finish(run, "crash")
     assert code == 3
     assert "ValueError: boom, always" in output
-    assert "given up: 3 failures in a row, without a step between (fault.restarts = 2)" in output
+    assert "given up: 3 failures in a row, without a new step between (fault.restarts = 2)" in output
     assert len(supervisor(run, "epoch")) == 3
 
 

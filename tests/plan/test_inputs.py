@@ -189,8 +189,8 @@ def test_a_vocabulary_that_is_too_small_or_far_too_large(tmp_path: Path) -> None
         f"{tmp_path / 'job.toml'}:7: model.vocab: {tmp_path / 'data'} has a vocabulary of 65, larger than the model's "
         "64\n"
         "  token ids beyond the last row of the embedding cannot be looked up\n"
-        "  set model.vocab = 128 or more (matrix products are fastest with multiples of 64), or build the data "
-        "with --vocab 257"
+        "  set model.vocab = 128 or more (matrix products are fastest with multiples of 64), as no data has "
+        "fewer than 257 tokens: all bytes and the end of text"
     )
     assert look(tmp_path, "model.vocab=577").warnings == (), "512 rows are padding"
     (problem,) = look(tmp_path, "model.vocab=128256").warnings

@@ -87,7 +87,7 @@ def test_a_run_that_is_taken_up_again_measures_the_noise_of_the_same_steps(bare,
 def test_a_save_that_failed_is_told_without_keys(bare, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI")
     checkpoints = Checkpointing.__new__(Checkpointing)
-    checkpoints._training, checkpoints._is_last = bare, False
+    checkpoints._training = bare
     problem = Problem(where="s3://bucket", what="403 for wJalrXUtnFEMI at https://me:pw@host/x", fix="look")
     checkpoints.tell_unsaved(3, SystemFailure(problem))
     ((kind, fields),) = bare.written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,8 +58,8 @@ def phalanx(folder: Path, *arguments: str, code: int = 0) -> str:
     return done.stderr
 
 
-def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "events-00000.jsonl").read_text().splitlines()]
+def events_of(run: Path, kind: str, of: str = "events-00000") -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / f"{of}.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] == kind]
 
 
@@ -97,15 +98,23 @@ metrics = ["mine.py:accuracy"]
     assert "on_failure" in (tmp_path / "diary-0").read_text()
 
 
-def test_an_iterable_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_an_iterable_goes_on_where_it_was_also_from_a_last_step_saved_elsewhere(tmp_path: Path) -> None:
+    """The checkpoint folder is lost before the last save, and no copy is in memory: only the ranks hold that step."""
     shutil.copy(MINE, tmp_path)
     log = tmp_path / "log"
     data = json.dumps({"log": str(log)})
-    (tmp_path / "job.toml").write_text(JOB.format(data="", zero=0) + f"data = 'mine.py:Stream {data}'\n")
-    common = ("--no-probe", "--no-check", "--allow-code")
-    phalanx(tmp_path, "train", "job.toml", *common, "--steps", "3")
+    plugins = f"data = 'mine.py:Stream {data}'\ncallbacks = ['mine.py:BlocksFolder {{\"step\": 3}}']\n"
+    (tmp_path / "job.toml").write_text(JOB.format(data="", zero=0).replace("memory_every = 1", "") + plugins)
+    common = ("--no-probe", "--no-check", "--allow-code", "--set", "checkpoint.memory_every=0")
+    said = phalanx(tmp_path, "train", "job.toml", *common, "--steps", "3", code=3)
     (made,) = (tmp_path / "runs").iterdir()
-    phalanx(tmp_path, "train", "--resume", str(made), *common, "--steps", "5", "--cluster", "local-cpu:1")
+    assert events_of(made, "incident", "supervisor")[0]["in_a_row"] == 1
+    assert [event["step"] for event in events_of(made, "step")] == [0, 1, 2], "the steps are not done again"
+    (saved,) = re.findall("the ranks held step 3, which is now saved: (.+)", said)
+    assert Path(saved).parent.stat().st_mode & 0o777 == 0o700
+    (made / "checkpoints").unlink()
+    shutil.move(Path(saved).parent, made / "checkpoints")
+    phalanx(tmp_path, "train", "--resume", str(made), *common[:3], "--steps", "5", "--cluster", "local-cpu:1")
     assert log.read_text() == "resumed 12\n"  # 3 steps of 4 sequences, whatever was read ahead
     assert [event["step"] for event in events_of(made, "step")] == [0, 1, 2, 3, 4]
 

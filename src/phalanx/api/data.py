@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.results import PublicResult, Tell, teller
-from phalanx.errors import mistake
+from phalanx.errors import RuleError, mistake
 from phalanx.io.codec import json_values
 from phalanx.units import format_bytes, format_count, format_seconds, parse_count, plural
 
@@ -219,15 +219,20 @@ class Checksum(PublicResult):
 def checksum(path: str | Path) -> Checksum:
     """Read every file of a dataset and compare its checksum with the manifest; raises UserError naming what differs.
 
-    A dataset of 0.6 gets digests of its blocks, so that training notices damage in what it reads.
+    The error's `exit_code` is 1 where files are damaged, as of other findings, and 2 where there is no dataset. A
+    dataset of 0.6 gets digests of its blocks, so that training notices damage in what it reads.
 
     >>> checksum("data/tokens").files  # doctest: +SKIP
     7
     """
-    from phalanx.job.dataset import verify_dataset
+    from phalanx.job.dataset import DamagedDataset, verify_dataset
 
     start = time.monotonic()
-    found = verify_dataset(Path(path))
+    try:
+        found = verify_dataset(Path(path))
+    except DamagedDataset as error:
+        error.exit_code = RuleError.exit_code
+        raise
     seconds = time.monotonic() - start
     return Checksum(
         path=Path(path),

@@ -65,8 +65,12 @@ class RunList(Sequence[Run]):
 
         if not self._runs:
             return "no runs"
-        cells = [tuple(_cell_text(value) for value in row.values()) for row in self.rows()]
-        return "\n".join(line.rstrip() for line in text_table([COLUMNS, *cells], right=(3, 4, 5, 6)))
+        rows = self.rows()
+        cells = [tuple(_cell_text(value) for value in row.values()) for row in rows]
+        lines = [line.rstrip() for line in text_table([COLUMNS, *cells], right=(3, 4, 5, 6))]
+        if any(row["state"] == "gone" for row in rows):
+            lines.append("gone: its processes ended without an error message; phalanx train --resume RUN continues it")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         from phalanx.io.tables import html_table

@@ -34,7 +34,7 @@ def recover(decision: Decision) -> None:
     decision.fail_replacing()
     cause = failing.first(list(state.failures.values()))
     waited_s = decision.now_s - state.noticed_s
-    ends = cause.is_user or state.job.fault.recovery == "stop"
+    ends = cause.is_user or cause.is_final or state.job.fault.recovery == "stop"
     if ends or state.saved.failures >= state.job.fault.restarts + int(not state.is_new_incident):
         is_clear = waited_s > CAUSE_S or len(state.failures.keys() | state.left.keys()) == membership.world
         why = "" if ends else _too_often(state)
@@ -82,8 +82,8 @@ def _no_slots(state: CoordinatorState) -> str:
 
 
 def _too_often(state: CoordinatorState) -> str:
-    count = state.saved.failures + int(state.is_new_incident)
-    return f"{plural(count, 'failure')} in a row, without a step between (fault.restarts = {state.job.fault.restarts})"
+    count, most = state.saved.failures + int(state.is_new_incident), state.job.fault.restarts
+    return f"{plural(count, 'failure')} in a row, without a new step between (fault.restarts = {most})"
 
 
 def _is_somebody_coming(state: CoordinatorState, waited_s: float) -> bool:

@@ -81,6 +81,8 @@ class Decision:
         hosts = [name for name in state.host_order if name in state.hosts and state.hosts[name].is_here]
         if end.state != "failed" or not hosts or len(hosts) > MOST_RESCUERS:
             return None
+        if end.given_up is not None and end.given_up.cause.is_rescued:  # by the ranks themselves
+            return None
         at_most = end.at_most if end.at_most is not None else state.saved.at_most
         lineage = state.saved.lineage.to_json()
         return {"generation": end.generation, "hosts": hosts, "lineage": lineage, "at_most": at_most}

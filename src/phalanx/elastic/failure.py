@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, Problem, SystemFailure
 from phalanx.io.files import load_json, replace_text
 from phalanx.io.values import integer
+from phalanx.io.visible import visible
 from phalanx.record.events import parse_event, read_events
 from phalanx.record.host_file import open_events, opened_size
 from phalanx.record.provenance import redact
@@ -24,6 +25,7 @@ from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_seconds, plural
 
 MOST_MESSAGE = 4000  # characters of an exception's text that are kept
+MOST_PART = 1000  # of its reason, and of its cure
 TAIL_BYTES = 2**18  # of rank 0's events that are searched for its last step: hundreds of them
 # What a rank says when it lost its peers: a consequence, never the cause.
 _LOST_PEER = re.compile(
@@ -40,6 +42,17 @@ LESS_MEMORY = (
 )
 
 
+class LastSaveFailed(SystemFailure):
+    """The last step could not be saved where it belongs: to do the same steps again would end the same way.
+
+    `is_rescued` says that it was saved elsewhere, and that the message says where.
+    """
+
+    def __init__(self, problems: Problem | Sequence[Problem], *, is_rescued: bool = False) -> None:
+        super().__init__(problems)
+        self.is_rescued = is_rescued
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
     """One rank's end: by an exception (`kind` is its type), by a signal, or by silence."""
@@ -53,6 +66,10 @@ class Failure:
     exit_code: int = 3
     signal: int = 0
     stack: str = ""  # where it was, as far as it could still be asked
+    why: str = ""  # of the error's first problem
+    fix: str = ""
+    is_final: bool = False  # another start of the ranks would not help
+    is_rescued: bool = False  # the step it had is saved, and the message says where
 
     @property
     def is_user(self) -> bool:
@@ -76,6 +93,9 @@ class Failure:
 
 def failure_of(rank: int, error: BaseException, *, step: int) -> Failure:
     """An exception that ends a rank."""
+    problems = error.problems if isinstance(error, PhalanxError) else ()
+    parts = (problems[0].why, problems[0].fix) if problems else ("", "")
+    why, fix = (redact(visible(text), os.environ)[:MOST_PART] for text in parts)
     return Failure(
         rank=rank,
         step=step,
@@ -85,6 +105,10 @@ def failure_of(rank: int, error: BaseException, *, step: int) -> Failure:
         message=redact(str(error), os.environ)[:MOST_MESSAGE],
         exit_code=error.exit_code if isinstance(error, PhalanxError) else 3,
         stack=redact("".join(traceback.format_exception(error)), os.environ)[-MOST_MESSAGE:],
+        why=why,
+        fix=fix,
+        is_final=isinstance(error, LastSaveFailed),
+        is_rescued=isinstance(error, LastSaveFailed) and error.is_rescued,
     )
 
 
@@ -151,8 +175,8 @@ def tell(
     """
     rest, saved = _rest(cause, others, world), last_checkpoint(run, at_most=at_most)
     kept = "no checkpoint was written yet" if at_most is None else f"no checkpoint is of step {at_most:,} or before"
-    if "can be read" in cause.message and saved is not None:
-        kept = ""  # the checkpoints are what failed
+    if cause.is_rescued or ("can be read" in cause.message and saved is not None):
+        kept = ""  # the cause says where the newest step is; or the checkpoints are what failed
     elif saved is not None:
         kept = f"last good checkpoint: step {saved:,}; resume with: phalanx train --resume {run.path}"
     when = f"step {cause.step:,}" if cause.step >= 0 else "before the first step"
@@ -175,8 +199,10 @@ def _explain(run: Run, cause: Failure, *, out_of_memory: bool) -> tuple[str, str
     first_line = next(iter(cause.message.strip().splitlines()), "")
     if cause.kind in ("MemoryError", "OutOfMemoryError") or _NO_MEMORY.search(cause.message):
         said = f": {first_line[:300]}" if first_line else ""
-        return f"ran out of memory{said}", _memory(run, cause.rank), LESS_MEMORY
-    return f"{cause.kind}: {first_line[:500] or 'no message'}", "", ""
+        return f"ran out of memory{said}", _memory(run, cause.rank), cause.fix or LESS_MEMORY
+    if cause.is_final:
+        return first_line[:500], cause.why, cause.fix
+    return f"{cause.kind}: {first_line[:500] or 'no message'}", cause.why, cause.fix
 
 
 def _signal(run: Run, cause: Failure, *, out_of_memory: bool) -> tuple[str, str, str]:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -143,6 +144,10 @@ def _text_with_digest(body: dict[str, Any]) -> str:
     return json.dumps({**body, "sha256": digest}, indent=1, ensure_ascii=False) + "\n"
 
 
+class DamagedDataset(UserError):
+    """A file of a dataset is missing, cut or changed since it was written."""
+
+
 def read_manifest(folder: Path) -> DatasetManifest:
     """The manifest of a dataset folder; raises UserError when there is none that can be used."""
     path = folder / MANIFEST
@@ -171,10 +176,21 @@ def read_manifest(folder: Path) -> DatasetManifest:
     try:
         manifest = DatasetManifest(**{**raw, "sources": tuple(map(source_from, raw["sources"]))})
     except (KeyError, TypeError, AttributeError) as error:
-        raise _damaged_manifest(path, f"lacks or has too many keys: {error}") from error
+        raise _damaged_manifest(path, f"has changed or is damaged: {_key_problem(error)}") from error
     if wrong := _manifest_problem(manifest):
         raise _damaged_manifest(path, wrong)
     return manifest
+
+
+def _key_problem(error: Exception) -> str:
+    """What a constructor or a lookup said, without the names of our own code."""
+    if isinstance(error, KeyError):
+        return f"it lacks the key {error}"
+    named = re.search(r"unexpected keyword argument ('.*')$", str(error))
+    if named is not None:
+        return f"nobody knows its key {named[1]}"
+    named = re.search(r"missing \d+ required keyword-only arguments?: (.*)$", str(error))
+    return f"it lacks the key {named[1]}" if named is not None else "a value is of another kind than it should be"
 
 
 def _manifest_problem(manifest: DatasetManifest) -> str:
@@ -202,8 +218,10 @@ def source_from(raw: dict[str, Any]) -> Source:
     return Source(**{**raw, "tally": Tally(**raw["tally"]), "shards": tuple(Shard(**shard) for shard in raw["shards"])})
 
 
-def _damaged_manifest(path: Path, what: str) -> UserError:
-    return mistake(str(path), what, why="nothing else says which shards there are", fix=REBUILD)
+def _damaged_manifest(path: Path, what: str) -> DamagedDataset:
+    return DamagedDataset(
+        Problem(where=str(path), what=what, why="nothing else says which shards there are", fix=REBUILD)
+    )
 
 
 def check_dataset_files(folder: Path, manifest: DatasetManifest, *, with_blocks: bool = True) -> None:
@@ -218,7 +236,7 @@ def check_dataset_files(folder: Path, manifest: DatasetManifest, *, with_blocks:
             problems += _size_problem(folder / shard.block_file, wanted, fix=f"make it again: {add_blocks(folder)}")
     problems += [] if (folder / TOKENIZER).is_file() else _size_problem(folder / TOKENIZER, 1)
     if problems:
-        raise UserError(problems)
+        raise DamagedDataset(problems)
 
 
 def _size_problem(path: Path, size: int, *, fix: str = REBUILD) -> Iterator[Problem]:
@@ -265,7 +283,7 @@ def verify_dataset(folder: Path) -> VerifiedDataset:
             folder / shard.index_file, file_sha256(folder / shard.index_file), shard.index_sha256
         )
     if problems:
-        raise UserError(problems)
+        raise DamagedDataset(problems)
     return _with_blocks(folder, manifest, block_bytes, blocks)
 
 

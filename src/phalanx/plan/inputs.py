@@ -401,7 +401,11 @@ def too_many_tokens(where: str, name: str, vocab: int, *, model_vocab: int) -> P
         what=f"{name} has a vocabulary of {vocab:,}, larger than the model's {model_vocab:,}",
         why="token ids beyond the last row of the embedding cannot be looked up",
         fix=f"set model.vocab = {-(-vocab // 64) * 64} or more (matrix products are fastest with multiples of 64), "
-        f"or build the data with --vocab {max(model_vocab, LEAST_VOCAB)}",
+        + (
+            f"or build the data with --vocab {model_vocab}"
+            if model_vocab >= LEAST_VOCAB
+            else f"as no data has fewer than {LEAST_VOCAB} tokens: all bytes and the end of text"
+        ),
     )
 
 

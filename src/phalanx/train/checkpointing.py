@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +16,20 @@ from phalanx.errors import SystemFailure
 from phalanx.record.provenance import redact
 from phalanx.record.run import Run
 from phalanx.train.callbacks import Callback
+from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.async_saver import AsyncSaver
+from phalanx.train.state.last_save import agree_on, write_last_step
+from phalanx.train.state.paths import Location, parse_location
 from phalanx.train.state.retention import CheckpointInterval
+from phalanx.train.state.save import SavedCheckpoint, save_checkpoint
 from phalanx.train.state.training_state import checkpoint_meta, checkpoint_rank_meta, checkpoint_shards
 from phalanx.train.step_result import StepRequest
 
 if TYPE_CHECKING:
     from phalanx.train.step_result import StepReport
     from phalanx.train.training_context import TrainingContext
+
+LAST_SAVES = 1_000_000  # attempts of the last save are numbered from here: the saver counts those before
 
 
 class Checkpointing(Callback):
@@ -33,9 +42,10 @@ class Checkpointing(Callback):
         # A name for this start of the job that all ranks share and no earlier start had.
         number = torch.tensor([time.time_ns() // 1000], device=training.engine.device)
         dist.broadcast(number, src=0)
+        self._attempt = f"{int(number.item()):x}"
         self.saver = AsyncSaver(
             training.folder.checkpoints,
-            attempt=f"{int(number.item()):x}",
+            attempt=self._attempt,
             rank=dist.get_rank(),
             world=dist.get_world_size(),
             keep=training.job.checkpoint.keep,
@@ -52,7 +62,7 @@ class Checkpointing(Callback):
         self._saved_step = self._writing_step = -1
         self._has_written = False  # the last save: not where another model replica did
         self._reason = ""  # why the save that is being written was made
-        self._is_last = False
+        self._failed: tuple[int, SystemFailure] | None = None  # the newest save that failed, with its step
         self._copied_step = -1  # newest step of which this rank made a copy in memory
         self.safe_step = -1  # newest step whose copy is safe in memory on every rank
         self.copy_s: float | None = None  # for which the copy after the last step held the training up
@@ -185,38 +195,80 @@ class Checkpointing(Callback):
             return
         if saved is not None:
             self._interval.persisted(saved.seconds)
-            self._training.events.write(
-                "checkpoint",
-                step=saved.step,
-                epoch=self._training.control.generation,
-                phase="commit",
-                reason=self._reason,
-                path=saved.path.name,
-                seconds=saved.seconds,
-                bytes=saved.bytes,
-                total_bytes=saved.total_bytes,
-            )
-            if saved.deleted_for_room:
-                steps = ", ".join(f"{step:,}" for step in saved.deleted_for_room)
-                text = f"the disk is nearly full: checkpoints of step {steps} were deleted to make room for the next"
-                self._training.events.write("remark", step=saved.step, text=text, is_warning=True)
-            self._training.callbacks.call("on_checkpoint_saved", self._training, saved.step)
+            self._tell_commit(saved)
+
+    def _tell_commit(self, saved: SavedCheckpoint) -> None:
+        self._training.events.write(
+            "checkpoint",
+            step=saved.step,
+            epoch=self._training.control.generation,
+            phase="commit",
+            reason=self._reason,
+            path=saved.path.name,
+            seconds=saved.seconds,
+            bytes=saved.bytes,
+            total_bytes=saved.total_bytes,
+        )
+        if saved.deleted_for_room:
+            steps = ", ".join(f"{step:,}" for step in saved.deleted_for_room)
+            text = f"the disk is nearly full: checkpoints of step {steps} were deleted to make room for the next"
+            self._training.events.write("remark", step=saved.step, text=text, is_warning=True)
+        self._training.callbacks.call("on_checkpoint_saved", self._training, saved.step)
 
     def tell_unsaved(self, step: int, error: SystemFailure) -> None:
         """A save that failed is told, and tried again when the next is due; the one before it is intact."""
         self._saved_step = -1
         text = redact(str(error), os.environ).splitlines()[0]  # a store's library may quote its keys
         self._training.events.write("checkpoint", step=step, epoch=self._training.control.generation, error=text)
-        if self._is_last:  # nothing would be left of what came since
-            raise error
+        self._failed = (step, error)
 
     # ---- leaving ---------------------------------------------------------------------------------------------------
 
     def save_last(self, reason: str) -> None:
-        """The run ends after this: a save that fails now is an error."""
-        self._is_last = True
-        self.save(reason)
-        self.tell_saved(wait=True)
+        """The run ends after this: a save that fails now is tried again, then elsewhere, and is an error."""
+        training = self._training
+        if self._failed_at(training.step) is None:  # else the interval's save of this very step has failed
+            self.save(reason)
+            self.tell_saved(wait=True)
+        error = self._failed_at(training.step)
+        if not self._is_lead or not agree_on(error is not None, training.engine.device):
+            return
+        training.control.check()
+        training.pause()
+        began_s, shards = time.monotonic(), checkpoint_shards(training.engine)
+        saved = write_last_step(
+            training.step,
+            error,
+            checkpoints=parse_location(training.folder.checkpoints),
+            run_folder=training.folder.path,
+            device=training.engine.device,
+            write_to=partial(self._write_to, shards),
+        )
+        self._saved_step, self._has_written, self._reason = training.step, True, reason
+        self._tell_commit(replace(saved, seconds=time.monotonic() - began_s))
+
+    def _failed_at(self, step: int) -> SystemFailure | None:
+        return self._failed[1] if self._failed is not None and self._failed[0] == step else None
+
+    def _write_to(
+        self, shards: Sequence[TensorShard], place: Location, number: int, timeout_s: float
+    ) -> SavedCheckpoint:
+        """This rank's part of the last step, while training stands still."""
+        training = self._training
+        return save_checkpoint(
+            place,
+            step=training.step,
+            attempt=f"{self._attempt}.{LAST_SAVES + number}",
+            shards=shards,
+            meta=self._checkpoint_meta(),
+            rank_meta=self._rank_meta(),
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+            keep=training.job.checkpoint.keep,
+            generation=training.control.generation,
+            timeout_s=timeout_s,
+            fence=training.control.fence,
+        )
 
     def leave_membership(self) -> None:
         """Leave only with the step safe in memory everywhere; where no copy is there, on the disk."""

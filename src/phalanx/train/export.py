@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from phalanx.record.run import open_run
 from phalanx.train.data.dataset import TokenDataset
 from phalanx.train.models.hf_weights import save_hf, save_named
 from phalanx.train.models.own_model import PREFIX
+from phalanx.train.state.index import DamagedCheckpoint
 from phalanx.train.state.reader import CommittedCheckpoint, own_first, sound_checkpoints
 from phalanx.train.state.whole_tensors import read_state
 
@@ -54,11 +56,14 @@ def export_weights(run: str, out: Path, *, step: int | None, dtype: str) -> Writ
             why=why,
             fix=f"saved steps: {steps}",
         )
-    if plan.job.model.module:
-        _save_own(found[0], plan.job.model, out, DTYPES[dtype])
-    else:
-        state = {name: _cast_floats(tensor, DTYPES[dtype]) for name, tensor in read_state(found[0].path).items()}
-        save_hf(state, plan.job.model, out, positions=plan.job.data.sequence)
+    try:
+        if plan.job.model.module:
+            _save_own(found[0], plan.job.model, out, DTYPES[dtype])
+        else:
+            state = {name: _cast_floats(tensor, DTYPES[dtype]) for name, tensor in read_state(found[0].path).items()}
+            save_hf(state, plan.job.model, out, positions=plan.job.data.sequence)
+    except DamagedCheckpoint as error:
+        raise _with_older_step(error, run, out, folder.saved_steps(), found[0].step) from error
     _add_tokenizer(out, TokenDataset.open([Path(path) for path in plan.job.data.paths], "train"))
     _add_checksums(out)
     files = tuple(sorted(path.name for path in out.iterdir()))
@@ -76,6 +81,17 @@ def export_weights(run: str, out: Path, *, step: int | None, dtype: str) -> Writ
         bytes=sum((out / name).stat().st_size for name in files),
         warnings=tuple(warnings),
     )
+
+
+def _with_older_step(
+    error: DamagedCheckpoint, run: str, out: Path, steps: Sequence[int], step: int
+) -> DamagedCheckpoint:
+    """The same, with what to type to export the checkpoint before."""
+    older = max((one for one in steps if one < step), default=None)
+    fix = "the run has no older checkpoint: restore this one from a copy"
+    if older is not None:
+        fix = f"export the one before it: phalanx export {run} {out} --step {older}"
+    return DamagedCheckpoint([replace(problem, fix=fix) for problem in error.problems])
 
 
 def _add_checksums(out: Path) -> None:

@@ -115,8 +115,8 @@ def test_one_tier_has_no_uplink_to_break():
     with pytest.raises(UserError) as caught:
         broken_parts(derived_fabric(32, 50e9), "t1")
     assert str(caught.value) == (
-        "phalanx sim --break: non-blocking has one tier, and a T1 switch belongs to two or more\n"
-        "  use --break nic or --break t0, or name a --fabric of two tiers"
+        "phalanx sim --break: the fabric non-blocking has T0 switches alone, and nothing like a T1 switch\n"
+        "  use --break nic or --break t0, or name a fabric of two tiers: --fabric clos2:32x400G/2p/16/4:1"
     )
 
 

@@ -121,8 +121,10 @@ def test_a_flipped_bit_is_found_by_verify(copy: Path) -> None:
             "has format 99, and this Phalanx reads 1 and 2\n  use the Phalanx that made it, or build it again",
         ),
         ("[]", "has format None, and this Phalanx reads 1 and 2"),
-        ('{"format": 1, "sources": []}', "lacks or has too many keys: "),
-        ('{"format": 1, "sources": [3]}', "lacks or has too many keys: "),
+        ('{"format": 1, "sources": []}', "has changed or is damaged: it lacks the key "),
+        ('{"format": 1, "sources": [3]}', "has changed or is damaged: a value is of another kind than it should be"),
+        ('{"format": 1, "sources": [], "wehght": 1}', "has changed or is damaged: nobody knows its key 'wehght'"),
+        ('{"format": 1, "sources": [{}]}', "has changed or is damaged: it lacks the key 'tally'"),
     ],
 )
 def test_a_damaged_manifest(copy: Path, text: str, expected: str) -> None:
@@ -169,7 +171,7 @@ def test_a_model_too_small_and_a_sequence_too_long(dataset: Path) -> None:
         "  token ids beyond the last row of the embedding cannot be looked up\n"
         f"  set model.vocab = {-(-opened.vocab // 64) * 64} or more (matrix products are fastest with multiples "
         f"of 64), "
-        "or build the data with --vocab 257\n"
+        "as no data has fewer than 257 tokens: all bytes and the end of text\n"
         f"{dataset}: data.sequence = {tokens:,} is longer than its heldout text of {tokens:,} tokens\n"
         "  a sample is that many tokens and one more from one source\n"
         f"  use data.sequence = {tokens - 1:,} or less, or build from more text"

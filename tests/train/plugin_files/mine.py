@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -65,6 +66,18 @@ class Breaks(Callback):
     def on_step_end(self, training, report):
         if report.step == 2:
             raise ValueError("this lamp is broken")
+
+
+class BlocksFolder(Callback):
+    """After a step, a file stands where checkpoints should go; all ranks meet afterwards, to evaluate."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, training, report):
+        if training.step == self.step and torch.distributed.get_rank() == 0:
+            shutil.rmtree(training.folder.checkpoints)
+            Path(training.folder.checkpoints).write_text("no folder")
 
 
 def smooth_loss(logits, targets, smoothing=0.1):

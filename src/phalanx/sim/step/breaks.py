@@ -132,8 +132,8 @@ def broken_parts(fabric: Fabric, kind: str, *, edge: bool = True) -> BrokenParts
     if kind in ("link", "t1", "grey") and fabric.tiers < 2:
         raise mistake(
             "phalanx sim --break",
-            f"{fabric.name} has one tier, and {PARTS[kind]} belongs to two or more",
-            fix="use --break nic or --break t0, or name a --fabric of two tiers",
+            f"the fabric {fabric.name} has T0 switches alone, and nothing like {PARTS[kind]}",
+            fix="use --break nic or --break t0, or name a fabric of two tiers: --fabric clos2:32x400G/2p/16/4:1",
         )
     uplink = ((0, 0, 0),)
     return {

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from phalanx.elastic.restore_point import Kind, Lineage, ReplicaInfo, find_resto
 from phalanx.errors import PhalanxError, Problem, SystemFailure
 from phalanx.io.files import load_json, replace_text
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state.paths import Location
+from phalanx.train.state.paths import Location, os_error_text
 from phalanx.train.state.replica_reader import LocalReplica, SnapshotId, UnusableReplica
 from phalanx.train.state.save import SavedCheckpoint, save_checkpoint
 from phalanx.train.state.snapshot import decode_snapshot_index
@@ -72,18 +74,38 @@ def rescue_state(
     if not copies:
         return None
     reasons: list[Problem] = []
-    # Hosts that share no other folder can only meet in the checkpoint folder.
-    for place in places if len(order.hosts) == 1 else places[:1]:
+    is_alone = len(order.hosts) == 1
+    # Several hosts can only meet in folders that they share.
+    usable = [one for one in places if is_alone or not is_local_place(one, run_folder)]
+    for number, place in enumerate(usable):
+        saved = None
         try:
+            claim_place(place, run_folder)
             saved = [_write_rank(place, copy, replica_store, keep=keep, generation=order.generation) for copy in copies]
         except PhalanxError as error:
             reasons += error.problems
         except (UnusableReplica, OSError) as error:
             what = f"step {copies[0].wanted.step} is not saved: {error}"
             reasons.append(Problem(where=str(place), what=what))
-        else:
+        if not is_alone and number + 1 < len(usable):
+            verdict = run_folder / "rescue" / f"verdict-{order.generation}-{number}.json"
+            if not _is_committed(verdict, copies, saved):
+                continue
+        if saved is not None:
             return saved[-1] if copies[-1].wanted.rank == 0 else None
+        leave_place(place, run_folder)
     raise SystemFailure(reasons)
+
+
+def _is_committed(verdict: Path, copies: Sequence[_RankCopy], saved: Sequence[SavedCheckpoint] | None) -> bool:
+    """Whether the host of rank 0, which commits, had every rank's part: else all hosts go on to the next place.
+
+    A host that hears nothing keeps to what it knows of its own part.
+    """
+    if copies[-1].wanted.rank == 0:
+        replace_text(verdict, json.dumps(saved is not None))
+        return saved is not None
+    return bool(load_json(verdict)) if _wait_for([verdict], WRITE_S + OTHERS_S) else saved is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +222,43 @@ def _write_rank(
 
 
 def rescue_places(checkpoints: Location, run_folder: Path) -> list[Location]:
-    """Where to try: the run's checkpoint folder, then beside temporary files and in the home folder."""
-    name = f"phalanx-{run_folder.resolve().name}"
-    others = [Path(tempfile.gettempdir()), Path.home()]
-    return [checkpoints, *(one / name for one in others if os.access(one, os.W_OK))]
+    """Where to try: the run's checkpoint folder, the run folder, then beside temporary files and in the home folder.
+
+    All hosts of a run share the first two; the others each host has for itself.
+    """
+    name, inside = _local_name(run_folder), run_folder / "checkpoints"
+    others = [one / name for one in (Path(tempfile.gettempdir()), Path.home()) if os.access(one, os.W_OK)]
+    return [checkpoints, *([inside] if checkpoints != inside else []), *others]
+
+
+def is_local_place(place: Location, run_folder: Path) -> bool:
+    """Whether only the processes of one host can meet there."""
+    return isinstance(place, Path) and place.name == _local_name(run_folder)
+
+
+def claim_place(place: Location, run_folder: Path) -> None:
+    """Make a folder that anybody could have made before us: ours alone, or SystemFailure."""
+    if not isinstance(place, Path) or not is_local_place(place, run_folder):
+        return
+    try:
+        with suppress(FileExistsError):
+            place.mkdir(mode=0o700)
+        found = place.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+            place.chmod(0o700)
+            return
+        what = "it belongs to somebody else, or is no folder"
+    except OSError as error:
+        what = os_error_text(error)
+    raise SystemFailure(Problem(where=str(place), what=what))
+
+
+def leave_place(place: Location, run_folder: Path) -> None:
+    """Nothing could be written there: take the empty folder away."""
+    if isinstance(place, Path) and is_local_place(place, run_folder):
+        with suppress(OSError):
+            place.rmdir()
+
+
+def _local_name(run_folder: Path) -> str:
+    return f"phalanx-{run_folder.resolve().name}"

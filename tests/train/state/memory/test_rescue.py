@@ -8,7 +8,7 @@ from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import Lineage
 from phalanx.errors import SystemFailure
 from phalanx.train.state.reader import CheckpointReader
-from phalanx.train.state.rescue import RescueOrder, rescue_state
+from phalanx.train.state.rescue import RescueOrder, claim_place, leave_place, rescue_places, rescue_state
 from phalanx.train.state.restore import load_shards
 
 
@@ -49,7 +49,15 @@ def test_nothing_is_written_that_the_disk_has_or_that_is_not_to_be_trusted(kit, 
     assert not (tmp_path / "c").exists()
 
 
-def test_two_hosts_write_their_ranks_and_the_first_commits(kit, replica_store, tmp_path):
+def test_two_hosts_write_their_ranks_into_the_next_folder_that_they_share_and_the_first_commits(
+    kit, replica_store, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "local"))
+    (tmp_path / "local").mkdir()
+    full = tmp_path / "full"
+    full.write_text("a file stands where the checkpoints should go")
+    places = rescue_places(full, tmp_path)
+    assert places[:3] == [full, tmp_path / "checkpoints", tmp_path / "local" / f"phalanx-{tmp_path.name}"]
     here, there = replica_store, ReplicaStore(4)
     tensors = kit.state(7)
     for rank, shards in enumerate(kit.cut(tensors, 4)):
@@ -61,7 +69,7 @@ def test_two_hosts_write_their_ranks_and_the_first_commits(kit, replica_store, t
 
     def work(host, store):
         order = order_for("here", "there")
-        found[host] = rescue_state(tmp_path, order, host=host, replica_store=store, places=[tmp_path / "c"], keep=2)
+        found[host] = rescue_state(tmp_path, order, host=host, replica_store=store, places=places, keep=2)
 
     threads = [threading.Thread(target=work, args=pair) for pair in (("here", here), ("there", there))]
     for thread in threads:
@@ -69,9 +77,30 @@ def test_two_hosts_write_their_ranks_and_the_first_commits(kit, replica_store, t
     for thread in threads:
         thread.join(60)
     assert found["there"] is None
-    assert found["here"].step == 7
+    assert (found["here"].step, found["here"].path.parent) == (7, tmp_path / "checkpoints")
+    assert not list((tmp_path / "local").iterdir()), "which no other host sees"
     assert_same(kit, tensors, found["here"].path, 4)
     there.close()
+
+
+def test_a_folder_for_all_is_ours_alone_or_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = tmp_path / "runs" / "one"
+    place = rescue_places(run / "checkpoints", run)[1]
+    assert place == tmp_path / "phalanx-one"
+    place.mkdir(mode=0o755)
+    claim_place(place, run)
+    assert place.stat().st_mode & 0o777 == 0o700
+    leave_place(place, run)
+    (tmp_path / "theirs").mkdir()
+    place.symlink_to(tmp_path / "theirs")
+    with pytest.raises(SystemFailure, match="belongs to somebody else, or is no folder"):
+        claim_place(place, run)
+    place.unlink()
+    place.mkdir()
+    monkeypatch.setattr("os.geteuid", lambda: place.stat().st_uid + 1)
+    with pytest.raises(SystemFailure, match="belongs to somebody else"):
+        claim_place(place, run)
 
 
 def test_a_copy_that_is_damaged_is_not_written(kit, replica_store, tmp_path):
