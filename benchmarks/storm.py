@@ -74,9 +74,7 @@ def main() -> int:
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--init-timeout", type=float, default=60.0, help="comm.init_timeout_s, for a busy machine")
-    parser.add_argument(
-        "--rounds", type=int, nargs="+", help="only these; the faults of the others are drawn too"
-    )
+    parser.add_argument("--rounds", type=int, nargs="+", help="only these; the faults of the others are drawn too")
     args = parser.parse_args()
     draw, rounds, began_s = random.Random(args.seed), [], time.monotonic()
     total, ok = Counter[str](), True

@@ -97,6 +97,7 @@ def check_call(call: TrainCall) -> None:
 def plan_call(call: TrainCall, *, here: bool) -> tuple[Plan, ResolvedJob, Run | None]:
     """The plan to launch, its job, and the run it continues; `here`: all its ranks are to run on this machine."""
     from phalanx.train import prepare
+    from phalanx.train.attach_plugins import attach_plugins, without_plugins
 
     old: Run | None = None
     if call.resume is not None:
@@ -110,12 +111,13 @@ def plan_call(call: TrainCall, *, here: bool) -> tuple[Plan, ResolvedJob, Run | 
         )
         warn(warnings, call.tell)
         resolved = prepare.job_of(old, plan)
+        # Objects given anew take the place of those it began with; only the others still need consent.
+        plan = replace(plan, job=without_plugins(plan.job, call.plugins))
+        prepare.check_code(plan.job, allowed=call.allow_code)
+        plan = attach_plugins(plan, **call.plugins)
         _check_files(plan.job, resolved, call, old)
     else:
         plan, resolved = _fresh_plan(call)
-    if call.plugins:
-        from phalanx.train.attach_plugins import attach_plugins
-
         plan = attach_plugins(plan, **call.plugins)
     prepare.check_trainable(plan)
     if here:
@@ -144,9 +146,11 @@ def _fresh_plan(call: TrainCall) -> tuple[Plan, ResolvedJob]:
         plan = _plan_in_memory(call.plan, resolved) if isinstance(call.plan, Plan) else None
         plan = plan or prepare.read_plan(str(where), resolved)
         resolved = resolved or prepare.job_in(plan, where)
+        prepare.check_code(plan.job, allowed=call.allow_code)
         _check_files(plan.job, resolved, call)
         return plan, resolved
     asked = resolved
+    prepare.check_code(asked.job, allowed=call.allow_code)
     _check_files(prepare.with_absolute_files(asked).job, asked, call)
     if not call.measure or find_rank(os.environ) is not None:
         return prepare.plan_for_run(asked), asked
@@ -192,7 +196,6 @@ def _check_files(job: Job, resolved: ResolvedJob, call: TrainCall, old: Run | No
     """What the job reads is here, and what it writes can be written."""
     from phalanx.train import prepare
 
-    prepare.check_code(job, allowed=call.allow_code)
     prepare.check_inputs(job, resolved, _base_folder(call, resolved), fresh=old is None)
     prepare.check_writable(call.runs, job.checkpoint.path, run=old.path if old is not None else None)
 

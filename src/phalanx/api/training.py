@@ -70,7 +70,8 @@ def train(
 
     `job` is a path, what `load` returned, or a Job; `plan` a plan made before. `steps` trains so many steps instead of
     data.tokens. `callbacks`, `loss`, `optimizer`, `data`, `model` and `metrics` are your own code, as Python objects
-    or "file.py:name" (docs/python.md). `progress` is False for silence, or a function that takes lines.
+    or "file.py:name"; with `resume`, give them again, or `allow_code=True` (docs/python.md). `progress` is False for
+    silence, or a function that takes lines.
 
     Raises UserError for a job that cannot run, RuleError for one that breaks the training specification (`check=False`
     starts it all the same), and TrainingFailure when the run fails, with the run in `.run`.

@@ -119,7 +119,8 @@ def collect_own_rules(
     for name in job_names:
         if not allow_code:
             what = f"{name} was not run: code that a job file names needs your consent"
-            left_out.append(LeftOut(name=name, what=what, fix="read it, then give --allow-code", is_fault=False))
+            fix = "read it, then give --allow-code (allow_code=True in Python)"
+            left_out.append(LeftOut(name=name, what=what, fix=fix, is_fault=False))
             continue
         _add_or_leave(found, left_out, name, lambda name=name: _rules_of(name, folder))  # type: ignore[misc]
     for name, rules, problem in installed_rules():

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from phalanx.errors import UserError, mistake
-from phalanx.job.plugin_reference import SOURCE_MODULE
+from phalanx.job.plugin_reference import SOURCE_MODULE, list_references
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.train.plugins import ATTRIBUTES, STATE
@@ -63,6 +63,20 @@ def attach_plugins(
     plugins = dataclasses.replace(plugins, source=tuple(writer.lines()))
     job = dataclasses.replace(job, plugins=plugins, model=shape)
     return dataclasses.replace(plan_or_job, job=job) if isinstance(plan_or_job, Plan) else job
+
+
+def without_plugins(job: Job, keys: Iterable[str]) -> Job:
+    """The job without its plug-ins of these keys, as `attach_plugins` names them, or source that only they used."""
+    several, dropped = ("callbacks", "metrics"), set(keys)
+    if not dropped:
+        return job
+    model = dataclasses.replace(job.model, module="") if "model" in dropped else job.model
+    empty: dict[str, Any] = {key: () if key in several else "" for key in dropped - {"model"}}
+    plugins = dataclasses.replace(job.plugins, **empty)
+    left = [model.module, *(text for _, text in list_references(plugins))]
+    if not any(text.startswith(f"{SOURCE_MODULE}:") for text in left):
+        plugins = dataclasses.replace(plugins, source=())
+    return dataclasses.replace(job, plugins=plugins, model=model)
 
 
 class _SourceWriter:
