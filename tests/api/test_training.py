@@ -93,6 +93,10 @@ def test_a_dry_run_is_the_plan_and_starts_nothing(here: Path, capsys: pytest.Cap
     assert not (here / "none").exists()
     again = phalanx.dry_run("job.toml", plan=phalanx.plan("job.toml"), progress=False)
     assert again.job.data.paths == (str(here / "data"),)
+    mine = phalanx.dry_run("job.toml", callbacks=[Counts()], metrics=(), progress=False)
+    assert [one.rpartition(":")[2] for one in mine.job.plugins.callbacks] == ["Counts"]
+    with pytest.raises(TypeError, match=r"dry_run\(\) got an unexpected keyword argument 'colour'"):
+        phalanx.dry_run("job.toml", colour=1)
 
 
 class Counts(Callback):

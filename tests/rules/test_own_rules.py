@@ -131,7 +131,7 @@ def test_code_of_a_job_file_runs_only_with_consent(job: Path) -> None:
     assert verdicts(report) == {"SPC003": "unknown"}
     (asked,) = report.filter(rule="SPC003").findings
     assert "acme_rules.py:team_name was not run" in asked.outcome.what
-    assert asked.outcome.fix == "read it, then give --allow-code"
+    assert asked.outcome.fix == "read it, then give --allow-code (allow_code=True in Python)"
     assert (asked.file, asked.line) == (str(job), 4)
     assert not (job.parent / "acme_rules.py.ran").exists()
     allowed = check(str(job), allow_code=True, select="ACME", today=TODAY)

@@ -20,6 +20,7 @@ from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
 WHERE = "phalanx train"
+PLUGIN_KEYS = ("callbacks", "loss", "optimizer", "data", "model", "metrics")  # arguments of `train` that are code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +55,15 @@ def setting_texts(overrides: Overrides, ranks_per_gpu: int | None) -> tuple[str,
     """With the ranks that may share a GPU: a setting of the job, so that it is recorded and reaches every agent."""
     sharing = [f"train.ranks_per_gpu={ranks_per_gpu}"] if ranks_per_gpu is not None else []
     return (*override_texts(overrides), *sharing)
+
+
+def given_plugins(**given: Any) -> dict[str, Any]:
+    """Those of a caller's plug-ins that were given: an empty list or None is none."""
+    return {
+        key: value
+        for key, value in given.items()
+        if value is not None and not (isinstance(value, list | tuple) and not value)
+    }
 
 
 def prepare_here(call: TrainCall) -> tuple[Plan, Run | None, float]:
@@ -149,9 +159,9 @@ def _fresh_plan(call: TrainCall) -> tuple[Plan, ResolvedJob]:
         prepare.check_code(plan.job, allowed=call.allow_code)
         _check_files(plan.job, resolved, call)
         return plan, resolved
-    asked = resolved
-    prepare.check_code(asked.job, allowed=call.allow_code)
-    _check_files(prepare.with_absolute_files(asked).job, asked, call)
+    asked, found = resolved, prepare.with_absolute_files(resolved).job
+    prepare.check_code(found, allowed=call.allow_code)
+    _check_files(found, asked, call)
     if not call.measure or find_rank(os.environ) is not None:
         return prepare.plan_for_run(asked), asked
     from phalanx.plan.make import plan_here
