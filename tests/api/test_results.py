@@ -14,6 +14,7 @@ import pytest
 from synthetic import write_run
 
 import phalanx
+from phalanx.api.jobs import job_as_file
 from phalanx.cli.main import main
 from phalanx.io import notebook
 
@@ -81,6 +82,28 @@ def test_a_long_name_is_cut_and_stays_in_its_line() -> None:
 def test_a_job_without_a_file_is_shown() -> None:
     bare = phalanx.load(JOB).job
     assert "llama-3-8b" in str(phalanx.show(bare))
+
+
+def test_objects_are_taken_where_paths_are(tmp_path: Path) -> None:
+    job, cluster = phalanx.load(JOB), phalanx.cluster("8xH100:4")
+    plan = phalanx.plan(job, cluster)
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    assert phalanx.diff(JOB, job).differences == phalanx.diff(job.job, job).differences == ()
+    assert phalanx.diff(plan, tmp_path / "plan.json").differences == ()
+    assert phalanx.diff(plan, phalanx.plan(job, "8xH100:8")).exit_code == 1
+    for target in (JOB, job, job.job):
+        for given in ({"plan": plan}, {"cluster": cluster}):
+            report = phalanx.check(target, select="TOP", **given)  # type: ignore[arg-type]
+            assert report.devices == 32
+    other = phalanx.load(JOB, overrides={"optim.lr": 1e-3})
+    with pytest.raises(phalanx.UserError, match="is the plan of another job: optim differ"):
+        phalanx.check(other, plan=plan)
+    with pytest.raises(phalanx.UserError, match="overrides need a job file"):
+        phalanx.check(job, overrides={"optim.lr": 1e-3})
+    with pytest.raises(phalanx.UserError, match="does not change a plan"):
+        phalanx.check(plan, cluster=cluster)
+    written = job_as_file(other, tmp_path / "runs")
+    assert phalanx.diff(written, other).differences == (), "a drill of a job in memory is of that job"
 
 
 def _timeless(page: str) -> list[str]:

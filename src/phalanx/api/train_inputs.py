@@ -77,8 +77,17 @@ def prepare_here(call: TrainCall) -> tuple[Plan, Run | None, float]:
     return plan, old, data_s
 
 
+def require_spec(cluster: object, where: str) -> None:
+    """The job of a run names its cluster, so that it can be resumed; a Cluster in memory has no such name."""
+    if cluster is not None and not isinstance(cluster, str):
+        what = f"cluster = {repr(cluster)[:60]} is of type {type(cluster).__name__}"
+        why = "a run keeps the name of its cluster, to be resumed by"
+        raise mistake(where, what, why=why, fix='give a spec such as "local:4", or the path of a cluster file, as text')
+
+
 def check_call(call: TrainCall) -> None:
     """Options that exclude each other, or that nothing can be; raises UserError."""
+    require_spec(call.cluster, "phalanx.train")
     given = {"JOB": call.job, "--resume": call.resume}
     named = [name for name, value in given.items() if value is not None]
     if not named and call.plan is None:
