@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,11 +62,29 @@ def test_a_result_prints_what_the_verb_prints(
             lambda: phalanx.check(JOB, select="TOP002").findings[0],
             "<Finding TOP002 pass: no tensor parallelism>",
         ),
+        (lambda: phalanx.rules("CKP001").rules[0], "<Rule CKP001 interval-daly (error)>"),
+        (lambda: phalanx.show(JOB), f"<JobTable of <ResolvedJob llama-3-8b: llama-3-8b, 1.00T tokens, from {JOB}>>"),
+        (lambda: phalanx.diff(JOB, JOB), f"<RunComparison: {JOB} and {JOB}, no difference>"),
     ],
-    ids=["load", "job", "cluster", "finding"],
+    ids=["load", "job", "cluster", "finding", "rule", "show", "diff"],
 )
 def test_a_value_is_a_line(make: Callable[[], Any], line: str) -> None:
     assert repr(make()) == line
+
+
+def test_lists_and_parts_of_a_plan_are_a_line() -> None:
+    plan = phalanx.plan(JOB, "8xH100:4")
+    compared = phalanx.compare_plans([plan, phalanx.plan(JOB, "8xH100:8")], ["four", "eight"])
+    for value, pattern in (
+        (plan.layout, r"<Layout .*DP32 .*: 32 devices>"),
+        (plan.prediction, r"<Prediction [\d.]+ s/step, .* tokens/s, [\d.]+ % MFU>"),
+        (plan.memory, r"<MemoryReport .*B of .*B usable>"),
+        (compared, r"<PlanComparison: four, eight>"),
+        (phalanx.job_schema(), r"<JobSchema: \d\d keys>"),
+        (phalanx.accelerators(), r"<AcceleratorList: \d+ accelerators>"),
+        (phalanx.list_outside_drills(), r"<OutsideList: \d+ drills>"),
+    ):
+        assert re.fullmatch(pattern, repr(value)), repr(value)
 
 
 def test_a_long_name_is_cut_and_stays_in_its_line() -> None:

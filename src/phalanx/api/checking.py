@@ -103,8 +103,8 @@ def _check_value(target: Plan | ResolvedJob | Job, request: Request, **options: 
     """A job or a plan in memory; a plan without its file has no lines to point at."""
     made = target if isinstance(target, Plan) else None
     job = target.job if isinstance(target, Plan) else target
-    if made is not None:
-        refuse_extras(job.name, request, "a plan")
+    if isinstance(target, Plan):
+        refuse_extras(target.job.name, request, "a plan")
     elif request.overrides:
         raise mistake("phalanx.check", "overrides need a job file", fix="give them to phalanx.load")
     if not isinstance(job, Job | ResolvedJob):
@@ -137,7 +137,7 @@ def _check_request(**given: Unpack[EvidenceOptions]) -> Request:
     plan, cluster, parity = given.get("plan"), given.get("cluster"), given.get("parity")
     waivers = given.get("waivers")
     if plan and cluster:
-        what = "--plan and --cluster (in Python plan and cluster) exclude each other"
+        what = "--plan and --cluster exclude each other"
         raise mistake("phalanx check", what, fix="a plan has its cluster: give one")
     folders = tuple(Path(name) for name in given.get("drills", ()))
     for folder in folders:

@@ -118,6 +118,9 @@ class JobTable(PublicResult):
             lines += ["", "COMMUNICATION", *(f"  {line}" for line in found or ["no rank has started yet"])]
         return "\n".join(lines)
 
+    def __repr__(self) -> str:
+        return f"<JobTable of {self.run!r}>" if self.run is not None else f"<JobTable of {self.resolved!r}>"
+
     def to_dict(self) -> dict[str, Any]:
         """Path, job, origins, and values that follow from others."""
         from phalanx.io.codec import json_values

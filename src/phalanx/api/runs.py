@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.api.results import PublicResult, Tell, own_version, teller, warn
 from phalanx.errors import SystemFailure, UserError, mistake
 from phalanx.io.codec import json_values
+from phalanx.io.visible import one_line
 from phalanx.job.load import ResolvedJob
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
@@ -215,6 +216,10 @@ class RunComparison(PublicResult):
         from phalanx.record.report.diff import render_difference
 
         return render_difference(self.a, self.b, list(self.differences))
+
+    def __repr__(self) -> str:
+        found = plural(len(self.differences), "difference") if self.differences else "no difference"
+        return f"<RunComparison: {one_line(self.a.name)} and {one_line(self.b.name)}, {found}>"
 
     def to_dict(self) -> dict[str, Any]:
         """Every difference with both values."""

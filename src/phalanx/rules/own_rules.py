@@ -112,7 +112,7 @@ def collect_own_rules(
     instead, with the reason: it must not end the check of the other rules.
     """
     found: dict[str, Rule] = {}
-    for source in given:
+    for source in (given,) if isinstance(given, str) else given:
         for rule in _rules_of(source, Path()):
             _add_rule(found, rule)
     left_out: list[LeftOut] = []
