@@ -122,10 +122,10 @@ def test_a_run_with_objects_continues_with_the_same_objects(here: Path, monkeypa
     assert continued(plugins=objects) == plan.job.plugins, "each of them once, and no source that nothing uses"
     assert continued(plugins=objects, allow_code=True) == plan.job.plugins
     assert continued(allow_code=True) == carried
-    with pytest.raises(phalanx.UserError, match=r"allow_code=True") as refused:
+    with pytest.raises(phalanx.UserError, match=r"allow_code=True in Python\); or give the run the same") as refused:
         continued(plugins={"callbacks": (Counts(),)})
     assert [one.where for one in refused.value.problems] == ["plugins.loss"], "the callback is given, the loss is not"
-    with pytest.raises(phalanx.UserError, match=r"plugins\.source"):
+    with pytest.raises(phalanx.UserError, match=r"plugins\.source: '1 line of Python' is code"):
         continued(plugins={"loss": halved})
 
 

@@ -132,7 +132,8 @@ def plan_call(call: TrainCall, *, here: bool) -> tuple[Plan, ResolvedJob, Run | 
         resolved = prepare.job_of(old, plan)
         # Objects given anew take the place of those it began with; only the others still need consent.
         plan = replace(plan, job=without_plugins(plan.job, call.plugins))
-        prepare.check_code(plan.job, allowed=call.allow_code)
+        cure = "; or give the run the same objects again, in Python"
+        prepare.check_code(plan.job, allowed=call.allow_code, or_else=cure)
         plan = attach_plugins(plan, **call.plugins)
         _check_files(plan.job, resolved, call, old)
     else:
