@@ -17,6 +17,7 @@ from phalanx.io.user_code import load_user_object
 from phalanx.job.load import load
 from phalanx.job.plugin_reference import SOURCE_MODULE
 from phalanx.job.schema import Job, PluginReferences
+from phalanx.plan.inputs import look_at_inputs
 from phalanx.train.attach_plugins import attach_plugins
 from phalanx.train.callbacks import Callback
 from phalanx.train.optim.own_optimizer import OwnOptimizer
@@ -136,6 +137,7 @@ import numpy as np
 from phalanx.io.user_code import load_user_object
 from phalanx.job.load import load
 from phalanx.train.callbacks import Callback
+from phalanx.plan.inputs import look_at_inputs
 from phalanx.train.attach_plugins import attach_plugins
 
 FACTOR = 3
@@ -207,6 +209,9 @@ def test_references_start_in_the_folder_of_the_caller_and_must_be_there(job, tmp
     assert "there is no file" in refusal(attach_plugins, job, loss="nofile.py:X")
     assert "here.py has no Nope" in refusal(attach_plugins, job, model="here.py:Nope")
     assert "no installed package offers 'web-text'" in refusal(attach_plugins, job, data="web-text")
+    carried = replace(job, model=replace(job.model, module=f"{SOURCE_MODULE}:Net"))
+    found = look_at_inputs(carried, tmp_path)
+    assert not any(SOURCE_MODULE in one.render() for one in found.missing), "the job carries it; nothing to install"
 
 
 # ---- loss and optimizer ----------------------------------------------------------------------------------------------
