@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
     from phalanx.record.run import Run
     from phalanx.rules.judge import CheckReport, Finding
+    from phalanx.train.callbacks import Callback
 
     __version__: str
 
@@ -89,12 +90,14 @@ _HOMES = {
     "phalanx.plan.plan": ("Plan",),
     "phalanx.record.run": ("Run",),
     "phalanx.rules.judge": ("CheckReport", "Finding"),
+    "phalanx.train.callbacks": ("Callback",),
 }
 _PACKAGES = ("launch", "metrics", "plan", "rules", "train", "web")  # public functions whose name is a subpackage's too
 _NAMESPACES = ("evolve", "peers", "scale")  # namespaces of public functions, in api/, whose name is a subpackage's too
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Callback",
     "CheckReport",
     "Cluster",
     "Finding",

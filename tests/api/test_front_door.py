@@ -142,3 +142,13 @@ def test_wrong_types_are_said() -> None:
         phalanx.check(7)  # type: ignore[arg-type]
     with pytest.raises(phalanx.UserError, match="overrides need a job file"):
         phalanx.plan(phalanx.load(ROOT / "examples/llama-3-8b-64xH100.toml"), overrides=["batch.micro=1"])
+    job = phalanx.load(ROOT / "examples/drill.toml")
+    with pytest.raises(phalanx.UserError, match=r"is of type ResolvedJob, and only job files are edited"):
+        phalanx.fix(job)  # type: ignore[arg-type]
+    with pytest.raises(phalanx.UserError, match=r"phalanx.diff: '7' is of type int"):
+        phalanx.diff(job, 7)  # type: ignore[arg-type]
+    for start in (phalanx.train, phalanx.dry_run, phalanx.drill, phalanx.drill_suite):
+        with pytest.raises(phalanx.UserError, match=r"cluster = <Cluster 8xH100.* is of type Cluster"):
+            start(job, cluster=phalanx.cluster("8xH100:1"))
+    with pytest.raises(phalanx.UserError, match=r"phalanx.drill: job = '7' is of type int"):
+        phalanx.drill(7)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from synthetic import write_run
 
 import phalanx
+from phalanx.api.jobs import job_as_file
 from phalanx.cli.main import main
 from phalanx.io import notebook
 
@@ -60,11 +62,29 @@ def test_a_result_prints_what_the_verb_prints(
             lambda: phalanx.check(JOB, select="TOP002").findings[0],
             "<Finding TOP002 pass: no tensor parallelism>",
         ),
+        (lambda: phalanx.rules("CKP001").rules[0], "<Rule CKP001 interval-daly (error)>"),
+        (lambda: phalanx.show(JOB), f"<JobTable of <ResolvedJob llama-3-8b: llama-3-8b, 1.00T tokens, from {JOB}>>"),
+        (lambda: phalanx.diff(JOB, JOB), f"<RunComparison: {JOB} and {JOB}, no difference>"),
     ],
-    ids=["load", "job", "cluster", "finding"],
+    ids=["load", "job", "cluster", "finding", "rule", "show", "diff"],
 )
 def test_a_value_is_a_line(make: Callable[[], Any], line: str) -> None:
     assert repr(make()) == line
+
+
+def test_lists_and_parts_of_a_plan_are_a_line() -> None:
+    plan = phalanx.plan(JOB, "8xH100:4")
+    compared = phalanx.compare_plans([plan, phalanx.plan(JOB, "8xH100:8")], ["four", "eight"])
+    for value, pattern in (
+        (plan.layout, r"<Layout .*DP32 .*: 32 devices>"),
+        (plan.prediction, r"<Prediction [\d.]+ s/step, .* tokens/s, [\d.]+ % MFU>"),
+        (plan.memory, r"<MemoryReport .*B of .*B usable>"),
+        (compared, r"<PlanComparison: four, eight>"),
+        (phalanx.job_schema(), r"<JobSchema: \d\d keys>"),
+        (phalanx.accelerators(), r"<AcceleratorList: \d+ accelerators>"),
+        (phalanx.list_outside_drills(), r"<OutsideList: \d+ drills>"),
+    ):
+        assert re.fullmatch(pattern, repr(value)), repr(value)
 
 
 def test_a_long_name_is_cut_and_stays_in_its_line() -> None:
@@ -81,6 +101,28 @@ def test_a_long_name_is_cut_and_stays_in_its_line() -> None:
 def test_a_job_without_a_file_is_shown() -> None:
     bare = phalanx.load(JOB).job
     assert "llama-3-8b" in str(phalanx.show(bare))
+
+
+def test_objects_are_taken_where_paths_are(tmp_path: Path) -> None:
+    job, cluster = phalanx.load(JOB), phalanx.cluster("8xH100:4")
+    plan = phalanx.plan(job, cluster)
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    assert phalanx.diff(JOB, job).differences == phalanx.diff(job.job, job).differences == ()
+    assert phalanx.diff(plan, tmp_path / "plan.json").differences == ()
+    assert phalanx.diff(plan, phalanx.plan(job, "8xH100:8")).exit_code == 1
+    for target in (JOB, job, job.job):
+        for given in ({"plan": plan}, {"cluster": cluster}):
+            report = phalanx.check(target, select="TOP", **given)  # type: ignore[arg-type]
+            assert report.devices == 32
+    other = phalanx.load(JOB, overrides={"optim.lr": 1e-3})
+    with pytest.raises(phalanx.UserError, match="is the plan of another job: optim differ"):
+        phalanx.check(other, plan=plan)
+    with pytest.raises(phalanx.UserError, match="overrides need a job file"):
+        phalanx.check(job, overrides={"optim.lr": 1e-3})
+    with pytest.raises(phalanx.UserError, match="does not change a plan"):
+        phalanx.check(plan, cluster=cluster)
+    written = job_as_file(other, tmp_path / "runs")
+    assert phalanx.diff(written, other).differences == (), "a drill of a job in memory is of that job"
 
 
 def _timeless(page: str) -> list[str]:

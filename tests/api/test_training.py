@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from phalanx.api.train_inputs import TrainCall
-from phalanx.api.training import _asked_of_all
+from phalanx.api.train_inputs import TrainCall, plan_call
+from phalanx.api.training import _asked_of_all, make_run_folder
+from phalanx.job.schema import PluginReferences
+from phalanx.train.callbacks import Callback
 
 JOB = """\
 name = "small"
@@ -91,6 +93,40 @@ def test_a_dry_run_is_the_plan_and_starts_nothing(here: Path, capsys: pytest.Cap
     assert not (here / "none").exists()
     again = phalanx.dry_run("job.toml", plan=phalanx.plan("job.toml"), progress=False)
     assert again.job.data.paths == (str(here / "data"),)
+    mine = phalanx.dry_run("job.toml", callbacks=[Counts()], metrics=(), progress=False)
+    assert [one.rpartition(":")[2] for one in mine.job.plugins.callbacks] == ["Counts"]
+    with pytest.raises(TypeError, match=r"dry_run\(\) got an unexpected keyword argument 'colour'"):
+        phalanx.dry_run("job.toml", colour=1)
+
+
+class Counts(Callback):
+    """A callback of a person's own."""
+
+
+def halved(logits: object, targets: object) -> None:
+    """Stands for a loss of a person's own."""
+
+
+def test_a_run_with_objects_continues_with_the_same_objects(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the run may be anybody's: they need `allow_code`, and what is given again takes their place."""
+    objects = {"callbacks": (Counts(),), "loss": halved}
+    plan, _, _ = plan_call(TrainCall(job="job.toml", plugins=objects), here=True)
+    carried = replace(plan.job.plugins, callbacks=("phalanx_job_source:Counts",), source=("class Counts: pass",))
+    begun = replace(plan, job=replace(plan.job, plugins=carried))
+    run = make_run_folder(begun, TrainCall(name="objects", tell=lambda _: None), None, started=0.0, data_s=0.0)
+    monkeypatch.setattr(phalanx.Run, "saved_steps", lambda self: [1])
+
+    def continued(**options: object) -> PluginReferences:
+        return plan_call(TrainCall(resume=run, steps=12, **options), here=True)[0].job.plugins  # type: ignore[arg-type]
+
+    assert continued(plugins=objects) == plan.job.plugins, "each of them once, and no source that nothing uses"
+    assert continued(plugins=objects, allow_code=True) == plan.job.plugins
+    assert continued(allow_code=True) == carried
+    with pytest.raises(phalanx.UserError, match=r"allow_code=True in Python\); or give the run the same") as refused:
+        continued(plugins={"callbacks": (Counts(),)})
+    assert [one.where for one in refused.value.problems] == ["plugins.loss"], "the callback is given, the loss is not"
+    with pytest.raises(phalanx.UserError, match=r"plugins\.source: '1 line of Python' is code"):
+        continued(plugins={"loss": halved})
 
 
 @pytest.mark.parametrize(

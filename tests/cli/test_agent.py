@@ -111,7 +111,8 @@ def test_code_that_the_job_names_needs_the_word_of_the_caller(
     run.replan(job_toml="", job={}, plan_json=plan.to_json())
     run.set_launch(**{**run.launch(), "allow_code": True})
     assert agent() == []
-    why = "  a job file from a stranger could do anything with your account\n  read it, then give --allow-code\n"
+    why = "  a job file from a stranger could do anything with your account\n"
+    why += "  read it, then give --allow-code (allow_code=True in Python)\n"
     assert capsys.readouterr().err == (
         f"model.module: '{code}:build' is code that this job wants to run\n{why}"
         f"plugins.loss: '{code}:loss' is code that this job wants to run\n{why}"

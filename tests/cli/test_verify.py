@@ -112,7 +112,7 @@ def test_a_loss_of_your_own_is_proven_with_consent_alone(job, capsys):
     assert capsys.readouterr().err == (
         f"plugins.loss: '{mine}:smooth_loss' is code that this job wants to run\n"
         "  a job file from a stranger could do anything with your account\n"
-        "  read it, then give --allow-code\n"
+        "  read it, then give --allow-code (allow_code=True in Python)\n"
     )
     assert main([*call, "--allow-code"]) == 0
     assert "VERIFIED: 2 ranks and one process compute the same" in capsys.readouterr().out

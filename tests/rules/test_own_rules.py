@@ -131,13 +131,18 @@ def test_code_of_a_job_file_runs_only_with_consent(job: Path) -> None:
     assert verdicts(report) == {"SPC003": "unknown"}
     (asked,) = report.filter(rule="SPC003").findings
     assert "acme_rules.py:team_name was not run" in asked.outcome.what
-    assert asked.outcome.fix == "read it, then give --allow-code"
+    assert asked.outcome.fix == "read it, then give --allow-code (allow_code=True in Python)"
     assert (asked.file, asked.line) == (str(job), 4)
     assert not (job.parent / "acme_rules.py.ran").exists()
     allowed = check(str(job), allow_code=True, select="ACME", today=TODAY)
     assert verdicts(allowed) == {"ACME001": "fail", "SPC003": "pass"}
     assert (job.parent / "acme_rules.py.ran").exists()
     assert allowed.filter("warning").findings[0].line == 3
+    given = check(str(job), rules=f"{job.parent}/acme_rules.py:team_name", select="ACME001", today=TODAY)
+    assert given.verdicts["ACME001"] == "fail", "one reference is a list of one"
+    with pytest.raises(UserError) as caught:
+        check(str(job), rules=["nowhere_at_all.rules:mine"], today=TODAY)
+    assert str(caught.value).startswith("nowhere_at_all.rules:mine cannot be imported: ModuleNotFoundError")
 
 
 def test_before_a_run_the_jobs_own_rules_are_asked_with_consent(job: Path) -> None:

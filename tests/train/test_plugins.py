@@ -17,6 +17,7 @@ from phalanx.io.user_code import load_user_object
 from phalanx.job.load import load
 from phalanx.job.plugin_reference import SOURCE_MODULE
 from phalanx.job.schema import Job, PluginReferences
+from phalanx.plan.inputs import look_at_inputs
 from phalanx.train.attach_plugins import attach_plugins
 from phalanx.train.callbacks import Callback
 from phalanx.train.optim.own_optimizer import OwnOptimizer
@@ -65,7 +66,6 @@ def test_code_of_a_job_needs_consent_and_an_entry_point_none(job):
     assert needs_consent(replace(job, plugins=named)) == ["plugins.callbacks", "plugins.loss"]
     assert needs_consent(replace(job, model=replace(job.model, module="net.py:build"))) == ["model.module"]
     assert needs_consent(replace(job, model=replace(job.model, module="tiny-net"))) == []
-    assert attach_plugins(job, model='tiny-net {"width": 8}').model.module == "tiny-net"
     said = refusal(load_plugins, replace(job, plugins=named), allow_code=False)
     assert "is code that this job wants to run" in said
     assert "give --allow-code" in said
@@ -80,12 +80,18 @@ def test_an_entry_point_is_found(job, tmp_path, monkeypatch):
     info = tmp_path / "lamp-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lamp\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[phalanx.callbacks]\nlamp = lamp:Lamp\n")
+    (info / "entry_points.txt").write_text(
+        "[phalanx.callbacks]\nlamp = lamp:Lamp\n[phalanx.models]\nlamp-net = lamp:Lamp\n"
+    )
     (tmp_path / "lamp.py").write_text("import phalanx.train.callbacks as c\nclass Lamp(c.Callback):\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     plugins = replace(job, plugins=PluginReferences(callbacks=("lamp",)))
     (found,) = load_plugins(plugins, allow_code=False).callbacks
     assert type(found).__name__ == "Lamp"
+    assert attach_plugins(job, callbacks=["lamp"]).plugins == plugins.plugins
+    assert "did you mean lamp?" in refusal(attach_plugins, job, callbacks=["lamb"])
+    shape = attach_plugins(job, model='lamp-net {"width": 8}').model
+    assert (shape.module, shape.arguments) == ("lamp-net", '{"width": 8}')
 
 
 def test_what_cannot_be_loaded_is_said(job):
@@ -131,6 +137,7 @@ import numpy as np
 from phalanx.io.user_code import load_user_object
 from phalanx.job.load import load
 from phalanx.train.callbacks import Callback
+from phalanx.plan.inputs import look_at_inputs
 from phalanx.train.attach_plugins import attach_plugins
 
 FACTOR = 3
@@ -180,11 +187,31 @@ def test_what_cannot_travel_is_refused(job):
     assert "use keyword arguments" in refusal(
         attach_plugins, job, loss=functools.partial(torch.nn.functional.mse_loss, 1)
     )
+    with MINE.open() as file:
+        for wrong, kind in ((file, "TextIOWrapper"), (3, "int"), (torch.nn.ReLU(), "ReLU")):
+            said = refusal(attach_plugins, job, callbacks=[wrong])
+            assert f"is of type {kind}" in said
+            assert "subclass of phalanx.Callback" in said
+        assert "is of type TextIOWrapper" in refusal(attach_plugins, job, data=file)
+    assert "is the class dict" in refusal(attach_plugins, job, callbacks=[dict])
+    for key in ("model", "loss", "optimizer", "data"):
+        assert f"{key}: 3: is of type int" in refusal(attach_plugins, job, **{key: 3})
+    for single in (Remembers(), "mine.py:Breaks"):
+        assert "give a list, also of one: callbacks=[…]" in refusal(attach_plugins, job, callbacks=single)
 
 
-def test_a_plan_takes_plug_ins_too_and_a_model_its_module(job):
-    found = attach_plugins(job, model="my_model.py:build", data="my_data.py:open_it")
-    assert (found.model.module, found.plugins.data) == ("my_model.py:build", "my_data.py:open_it")
+def test_references_start_in_the_folder_of_the_caller_and_must_be_there(job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "here.py"
+    file.write_text("def build(shape): ...\nclass Stream: ...\n")
+    found = attach_plugins(job, model="here.py:build", data='here.py:Stream {"log": "x"}')
+    assert (found.model.module, found.plugins.data) == (f"{file}:build", f'{file}:Stream {{"log": "x"}}')
+    assert "there is no file" in refusal(attach_plugins, job, loss="nofile.py:X")
+    assert "here.py has no Nope" in refusal(attach_plugins, job, model="here.py:Nope")
+    assert "no installed package offers 'web-text'" in refusal(attach_plugins, job, data="web-text")
+    carried = replace(job, model=replace(job.model, module=f"{SOURCE_MODULE}:Net"))
+    found = look_at_inputs(carried, tmp_path)
+    assert not any(SOURCE_MODULE in one.render() for one in found.missing), "the job carries it; nothing to install"
 
 
 # ---- loss and optimizer ----------------------------------------------------------------------------------------------

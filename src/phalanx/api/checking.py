@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from phalanx.api.jobs import look_at_files, override_texts
 from phalanx.api.results import Overrides, PublicResult, Tell, teller, warn
 from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.hardware.types import Cluster
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.rules.api import check as check_path
 from phalanx.rules.api import check_evidence, this_day
-from phalanx.rules.gather import Request, is_plan, of_job
+from phalanx.rules.gather import Request, given_plan, is_plan, of_job, refuse_extras
 from phalanx.units import MB, plural
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ def check(
     target: str | Path | Plan | Run | ResolvedJob | Job,
     *,
     overrides: Overrides = (),
-    cluster: str | None = None,
+    cluster: str | Cluster | None = None,
     profile: str | None = None,
-    plan: str | Path | None = None,
+    plan: str | Path | Plan | None = None,
     drills: Sequence[str | Path] = (),
     parity: tuple[str | Path, str | Path] | None = None,
     source: str = "",
@@ -102,6 +103,10 @@ def _check_value(target: Plan | ResolvedJob | Job, request: Request, **options: 
     """A job or a plan in memory; a plan without its file has no lines to point at."""
     made = target if isinstance(target, Plan) else None
     job = target.job if isinstance(target, Plan) else target
+    if isinstance(target, Plan):
+        refuse_extras(target.job.name, request, "a plan")
+    elif request.overrides:
+        raise mistake("phalanx.check", "overrides need a job file", fix="give them to phalanx.load")
     if not isinstance(job, Job | ResolvedJob):
         raise mistake(
             "phalanx.check",
@@ -109,6 +114,8 @@ def _check_value(target: Plan | ResolvedJob | Job, request: Request, **options: 
             fix="give a path, or what phalanx.load, plan, train or run returned",
         )
     resolved = job if isinstance(job, ResolvedJob) else ResolvedJob(job=job, path=Path(job.name), origins={})
+    if request.plan is not None:
+        made = given_plan(request.plan, resolved)
     evidence = of_job(resolved, request, today=this_day(), environ=dict(os.environ), made=made)
     return check_evidence(evidence, **options)
 
@@ -117,9 +124,9 @@ class EvidenceOptions(TypedDict, total=False):
     """What `check`, `explain` and `fix` take alike: where the evidence about a target comes from."""
 
     overrides: Overrides
-    cluster: str | None
+    cluster: str | Cluster | None
     profile: str | None
-    plan: str | Path | None
+    plan: str | Path | Plan | None
     drills: Sequence[str | Path]
     parity: tuple[str | Path, str | Path] | None
     source: str
@@ -141,7 +148,7 @@ def _check_request(**given: Unpack[EvidenceOptions]) -> Request:
         overrides=tuple(override_texts(given.get("overrides", ()))),
         cluster=cluster,
         profile=given.get("profile"),
-        plan=Path(plan) if plan else None,
+        plan=plan if isinstance(plan, Plan) else Path(plan) if plan else None,
         drills=folders,
         parity=(Path(parity[0]), Path(parity[1])) if parity else None,
         source=given.get("source", ""),
@@ -242,6 +249,12 @@ def fix(
     from phalanx.rules.fixes import edited_text, find_fix, read_exactly, unified_difference, write_exactly
 
     tell = teller(progress)
+    if not isinstance(target, str | Path):
+        raise mistake(
+            "phalanx.fix",
+            f"target = {repr(target)[:60]} is of type {type(target).__name__}, and only job files are edited",
+            fix="give the path of the job file",
+        )
     path = Path(target)
     _refuse_unmendable(path, options.get("source", ""))
 
@@ -402,7 +415,7 @@ def rules(select: str = "", *, profile: str | None = None, own: Iterable[RuleSou
 
 def explain(
     rule: str,
-    target: str | Path | None = None,
+    target: str | Path | Plan | Run | ResolvedJob | None = None,
     *,
     rules: Iterable[RuleSource] = (),
     allow_code: bool = False,

@@ -112,6 +112,9 @@ class AcceleratorList(PublicResult):
         table = [head, *(_accelerator_row(device) for device in self.accelerators)]
         return "\n".join([*text_table(table), "* no published measurement: a fraction of peak taken from its family"])
 
+    def __repr__(self) -> str:
+        return f"<AcceleratorList: {plural(len(self.accelerators), 'accelerator')}>"
+
 
 def accelerators(*, hardware: Sequence[str | Path] = ()) -> AcceleratorList:
     """The accelerators that Phalanx knows, and those in files of yours.

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.api.jobs import override_texts
+from phalanx.api.jobs import AnyJob, job_as_file, override_texts
 from phalanx.api.results import Overrides, PublicResult, Tell, silent, teller, warn
+from phalanx.api.train_inputs import require_spec
 from phalanx.errors import SystemFailure, mistake
 from phalanx.io.codec import json_values
 from phalanx.io.tables import text_table
@@ -83,7 +84,7 @@ class DrillPage(PublicResult):
 
 
 def drill(
-    job: str | Path,
+    job: AnyJob,
     faults: str | Sequence[str] = (),
     *,
     chaos: bool = False,
@@ -114,6 +115,7 @@ def drill(
     True
     """
     tell = teller(progress)
+    require_spec(cluster, "phalanx.drill")
     named = (faults,) if isinstance(faults, str) else tuple(faults)
     if chaos and named:
         raise mistake(WHERE, "--chaos and --fault exclude each other", fix="give one of them")
@@ -129,7 +131,7 @@ def drill(
             fix="add --chaos --minutes 2, or leave it out",
         )
     call = DrillCall(
-        job=str(job),
+        job=job_as_file(job, Path(runs)),
         faults=named,
         chaos=chaos,
         rate=RATE_PER_MIN if rate is None else rate,
@@ -372,7 +374,7 @@ class DrillSuite(PublicResult):
 
 
 def drill_suite(
-    job: str | Path,
+    job: AnyJob,
     *,
     cluster: str | None = None,
     overrides: Overrides = (),
@@ -388,22 +390,22 @@ def drill_suite(
     from phalanx.train.drill.schedule import LEAST_WORLD, suite_parts
     from phalanx.train.prepare import need_torch
 
-    tell = teller(progress)
+    require_spec(cluster, "phalanx.drill_suite")
     _refuse_launcher()
     need_torch()
     began_s = time.monotonic()
     call = DrillCall(
-        job=str(job),
+        job=job_as_file(job, Path(runs)),
         cluster=cluster,
         overrides=_with_sharing(overrides, ranks_per_gpu),
         runs=Path(runs),
         allow_code=allow_code,
-        tell=tell,
+        tell=teller(progress),
     )
     plan = drill_plan(call)  # the job as it is: how long its steps are, and whether there is anybody to lose
     if plan.layout.devices < LEAST_WORLD:
         raise mistake(
-            str(job),
+            call.job,
             "has one rank",
             why="a drill asks what the others do when one is lost",
             fix="--cluster local-cpu:4 drills it on four ranks of this machine",

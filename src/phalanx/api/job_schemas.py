@@ -8,7 +8,9 @@ from typing import Any
 
 from phalanx.api.results import PublicResult
 from phalanx.io.files import write_text
+from phalanx.io.visible import one_line
 from phalanx.job.json_schema import job_json_schema, schema_text
+from phalanx.units import plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -19,6 +21,10 @@ class JobSchema(PublicResult):
 
     def __str__(self) -> str:
         return f"wrote {self.path}" if self.path else schema_text().removesuffix("\n")
+
+    def __repr__(self) -> str:
+        sections = plural(len(job_json_schema()["properties"]), "key")
+        return f"<JobSchema: {sections}{f', in {one_line(self.path)}' if self.path else ''}>"
 
     def to_dict(self) -> dict[str, Any]:
         """The schema itself."""

@@ -63,6 +63,25 @@ def read_job(job: AnyJob, overrides: Overrides = (), *, where: str = "phalanx") 
     return job if isinstance(job, ResolvedJob) else ResolvedJob(job=job, path=Path("job.toml"), origins={})
 
 
+def job_as_file(job: AnyJob, runs: Path) -> str:
+    """The file of a job; one in memory is written beside the runs, since its record names the job that was drilled."""
+    if isinstance(job, str | Path):
+        return str(job)
+    import hashlib
+
+    from phalanx.io.files import write_text
+    from phalanx.io.toml import to_toml
+    from phalanx.job.load import job_to_dict
+    from phalanx.train.prepare import with_absolute_files
+
+    found = with_absolute_files(read_job(job, where="phalanx.drill")).job
+    text = to_toml(job_to_dict(found))
+    path = runs / f"{found.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text, fix="name another folder with runs=")
+    return str(path)
+
+
 def look_at_files(resolved: ResolvedJob, tell: Tell) -> InputFindings:
     """The data, tokenizer, weights and code that a job names. Contradictions raise UserError; what is not here is told.
 
@@ -98,6 +117,9 @@ class JobTable(PublicResult):
             found = communication_lines(self.communication) if self.communication is not None else None
             lines += ["", "COMMUNICATION", *(f"  {line}" for line in found or ["no rank has started yet"])]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<JobTable of {self.run!r}>" if self.run is not None else f"<JobTable of {self.resolved!r}>"
 
     def to_dict(self) -> dict[str, Any]:
         """Path, job, origins, and values that follow from others."""

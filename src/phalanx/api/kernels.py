@@ -268,7 +268,7 @@ def verify(
 def _ask_consent(where: str, allowed: bool) -> None:
     if not allowed:
         why = "it is kept from files, network and other processes, and still it is somebody's program on your machine"
-        raise mistake(where, "would be run", why=why, fix="read it, then give --allow-code")
+        raise mistake(where, "would be run", why=why, fix="read it, then give --allow-code (allow_code=True in Python)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -67,6 +67,9 @@ class OutsideList(PublicResult):
     def __str__(self) -> str:
         return "\n".join(text_table([("drill", "subject", "tries", "must come of it"), *self.rows]))
 
+    def __repr__(self) -> str:
+        return f"<OutsideList: {plural(len(self.rows), 'drill')}>"
+
     def to_dict(self) -> dict[str, Any]:
         """The rows."""
         names = ("name", "subject", "tries", "must")

@@ -15,6 +15,7 @@ from phalanx.errors import mistake
 from phalanx.hardware.cluster import LOCAL_SPEC, resolve_cluster
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
+from phalanx.io.visible import one_line
 from phalanx.plan.make import make_plan, plan_here
 from phalanx.plan.plan import CalibrationNote, Plan
 from phalanx.units import plural
@@ -89,6 +90,10 @@ class PlanComparison(PublicResult):
         from phalanx.plan.text import comparison_text
 
         return comparison_text(self.differences)
+
+    def __repr__(self) -> str:
+        names = one_line(", ".join(self.names))
+        return f"<PlanComparison: {names[:100]}{'…' * (len(names) > 100)}>"
 
     def to_dict(self) -> dict[str, Any]:
         """The differences, and every plan whole."""

@@ -113,7 +113,7 @@ def check_project(
     from phalanx.rules.project import find_config, find_files, read_config, recipe_targets
 
     tell = teller(progress)
-    given = tuple(rules)
+    given = (rules,) if isinstance(rules, str) else tuple(rules)
     reports: list[CheckReport] = []
     failures: list[PhalanxError] = []
     looked_at, searched = 0, False

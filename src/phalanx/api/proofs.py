@@ -64,7 +64,7 @@ def verify(
     job: AnyJob,
     *,
     overrides: Overrides = (),
-    cluster: str | None = None,
+    cluster: str | Cluster | None = None,
     plan: str | Path | Plan | None = None,
     device: str = "cpu",
     ranks_per_gpu: int | None = None,
@@ -143,7 +143,7 @@ def _verify_plan(
     job: AnyJob,
     *,
     overrides: Overrides,
-    cluster: str | None,
+    cluster: str | Cluster | None,
     plan: str | Path | Plan | None,
     ranks_per_gpu: int | None,
 ) -> Plan:
@@ -153,9 +153,11 @@ def _verify_plan(
 
     if isinstance(plan, Plan):
         return plan
+    sharing = [f"train.ranks_per_gpu={ranks_per_gpu}"] if ranks_per_gpu is not None else []
+    texts = [*override_texts(overrides), *sharing]
+    if isinstance(cluster, Cluster):
+        return make_plan(read_job(job, texts, where="phalanx.verify"), cluster)
     if isinstance(job, str | Path):
-        sharing = [f"train.ranks_per_gpu={ranks_per_gpu}"] if ranks_per_gpu is not None else []
-        texts = [*override_texts(overrides), *sharing]
         resolved = load_job(str(job), overrides=texts, cluster=cluster, steps=0)
     else:
         resolved = read_job(job, overrides, where="phalanx.verify")

@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 from phalanx.api.results import PublicResult, Tell, own_version, teller, warn
 from phalanx.errors import SystemFailure, UserError, mistake
 from phalanx.io.codec import json_values
+from phalanx.io.visible import one_line
+from phalanx.job.load import ResolvedJob
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, list_runs, open_run
 from phalanx.units import format_count, plural
 
 if TYPE_CHECKING:
+    from phalanx.api.jobs import AnyJob
     from phalanx.api.watching import RunLook
     from phalanx.record.account.summary import Summary
     from phalanx.record.report.diff import Difference, Side
@@ -216,6 +221,10 @@ class RunComparison(PublicResult):
 
         return render_difference(self.a, self.b, list(self.differences))
 
+    def __repr__(self) -> str:
+        found = plural(len(self.differences), "difference") if self.differences else "no difference"
+        return f"<RunComparison: {one_line(self.a.name)} and {one_line(self.b.name)}, {found}>"
+
     def to_dict(self) -> dict[str, Any]:
         """Every difference with both values."""
         sides = {
@@ -230,8 +239,10 @@ class RunComparison(PublicResult):
         return 1 if self.differences else 0
 
 
-def diff(a: AnyRun, b: AnyRun, *, within: float = 0.0, progress: bool | Tell = False) -> RunComparison:
-    """What differs between two runs, plans (JSON) or jobs (TOML).
+def diff(
+    a: AnyRun | Plan | AnyJob, b: AnyRun | Plan | AnyJob, *, within: float = 0.0, progress: bool | Tell = False
+) -> RunComparison:
+    """What differs between two runs, plans or jobs: a run folder, a plan's JSON, a job's TOML, or what stands for one.
 
     Measured numbers that are closer than the share `within` count as equal.
 
@@ -244,23 +255,33 @@ def diff(a: AnyRun, b: AnyRun, *, within: float = 0.0, progress: bool | Tell = F
     tell = teller(progress)
     if not 0.0 <= within < 1.0:
         raise mistake("phalanx diff", f"--within {within} is not a share", fix="use a number from 0 to 1, as 0.05")
-    names = [str(one.path) if isinstance(one, Run) else str(one) for one in (a, b)]
-    if all(Path(name).is_dir() for name in names):
-        left, right = of_runs(open_run(names[0]), open_run(names[1]))
+    found = [open_run(one) if isinstance(one, str | Path) and Path(one).is_dir() else one for one in (a, b)]
+    if isinstance(found[0], Run) and isinstance(found[1], Run):
+        left, right = of_runs(found[0], found[1])
     else:
-        left, right = (_diff_side(name, tell) for name in names)
+        left, right = (_diff_side(one, tell) for one in found)
     return RunComparison(a=left, b=right, differences=tuple(compare_sides(left, right, within=within)))
 
 
-def _diff_side(name: str, tell: Tell) -> Side:
+def _diff_side(given: AnyRun | Plan | AnyJob, tell: Tell) -> Side:
+    from phalanx.job.load import job_to_dict, load
     from phalanx.record.report.diff import of_job, of_plan, of_run
 
-    path = Path(name)
-    if path.is_dir():
-        return of_run(open_run(path))
+    if isinstance(given, Run):
+        return of_run(given)
+    if isinstance(given, Plan):
+        return of_plan(given.job.name, given.to_dict())
+    if isinstance(given, ResolvedJob | Job):
+        job = given if isinstance(given, Job) else given.job
+        return of_job(job.name if isinstance(given, Job) else str(given.path), job_to_dict(job))
+    if not isinstance(given, str | Path):
+        raise mistake(
+            "phalanx.diff",
+            f"{str(given)[:60]!r} is of type {type(given).__name__}",
+            fix="give a path, or what phalanx.load, plan, train or run returned",
+        )
+    name, path = str(given), Path(given)
     if path.suffix == ".toml":
-        from phalanx.job.load import job_to_dict, load
-
         resolved = load(name)
         warn(resolved.warnings, tell)
         return of_job(name, job_to_dict(resolved.job))

@@ -20,6 +20,7 @@ from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
 WHERE = "phalanx train"
+PLUGIN_KEYS = ("callbacks", "loss", "optimizer", "data", "model", "metrics")  # arguments of `train` that are code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +57,15 @@ def setting_texts(overrides: Overrides, ranks_per_gpu: int | None) -> tuple[str,
     return (*override_texts(overrides), *sharing)
 
 
+def given_plugins(**given: Any) -> dict[str, Any]:
+    """Those of a caller's plug-ins that were given: an empty list or None is none."""
+    return {
+        key: value
+        for key, value in given.items()
+        if value is not None and not (isinstance(value, list | tuple) and not value)
+    }
+
+
 def prepare_here(call: TrainCall) -> tuple[Plan, Run | None, float]:
     """The plan with its data, the run it continues, and the seconds that the data took; for ranks that we start."""
     from phalanx.metrics.prometheus import check_served
@@ -67,8 +77,17 @@ def prepare_here(call: TrainCall) -> tuple[Plan, Run | None, float]:
     return plan, old, data_s
 
 
+def require_spec(cluster: object, where: str) -> None:
+    """The job of a run names its cluster, so that it can be resumed; a Cluster in memory has no such name."""
+    if cluster is not None and not isinstance(cluster, str):
+        what = f"cluster = {repr(cluster)[:60]} is of type {type(cluster).__name__}"
+        why = "a run keeps the name of its cluster, to be resumed by"
+        raise mistake(where, what, why=why, fix='give a spec such as "local:4", or the path of a cluster file, as text')
+
+
 def check_call(call: TrainCall) -> None:
     """Options that exclude each other, or that nothing can be; raises UserError."""
+    require_spec(call.cluster, "phalanx.train")
     given = {"JOB": call.job, "--resume": call.resume}
     named = [name for name, value in given.items() if value is not None]
     if not named and call.plan is None:
@@ -97,6 +116,7 @@ def check_call(call: TrainCall) -> None:
 def plan_call(call: TrainCall, *, here: bool) -> tuple[Plan, ResolvedJob, Run | None]:
     """The plan to launch, its job, and the run it continues; `here`: all its ranks are to run on this machine."""
     from phalanx.train import prepare
+    from phalanx.train.attach_plugins import attach_plugins, without_plugins
 
     old: Run | None = None
     if call.resume is not None:
@@ -110,12 +130,14 @@ def plan_call(call: TrainCall, *, here: bool) -> tuple[Plan, ResolvedJob, Run | 
         )
         warn(warnings, call.tell)
         resolved = prepare.job_of(old, plan)
+        # Objects given anew take the place of those it began with; only the others still need consent.
+        plan = replace(plan, job=without_plugins(plan.job, call.plugins))
+        cure = "; or give the run the same objects again, in Python"
+        prepare.check_code(plan.job, allowed=call.allow_code, or_else=cure)
+        plan = attach_plugins(plan, **call.plugins)
         _check_files(plan.job, resolved, call, old)
     else:
         plan, resolved = _fresh_plan(call)
-    if call.plugins:
-        from phalanx.train.attach_plugins import attach_plugins
-
         plan = attach_plugins(plan, **call.plugins)
     prepare.check_trainable(plan)
     if here:
@@ -144,10 +166,12 @@ def _fresh_plan(call: TrainCall) -> tuple[Plan, ResolvedJob]:
         plan = _plan_in_memory(call.plan, resolved) if isinstance(call.plan, Plan) else None
         plan = plan or prepare.read_plan(str(where), resolved)
         resolved = resolved or prepare.job_in(plan, where)
+        prepare.check_code(plan.job, allowed=call.allow_code)
         _check_files(plan.job, resolved, call)
         return plan, resolved
-    asked = resolved
-    _check_files(prepare.with_absolute_files(asked).job, asked, call)
+    asked, found = resolved, prepare.with_absolute_files(resolved).job
+    prepare.check_code(found, allowed=call.allow_code)
+    _check_files(found, asked, call)
     if not call.measure or find_rank(os.environ) is not None:
         return prepare.plan_for_run(asked), asked
     from phalanx.plan.make import plan_here
@@ -192,7 +216,6 @@ def _check_files(job: Job, resolved: ResolvedJob, call: TrainCall, old: Run | No
     """What the job reads is here, and what it writes can be written."""
     from phalanx.train import prepare
 
-    prepare.check_code(job, allowed=call.allow_code)
     prepare.check_inputs(job, resolved, _base_folder(call, resolved), fresh=old is None)
     prepare.check_writable(call.runs, job.checkpoint.path, run=old.path if old is not None else None)
 

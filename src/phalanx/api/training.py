@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import platform
 import signal
@@ -17,9 +18,11 @@ from phalanx.api.jobs import AnyJob, read_job
 from phalanx.api.progress_line import ProgressLine
 from phalanx.api.results import Overrides, Tell, teller
 from phalanx.api.train_inputs import (
+    PLUGIN_KEYS,
     WHERE,
     TrainCall,
     check_call,
+    given_plugins,
     plan_call,
     prepare_here,
     ready_to_start,
@@ -70,7 +73,8 @@ def train(
 
     `job` is a path, what `load` returned, or a Job; `plan` a plan made before. `steps` trains so many steps instead of
     data.tokens. `callbacks`, `loss`, `optimizer`, `data`, `model` and `metrics` are your own code, as Python objects
-    or "file.py:name" (docs/python.md). `progress` is False for silence, or a function that takes lines.
+    or "file.py:name"; with `resume`, give them again, or `allow_code=True` (docs/python.md). `progress` is False for
+    silence, or a function that takes lines.
 
     Raises UserError for a job that cannot run, RuleError for one that breaks the training specification (`check=False`
     starts it all the same), and TrainingFailure when the run fails, with the run in `.run`.
@@ -85,7 +89,6 @@ def train(
     from phalanx.elastic.launchers import find_rank
     from phalanx.train.prepare import need_torch
 
-    plugins = {"loss": loss, "optimizer": optimizer, "data": data, "model": model}
     call = TrainCall(
         job=job,
         plan=plan,
@@ -102,10 +105,9 @@ def train(
         measure=measure,
         check=check,
         allow_code=allow_code,
-        plugins={
-            **{key: value for key, value in plugins.items() if value is not None},
-            **{key: tuple(value) for key, value in (("callbacks", callbacks), ("metrics", metrics)) if value},
-        },
+        plugins=given_plugins(
+            callbacks=callbacks, loss=loss, optimizer=optimizer, data=data, model=model, metrics=metrics
+        ),
         tell=teller(progress),
     )
     check_call(call)
@@ -169,7 +171,10 @@ def dry_run(
     from phalanx.elastic.launchers import find_rank
     from phalanx.train.prepare import need_torch
 
+    for name in options.keys() - inspect.signature(train).parameters.keys():
+        raise TypeError(f"dry_run() got an unexpected keyword argument {name!r}")
     options["runs"] = Path(options.get("runs", "runs"))
+    options["plugins"] = given_plugins(**{key: options.pop(key) for key in PLUGIN_KEYS if key in options})
     texts = setting_texts(overrides, ranks_per_gpu)
     call = TrainCall(job=job, overrides=texts, tell=teller(progress), **options)
     check_call(call)

@@ -102,10 +102,15 @@ def user_code_error(name: str, what: str, error: BaseException, *, fix: str = ""
     if isinstance(error, ModuleNotFoundError) and error.name and not fix:
         top = error.name.partition(".")[0]
         fix = f"put {top}.py beside the file that imports it, or install {top} where the ranks run"
-    return mistake(f"{last_line(error)}", f"{name} {what}: {type(error).__name__}: {error}"[:500], fix=fix)
+    return mistake(last_line(error), f"{name} {what}: {type(error).__name__}: {error}"[:500], fix=fix)
+
+
+def _is_import_machinery(file: str) -> bool:
+    """Frames of Python's own import, and of ours that asked for it: nobody's code is at fault there."""
+    return file.startswith("<frozen importlib") or file in (importlib.__file__, __file__)
 
 
 def last_line(error: BaseException) -> str:
-    """file:line where an exception was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """file:line where an exception was raised, or "" where no file of anybody's was at work."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not _is_import_machinery(one.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -131,7 +131,7 @@ class _Look:
         """Code of the user's own is there: the model, plug-ins, rules. Nothing of it is run."""
         job = self.job
         found = [("rules", name, missing_code(name, self.base)) for name in job.rules if name]
-        if module := job.model.module:
+        if (module := job.model.module) and not module.startswith(f"{SOURCE_MODULE}:"):
             is_named = runs_named_code(module)
             problem = missing_code(module, self.base) if is_named else missing_entry_point(module, MODEL_GROUP)
             found.insert(0, ("model.module", module, problem))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phalanx.units import plural
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
@@ -25,6 +27,9 @@ class Layout:
     schedule: str
     offload: str
     compression: str
+
+    def __repr__(self) -> str:
+        return f"<Layout {self.name}: {plural(self.devices, 'device')}>"
 
     @property
     def devices(self) -> int:

@@ -24,6 +24,7 @@ from phalanx.plan.reasons import PARTS
 from phalanx.plan.request import PlanRequest
 from phalanx.plan.score import price_layouts
 from phalanx.plan.step import StepTimes
+from phalanx.units import format_bytes, format_count
 
 MFU_CONVENTION = (
     "6 × active parameters without the input embedding, plus causal attention (half the scores), "
@@ -49,6 +50,10 @@ class Prediction:
     active_parameters: int
     breakdown_s: Mapping[str, float]
 
+    def __repr__(self) -> str:
+        rates = f"{format_count(self.tokens_per_s)} tokens/s, {100 * self.mfu:.3g} % MFU"
+        return f"<Prediction {self.step_s:.4g} s/step, {rates}>"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
@@ -58,6 +63,9 @@ class MemoryReport:
     total_bytes: float
     usable_bytes: float
     device_bytes: float
+
+    def __repr__(self) -> str:
+        return f"<MemoryReport {format_bytes(self.total_bytes)} of {format_bytes(self.usable_bytes)} usable>"
 
     @property
     def headroom(self) -> float:

@@ -65,7 +65,8 @@ def explain(
 
     `rules`, `allow_code` and `request` are as for `check`. Raises UserError for a name that is no rule.
     """
-    own = collect_own_rules([*rules, *([rule] if isinstance(rule, Rule) and rule.origin else [])])
+    given = (rules,) if isinstance(rules, str) else rules
+    own = collect_own_rules([*given, *([rule] if isinstance(rule, Rule) and rule.origin else [])])
     name = rule.id if isinstance(rule, Rule) else rule
     if what is None:
         return Explanation(rule=find_rule(name, own.rules))

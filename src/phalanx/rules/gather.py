@@ -43,9 +43,9 @@ class Request:
     """What the caller named beside the target."""
 
     overrides: tuple[str, ...] = ()
-    cluster: str | None = None
+    cluster: str | Cluster | None = None
     profile: str | None = None
-    plan: Path | None = None  # of the job that is checked, in place of a new one
+    plan: Path | Plan | None = None  # of the job that is checked, in place of a new one
     drills: tuple[Path, ...] = ()
     look: bool = True  # at this machine, where the job runs on it
     parity: tuple[Path, Path] | None = None  # two runs, one in a narrow format
@@ -91,17 +91,17 @@ def _of_target(
         request = replace(request, overrides=(*request.overrides, f"recipe={name}"))
     path = Path(target)
     if _is_folder(path):
-        _refuse_extras(target, request, "a run")
+        refuse_extras(target, request, "a run")
         return of_run(_run_at(path), request, today=today, environ=environ, progress=progress)
     if is_plan(path):
-        _refuse_extras(target, request, "a plan")
+        refuse_extras(target, request, "a plan")
         return of_plan(_plan_in(path), request, today=today, environ=environ, path=path)
     from phalanx.rules.foreign.detect import trainer_of_file
 
     if kind := request.source or trainer_of_file(path):
         return of_foreign(path, kind, request, today=today, environ=environ)
     resolved = load(path, overrides=request.overrides)
-    made = _given_plan(request.plan, resolved) if request.plan is not None else None
+    made = given_plan(request.plan, resolved) if request.plan is not None else None
     return of_job(resolved, request, today=today, environ=environ, made=made)
 
 
@@ -127,7 +127,7 @@ def _is_folder(path: Path) -> bool:
     )
 
 
-def _refuse_extras(target: str, request: Request, noun: str) -> None:
+def refuse_extras(target: str, request: Request, noun: str) -> None:
     """What was decided cannot be decided again; to say nothing would be to check something else than was asked."""
     given = {"--set": request.overrides, "--cluster": request.cluster, "--plan": request.plan, "--from": request.source}
     for option, value in given.items():
@@ -159,9 +159,10 @@ def _plan_in(path: Path) -> Plan:
     return require_coherent(Plan.from_dict(read_json(path), where=str(path)), str(path))
 
 
-def _given_plan(path: Path, resolved: ResolvedJob) -> Plan:
-    """The plan in a file; raises UserError when it is of another job."""
-    plan = _plan_in(path)
+def given_plan(given: Path | Plan, resolved: ResolvedJob) -> Plan:
+    """The plan in a file, or in hand; raises UserError when it is of another job."""
+    plan = given if isinstance(given, Plan) else _plan_in(given)
+    path = Path("plan.json") if isinstance(given, Plan) else given
     # Sections whose values differ; waivers, profile and rules are the specification's own and change no plan.
     before, after = job_to_dict(plan.job), job_to_dict(resolved.job)
     ours = ("waiver", "profile", "rules")
@@ -222,8 +223,11 @@ def _plan_job(
     resolved: ResolvedJob, request: Request, environ: dict[str, str]
 ) -> tuple[Plan | None, tuple[Problem, ...], Cluster | None]:
     """The plan, or why there is none; a cluster nobody can find is the caller's mistake."""
-    target = request.cluster or resolved.job.cluster.target
-    cluster = resolve_cluster(target, base=None if request.cluster else resolved.path.parent)
+    if isinstance(request.cluster, Cluster):
+        cluster = request.cluster
+    else:
+        target = request.cluster or resolved.job.cluster.target
+        cluster = resolve_cluster(target, base=None if request.cluster else resolved.path.parent)
     try:
         return cached_plan(resolved, cluster, environ=environ), (), cluster
     except UserError as error:
@@ -343,6 +347,9 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
             why="a drill breaks a run of Phalanx",
             fix="leave --drills out; a waiver may name what was drilled elsewhere",
         )
+    if isinstance(request.cluster, Cluster):
+        what = f"cluster = {request.cluster.name[:60]!r} is of type Cluster"
+        raise mistake(str(path), what, fix='give a spec such as "8xH100:4", or a cluster file')
     found = convert_config(path, kind, cluster=request.cluster, overrides=request.overrides)
     recipe = next((one.partition("=")[2] for one in request.overrides if one.startswith("recipe=")), "")
     target = f"{path}::{recipe}" if recipe and path.suffix == ".py" else str(path)

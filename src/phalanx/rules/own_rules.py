@@ -112,14 +112,15 @@ def collect_own_rules(
     instead, with the reason: it must not end the check of the other rules.
     """
     found: dict[str, Rule] = {}
-    for source in given:
+    for source in (given,) if isinstance(given, str) else given:
         for rule in _rules_of(source, Path()):
             _add_rule(found, rule)
     left_out: list[LeftOut] = []
     for name in job_names:
         if not allow_code:
             what = f"{name} was not run: code that a job file names needs your consent"
-            left_out.append(LeftOut(name=name, what=what, fix="read it, then give --allow-code", is_fault=False))
+            fix = "read it, then give --allow-code (allow_code=True in Python)"
+            left_out.append(LeftOut(name=name, what=what, fix=fix, is_fault=False))
             continue
         _add_or_leave(found, left_out, name, lambda name=name: _rules_of(name, folder))  # type: ignore[misc]
     for name, rules, problem in installed_rules():

@@ -112,6 +112,9 @@ class Rule:
     profiles: tuple[str, ...] = ()  # where it applies; empty is everywhere
     origin: str = ""  # of a user's own rule: where it comes from; empty for rules of the edition
 
+    def __repr__(self) -> str:
+        return f"<Rule {self.id} {self.slug} ({self.severity})>"
+
     @property
     def group(self) -> str:
         """The letters of the id."""

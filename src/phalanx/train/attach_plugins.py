@@ -22,12 +22,22 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from phalanx.errors import UserError, mistake
-from phalanx.job.plugin_reference import SOURCE_MODULE
+from phalanx.io.code_names import missing_code, missing_entry_point
+from phalanx.job.plugin_reference import MODEL_GROUP, PLUGIN_GROUPS, SOURCE_MODULE, PluginReference, list_references
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
+from phalanx.train.callbacks import Callback
 from phalanx.train.plugins import ATTRIBUTES, STATE
 
 PlanOrJob = TypeVar("PlanOrJob", Plan, Job)
+_WANTED = {  # what each kind may be, besides a reference
+    "callbacks": "an object or subclass of phalanx.Callback, or a function that makes one",
+    "loss": "a function of logits and targets",
+    "optimizer": "a class or function that makes an optimizer",
+    "data": "a class, a function that makes the data, or an object of a class of your own",
+    "model": "a class or function that makes the model",
+    "metrics": "a function of logits and targets",
+}
 
 
 def attach_plugins(
@@ -46,6 +56,7 @@ def attach_plugins(
     `functools.partial` carries keyword arguments. Raises UserError for what cannot reach another process.
     """
     job: Job = plan_or_job.job if isinstance(plan_or_job, Plan) else plan_or_job
+    _check_lists(callbacks=callbacks, metrics=metrics)
     writer: _SourceWriter = _SourceWriter(job.plugins.source)
     plugins = dataclasses.replace(
         job.plugins,
@@ -65,6 +76,28 @@ def attach_plugins(
     return dataclasses.replace(plan_or_job, job=job) if isinstance(plan_or_job, Plan) else job
 
 
+def _check_lists(**given: Any) -> None:
+    """A single callback or metric where a list of them belongs is told of, rather than taken apart."""
+    for key, value in given.items():
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            shown = repr(value) if isinstance(value, str) else type(value).__name__
+            raise mistake(key, f"{shown[:60]} is no list", fix=f"give a list, also of one: {key}=[…]")
+
+
+def without_plugins(job: Job, keys: Iterable[str]) -> Job:
+    """The job without its plug-ins of these keys, as `attach_plugins` names them, or source that only they used."""
+    several, dropped = ("callbacks", "metrics"), set(keys)
+    if not dropped:
+        return job
+    model = dataclasses.replace(job.model, module="") if "model" in dropped else job.model
+    empty: dict[str, Any] = {key: () if key in several else "" for key in dropped - {"model"}}
+    plugins = dataclasses.replace(job.plugins, **empty)
+    left = [model.module, *(text for _, text in list_references(plugins))]
+    if not any(text.startswith(f"{SOURCE_MODULE}:") for text in left):
+        plugins = dataclasses.replace(plugins, source=())
+    return dataclasses.replace(job, plugins=plugins, model=model)
+
+
 class _SourceWriter:
     """Makes references; what lives in no file that can be imported again is gathered as source."""
 
@@ -78,9 +111,9 @@ class _SourceWriter:
         return [*self._imports, *self._text]
 
     def reference(self, thing: Any, kind: str) -> str:
-        """The reference of an object."""
+        """The reference of an object; raises UserError for what cannot be a plug-in of that kind."""
         if isinstance(thing, str):
-            return thing
+            return _found_reference(thing, kind)
         if isinstance(thing, functools.partial):
             if thing.args:
                 raise self._plugin_refused(
@@ -89,9 +122,28 @@ class _SourceWriter:
             return self._with_arguments(
                 self.reference(thing.func, kind), self._checked_json(thing.keywords, thing.func, kind)
             )
+        self._check_kind(thing, kind)
         if inspect.isclass(thing) or inspect.isfunction(thing):
             return self._place_reference(thing, kind)
         return self._instance_reference(thing, kind)
+
+    def _check_kind(self, thing: Any, kind: str) -> None:
+        """Refuses here what every rank would refuse after it has started."""
+        if inspect.isfunction(thing):
+            return
+        is_class = inspect.isclass(thing)
+        cls = thing if is_class else type(thing)
+        if kind == "callbacks":
+            fits = issubclass(cls, Callback)
+        elif is_class:
+            fits = True
+        else:  # values and files of Python itself hold nothing that another process could load
+            fits = cls.__module__.partition(".")[0] not in sys.stdlib_module_names and (
+                kind == "data" or (kind in ("loss", "metrics") and callable(thing))
+            )
+        if not fits:
+            shown = f"the class {cls.__name__}" if is_class else f"of type {cls.__name__}"
+            raise self._plugin_refused(str(thing)[:60], kind, shown, f"give {_WANTED[kind]}")
 
     def _instance_reference(self, thing: Any, kind: str) -> str:
         cls = type(thing)
@@ -193,6 +245,23 @@ class _SourceWriter:
             why="ranks are processes of their own, and load it by name or from its source",
             fix=fix,
         )
+
+
+def _found_reference(text: str, kind: str) -> str:
+    """A reference in words, with its file as an absolute path: ranks start in another folder than the caller's."""
+    key = "model.module" if kind == "model" else f"plugins.{kind}"
+    reference = PluginReference.parse(text, key=key)
+    if reference.place == SOURCE_MODULE:
+        return text
+    if reference.place:
+        problem = missing_code(f"{reference.place}:{reference.name}", Path().resolve())
+    else:
+        problem = missing_entry_point(reference.name, {**PLUGIN_GROUPS, "model": MODEL_GROUP}[kind])
+    if problem is not None:
+        what, fix = problem
+        raise mistake(key, what, fix=fix.replace("relative to the job file", "relative to this folder"))
+    is_file = reference.place.endswith(".py")
+    return f"{Path(reference.place).resolve()}{text.strip()[len(reference.place) :]}" if is_file else text
 
 
 def _is_installed(module: str) -> bool:

@@ -256,7 +256,7 @@ def code_refused(key: str, text: str) -> UserError:
         key,
         f"{text!r} is code that this job wants to run",
         why="a job file from a stranger could do anything with your account",
-        fix="read it, then give --allow-code",
+        fix="read it, then give --allow-code (allow_code=True in Python)",
     )
 
 

@@ -231,15 +231,18 @@ def check_trainable(plan: Plan) -> None:
         raise UserError(problems)
 
 
-def check_code(job: Job, *, allowed: bool) -> None:
-    """A job that brings its own code needs a word of the person who runs it."""
+def check_code(job: Job, *, allowed: bool, or_else: str = "") -> None:
+    """A job that brings its own code needs a word of the person who runs it; `or_else` is another cure."""
     keys = needs_consent(job)
     if keys and not allowed:
-        raise UserError([problem for key in keys for problem in code_refused(key, _value_text(job, key)).problems])
+        found = [problem for key in keys for problem in code_refused(key, _value_text(job, key)).problems]
+        raise UserError([dataclasses.replace(one, fix=f"{one.fix}{or_else}") for one in found])
 
 
 def _value_text(job: Job, key: str) -> str:
     section, _, name = key.partition(".")
+    if key == "plugins.source":
+        return f"{plural(len(job.plugins.source), 'line')} of Python"
     value = getattr(getattr(job, section), name)
     return value if isinstance(value, str) else ", ".join(value)
 

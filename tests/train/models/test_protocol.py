@@ -169,7 +169,7 @@ def test_code_is_not_run_unless_allowed(folder: Path) -> None:
     assert str(caught.value).splitlines() == [
         'model mine: model.module = "my_model.py:build" names code to run',
         "  a job file somebody else wrote could do anything that way",
-        "  read that code, then say --allow-code",
+        "  read that code, then give --allow-code (allow_code=True in Python)",
     ]
     assert not Path("ran").exists()
 

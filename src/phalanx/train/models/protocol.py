@@ -60,7 +60,7 @@ def build_model(shape: ModelShape, *, allow_code: bool = False, folder: Path = P
             f"model {shape.name}",
             f'model.module = "{shape.module}" names code to run',
             why="a job file somebody else wrote could do anything that way",
-            fix="read that code, then say --allow-code",
+            fix="read that code, then give --allow-code (allow_code=True in Python)",
         )
     build = _find_constructor(shape.module, folder)
     model = _call_constructor(build, shape, seed)
