@@ -36,6 +36,14 @@ def test_schedules_write_an_order_and_go_on(tmp_path: Path, capsys: pytest.Captu
     assert "is the archive of another problem" in capsys.readouterr().err
 
 
+def test_the_fastest_kernel_has_passed_the_guard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["evolve", "kernels", "--device", "cpu", "--tokens", "64", "--width", "64", "--evaluations", "2", "--json"]
+    assert main([*call, "--archive", str(tmp_path / "k.jsonl"), "--out", str(tmp_path / "fastest.py")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["guard"].startswith("passed, ")
+    assert (tmp_path / "fastest.py").read_text() == found["source"]
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
