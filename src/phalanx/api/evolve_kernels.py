@@ -40,7 +40,7 @@ class EvolvedKernels(PublicResult):
     op: str
     device: str
     search: FinishedSearch
-    source: str  # of the fastest; empty where none was right
+    source: str  # of the fastest; empty where none was right, or the guard refused them
     light_share: float | None
     first_share: float | None  # of the first that was right
     guard: str  # what `phalanx kernels verify` says of the fastest; empty where there is none, or after Ctrl-C
@@ -67,7 +67,8 @@ class EvolvedKernels(PublicResult):
     def write(self, path: str | Path) -> None:
         """Write the fastest as a file that `phalanx kernels verify` takes."""
         if not self.source:
-            raise mistake(WHERE, "no kernel was right, so there is none to write", fix="search on")
+            why = f"the guard {self.guard}" if self.guard else ""
+            raise mistake(WHERE, "no kernel was right, so there is none to write", why=why, fix="search on")
         write_text(Path(path), self.source, fix="name another --out")
 
     def __str__(self) -> str:
@@ -145,16 +146,16 @@ def kernels(
         tell=tell,
     )
     elites = sorted((found.archive.entries[one] for one in found.archive.elites.values()), key=lambda one: -one.fitness)
-    best, guard = found.archive.best(), ""
+    best, guard, is_refused = found.archive.best(), "", False
     if elites and not found.exit_code:
         passed, guard = _judge_fastest(op, place, [problem.source(one.genome) for one in elites[:MOST_JUDGED]], tell)
-        best = elites[passed] if passed is not None else None
+        best, is_refused = (elites[passed], False) if passed is not None else (best, True)
     first = next((one for one in found.archive.entries if one.outcome.fitness is not None), None)
     return EvolvedKernels(
         op=op,
         device=place,
         search=found,
-        source=problem.source(best.genome) if best else "",
+        source=problem.source(best.genome) if best and not is_refused else "",
         light_share=best.fitness if best else None,
         first_share=first.fitness if first else None,
         guard=guard,

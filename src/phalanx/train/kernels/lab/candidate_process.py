@@ -111,8 +111,7 @@ def _serve_candidate(link_file: int, block_file: int, settings: dict[str, Any]) 
         data = map_cuda(settings["cuda"])
     _warm_up(device)
     if settings["cache"] and sys.modules.get("triton") is not None:
-        # Its driver asks a program where libcuda is, once.
-        sys.modules["triton"].runtime.driver.active.utils  # type: ignore[attr-defined]  # noqa: B018
+        _start_triton(sys.modules["triton"])
     barriers = _lock_in(settings, device)
     _watch_events(block, settings, device)
     before = _names_now()
@@ -160,6 +159,14 @@ def _warm_up(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.Event(enable_timing=True).record()
         torch.cuda.synchronize()
+
+
+def _start_triton(triton: Any) -> None:
+    """Its driver asks a program where libcuda is, and the key of every compiled kernel asks ptxas for its version: both
+    are asked once in a process, and a candidate's may start no program."""
+    active = triton.runtime.driver.active
+    active.utils  # noqa: B018
+    triton.compiler.compiler.make_backend(active.get_current_target()).hash()
 
 
 class _Identity(torch.autograd.Function):
