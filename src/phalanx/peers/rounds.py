@@ -37,7 +37,7 @@ class RoundKeeper:
         self._sending: list[asyncio.Task[None]] = []
         self._results: dict[int, Attempt] = {}
         self._newest: Key = (0, 0, 0)
-        self._wanted: dict[int, list[str]] = {}  # rounds that are asked for, and whom to ask next
+        self._wanted: dict[int, list[str]] = {}  # rounds that are asked for, and who may have them, the next first
         self._moved_at = time.monotonic()
         self._begun = asyncio.Event()
         self._calls = 0
@@ -150,7 +150,8 @@ class RoundKeeper:
                 self.fail_pending(message.reason)
         elif isinstance(message, say.ResultRequest):
             self._node.spawn(self._hand_out(peer, message.round_number))
-        elif isinstance(message, say.ResultForgotten) and message.round_number in self._wanted:
+        elif isinstance(message, say.ResultForgotten) and peer in self._wanted.get(message.round_number, ()):
+            self._wanted[message.round_number].remove(peer)
             self._ask(message.round_number)
 
     def _begin(self, plan: RoundPlan) -> None:
@@ -334,7 +335,8 @@ class RoundKeeper:
         elif pending.round_number < view.next_round:
             attempt = self._results.get(pending.round_number)
             if attempt is None:
-                self._ask(pending.round_number)
+                if pending.round_number not in self._wanted:  # else it was asked for, and `tick` asks again
+                    self._ask(pending.round_number)
             else:
                 pending.future.set_result(self._success(pending, attempt))
 
@@ -358,15 +360,17 @@ class RoundKeeper:
     # ---- results that others hold -----------------------------------------------------------------------------------
 
     def _ask(self, number: int) -> None:
-        """Ask the next member for a committed result; after the last, this peer is behind."""
+        """Ask the next member that may have a committed result; when nobody is left who may, we are behind."""
         node = self._node
         if number not in self._wanted:
             holders = self._node.views.installed.holders if self._node.views.installed else []
             others = [peer for peer in node.view.ids if peer != node.me]
             self._wanted[number] = sorted(others, key=lambda peer: (peer not in holders, peer != node.view.leader))
-        left = self._wanted[number]
+        left = self._wanted[number] = [peer for peer in self._wanted[number] if node.view.member(peer) is not None]
         if left:
-            node.links.post(left.pop(0), say.ResultRequest(round_number=number))
+            self._moved_at = time.monotonic()  # it has as long as anybody to answer
+            left.append(left.pop(0))  # one that does not answer is slow, and asked again after the others
+            node.links.post(left[-1], say.ResultRequest(round_number=number))
             return
         del self._wanted[number]
         if self.pending is not None and self.pending.round_number == number:
