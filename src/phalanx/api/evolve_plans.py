@@ -118,6 +118,7 @@ def plans(
     search goes on.
     Raises UserError for an archive of another problem.
 
+    >>> import phalanx
     >>> found = phalanx.evolve.plans("examples/llama-3-8b-64xH100.toml", "8xH100:2", evaluations=50)
     >>> len(found.answers), found.search.archive.best() is not None
     (9, True)

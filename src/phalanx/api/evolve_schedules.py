@@ -138,6 +138,7 @@ def schedules(
     backward in two halves, the second of which takes `weight_share` of it. The trainer runs what is found as
     `parallel.order`. Raises UserError for an archive of another pipeline.
 
+    >>> import phalanx
     >>> found = phalanx.evolve.schedules(stages=2, micro_batches=4, evaluations=60)
     >>> found.best.step <= min(row.step for row in found.rows)
     True
