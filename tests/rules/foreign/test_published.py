@@ -173,7 +173,7 @@ def converted(case: Published) -> ConvertedConfig:
 
 
 def test_every_file_of_the_folder_is_a_case() -> None:
-    assert {case.file for case in CASES} == {path.name for path in DATA.iterdir()}
+    assert {case.file for case in CASES} == {path.name for path in DATA.iterdir() if path.is_file()}
     assert {case.trainer for case in CASES} == set(TRAINERS)
 
 

@@ -247,7 +247,8 @@ def wait_for_ranks(
         failed = sorted(name for name in here if name.endswith(".failed"))
         if failed:
             text = draft.read_notes(failed[:1], most_bytes=NOTE_BYTES)[0].decode("utf-8", "replace")
-            what = f"step {step} is not saved: {failed[0].removesuffix('.failed')} gave up: {text}"
+            why = text or "no space to say why"
+            what = f"step {step} is not saved: {failed[0].removesuffix('.failed')} gave up: {why}"
             raise SystemFailure(Problem(where=str(draft.location), what=what, why="the checkpoint before it is intact"))
         missing = [rank for rank, name in enumerate(wanted) if name not in here]
         if not missing:
@@ -299,8 +300,11 @@ def _clean_up(draft: CheckpointDraft, rank: int, error: BaseException) -> None:
         text = error.problems[0].render().splitlines()[0]
     else:
         text = f"{type(error).__name__}: {error}"
-    with suppress(OSError):
-        draft.note(paths.failed_name(rank), text.encode()[:NOTE_BYTES])
+    # An empty note fits on a full disk: without any, rank 0 would wait for this rank, and the training for rank 0.
+    for note in (text.encode()[:NOTE_BYTES], b""):
+        with suppress(OSError):
+            draft.note(paths.failed_name(rank), note)
+            return
 
 
 def _save_failure(draft: CheckpointDraft, step: int, error: OSError) -> SystemFailure:

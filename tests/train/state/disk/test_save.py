@@ -159,15 +159,26 @@ def test_a_full_disk_leaves_the_commit_before_and_no_half(kit, saved, monkeypatc
     assert newest_checkpoint(saved, verify=True).step == 300
 
 
-def test_rank_0_hears_at_once_of_a_rank_that_gave_up(kit, tmp_path, monkeypatch):
+@pytest.mark.parametrize("has_room_for_note", [True, False])
+def test_rank_0_hears_at_once_of_a_rank_that_gave_up(kit, tmp_path, monkeypatch, has_room_for_note):
+    write_bytes = Path.write_bytes
+
+    def write_nothing(path, data):
+        if data:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_bytes(path, data)
+
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", FullDisk(100))
+        if not has_room_for_note:
+            patch.setattr(Path, "write_bytes", write_nothing)
         with pytest.raises(SystemFailure):
             save_checkpoint(tmp_path, step=1, attempt="a", shards=shards(kit), meta={}, rank=1, world=2)
     assert names(tmp_path / ".tmp-step-00000001-a") == ["rank-00001.failed"]
     with pytest.raises(SystemFailure) as caught:
         save_checkpoint(tmp_path, step=1, attempt="a", shards=[], meta={}, rank=0, world=2)
-    assert "step 1 is not saved: rank-00001 gave up: No space left on device" in str(caught.value)
+    why = "No space left on device" if has_room_for_note else "no space to say why"
+    assert f"step 1 is not saved: rank-00001 gave up: {why}" in str(caught.value)
     assert names(tmp_path) == []
 
 
