@@ -86,3 +86,11 @@ def test_what_may_be_repeated() -> None:
     assert found.overrides == ["a.b=1", "a.c=2", "a.b=1"]
     assert parser.parse_args(["job.toml", "--steps", "5"]).steps == 5, "a parser may be used again"
     assert parser.parse_args(["job.toml", "--steps", "6"]).steps == 6
+
+
+def test_a_verb_of_a_verb_says_what_it_does() -> None:
+    parser = Parser(prog="phalanx")
+    verbs = parser.add_subparsers()
+    assert verbs.add_parser("build", help="build a dataset").description == "build a dataset"
+    assert verbs.add_parser("verify").description is None
+    assert verbs.add_parser("show", help="short", description="longer").description == "longer"

@@ -45,6 +45,14 @@ class OnOff(argparse.BooleanOptionalAction):
         super().__call__(parser, namespace, values, option_string)
 
 
+class VerbAction(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """Verbs of a verb: what the list of them says of one is also the first sentence of its own help."""
+
+    def add_parser(self, name: str, **settings: Any) -> Any:
+        """As argparse does; a verb without `help` is not listed, and has no such sentence."""
+        return super().add_parser(name, **{"description": settings.get("help"), **settings})
+
+
 class Parser(argparse.ArgumentParser):
     """Raises UserError instead of printing usage and exiting.
 
@@ -57,6 +65,10 @@ class Parser(argparse.ArgumentParser):
         self.register("action", None, StoreOnce)
         self.register("action", "store", StoreOnce)
         self.given: dict[str, str] = {}  # destination -> how it was given, in the call that is being parsed
+
+    def add_subparsers(self, **settings: Any) -> Any:
+        """Verbs that describe themselves."""
+        return super().add_subparsers(**{"action": VerbAction, **settings})
 
     def parse_known_args(  # type: ignore[override]  # overloads of the parent, of which none is ours
         self, args: Sequence[str] | None = None, namespace: Any = None
