@@ -43,7 +43,7 @@ from phalanx.elastic.coordinator_actions import Coordinator
 from phalanx.elastic.coordinator_memory import CoordinatorMemory, known_coordinator
 from phalanx.elastic.coordinator_plan import CoordinatorPlan
 from phalanx.elastic.coordinator_state import SavedState, Send
-from phalanx.elastic.decide import RECONNECT_S
+from phalanx.elastic.decide_silence import RECONNECT_S
 from phalanx.elastic.file_election import FileElection, Watched, read_sign
 from phalanx.elastic.handshake import make_secret
 from phalanx.elastic.heartbeat_board import WATCHER_SIGN_S, sign_every_s
