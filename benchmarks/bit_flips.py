@@ -34,10 +34,10 @@ from phalanx.io.checksums import CHECKSUMS, file_sha256, verify_checksums, write
 from phalanx.record.events import read_events
 from phalanx.record.run import create_run
 from phalanx.record.run_settings import SETTINGS
-from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
-from phalanx.train.data.dataset import TokenDataset
+from phalanx.train.data.build_dataset import Recipe, TextOrigin, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import BuildProgress
+from phalanx.train.data.token_samples import TokenDataset
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.restore import load_shards
 from phalanx.train.state.save import save_checkpoint

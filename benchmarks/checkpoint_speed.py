@@ -29,7 +29,7 @@ from phalanx.hardware.failures import failures_per_host_day
 from phalanx.plan.reliability import daly_interval
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.async_saver import AsyncSaver
-from phalanx.train.state.index import RankIndex, StoredShard, decode_json, encode_rank_index
+from phalanx.train.state.checkpoint_index import RankIndex, StoredShard, decode_json, encode_rank_index
 from phalanx.train.state.reader import newest_checkpoint
 from phalanx.train.state.restore import find_restore_route, load_shards
 from phalanx.train.state.shards import Region, owned_shards

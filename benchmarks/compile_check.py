@@ -135,7 +135,7 @@ def main() -> int:
 
 def write_inputs(folder: Path) -> None:
     """A job and a small text to learn."""
-    from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
+    from phalanx.train.data.build_dataset import Recipe, TextOrigin, build_dataset
     from phalanx.train.data.documents import Reading
     from phalanx.train.data.progress import BuildProgress
 

@@ -31,7 +31,7 @@ from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
 from phalanx.train.models.decoder import Decoder
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 
 SHAPE = ModelShape(name="small", layers=6, hidden=384, heads=6, kv_heads=2, head_dim=64, ffn=1024, vocab=8192)
 SEQUENCE, BATCH, MICRO, RANKS = 256, 16, 8, 2  # no accumulation: all three then move the same bytes

@@ -21,7 +21,7 @@ import numpy as np
 
 from phalanx.job.dataset import BLOCK_BYTES, DatasetManifest, Source, digest_blocks
 from phalanx.job.dataset import Shard as TokenFile
-from phalanx.train.data.dataset import TokenDataset
+from phalanx.train.data.token_samples import TokenDataset
 
 
 def build(folder: Path, tokens: int) -> DatasetManifest:

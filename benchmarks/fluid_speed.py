@@ -17,7 +17,7 @@ import numpy as np
 
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim import fluid, routes, traffic_matrix
-from phalanx.sim.packets.run import run_connections
+from phalanx.sim.packets.packet_run import run_connections
 from phalanx.sim.packets.transport import HTSIM
 
 FULL = 131_072

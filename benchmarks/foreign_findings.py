@@ -23,8 +23,8 @@ from typing import Any
 def check_folder(folder: Path, out: Path, cluster: str | None, share: float, seed: int) -> list[dict[str, Any]]:
     """One row per file or recipe: exit code, seconds of CPU, findings about the file; written after each repository."""
     from phalanx.errors import PhalanxError
-    from phalanx.rules.api import check
     from phalanx.rules.project import ProjectConfig, find_files, recipe_targets
+    from phalanx.rules.specification import check
 
     chosen = random.Random(seed)
     rows: list[dict[str, Any]] = []

@@ -36,7 +36,7 @@ from phalanx.job.load import load
 from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, create_run
-from phalanx.train.data.shards import ShardWriter
+from phalanx.train.data.shard_writer import ShardWriter
 from phalanx.train.engine import Engine
 from phalanx.train.rank_control import RankControl
 from phalanx.train.rank_training import train_rank

@@ -27,7 +27,7 @@ from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
 from phalanx.train.kernels.engine_kernels import kernel_lines
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 
 PEAK_FLOPS = 989e12
 BATCH_TOKENS = 65536

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from phalanx.train.kernels.catalog import load_all
 from phalanx.train.kernels.kernel_op import KernelOp, Shape
+from phalanx.train.kernels.operations import load_all
 from phalanx.train.kernels.selector import fastest_variant, is_right, time_call, timed_call
 
 MEMORY_BYTES_S, PEAK_FLOPS = 4.8e12, 989e12

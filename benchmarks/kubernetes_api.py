@@ -25,7 +25,7 @@ from control_plane import ControlPlane
 from phalanx.launch.k8s import KubernetesSystem
 from phalanx.launch.kube.client import KubeClient
 from phalanx.launch.operate.kube_health import check_nodes
-from phalanx.launch.request import LaunchRequest
+from phalanx.launch.resource_request import LaunchRequest
 from phalanx.launch.settings import LaunchSettings
 
 OURS = (

@@ -209,7 +209,7 @@ def one_rank(subject: Subject, place: int) -> dict[str, Any]:
     from phalanx.train.engine import Engine
     from phalanx.train.parallel.expert import balance_routing
     from phalanx.train.parallel.pipeline import assume_static
-    from phalanx.train.settings import Settings
+    from phalanx.train.rank_settings import Settings
     from phalanx.train.tracing.traced_step import constant_values
 
     warnings.simplefilter("ignore")

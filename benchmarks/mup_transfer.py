@@ -30,7 +30,7 @@ from phalanx.job.schema import Data, Optim, Scale
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
 from phalanx.train.leave import forget_groups
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 
 HEAD, VOCAB = 16, 512
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626")
@@ -95,7 +95,7 @@ def made_up_batches(steps: int, *, batch: int, sequence: int, vocab: int, seed: 
 def corpus_batches(steps: int, *, batch: int, sequence: int) -> list[np.ndarray]:
     """The offline corpus, which is built first if it is not there."""
     from phalanx.train.data.corpus import ensure_dataset
-    from phalanx.train.data.dataset import TokenDataset
+    from phalanx.train.data.token_samples import TokenDataset
 
     data = TokenDataset.open(list(ensure_dataset(Data(corpus="offline-english"), Path(), vocab=VOCAB)), "train")
     chosen = np.random.default_rng(0).permutation(data.num_samples(sequence))[: steps * batch]

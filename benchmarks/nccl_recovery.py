@@ -108,7 +108,7 @@ CASES = (
 
 def make_job(folder: Path) -> Path:
     """The job of the drills on a small text of its own."""
-    from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
+    from phalanx.train.data.build_dataset import Recipe, TextOrigin, build_dataset
     from phalanx.train.data.documents import Reading
     from phalanx.train.data.progress import BuildProgress
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim.fabric_links import links_of
-from phalanx.sim.packets.faults import FabricFault
+from phalanx.sim.packets.link_faults import FabricFault
+from phalanx.sim.packets.packet_run import run_connections
 from phalanx.sim.packets.roce_run import roce_routes
-from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.transport import MRC, ROCE, ROCE_PFC, Roce, Transport
 from phalanx.sim.traffic_matrix import make_flows, permutation, shift
 

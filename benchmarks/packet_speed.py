@@ -19,8 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_types import Fabric
+from phalanx.sim.packets.packet_run import run_connections
 from phalanx.sim.packets.result import PacketResult
-from phalanx.sim.packets.run import run_connections
 from phalanx.sim.packets.transport import HTSIM, Transport
 from phalanx.sim.traffic_matrix import make_flows, permutation
 

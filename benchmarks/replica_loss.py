@@ -257,7 +257,7 @@ def replay(path: Path) -> dict[str, dict[int, float]]:
     from phalanx.train.data.batches import IGNORED, BatchPlan
     from phalanx.train.data.sources import open_batches
     from phalanx.train.engine import Engine
-    from phalanx.train.settings import Settings
+    from phalanx.train.rank_settings import Settings
 
     plan = Plan.from_json((path / "plan.json").read_text())
     job, layout = plan.job, plan.layout
@@ -346,7 +346,7 @@ def _as_dict(trial: Trial) -> dict[str, float | None]:
 
 def prepare(folder: Path) -> None:
     """A job and its data."""
-    from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
+    from phalanx.train.data.build_dataset import Recipe, TextOrigin, build_dataset
     from phalanx.train.data.documents import Reading
     from phalanx.train.data.progress import BuildProgress
 

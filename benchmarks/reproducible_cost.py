@@ -16,7 +16,7 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.verify.ranks import run_ranks
 
 SHAPE = ModelShape(

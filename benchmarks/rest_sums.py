@@ -18,7 +18,7 @@ from phalanx.job.model import ModelShape
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
 from phalanx.train.guard.divergence import ReplicaGuard
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.verify.ranks import run_ranks
 from phalanx.train.verify.trial import Trial, make_batch
 

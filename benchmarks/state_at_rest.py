@@ -28,7 +28,7 @@ from phalanx.train.engine import Engine
 from phalanx.train.guard.divergence import ReplicaGuard
 from phalanx.train.guard.memory_sums import load_kernel
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.step_result import MemoryChanged
 
 

@@ -35,7 +35,7 @@ from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
 from phalanx.record.events import EventWriter
 from phalanx.train.engine import Engine
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.step_result import StepResult
 from phalanx.train.telemetry.monitor import PeerRendezvous, meet_peers, monitored_rank
 from phalanx.train.telemetry.noise import LocalNorms, NoiseScale

@@ -3,7 +3,8 @@
     python benchmarks/torch_compile_errors.py        # CPU, gloo, two processes; about a minute
 
 Seen on 2026-11-16. torch 2.11: the gradient through a filled tensor is 0.0. torch 2.13: the loss over a split
-vocabulary is off by 0.6 on the second start. `train/parallel/wire.py` and `train/parallel/compiling.py` keep them away.
+vocabulary is off by 0.6 on the second start. `train/parallel/exchanges.py` and `train/parallel/compiling.py` keep
+them away.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from phalanx.job.load import load
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress
 from phalanx.train.state.replica_server import ReplicaServer
 from phalanx.train.verify.ranks import run_ranks

@@ -70,7 +70,7 @@ def dashboard(runs: Path, *, token: str | None = None) -> Iterator[Dashboard]:
     """Serve a folder of runs, or one run, until the block ends."""
     from phalanx.io.listen import Address, bound_address, open_socket
     from phalanx.web.app import AccessPolicy
-    from phalanx.web.guard import AccessKey
+    from phalanx.web.request_guard import AccessKey
     from phalanx.web.run_store import open_run_store
     from phalanx.web.serve import allowed_hosts, serving
 

@@ -159,17 +159,17 @@ def readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
     from phalanx.network.fabric.switch_catalogue import read_catalogue
     from phalanx.plan.calibrate import read_calibration
     from phalanx.plan.plan import Plan
-    from phalanx.record.drill import read_record
+    from phalanx.record.drill_record import read_record
     from phalanx.record.secret import read_secret
     from phalanx.rules.foreign.config_files import read_tree
-    from phalanx.rules.foreign.shell.launch import read_script
+    from phalanx.rules.foreign.shell.training_command import read_script
     from phalanx.sim.htsim.connection_matrix import read_cm
     from phalanx.sim.htsim.topology import read_topo
     from phalanx.sim.traffic_matrix import read_matrix
     from phalanx.train.data.tokenizer import load_tokenizer
     from phalanx.train.models.hf_weights import check_hf
-    from phalanx.train.state.index import DamagedCheckpoint, RankFiles, read_rank_index
-    from phalanx.train.state.index import read_manifest as read_commit
+    from phalanx.train.state.checkpoint_index import DamagedCheckpoint, RankFiles, read_rank_index
+    from phalanx.train.state.checkpoint_index import read_manifest as read_commit
     from phalanx.train.state.storage import open_folder
     from phalanx.validate.network_claims import is_network_table, read_claims
     from phalanx.validate.throughput_table import read_table

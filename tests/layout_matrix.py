@@ -18,7 +18,7 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import SECTIONS, Batch, Data, Job, Parallel, Precision, Train
 from phalanx.plan.layout import Layout
 from phalanx.plan.trainable import splits_backward, trainer_problems
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.verify.compare import OutcomeComparison, Tolerances, compare_outcomes
 from phalanx.train.verify.small_trial import GENTLE_LR, reference_trial
 from phalanx.train.verify.trial import Trial, TrialOutcome

@@ -159,6 +159,27 @@ def test_no_two_classes_share_a_name() -> None:
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
+# A verb of the command line is named as the module it calls; the others of one name do the same thing elsewhere.
+ALIKE_FILES = {"adamw", "html", "preflight", "probe", "settings", "text", "timeline"}
+
+
+def test_files_of_one_name_are_alike() -> None:
+    """Who reads `node.py:71` in a traceback or a commit knows which file that is."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "src/phalanx").rglob("*.py")):
+        if path.stem not in ("__init__", "__main__") and path.parent.name != "cli":
+            found.setdefault(path.stem, []).append(str(path.relative_to(ROOT)))
+    assert found
+    assert {name: places for name, places in found.items() if len(places) > 1 and name not in ALIKE_FILES} == {}
+
+
+def test_source_files_named_in_the_manual_of_simulation_exist() -> None:
+    names = {path.name for folder in ("src", "benchmarks", ".ci") for path in (ROOT / folder).rglob("*.py")}
+    for page in [*sorted(DOCS.glob("simulation/*.md")), DOCS / "planning.md", DOCS / "development.md"]:
+        said = set(re.findall(r"\b([a-z_0-9]+\.py)\b", page.read_text(encoding="utf-8"))) - {"file.py", "conftest.py"}
+        assert {name for name in said if name not in names and not name.startswith("test_")} == set(), page.name
+
+
 def test_unclear_names_are_found() -> None:
     tree = ast.parse("class Wishes:\n    told: int\n    def hearing(self, story): self._room = self._hall = 1\n")
     found = {name for _, name in defined_names(tree) if is_unclear(name)}

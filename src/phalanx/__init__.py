@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from phalanx.job.schema import Job
     from phalanx.plan.plan import Plan
     from phalanx.record.run import Run
-    from phalanx.rules.judge import CheckReport, Finding
+    from phalanx.rules.run_rules import CheckReport, Finding
     from phalanx.train.callbacks import Callback
 
     __version__: str
@@ -89,7 +89,7 @@ _HOMES = {
     "phalanx.job.schema": ("Job",),
     "phalanx.plan.plan": ("Plan",),
     "phalanx.record.run": ("Run",),
-    "phalanx.rules.judge": ("CheckReport", "Finding"),
+    "phalanx.rules.run_rules": ("CheckReport", "Finding"),
     "phalanx.train.callbacks": ("Callback",),
 }
 _PACKAGES = ("launch", "metrics", "plan", "rules", "train", "web")  # public functions whose name is a subpackage's too

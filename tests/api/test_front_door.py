@@ -107,8 +107,8 @@ def test_exceptions_are_one_tree() -> None:
 def test_packages_that_are_functions_stay_both(first: str) -> None:
     """Whichever is imported first: the subpackage, a module of it, or the front door."""
     code = (
-        f"{first}\nimport phalanx, phalanx.plan.text, phalanx.rules.judge, phalanx.train.prepare\n"
-        "assert phalanx.plan.text.WIDTH and phalanx.rules.judge.CheckReport and phalanx.train.prepare.load_job\n"
+        f"{first}\nimport phalanx, phalanx.plan.text, phalanx.rules.run_rules, phalanx.train.prepare\n"
+        "assert phalanx.plan.text.WIDTH and phalanx.rules.run_rules.CheckReport and phalanx.train.prepare.load_job\n"
         "assert len(phalanx.rules('CKP').rules) > 3\n"
         "print(phalanx.plan('examples/llama-3-8b-64xH100.toml', cluster='8xH100:1', calibration=None).layout.devices)"
     )

@@ -35,7 +35,7 @@ def only_row_norm(server: CandidateServer, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         "phalanx.train.kernels.lab.candidate_server.CandidateServer", lambda: contextlib.nullcontext(server)
     )
-    monkeypatch.setattr("phalanx.train.kernels.catalog.MODULES", ())
+    monkeypatch.setattr("phalanx.train.kernels.operations.MODULES", ())
     monkeypatch.setattr("phalanx.train.kernels.kernel_op.KERNELS", KERNELS)
     for name in list(KERNELS):
         monkeypatch.delitem(KERNELS, name)

@@ -18,7 +18,7 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.elastic import local_launch as client
 from phalanx.record.run import open_run
-from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
+from phalanx.train.data.build_dataset import Recipe, TextOrigin, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import BuildProgress
 

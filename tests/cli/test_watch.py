@@ -28,7 +28,7 @@ from phalanx.record.account.summary import Pair
 from phalanx.record.report.live import View, Watcher
 from phalanx.record.run import Run
 from phalanx.record.run_lock import SILENT_S
-from phalanx.rules.live import LiveCheck
+from phalanx.rules.live_check import LiveCheck
 
 Output = pytest.CaptureFixture[str]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from phalanx.elastic import gpus
 from phalanx.errors import Problem, UserError
 from phalanx.hardware.catalog import find_accelerator
-from phalanx.hardware.local import allowed_ranks
+from phalanx.hardware.this_machine import allowed_ranks
 from phalanx.hardware.types import Gpu, Machine
 from phalanx.plan.plan import Plan
 from phalanx.train import prepare

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from phalanx.record.events import read_events
-from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
+from phalanx.train.data.build_dataset import Recipe, TextOrigin, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import BuildProgress
 

@@ -19,7 +19,7 @@ from phalanx.record.archive.history import RunHistory
 from phalanx.record.event_schema import event_fields, load_schema
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run
-from phalanx.rules.api import check
+from phalanx.rules.specification import check
 from phalanx.validate.calibration_report import calibrate_run
 
 JOB = """\

@@ -6,8 +6,8 @@ import pytest
 
 from phalanx.errors import SystemFailure, UserError
 from phalanx.hardware.cluster import resolve_cluster
-from phalanx.hardware.local import machine_cluster
 from phalanx.hardware.probe import MachineProfile, load_profile, save_profile, usual_path
+from phalanx.hardware.this_machine import machine_cluster
 from phalanx.hardware.types import Gpu, Machine, Nic
 
 CPU = Machine(

@@ -14,8 +14,8 @@ from tiny_dataset import write_dataset
 import phalanx
 from phalanx.launch.k8s import KubernetesSystem
 from phalanx.launch.kube import client as kube_client
-from phalanx.launch.kube.reasons import QUOTA, KubeFacts, explain_job
-from phalanx.launch.request import LaunchRequest
+from phalanx.launch.kube.wait_reasons import QUOTA, KubeFacts, explain_job
+from phalanx.launch.resource_request import LaunchRequest
 from phalanx.launch.settings import LaunchSettings
 from phalanx.record.run import Run
 

@@ -19,7 +19,7 @@ from phalanx.launch import pod_template
 from phalanx.launch.k8s import KubernetesSystem
 from phalanx.launch.manifests import render_manifests, topology_annotations
 from phalanx.launch.pod import host_names
-from phalanx.launch.request import LaunchRequest, PlacementGroup
+from phalanx.launch.resource_request import LaunchRequest, PlacementGroup
 from phalanx.launch.settings import LaunchSettings
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -11,7 +11,7 @@ import pytest
 import phalanx
 from phalanx.job.run_sections import LaunchChoice
 from phalanx.launch.node import HostLine, conclude_run, own_address, prepare_run
-from phalanx.launch.request import LaunchRequest, launch_request, placement_cost
+from phalanx.launch.resource_request import LaunchRequest, launch_request, placement_cost
 from phalanx.launch.settings import LaunchSettings, launch_settings
 from phalanx.launch.slurm_script import SlurmFacts, batch_script
 from phalanx.record.run import Run

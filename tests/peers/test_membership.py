@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.peers.facts import Member, MemberView
-from phalanx.peers.membership import Acceptor, choose_proposal, is_majority
 from phalanx.peers.messages import Accepted, Agreed, NextView, Prepare, Promise, Propose, RoundPlan
+from phalanx.peers.view_agreement import Acceptor, choose_proposal, is_majority
 
 
 def member(place: int) -> Member:

@@ -24,11 +24,11 @@ from phalanx.errors import SystemFailure, UserError
 from phalanx.peers import messages as say
 from phalanx.peers.allowlist import AllowList
 from phalanx.peers.facts import Bandwidth, PeerState
+from phalanx.peers.frames import PeerConnection
 from phalanx.peers.group import PeerGroup
 from phalanx.peers.identity import PeerIdentity
 from phalanx.peers.messages import decode_message, encode_message
 from phalanx.peers.state_transfer import describe_state
-from phalanx.peers.wire import PeerConnection
 
 
 def refused(group: PeerGroup, address: Any) -> str:

@@ -12,7 +12,7 @@ from phalanx.job.model import ModelShape
 from phalanx.plan.layout import Layout
 from phalanx.plan.shrink_layout import BatchDeal, shrink_layout
 from phalanx.train.parallel.pipeline import check_micro_batches
-from phalanx.train.settings import Settings, check_layout
+from phalanx.train.rank_settings import Settings, check_layout
 
 FSDP = Layout(
     data=4, shard=4, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=3, sequence_parallel=False,

@@ -22,10 +22,10 @@ from phalanx.plan.search import SearchResult, search_layouts
 from phalanx.rules.edition import EDITION, find_rule
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.trainers import Practice
-from phalanx.rules.judge import Finding, judge
 from phalanx.rules.outcome import Severity, Verdict
 from phalanx.rules.profiles import PROFILES, find_profile, profile_of, scaling_of
 from phalanx.rules.rule import Value
+from phalanx.rules.run_rules import Finding, judge
 
 TODAY = date(2026, 11, 15)
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")

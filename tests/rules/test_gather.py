@@ -18,8 +18,8 @@ from phalanx.job.load import job_to_dict, load
 from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
-from phalanx.rules.api import base_of, check_plan
 from phalanx.rules.gather import Request, gather_evidence
+from phalanx.rules.specification import base_of, check_plan
 
 TODAY = date(2026, 11, 15)
 

@@ -10,7 +10,7 @@ from rules.kit import answers, evidence
 
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.trainers import PHALANX, Practice
-from phalanx.rules.judge import Finding
+from phalanx.rules.run_rules import Finding
 
 
 def finding(rule: str, found: Evidence) -> Finding:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.rules.api import check
-from phalanx.rules.judge import CheckReport
+from phalanx.rules.run_rules import CheckReport
+from phalanx.rules.specification import check
 
 WAN = 'accelerator = "H100"\ndomains = 4\ndomain_devices = 8\nnic_gbps = 1\nnic_latency_us = 20000\n'
 MEGATRON = {

@@ -11,9 +11,9 @@ from rules.kit import TODAY
 from synthetic import write_run
 
 from phalanx.record.run import Run
-from phalanx.rules import live
-from phalanx.rules.api import check, report_dict
-from phalanx.rules.live import LiveCheck
+from phalanx.rules import live_check
+from phalanx.rules.live_check import LiveCheck
+from phalanx.rules.specification import check, report_dict
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def run(tmp_path: Path) -> Run:
     return write_run(tmp_path, ranks=4, steps=40, straggler=2)
 
 
-def verdicts(report: live.Report) -> dict[str, str]:
+def verdicts(report: live_check.Report) -> dict[str, str]:
     return {one.rule.id: one.verdict for one in report.problems}
 
 

@@ -9,8 +9,8 @@ from rules.toy import bad, made, rule
 
 from phalanx.errors import UserError, mistake
 from phalanx.rules.fixes import find_fix
-from phalanx.rules.judge import CheckReport
 from phalanx.rules.outcome import Edit, passed
+from phalanx.rules.run_rules import CheckReport
 
 
 class World:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.job.load import load
-from phalanx.rules.api import check
 from phalanx.rules.edition import find_rule
+from phalanx.rules.specification import check
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 # What no job file can answer, beside the rules about the run: drills, cards of a host we are not on, parity runs.

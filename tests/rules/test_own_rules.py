@@ -15,7 +15,12 @@ from rules.kit import TODAY, evidence
 from phalanx.cli.main import main
 from phalanx.errors import UserError
 from phalanx.job.load import load
-from phalanx.rules.api import (
+from phalanx.rules.edition import find_rule, select_rules
+from phalanx.rules.explain import explain
+from phalanx.rules.formats.registry import FORMATS, render_reports
+from phalanx.rules.own_rules import RESERVED, collect_own_rules, installed_rules
+from phalanx.rules.rule_page import rule_page, rule_pages
+from phalanx.rules.specification import (
     Evidence,
     Limits,
     Outcome,
@@ -27,16 +32,11 @@ from phalanx.rules.api import (
     own_rule,
     passed,
 )
-from phalanx.rules.edition import find_rule, select_rules
-from phalanx.rules.explain import explain
-from phalanx.rules.formats.render import FORMATS, render_reports
-from phalanx.rules.own_rules import RESERVED, collect_own_rules, installed_rules
-from phalanx.rules.rule_page import rule_page, rule_pages
 
 PAGE = Path(__file__).parents[2] / "docs/own-rules.md"
 SOURCE = """
 from pathlib import Path
-from phalanx.rules.api import failed, own_rule, passed
+from phalanx.rules.specification import failed, own_rule, passed
 
 Path(__file__ + ".ran").touch()
 

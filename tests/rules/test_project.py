@@ -111,7 +111,7 @@ def test_notes_about_a_trainer_are_in_no_result_of_a_scanner(
 
 def test_rules_of_a_project_file_need_consent(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (repository / "acme.py").write_text(
-        "from phalanx.rules.api import failed, own_rule\n"
+        "from phalanx.rules.specification import failed, own_rule\n"
         '@own_rule("ACME001", "No job passes.")\n'
         "def none(evidence, limits):\n"
         '    return failed("no job passes", fix="none")\n',

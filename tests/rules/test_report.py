@@ -13,9 +13,9 @@ from phalanx.errors import UserError
 from phalanx.io import notebook
 from phalanx.job.load import load
 from phalanx.record.run import open_run
-from phalanx.rules.api import check, report_dict
 from phalanx.rules.explain import explain
-from phalanx.rules.formats.render import render_reports
+from phalanx.rules.formats.registry import render_reports
+from phalanx.rules.specification import check, report_dict
 
 
 def test_text_is_what_the_verb_prints() -> None:

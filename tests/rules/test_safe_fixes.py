@@ -19,7 +19,7 @@ from phalanx.errors import UserError
 from phalanx.rules.edition import EDITION, all_rules, find_rule
 from phalanx.rules.facts.trainers import PHALANX
 from phalanx.rules.formats.text import as_toml
-from phalanx.rules.judge import CheckReport, Finding, judge
+from phalanx.rules.run_rules import CheckReport, Finding, judge
 
 SEVERITY = {"error": 0, "warning": 1, "info": 2}
 JOB = """\

@@ -14,7 +14,7 @@ from rules.logs import good_cpu_log, good_log
 from phalanx.rules.edition import all_rules
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.trainers import Practice
-from phalanx.rules.judge import limits_of
+from phalanx.rules.run_rules import limits_of
 
 ODD = (0.0, -1.0, float("nan"), float("inf"))
 

@@ -10,10 +10,10 @@ from rules.kit import evidence
 from rules.toy import WAIVING, bad, rule
 
 from phalanx.job.schema import Waiver
-from phalanx.rules.api import check_evidence
 from phalanx.rules.catalog import spc001_waivers
-from phalanx.rules.judge import CheckReport, judge
 from phalanx.rules.outcome import unknown
+from phalanx.rules.run_rules import CheckReport, judge
+from phalanx.rules.specification import check_evidence
 
 
 def waiving(*waivers: Waiver, today: date = date(2026, 11, 15)):

@@ -9,9 +9,9 @@ from typing import Any
 from rules.kit import evidence
 
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.judge import CheckReport, judge
 from phalanx.rules.outcome import Edit, Impact, Outcome, Spot, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Reference, Rule
+from phalanx.rules.run_rules import CheckReport, judge
 
 NASTY = 'a <b>bold</b> "word" & 50 % of\x1b[2J it\nnext, line: ::error::'
 

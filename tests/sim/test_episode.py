@@ -12,7 +12,7 @@ from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim import routes, traffic_matrix
 from phalanx.sim.episode import Episode, Manner, run_episode
 from phalanx.sim.fluid import IDEAL, MRC, Wire
-from phalanx.sim.packets.faults import FabricFault
+from phalanx.sim.packets.link_faults import FabricFault
 
 FABRIC = parse_fabric("clos2:64x800G/8p/16/wide")
 ALONE = traffic_matrix.make_flows([0], [60], 20e6)  # 200 µs at line rate

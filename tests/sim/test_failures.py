@@ -9,7 +9,7 @@ from phalanx.errors import UserError
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim.fabric_failures import FabricBreak, broken_of, denied_of, faults_of
 from phalanx.sim.fabric_links import NOTHING, links_of
-from phalanx.sim.packets.faults import FabricFault
+from phalanx.sim.packets.link_faults import FabricFault
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from phalanx.errors import UserError
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.sim.fabric_links import links_of
 from phalanx.sim.fluid import check_fluid_budget, fluid_cost
-from phalanx.sim.packets.build import PacketBudget
+from phalanx.sim.packets.simulation_arrays import PacketBudget
 from phalanx.sim.routes import by_flow, by_qp, every_path, spray_routing
 
 LINKS = links_of(parse_fabric("clos2:131072x800G/8p/512"))

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.job.model import ModelShape
 from phalanx.plan.layout import Layout
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.verify.compare import OutcomeComparison, Tolerances, compare_outcomes
 from phalanx.train.verify.trial import Trial, TrialOutcome, run_trial
 

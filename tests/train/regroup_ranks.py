@@ -27,8 +27,8 @@ from phalanx.train.data.batches import IGNORED
 from phalanx.train.engine import Engine
 from phalanx.train.guard.divergence import digest_shards
 from phalanx.train.parallel.across_replicas import AcrossReplicas, ReplicaLost
+from phalanx.train.rank_settings import Settings
 from phalanx.train.regroup import ReplicaRounds
-from phalanx.train.settings import Settings
 
 REPLICAS, SHARD, SEQUENCE, STEPS = 3, 2, 16, 6
 LOST, LOST_AT, BACK_AT = 1, 2, 4  # the replica dies inside step 2; steps 2 and 3 are without it

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from phalanx.train import memory
-from phalanx.train.memory import MemoryMeter
+from phalanx.train import memory_use
+from phalanx.train.memory_use import MemoryMeter
 from phalanx.train.telemetry import sensors
 
 CPU = torch.device("cpu")
@@ -19,8 +19,8 @@ Status = dict[str, int]
 def status(monkeypatch: pytest.MonkeyPatch) -> Status:
     """Of a process that has made no meter yet."""
     now = {"RssAnon": 100, "RssFile": 50, "RssShmem": 0, "VmHWM": 150}
-    monkeypatch.setattr(memory, "_memory_status", lambda: dict(now))
-    monkeypatch.setattr(memory, "_firsts", {})
+    monkeypatch.setattr(memory_use, "_memory_status", lambda: dict(now))
+    monkeypatch.setattr(memory_use, "_firsts", {})
     monkeypatch.setattr(MemoryMeter, "_peaks", {})
     return now
 

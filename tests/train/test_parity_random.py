@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.train.settings import check_layout
+from phalanx.train.rank_settings import check_layout
 
 DEGREES = [
     (tensor, context, pipeline, data)

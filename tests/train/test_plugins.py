@@ -30,7 +30,7 @@ from phalanx.train.plugins import (
     needs_consent,
     refuse_plugins,
 )
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.verify.compare import compare_outcomes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.train.settings import check_layout, refuse_layout
+from phalanx.train.rank_settings import check_layout, refuse_layout
 
 MOE = {"experts": 6, "experts_per_token": 2, "expert_ffn": 18}
 

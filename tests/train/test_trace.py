@@ -11,7 +11,7 @@ import pytest
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.step_result import StepRequest
 from phalanx.train.telemetry.noise import NUMBERS
 from phalanx.train.tracing import traced_ranks

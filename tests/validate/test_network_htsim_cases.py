@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.sim.packets.run import run_connections
+from phalanx.sim.packets.packet_run import run_connections
 from phalanx.validate import network_htsim
 from phalanx.validate.network_claims import Claim, ClaimContext
 from phalanx.validate.network_htsim import PacketCase, fabric_of, flows_of, read_case, rows_of, schedule_of, shuffled

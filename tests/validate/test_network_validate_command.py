@@ -60,7 +60,7 @@ def test_wrong_calls(claims: str, tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_ctrl_c_prints_what_was_finished(
     claims: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from phalanx.sim.packets.run import run_connections
+    from phalanx.sim.packets.packet_run import run_connections
     from phalanx.validate import network_htsim
 
     def halfway(*args: object, **named: object) -> object:

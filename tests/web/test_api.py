@@ -11,7 +11,7 @@ import pytest
 from dashboard import Dashboard, dashboard
 from synthetic import write_run
 
-from phalanx.rules.live import LiveCheck
+from phalanx.rules.live_check import LiveCheck
 
 pytest.importorskip("uvicorn")
 
@@ -193,7 +193,7 @@ def _failing(found: dict[str, Any]) -> set[tuple[str, str]]:
 
 
 def test_a_long_log_is_judged_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.rules.live.LiveCheck.look", _slowly(LiveCheck.look))
+    monkeypatch.setattr("phalanx.rules.live_check.LiveCheck.look", _slowly(LiveCheck.look))
     write_run(tmp_path, name="long", ranks=4, steps=60)
     with dashboard(tmp_path) as page:
         found = page.json("/api/runs/long/findings")
@@ -213,7 +213,7 @@ def test_verdicts_that_take_long_are_waited_for(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_fault_of_ours_is_told_and_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.rules.live.LiveCheck.look", lambda check: {}["fault"])
+    monkeypatch.setattr("phalanx.rules.live_check.LiveCheck.look", lambda check: {}["fault"])
     write_run(tmp_path, name="odd", ranks=2, steps=20)
     with dashboard(tmp_path) as page:
         found = page.json("/api/runs/odd/findings")

@@ -14,7 +14,7 @@ from dashboard import Dashboard, dashboard
 from synthetic import write_run
 
 from phalanx.errors import PhalanxError
-from phalanx.web.guard import _local_path
+from phalanx.web.request_guard import _local_path
 
 pytest.importorskip("uvicorn")
 
@@ -119,9 +119,9 @@ def test_a_link_from_elsewhere_may_lead_here_but_nothing_may_embed_us(page: Dash
         "/api/runs/inside%2f..%2finside",
         "/api/runs/" + "a" * 3000,
         "/api/runs/%ff%fe",
-        "/static/../api.py",
+        "/static/../endpoints.py",
         "/static/..%2fapi.py",
-        "/static/%2e%2e/api.py",
+        "/static/%2e%2e/endpoints.py",
         "/static//etc/passwd",
         "/static/js/../../../../../secret.txt",
         "//etc/passwd",

@@ -108,7 +108,7 @@ def test_whoever_comes_back_is_told_what_was_missed(run: Run) -> None:
 
 def test_many_listeners_share_one_look(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    from phalanx.web import stream as module
+    from phalanx.web import event_stream as module
 
     read = module.read_news
     monkeypatch.setattr(module, "read_news", lambda store, name: looks.append(name) or read(store, name))
@@ -121,15 +121,15 @@ def test_many_listeners_share_one_look(run: Run, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_quiet_stream_shows_signs_of_life(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.web.stream.KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr("phalanx.web.event_stream.KEEP_ALIVE_S", 0.2)
     with dashboard(run.path.parent) as page, listening(page, "live") as stream:
         stream.until("marks")
         assert stream.next() == {"comment": "still here"}
 
 
 def test_too_many_streams_are_refused_and_closed_ones_make_room(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.web.stream.MOST_STREAMS", 2)
-    monkeypatch.setattr("phalanx.web.stream.KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr("phalanx.web.event_stream.MOST_STREAMS", 2)
+    monkeypatch.setattr("phalanx.web.event_stream.KEEP_ALIVE_S", 0.2)
     with dashboard(run.path.parent) as page:
         with listening(page, "live") as one, listening(page, "live") as two:
             one.until("progress")

@@ -17,18 +17,18 @@ from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
-from phalanx.rules.api import check as check_path
-from phalanx.rules.api import check_evidence, this_day
 from phalanx.rules.gather import Request, given_plan, is_plan, of_job, refuse_extras
+from phalanx.rules.specification import check as check_path
+from phalanx.rules.specification import check_evidence, this_day
 from phalanx.units import MB, plural
 
 if TYPE_CHECKING:
     from phalanx.rules.explain import Explanation
     from phalanx.rules.fixes import JobFix
-    from phalanx.rules.judge import CheckReport
     from phalanx.rules.own_rules import RuleSource
     from phalanx.rules.profiles import HardwareProfile
     from phalanx.rules.rule import Rule
+    from phalanx.rules.run_rules import CheckReport
 
 PROGRESS_S = 2.0  # a log that is read faster needs no progress
 
@@ -178,8 +178,8 @@ def check_before_training(
     """What `train` asks first: errors are told in full, warnings in a line each. With `refuse`, errors raise."""
     from phalanx.errors import RuleError
     from phalanx.io.values import printable
-    from phalanx.rules.api import check_plan
     from phalanx.rules.formats.text import MOST_TEXT, finding_lines, shown_place, summary_of
+    from phalanx.rules.specification import check_plan
 
     report = check_plan(resolved, plan, allow_code=allow_code)
     for one in report.problems:

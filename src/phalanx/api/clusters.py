@@ -16,15 +16,15 @@ from phalanx.hardware.catalog import matmul_flops
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.cluster_text import cluster_page, format_gibibytes, table_of
 from phalanx.hardware.discover import discover
-from phalanx.hardware.local import machine_cluster
 from phalanx.hardware.probe import MAX_RANKS, NUMPY_WORKER, MachineProfile, save_profile, usual_path
 from phalanx.hardware.probe import probe as measure
+from phalanx.hardware.this_machine import machine_cluster
 from phalanx.hardware.types import Accelerator, Cluster, Machine
 from phalanx.io.codec import json_values
 from phalanx.io.tables import text_table
 from phalanx.units import format_bytes, format_flops, format_seconds, plural
 
-TORCH_WORKER = "phalanx.train.probe"  # run as a process of its own: this one never imports torch
+TORCH_WORKER = "phalanx.train.torch_probe"  # run as a process of its own: this one never imports torch
 LEAST_S, MOST_S = 2.0, 600.0
 
 

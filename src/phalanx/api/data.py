@@ -22,7 +22,7 @@ from phalanx.units import format_bytes, format_count, format_seconds, parse_coun
 
 if TYPE_CHECKING:
     from phalanx.job.dataset import DatasetManifest, Source
-    from phalanx.train.data.build import TextOrigin
+    from phalanx.train.data.build_dataset import TextOrigin
 
 Count = int | str  # 8192 or "8k"
 
@@ -109,8 +109,8 @@ def build(
     """
     from phalanx.job.dataset import cache_folder
     from phalanx.job.model import VOCAB
-    from phalanx.train.data.build import SHARD_TOKENS, Recipe
-    from phalanx.train.data.build import build_dataset as build_dataset
+    from phalanx.train.data.build_dataset import SHARD_TOKENS, Recipe
+    from phalanx.train.data.build_dataset import build_dataset as build_dataset
     from phalanx.train.data.corpus import fetch_corpus
     from phalanx.train.data.documents import Reading
     from phalanx.train.data.progress import on_stderr
@@ -140,7 +140,7 @@ def build(
 
 
 def _data_origins(sources: Sequence[str | Path] | Mapping[str, float]) -> tuple[TextOrigin, ...]:
-    from phalanx.train.data.build import TextOrigin
+    from phalanx.train.data.build_dataset import TextOrigin
 
     if isinstance(sources, Mapping):
         return tuple(TextOrigin(path=Path(path), weight=weight) for path, weight in sources.items())
@@ -149,7 +149,7 @@ def _data_origins(sources: Sequence[str | Path] | Mapping[str, float]) -> tuple[
 
 def _data_origin(text: str) -> TextOrigin:
     """SOURCE or SOURCE=WEIGHT; a file whose own name ends like that is taken as it is."""
-    from phalanx.train.data.build import TextOrigin
+    from phalanx.train.data.build_dataset import TextOrigin
 
     head, equals, tail = text.rpartition("=")
     if not equals or Path(text).exists():

@@ -69,7 +69,7 @@ class DrillPage(PublicResult):
         return self.outcome.ok
 
     def __str__(self) -> str:
-        from phalanx.train.drill.report import render_drill
+        from phalanx.train.drill.drill_report import render_drill
 
         return f"{render_drill(self.outcome)}\nrecord: {self.record}"
 
@@ -264,9 +264,9 @@ def keep_record(call: DrillCall, faults: Sequence[Fault], outcome: DrillOutcome,
     """Sign and write the record; a copy of one in which every verdict holds goes to the user's store."""
     from phalanx.io.files import write_text
     from phalanx.job.load import job_to_dict
-    from phalanx.record.drill import drill_subject, key_path, store_path
+    from phalanx.record.drill_record import drill_subject, key_path, store_path
     from phalanx.rules.profiles import profile_of
-    from phalanx.train.drill.report import drill_key, store_record, write_record
+    from phalanx.train.drill.drill_report import drill_key, store_record, write_record
 
     body = {
         "run": outcome.run.name,
@@ -347,7 +347,7 @@ class DrillSuite(PublicResult):
         return all(one.outcome.ok for one in self.drills)
 
     def __str__(self) -> str:
-        from phalanx.record.drill import store_path
+        from phalanx.record.drill_record import store_path
 
         lines = [_suite_text(one) for one in self.drills]
         if self.ok:
@@ -492,8 +492,8 @@ def read_drill_record(path: str | Path) -> DrillRecord:
     >>> read_drill_record("drill.json").wrong  # doctest: +SKIP
     ()
     """
-    from phalanx.record.drill import check_record, key_path
-    from phalanx.train.drill.report import drill_key
+    from phalanx.record.drill_record import check_record, key_path
+    from phalanx.train.drill.drill_report import drill_key
 
     record, wrong = check_record(Path(path), drill_key(key_path(os.environ)))
     failed = tuple(str(verdict["name"]) for verdict in record["verdicts"] if not verdict["ok"])

@@ -164,9 +164,9 @@ def kernels(
 
 def _judge_fastest(op: str, device: str, sources: Sequence[str], tell: Tell) -> tuple[int | None, str]:
     """The first of some sources that the guard takes, fastest first, and what it says."""
-    from phalanx.train.kernels.catalog import load_all
+    from phalanx.train.kernels.lab.candidate_guard import judge_candidate
     from phalanx.train.kernels.lab.candidate_server import CandidateServer
-    from phalanx.train.kernels.lab.guard import judge_candidate
+    from phalanx.train.kernels.operations import load_all
 
     said = ""
     with CandidateServer() as server:

@@ -15,7 +15,7 @@ from phalanx.units import format_bytes, parse_count, plural
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.fabric_types import Fabric
-    from phalanx.sim.packets.schedule import Schedule
+    from phalanx.sim.packets.start_times import Schedule
     from phalanx.sim.traffic_matrix import Flows
 
 TRAFFIC, NBYTES = "permutation", "2M"

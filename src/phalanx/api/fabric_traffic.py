@@ -222,7 +222,7 @@ def _broken_by(call: TrafficCall, traffic: FabricTraffic) -> FabricBreak:
 def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
     """Rates that settle, with what is broken from the start; or over time, where something fails on the way."""
     from phalanx.sim.compare_recovery import effects_left_out, one_fluid_run
-    from phalanx.sim.packets.build import PacketBudget
+    from phalanx.sim.packets.simulation_arrays import PacketBudget
     from phalanx.sim.simulate import WIRES, check_choice
     from phalanx.sim.simulate import simulate as settle
 
@@ -264,7 +264,7 @@ def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -
 
 def _simulate_packets(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
     from phalanx.sim.compare_recovery import effects_left_out
-    from phalanx.sim.packets.build import PacketBudget
+    from phalanx.sim.packets.simulation_arrays import PacketBudget
     from phalanx.sim.simulate import simulate_packets, transport_of
 
     found: dict[str, Any] = simulate_packets(
@@ -366,7 +366,7 @@ def _recovery_question(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic
     """What the call asks to compare."""
     from phalanx.network.fabric.failure_budget import CONVERGE_S
     from phalanx.sim import compare_recovery as compare
-    from phalanx.sim.packets.build import PacketBudget
+    from phalanx.sim.packets.simulation_arrays import PacketBudget
     from phalanx.sim.simulate import SHORT_CONVERGE_S
 
     usual_s = CONVERGE_S if call.engine == "fluid" else SHORT_CONVERGE_S

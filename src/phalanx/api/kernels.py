@@ -23,7 +23,7 @@ from phalanx.units import GIB, format_bytes, format_flops, format_seconds, plura
 if TYPE_CHECKING:
     from phalanx.train.kernels.kernel_op import KernelOp
     from phalanx.train.kernels.lab.bench import BenchTable
-    from phalanx.train.kernels.lab.guard import KernelVerdict
+    from phalanx.train.kernels.lab.candidate_guard import KernelVerdict
     from phalanx.train.kernels.lab.skill_eval import SkillScore
 
 MOST_RUNS = 100
@@ -152,7 +152,7 @@ def bench(
     """
     from phalanx.train.kernels.lab.bench import measure_op
     from phalanx.train.kernels.lab.candidate_file import find_op
-    from phalanx.train.kernels.lab.cases import parse_shape
+    from phalanx.train.kernels.lab.trial_inputs import parse_shape
 
     found = find_op(op, _known_ops())
     sizes = [parse_shape(one) if isinstance(one, str) else one for one in shapes]
@@ -246,8 +246,8 @@ def verify(
         raise mistake("--time-limit", f"{time_limit_s:g} s is not in 1 to 3600 s")
     with CandidateServer() as server:
         from phalanx.train.kernels.lab.bench import find_device
-        from phalanx.train.kernels.lab.cases import check_shape, parse_shape
-        from phalanx.train.kernels.lab.guard import judge_candidate
+        from phalanx.train.kernels.lab.candidate_guard import judge_candidate
+        from phalanx.train.kernels.lab.trial_inputs import check_shape, parse_shape
 
         sizes = parse_shape(shape) if isinstance(shape, str) else shape
         if sizes is not None:
@@ -298,7 +298,7 @@ def new(op: str, out: str | Path) -> NewKernel:
     >>> phalanx.kernels.new("rms_norm", "my-kernel")  # doctest: +SKIP
     """
     from phalanx.train.kernels.lab.candidate_file import find_op
-    from phalanx.train.kernels.lab.template import template_files
+    from phalanx.train.kernels.lab.new_kernel import template_files
 
     made = template_files(find_op(op, _known_ops()))
     folder = Path(out)
@@ -420,7 +420,7 @@ def skill_eval(
 
 def _known_ops() -> dict[str, KernelOp]:
     try:
-        from phalanx.train.kernels.catalog import load_all
+        from phalanx.train.kernels.operations import load_all
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -12,7 +12,7 @@ from phalanx.api.results import PublicResult
 from phalanx.units import plural
 
 if TYPE_CHECKING:
-    from phalanx.launch.request import LaunchRequest
+    from phalanx.launch.resource_request import LaunchRequest
     from phalanx.launch.system import JobExplanation, QueuedJob
 
 QUEUE_HEAD = ("id", "job", "group", "system", "queue", "hosts", "state", "restarts", "step", "run")

@@ -23,7 +23,7 @@ from phalanx.record.run import Run
 from phalanx.units import format_seconds, plural
 
 if TYPE_CHECKING:
-    from phalanx.launch.request import LaunchRequest
+    from phalanx.launch.resource_request import LaunchRequest
     from phalanx.launch.system import LaunchSystem, QueuedJob, Submitted
 
 WHERE = "phalanx launch"
@@ -101,7 +101,7 @@ def launch(
         _refuse_double(system, [one.plan.job.name for one in prepared], digests)
 
     def requests_for(folders: Sequence[Path]) -> list[LaunchRequest]:
-        from phalanx.launch.request import launch_request
+        from phalanx.launch.resource_request import launch_request
 
         return [
             launch_request(
@@ -317,7 +317,7 @@ def _refuse_double(system: LaunchSystem, names: Sequence[str], digests: Sequence
 
 
 def _tell_requests(prepared: Sequence[_Prepared], requests: Sequence[LaunchRequest], tell: Tell) -> None:
-    from phalanx.launch.request import placement_cost
+    from phalanx.launch.resource_request import placement_cost
 
     for one, request in zip(prepared, requests, strict=True):
         spare = f" and {plural(request.spares, 'spare')}" if request.spares else ""

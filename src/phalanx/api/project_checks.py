@@ -15,9 +15,9 @@ from phalanx.io.tables import text_table
 from phalanx.units import plural
 
 if TYPE_CHECKING:
-    from phalanx.rules.judge import CheckReport
     from phalanx.rules.own_rules import RuleSource
     from phalanx.rules.project import ProjectConfig
+    from phalanx.rules.run_rules import CheckReport
 
 BASELINE_NAME = ".phalanx-baseline.json"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.api.jobs import AnyJob, override_texts, read_job
 from phalanx.api.results import Overrides, PublicResult, Tell, teller, warn
 from phalanx.errors import mistake
-from phalanx.hardware.local import MOST_RANKS_PER_GPU
+from phalanx.hardware.this_machine import MOST_RANKS_PER_GPU
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
 from phalanx.job.schema import PluginReferences
@@ -170,7 +170,7 @@ def _proof_terms(
     plan: Plan, *, device: str, precision: str, compile: bool, full_size: bool, share: int | None, tell: Tell
 ) -> tuple[Terms, int]:
     """How it is proven, and on how many GPUs; what speaks against that is said before torch is imported."""
-    from phalanx.hardware.local import allowed_ranks
+    from phalanx.hardware.this_machine import allowed_ranks
     from phalanx.train.prepare import check_gpus
     from phalanx.train.verify.terms import RANKS, Terms, refuse_terms
 

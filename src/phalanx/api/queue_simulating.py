@@ -16,10 +16,10 @@ from phalanx.units import first_few, plural
 
 if TYPE_CHECKING:
     from phalanx.sim.queue.job_state import JobState
+    from phalanx.sim.queue.job_trace_file import JobTrace
     from phalanx.sim.queue.queue_job import QueueJob
     from phalanx.sim.queue.queue_policy import QueuePolicy
     from phalanx.sim.queue.queue_report import QueueReport
-    from phalanx.sim.queue.trace_file import JobTrace
 
 SYNTHETIC = "synthetic"
 DEFAULT_JOBS, DEFAULT_DAYS, DEFAULT_LOAD = 50_000, 30.0, 0.85
@@ -118,9 +118,9 @@ def _trace(
     seed: int,
 ) -> JobTrace:
     from phalanx.errors import Problem, UserError
+    from phalanx.sim.queue.job_trace_file import JobTrace, read_trace
     from phalanx.sim.queue.queue_job import in_order_of_submission, job_faults
     from phalanx.sim.queue.synthetic import synthetic_jobs
-    from phalanx.sim.queue.trace_file import JobTrace, read_trace
 
     if str(given) == SYNTHETIC:
         return synthetic_jobs(

@@ -209,7 +209,7 @@ def web(
 
     from phalanx.io.listen import bound_address, open_socket, parse_address
     from phalanx.web.app import AccessPolicy
-    from phalanx.web.guard import AccessKey
+    from phalanx.web.request_guard import AccessKey
     from phalanx.web.run_store import open_run_store
     from phalanx.web.serve import allowed_hosts, is_any, serve_dashboard
 

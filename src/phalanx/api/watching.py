@@ -14,8 +14,8 @@ from phalanx.record.report.live import View, Watcher
 from phalanx.record.run import Run
 
 if TYPE_CHECKING:
-    from phalanx.rules.judge import Finding
-    from phalanx.rules.live import Verdicts
+    from phalanx.rules.live_check import Verdicts
+    from phalanx.rules.run_rules import Finding
 
 LEAST_S = 2.0  # between two judgements
 REST = 10.0  # and ten times what the last one took: at most a tenth of a core
@@ -99,7 +99,7 @@ class BackgroundCheck:
             )
 
     def _judge_run(self) -> None:
-        from phalanx.rules.live import LiveCheck
+        from phalanx.rules.live_check import LiveCheck
 
         check = LiveCheck(self._run)
         while not self._known.is_last:

@@ -17,7 +17,7 @@ from phalanx.io.visible import visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.rules.judge import CheckReport
+    from phalanx.rules.run_rules import CheckReport
 
 FORMATS = ("text", "json", "sarif", "github", "junit", "html")
 
@@ -163,7 +163,7 @@ def _edits_file(args: argparse.Namespace) -> bool:
 def _print_reports(
     form: str, reports: Sequence[CheckReport], args: argparse.Namespace, *, failures: Sequence[PhalanxError] = ()
 ) -> None:
-    from phalanx.rules.formats.render import render_reports
+    from phalanx.rules.formats.registry import render_reports
 
     if form == "text" and not args.out and on_colour_terminal():
         _paint_reports(reports, verbose=args.verbose)

@@ -21,7 +21,7 @@ from phalanx.elastic.replica_store import GENERATIONS
 from phalanx.errors import Problem
 from phalanx.hardware.cluster_defaults import LOOPBACK_BYTES_PER_S
 from phalanx.hardware.discover import discover
-from phalanx.hardware.local import allowed_ranks
+from phalanx.hardware.this_machine import allowed_ranks
 from phalanx.hardware.types import Gpu, Machine
 from phalanx.plan.plan import Plan
 from phalanx.units import MB, format_bytes, plural

@@ -58,7 +58,7 @@ def resolve_cluster(
     here = LOCAL_SPEC.match(text)
     if here:
         # Discovery reads /proc and may load NVML: only a caller who asks for this machine pays for that.
-        from phalanx.hardware.local import local_cluster
+        from phalanx.hardware.this_machine import local_cluster
 
         ranks = int(here.group(2)) if here.group(2) else ranks
         if here.group(2):

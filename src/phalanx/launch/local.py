@@ -18,7 +18,7 @@ from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError, mist
 from phalanx.hardware.discover import discover
 from phalanx.io.values import integer, text
 from phalanx.launch.book import LaunchRecord, find_record, read_records
-from phalanx.launch.request import NODE_MODULE, LaunchRequest
+from phalanx.launch.resource_request import NODE_MODULE, LaunchRequest
 from phalanx.launch.system import (
     CANCELLED,
     DONE,

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from phalanx.launch.pod_template import RUN_LABEL, host_command, job_spec, object_name
-from phalanx.launch.request import LaunchRequest
+from phalanx.launch.resource_request import LaunchRequest
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"

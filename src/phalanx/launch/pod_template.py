@@ -7,7 +7,7 @@ import re
 from pathlib import PurePosixPath
 from typing import Any
 
-from phalanx.launch.request import LaunchRequest
+from phalanx.launch.resource_request import LaunchRequest
 from phalanx.launch.system import REQUEUE
 
 POD_MODULE = "phalanx.launch.pod"

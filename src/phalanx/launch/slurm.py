@@ -19,7 +19,7 @@ from phalanx.io.values import text
 from phalanx.io.visible import one_line
 from phalanx.launch.book import LaunchRecord, find_record, read_records
 from phalanx.launch.node import WANTS_TO_GO_ON
-from phalanx.launch.request import LaunchRequest
+from phalanx.launch.resource_request import LaunchRequest
 from phalanx.launch.slurm_reasons import ENDS, explain_reason
 from phalanx.launch.slurm_script import SlurmFacts, batch_script
 from phalanx.launch.system import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from phalanx.errors import mistake
 from phalanx.launch.node import WANTS_TO_GO_ON
-from phalanx.launch.request import NODE_MODULE, LaunchRequest
+from phalanx.launch.resource_request import NODE_MODULE, LaunchRequest
 from phalanx.launch.system import REQUEUE
 
 SWITCH_WAIT = "5:00"  # minutes and seconds to wait for few switches before any nodes will do

@@ -28,8 +28,8 @@ from phalanx.peers.facts import (
     Vector,
 )
 from phalanx.peers.identity import PeerIdentity
-from phalanx.peers.node import PeerNode
 from phalanx.peers.node_settings import NodeSettings
+from phalanx.peers.peer_node import PeerNode
 
 LOOPBACK: Address = ("127.0.0.1", 0)
 T = TypeVar("T")

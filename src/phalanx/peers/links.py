@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from phalanx.errors import UserError
 from phalanx.peers.facts import Address, Member, MemberView
+from phalanx.peers.frames import PeerConnection
 from phalanx.peers.messages import PeerMessage
-from phalanx.peers.transport import PeerTransport
-from phalanx.peers.wire import PeerConnection
+from phalanx.peers.tls_transport import PeerTransport
 
 Handler = Callable[[PeerConnection, PeerMessage, bytes], Awaitable[None]]
 

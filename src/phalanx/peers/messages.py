@@ -3,7 +3,7 @@
 hello, welcome, refusal            who is there, on every connection
 join, redirect                     a newcomer and any member
 heartbeat, leaving                 between all members
-prepare, promise, nack,            how the next view is agreed on (membership.py)
+prepare, promise, nack,            how the next view is agreed on (view_agreement.py)
 propose, agreed, install
 ready, withdraw, begin, trouble,   how a round is agreed on (rounds.py)
 norms, have, commit, discard,

@@ -12,12 +12,12 @@ from phalanx.network.slow_shares import water_filling
 from phalanx.peers import messages as say
 from phalanx.peers.attempt import NORM_TOLERANCE, segment_values
 from phalanx.peers.facts import Member
-from phalanx.peers.membership import is_majority
 from phalanx.peers.messages import PeerMessage, Ready, RoundPlan
 from phalanx.peers.screening import screen_ready
+from phalanx.peers.view_agreement import is_majority
 
 if TYPE_CHECKING:
-    from phalanx.peers.node import PeerNode
+    from phalanx.peers.peer_node import PeerNode
 
 
 class RoundLeader:

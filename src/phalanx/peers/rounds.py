@@ -15,11 +15,11 @@ from phalanx.peers.attempt import Attempt, BadUpdate, PendingAverage, check_plan
 from phalanx.peers.codecs import BadBytes, Sender
 from phalanx.peers.couriers import Courier
 from phalanx.peers.facts import RoundResult, Vector
+from phalanx.peers.frames import PeerConnection
 from phalanx.peers.messages import Accepted, NextView, PeerMessage, RoundPlan
-from phalanx.peers.wire import PeerConnection
 
 if TYPE_CHECKING:
-    from phalanx.peers.node import PeerNode
+    from phalanx.peers.peer_node import PeerNode
 
 KEPT_ROUNDS = 3  # results that a member that was late, or just fetched the state, may still ask for
 Key = tuple[int, int, int]

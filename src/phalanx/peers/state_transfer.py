@@ -12,11 +12,11 @@ import msgspec
 
 from phalanx.errors import Problem, SystemFailure, UserError
 from phalanx.peers.facts import PeerState
+from phalanx.peers.frames import MOST_DATA_BYTES, PeerConnection
 from phalanx.peers.messages import Manifest, ResultForgotten, StateBlock, StateRequest, TensorFacts
-from phalanx.peers.wire import MOST_DATA_BYTES, PeerConnection
 
 if TYPE_CHECKING:
-    from phalanx.peers.node import PeerNode
+    from phalanx.peers.peer_node import PeerNode
 
 BLOCK_BYTES = 2**20
 STALL_S = 30.0  # without a block, after which another peer is asked

@@ -14,11 +14,11 @@ import msgspec
 from phalanx.errors import mistake
 from phalanx.peers import messages as say
 from phalanx.peers.facts import Member
-from phalanx.peers.membership import Acceptor, choose_proposal, is_majority
 from phalanx.peers.messages import NextView, PeerMessage
+from phalanx.peers.view_agreement import Acceptor, choose_proposal, is_majority
 
 if TYPE_CHECKING:
-    from phalanx.peers.node import PeerNode
+    from phalanx.peers.peer_node import PeerNode
 
 
 class _Ballot:

@@ -48,8 +48,8 @@ MEGATRON = Framework(
 )
 # deepspeed/runtime/pipe/engine.py: "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"
 DEEPSPEED = Framework(schedules=("1f1b",), zero=(0, 1, 2, 3), zero_with_pipeline=(0, 1), context=False)
-# Our own trainer, as phalanx.train.settings refuses: key/value heads are split, never copied; under a pipeline torch's
-# schedules keep the gathered weights for the whole step, so ZeRO-3 would promise memory it does not free.
+# Our own trainer, as phalanx.train.rank_settings refuses: key/value heads are split, never copied; under a pipeline
+# torch's schedules keep the gathered weights for the whole step, so ZeRO-3 would promise memory it does not free.
 PHALANX = Framework(
     schedules=EVERYTHING.schedules,
     zero=(0, 1, 2, 3),

@@ -53,7 +53,7 @@ COMPILED = KeptTensors(gated=3.0, logit_bytes=4.0, split_logit_bytes=10.0, waiti
 
 
 def _is_compiled(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
-    """torch cannot split the backward of a compiled block in two: there the trainer runs plain (train/settings.py)."""
+    """torch cannot split the backward of a compiled block in two: the trainer runs plain there (rank_settings.py)."""
     return np.asarray((np.asarray(f.compiled) > 0) & ~((c.schedule == ZERO_BUBBLE) & (c.pp > 1)))
 
 

@@ -25,7 +25,7 @@ from phalanx.record.host_extents import HostStream
 from phalanx.record.host_file import EventBytes, closed_sessions, has_events, open_events
 
 if TYPE_CHECKING:
-    from phalanx.record.archive.index import IndexWriter
+    from phalanx.record.archive.event_index import IndexWriter
 
 VERSION = 1
 # Steps quicker than this share one write (a write takes about 5 µs); every other event is written at once.
@@ -158,7 +158,7 @@ class EventWriter:
 
     def _make_index(self, file_number: int, stream: HostStream | None = None) -> IndexWriter:
         # Imported here: it needs numpy, half of the time in which a coordinator starts, and that writes no index.
-        from phalanx.record.archive.index import IndexWriter
+        from phalanx.record.archive.event_index import IndexWriter
 
         return IndexWriter(self._path, file_number, stream=stream)
 

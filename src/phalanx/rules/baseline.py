@@ -13,7 +13,7 @@ from phalanx.io.codec import json_text
 from phalanx.io.files import write_text
 from phalanx.record.run_files import read_json
 from phalanx.rules.formats.machine import finding_fingerprint, relative_path
-from phalanx.rules.judge import CheckReport
+from phalanx.rules.run_rules import CheckReport
 
 SCHEMA = "phalanx.baseline/1"
 KNOWN = "known: in the baseline"

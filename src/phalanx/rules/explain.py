@@ -9,15 +9,15 @@ from typing import Any
 
 from phalanx.io.notebook import text_as_html
 from phalanx.io.values import printable
-from phalanx.rules.api import Target, check_evidence, evidence_of, own_rules_of
 from phalanx.rules.edition import find_rule
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.formats.text import finding_dict, fix_lines, shown_cost, shown_place
 from phalanx.rules.gather import Progress, Request
-from phalanx.rules.judge import Finding, limits_of
 from phalanx.rules.own_rules import RuleSource, collect_own_rules
 from phalanx.rules.rule import Limits, Rule
 from phalanx.rules.rule_page import rule_page, rule_sections, shown_limit
+from phalanx.rules.run_rules import Finding, limits_of
+from phalanx.rules.specification import Target, check_evidence, evidence_of, own_rules_of
 from phalanx.units import plural
 
 MOST_TEXT = 400

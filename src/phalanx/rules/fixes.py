@@ -18,8 +18,8 @@ from phalanx.io.files import read_text, replace_bytes
 from phalanx.io.toml import key_lines
 from phalanx.job.draft import EXCLUSIVE
 from phalanx.rules.formats.text import as_toml, shown_setting
-from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.outcome import Edit
+from phalanx.rules.run_rules import CheckReport, Finding
 
 BOM = "\ufeff"
 

@@ -17,7 +17,7 @@ from phalanx.job.load import ResolvedJob, job_to_dict, load, load_waivers
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.plan.plan_cache import cached_plan
-from phalanx.record.drill import drill_subject
+from phalanx.record.drill_record import drill_subject
 from phalanx.record.run import Run, open_run
 from phalanx.record.run_files import EVENTS, read_json
 from phalanx.rules.evidence import Evidence, Unmapped

@@ -174,7 +174,7 @@ def _flat_rules(found: object, name: str) -> Iterator[Rule]:
         raise mistake(
             name,
             f"is {type(found).__name__}, not a rule",
-            why="a rule is a phalanx.rules.api.Rule, or a function that own_rule decorates",
+            why="a rule is a phalanx.rules.specification.Rule, or a function that own_rule decorates",
             fix='write @own_rule("ACME001", "What every job must do.") above the function',
         )
     yield from rules

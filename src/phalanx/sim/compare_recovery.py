@@ -21,10 +21,10 @@ from phalanx.sim.episode import Manner, run_episode, timer_s
 from phalanx.sim.fabric_failures import UNBROKEN, FabricBreak, denied_of, faults_of, too_late
 from phalanx.sim.fabric_links import Floats, links_of
 from phalanx.sim.fluid import MRC, Wire, check_fluid_budget, fluid_cost
-from phalanx.sim.packets.build import PacketBudget
-from phalanx.sim.packets.faults import FabricFault
+from phalanx.sim.packets.link_faults import FabricFault
+from phalanx.sim.packets.packet_run import BUDGET
 from phalanx.sim.packets.result import PacketResult
-from phalanx.sim.packets.run import BUDGET
+from phalanx.sim.packets.simulation_arrays import PacketBudget
 from phalanx.sim.packets.transport import MRC as EDGE
 from phalanx.sim.packets.transport import ROCE, Roce, in_slots
 from phalanx.sim.routes import Routing, spray_routing

@@ -21,7 +21,7 @@ from phalanx.sim.fabric_failures import fault_links
 from phalanx.sim.fabric_links import Floats, Ints, Links, links_of
 from phalanx.sim.fair_rates import fair_rates_of, paused_rates
 from phalanx.sim.fluid import MRC, FlowParts, FluidCase, Wire, batch_of, case_of, parts_of
-from phalanx.sim.packets.faults import FabricFault
+from phalanx.sim.packets.link_faults import FabricFault
 from phalanx.sim.routes import Routing, route_flows
 from phalanx.sim.traffic_matrix import Flows
 

@@ -12,7 +12,7 @@ import numpy as np
 from phalanx.errors import mistake, nearest
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import NOTHING, BrokenParts, Ints, Links
-from phalanx.sim.packets.faults import FabricFault, Part, link_changes
+from phalanx.sim.packets.link_faults import FabricFault, Part, link_changes
 from phalanx.sim.traffic_matrix import SENDERS
 
 # Each word, how many numbers follow it, and what it is to the packet engine.

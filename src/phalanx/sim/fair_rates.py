@@ -1,4 +1,4 @@
-"""Compiling a loop with numba where it is installed (`pip install 'phalanx[sim]'`)."""
+"""Max-min fair rates of flows that share links, compiled where numba is installed; and what PFC pauses do to them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from phalanx.errors import mistake
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import NOTHING, BrokenParts, Floats, Ints, Links, link_shares, links_of
 from phalanx.sim.fair_rates import LinkTable, fair_rates_of
-from phalanx.sim.packets.build import PacketBudget
+from phalanx.sim.packets.simulation_arrays import PacketBudget
 from phalanx.sim.routes import Hops, Routes, Routing, route_flows
 from phalanx.sim.traffic_matrix import Flows
 

@@ -16,13 +16,13 @@ from phalanx.sim.course import Course
 from phalanx.sim.fabric_failures import UNBROKEN, FabricBreak, broken_of, denied_of, faults_of, too_late
 from phalanx.sim.fabric_links import Links, links_of
 from phalanx.sim.fluid import Completion, Rates, Wire, batch_of, check_fluid_budget, complete_flows, solve_rates
-from phalanx.sim.packets.build import LOOK_S, PacketBudget, PacketCost, sketch_run
-from phalanx.sim.packets.faults import FabricFault
+from phalanx.sim.packets.engine_state import MOST_SLOTS
+from phalanx.sim.packets.link_faults import FabricFault
+from phalanx.sim.packets.packet_run import BUDGET, REST_S, run_connections
 from phalanx.sim.packets.result import PacketResult
 from phalanx.sim.packets.roce_run import roce_sketch
-from phalanx.sim.packets.run import BUDGET, REST_S, run_connections
-from phalanx.sim.packets.schedule import Schedule
-from phalanx.sim.packets.state import MOST_SLOTS
+from phalanx.sim.packets.simulation_arrays import LOOK_S, PacketBudget, PacketCost, sketch_run
+from phalanx.sim.packets.start_times import Schedule
 from phalanx.sim.packets.transport import ECMP, HTSIM, MRC, ROCE, ROCE_LOSSY, Dcqcn, Roce, Transport
 from phalanx.sim.routes import Recovery, Routing
 from phalanx.sim.traffic_matrix import Flows, named_traffic

@@ -133,7 +133,7 @@ def _rescue_state(run: Run, agent: HostAgent, keep: int, message: Mapping[str, A
 
 def _check_trainable(plan: Plan) -> None:
     """Refuse what the trainer cannot run once, not on every rank."""
-    from phalanx.train.settings import Settings, refuse_layout
+    from phalanx.train.rank_settings import Settings, refuse_layout
 
     on_gpu = plan.cluster.accelerator.family != "cpu"
     settings = Settings.of(plan.job, plan.layout, on_gpu=on_gpu)

@@ -37,7 +37,7 @@ from phalanx.train.model_stages import (
 )
 from phalanx.train.models.own_model import PREFIX, NetworkOutline, OwnStage, lookup_tables, whole_values
 from phalanx.train.optim.base import Optimizer
-from phalanx.train.optim.build import build_optimizer
+from phalanx.train.optim.build_optimizer import build_optimizer
 from phalanx.train.optim.master_weights import MasterWeights
 from phalanx.train.optim.scaler import LossScale
 from phalanx.train.own_loss import own_loss
@@ -49,10 +49,10 @@ from phalanx.train.parallel.dims import Meshes, ParallelDims, build_meshes
 from phalanx.train.parallel.gradients import GradientExchange, TiedTable, scale_gradients, squared_norm
 from phalanx.train.parallel.replicate import local_gradient
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.step_result import NO_REQUESTS, MemoryChanged, StepRequest, StepResult
 from phalanx.train.telemetry.clock import clock_of, time_gathers
-from phalanx.train.telemetry.listen import fsdp_groups, listen_for_noise
+from phalanx.train.telemetry.local_gradients import fsdp_groups, listen_for_noise
 from phalanx.train.telemetry.noise import NoiseScale, noise_of_step
 
 

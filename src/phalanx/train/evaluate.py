@@ -16,7 +16,7 @@ from phalanx.errors import UserError
 from phalanx.job.schema import Job
 from phalanx.train.callbacks import Callback
 from phalanx.train.data.batches import IGNORED
-from phalanx.train.data.dataset import TokenDataset
+from phalanx.train.data.token_samples import TokenDataset
 from phalanx.train.data.tokenizer import load_tokenizer
 from phalanx.train.engine import Engine
 from phalanx.train.micro_batches import TokenSum

@@ -20,10 +20,10 @@ from phalanx.io.files import replace_text
 from phalanx.job.model import ModelShape
 from phalanx.plan.plan import Plan
 from phalanx.record.run import open_run
-from phalanx.train.data.dataset import TokenDataset
+from phalanx.train.data.token_samples import TokenDataset
 from phalanx.train.models.hf_weights import save_hf, save_named
 from phalanx.train.models.own_model import PREFIX
-from phalanx.train.state.index import DamagedCheckpoint
+from phalanx.train.state.checkpoint_index import DamagedCheckpoint
 from phalanx.train.state.reader import CommittedCheckpoint, own_first, sound_checkpoints
 from phalanx.train.state.whole_tensors import read_state
 

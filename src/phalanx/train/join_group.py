@@ -19,7 +19,7 @@ from phalanx.elastic.gpus import take_shared_gpu
 from phalanx.errors import Problem, SystemFailure
 from phalanx.plan.plan import Plan
 from phalanx.train.leave import number_ranks
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.telemetry.sharing import Sharers
 from phalanx.units import plural
 

@@ -38,7 +38,7 @@ from phalanx.elastic.local_launch import (
 from phalanx.elastic.transports import address_towards
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.hardware.discover import discover
-from phalanx.hardware.local import allowed_ranks
+from phalanx.hardware.this_machine import allowed_ranks
 from phalanx.io.listen import is_loopback_host
 from phalanx.plan.plan import Plan
 from phalanx.record.provenance import redact

@@ -24,7 +24,7 @@ from phalanx.train.parallel.fsdp import set_gradient_sync
 from phalanx.train.parallel.gradients import GradientExchange
 from phalanx.train.parallel.pipeline import Schedule, build_schedule, forward_only
 from phalanx.train.parallel.stage import LeanStage
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.telemetry.clock import StepClock, time_stage
 
 # A number summed over the valid tokens of (logits_BSV, targets_BS): a loss, or a metric.

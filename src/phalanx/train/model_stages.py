@@ -13,12 +13,12 @@ from phalanx.job.model import ModelShape
 from phalanx.plan.parametrization import ParameterScales, standard_scales
 from phalanx.plan.schedules import is_v_shaped, layers_of_stages, my_stages
 from phalanx.train.models.decoder import TIED, Decoder
-from phalanx.train.models.init import draw_values
+from phalanx.train.models.initial_values import draw_values
 from phalanx.train.models.own_model import OwnStage, build_outline, build_stage, refuse_network
 from phalanx.train.parallel.dims import Meshes, without_tracing
 from phalanx.train.parallel.parallelize import parallelize
 from phalanx.train.parallel.tensor_shard import ShardRegion, TensorShard, expert_splits, region_of
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

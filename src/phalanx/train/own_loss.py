@@ -15,7 +15,7 @@ from torch import nn
 from phalanx.errors import mistake
 from phalanx.train.data.batches import IGNORED
 from phalanx.train.plugins import load_function
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 
 TOLERANCE = 1e-3  # relative; the sums are taken in float64
 

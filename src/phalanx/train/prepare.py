@@ -25,7 +25,7 @@ from phalanx.elastic.preflight import MOST_RANKS_PER_CORE
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.discover import discover
-from phalanx.hardware.local import allowed_ranks
+from phalanx.hardware.this_machine import allowed_ranks
 from phalanx.io.checksums import CHECKSUMS, verify_checksums
 from phalanx.io.files import read_text
 from phalanx.io.user_code import absolute_code
@@ -151,7 +151,7 @@ def with_data(plan: Plan, base: Path) -> Plan:
 
 def check_data(plan: Plan) -> tuple[Problem, ...]:
     """The data is whole and fits the model and the sequence; raises UserError, returns warnings."""
-    from phalanx.train.data.dataset import TokenDataset, check_dataset
+    from phalanx.train.data.token_samples import TokenDataset, check_dataset
 
     job = plan.job
     if has_own_data_only(job):
@@ -252,7 +252,7 @@ def counting_baselines(job: Job) -> dict[str, float]:
     if has_own_data_only(job):
         return {}
     from phalanx.train.data.baselines import count_baselines as count
-    from phalanx.train.data.dataset import TokenDataset
+    from phalanx.train.data.token_samples import TokenDataset
 
     found = count(TokenDataset.open([Path(path) for path in job.data.paths], "train", vocab=job.model.vocab))
     return {f"{name}_bits_per_byte": value for name, value in found.items()}

@@ -22,7 +22,7 @@ from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.train.engine import Engine
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.verify.ranks import run_ranks
 
 MOST_RANKS = 8  # of one rank per core: more only take longer to start

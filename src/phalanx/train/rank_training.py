@@ -24,11 +24,11 @@ from phalanx.train.guard.spikes import SpikeDetector
 from phalanx.train.kernels.engine_kernels import kernel_lines
 from phalanx.train.listeners import listening_sockets, refuse_strangers
 from phalanx.train.loop import run_training
-from phalanx.train.memory import MemoryMeter
+from phalanx.train.memory_use import MemoryMeter
 from phalanx.train.models.own_model import build_outline, differs_from_shape
 from phalanx.train.plugins import load_plugins, refuse_plugins
 from phalanx.train.rank_control import RankControl
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.state.paths import commit_step
 from phalanx.train.state.rank_state import seed_random_state
 from phalanx.train.state.reader import list_commits

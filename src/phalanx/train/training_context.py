@@ -26,7 +26,7 @@ from phalanx.train.guard.safeguards import (
     SkippedSteps,
     StalledTraining,
 )
-from phalanx.train.memory import MemoryMeter
+from phalanx.train.memory_use import MemoryMeter
 from phalanx.train.plugins import LoadedPlugins
 from phalanx.train.rank_control import RankControl
 from phalanx.train.slow_links.peer_batches import PeerBatches

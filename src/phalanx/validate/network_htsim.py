@@ -16,11 +16,11 @@ import numpy as np
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.network.fabric.switch_catalogue import unnamed_switch
-from phalanx.sim.packets.build import sketch_run
-from phalanx.sim.packets.faults import FabricFault
+from phalanx.sim.packets.link_faults import FabricFault
+from phalanx.sim.packets.packet_run import run_connections
 from phalanx.sim.packets.result import PacketResult
-from phalanx.sim.packets.run import run_connections
-from phalanx.sim.packets.schedule import Schedule, at_once
+from phalanx.sim.packets.simulation_arrays import sketch_run
+from phalanx.sim.packets.start_times import Schedule, at_once
 from phalanx.sim.packets.transport import HTSIM, Spray, Transport, in_slots
 from phalanx.sim.traffic_matrix import Flows
 from phalanx.validate.network_claims import (

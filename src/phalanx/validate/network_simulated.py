@@ -15,10 +15,10 @@ from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import Floats
 from phalanx.sim.fluid import Rates, solve_rates
-from phalanx.sim.packets.build import sketch_run
-from phalanx.sim.packets.faults import FabricFault
+from phalanx.sim.packets.link_faults import FabricFault
+from phalanx.sim.packets.packet_run import run_connections
 from phalanx.sim.packets.result import PacketResult
-from phalanx.sim.packets.run import run_connections
+from phalanx.sim.packets.simulation_arrays import sketch_run
 from phalanx.sim.packets.transport import MRC, ROCE, ROCE_PFC, Roce, Spray, Transport
 from phalanx.sim.routes import Routing, by_flow, by_qp
 from phalanx.sim.traffic_matrix import Flows, make_flows, permutation, shift

@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from phalanx.web.api import api_routes
-from phalanx.web.guard import AccessKey, RequestGuard
+from phalanx.web.endpoints import api_routes
+from phalanx.web.event_stream import NewsHub
+from phalanx.web.request_guard import AccessKey, RequestGuard
 from phalanx.web.run_store import RunStore
 from phalanx.web.scaling_views import scaling_routes
-from phalanx.web.stream import NewsHub
 
 STATIC = Path(__file__).with_name("static")
 # Our own table: a machine's may call JavaScript plain text, which browsers refuse to run beside nosniff.

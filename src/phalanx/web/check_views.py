@@ -9,7 +9,7 @@ from phalanx.io.values import printable
 from phalanx.record.run import Run
 from phalanx.rules.edition import EDITION, find_rule
 from phalanx.rules.formats.text import report_dict
-from phalanx.rules.live import Verdicts
+from phalanx.rules.live_check import Verdicts
 from phalanx.rules.rule import GROUPS, Limit
 from phalanx.web.answer import AnswerParts, Json
 from phalanx.web.detail_views import run_remarks

@@ -21,7 +21,7 @@ from phalanx.record.archive.history import RunHistory, list_runs, run_in
 from phalanx.record.host_file import stat_events
 from phalanx.record.run import Run, open_run
 from phalanx.record.run_lock import is_run_over
-from phalanx.rules.live import LiveCheck, Verdicts
+from phalanx.rules.live_check import LiveCheck, Verdicts
 
 MOST_ANSWERS = 512
 # An answer that took a second is made anew at most every ten: a run that grows costs a tenth of a core.

@@ -16,9 +16,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.io.listen import LOOPBACK_NAMES, Address
 from phalanx.web.app import AccessPolicy, create_app
-from phalanx.web.guard import MOST_HEADER_BYTES
+from phalanx.web.event_stream import NewsHub
+from phalanx.web.request_guard import MOST_HEADER_BYTES
 from phalanx.web.run_store import RunStore
-from phalanx.web.stream import NewsHub
 
 LOOK_S = 10.0  # a client has this long, and at most twice this, to finish a request or to take what was sent
 KEEP_ALIVE_S = 8  # less than a look: quiet connections end politely

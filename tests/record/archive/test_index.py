@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from phalanx.record import events as events_module
 from phalanx.record.archive import blocks
 from phalanx.record.archive.blocks import BLOCK, STEPS
-from phalanx.record.archive.index import HEAD_BYTES, SIZE, read_index
+from phalanx.record.archive.event_index import HEAD_BYTES, SIZE, read_index
 from phalanx.record.archive.rank_file import RankFile, RowCache
 from phalanx.record.archive.series import COLUMN, LATER
 from phalanx.record.events import EventWriter, event_files_of, read_events

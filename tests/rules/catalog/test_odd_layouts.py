@@ -14,7 +14,7 @@ from rules.kit import PROFILES, evidence
 from phalanx.rules.edition import all_rules
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.facts.host import HostFacts, NicPath
-from phalanx.rules.judge import limits_of
+from phalanx.rules.run_rules import limits_of
 
 RULES = [rule for rule in all_rules() if rule.group in ("TOP", "COM", "BAT")]
 ODD = (0.0, -1.0, float("nan"), float("inf"), 1e300)

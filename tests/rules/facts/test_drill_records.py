@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rules.kit import evidence
 
-from phalanx.record.drill import NAME, drill_subject, key_path, sign_record, store_path
+from phalanx.record.drill_record import NAME, drill_subject, key_path, sign_record, store_path
 from phalanx.record.run import Run
 from phalanx.rules.facts import drill_facts as drills
 from phalanx.rules.facts.drill_facts import (
@@ -23,8 +23,8 @@ from phalanx.rules.facts.drill_facts import (
     newest_record,
     why_none,
 )
-from phalanx.rules.judge import judge
-from phalanx.train.drill.report import MOST_STORED, drill_key, software_versions, store_record, write_record
+from phalanx.rules.run_rules import judge
+from phalanx.train.drill.drill_report import MOST_STORED, drill_key, software_versions, store_record, write_record
 
 FAULTS = ["kill:rank=0,step=12,point=save-commit", "hang:rank=1", "damage:step=9", "flip"]
 JOB: dict[str, Any] = {

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rules.kit import answers
 
-from phalanx.rules.api import check
 from phalanx.rules.catalog.silences import longest_silence
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.gather import Request, gather_evidence
+from phalanx.rules.specification import check
 
 ARGUMENTS = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --max-position-embeddings 2048 "
@@ -23,7 +23,7 @@ ARGUMENTS = (
 
 
 def gathered(tmp_path: Path, more: str, *, cluster: str = "8xH100:16") -> Evidence:
-    from phalanx.rules.api import this_day
+    from phalanx.rules.specification import this_day
 
     path = tmp_path / "run.sh"
     path.write_text(f"torchrun --nnodes 16 --nproc_per_node 8 pretrain_gpt.py {ARGUMENTS} {more}\n", encoding="utf-8")

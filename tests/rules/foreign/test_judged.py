@@ -12,8 +12,8 @@ from rules.kit import answers
 from phalanx.errors import UserError
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.gather import Request, gather_evidence
-from phalanx.rules.judge import Finding
 from phalanx.rules.outcome import Verdict
+from phalanx.rules.run_rules import Finding
 
 TITAN = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nsteps = {steps}\nseq_len = 8192\n'
 MEGATRON = (

@@ -12,7 +12,7 @@ from phalanx.rules.foreign.config_files import json_lines, read_tree
 from phalanx.rules.foreign.conversion import Leaf
 from phalanx.rules.foreign.convert import TRAINERS, convert_config
 from phalanx.rules.foreign.detect import trainer_of_file
-from phalanx.rules.foreign.shell.launch import leaves_of_script, read_script
+from phalanx.rules.foreign.shell.training_command import leaves_of_script, read_script
 
 DATA = Path(__file__).parent / "data"
 JUNK = ("-1", "1e308", "NaN", "null", "[]", "{}", '"', "9" * 30, "${a.b}", "*a", "&a", "\x1b[31m", "(", "$(x)", "`x`")

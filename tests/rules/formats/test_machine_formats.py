@@ -10,7 +10,7 @@ from xml.etree import ElementTree as Tree
 from rules.toy import bad, made, mixed, rule
 
 from phalanx.rules.formats import html, junit, machine
-from phalanx.rules.formats.render import FORMATS, render_reports
+from phalanx.rules.formats.registry import FORMATS, render_reports
 from phalanx.rules.formats.text import report_dict
 from phalanx.rules.outcome import Impact
 

@@ -10,8 +10,8 @@ import pytest
 from rules.kit import evidence
 from rules.toy import bad, made, mixed, rule
 
-from phalanx.rules.api import check_evidence
 from phalanx.rules.formats import machine
+from phalanx.rules.specification import check_evidence
 
 SCHEMA = Path(__file__).parent / "data" / "sarif-2.1.0.json"
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from phalanx.sim.packets import kernel, parts, roce_kernel, senders, switches
-from phalanx.sim.packets.parts import stamp_of
-from phalanx.sim.packets.state import (
+from phalanx.sim.packets.engine_state import (
     ACHIEVED,
     ACKED,
     ARRIVED,
@@ -47,6 +46,7 @@ from phalanx.sim.packets.state import (
     UNSENT,
     WINDOW,
 )
+from phalanx.sim.packets.parts import stamp_of
 
 KNOBS: dict[str, Any] = {
     "paths": 4, "skip": 1, "kept": 0, "edge": 1, "controlled": 0, "target": 40.0, "rtt": 60.0, "idle": 3.0,
@@ -349,7 +349,7 @@ def test_ports_of_both_tiers_are_even_and_independent() -> None:
 def test_what_loops_are_compiled_from_is_in_the_key_of_their_caches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("kernel.py", "parts.py", "senders.py", "state.py", "switches.py")
+    names = ("kernel.py", "parts.py", "senders.py", "engine_state.py", "switches.py")
     folder = Path(kernel.__file__).parent
     stamp = stamp_of(*(str(folder / name) for name in names))
     for loop in (kernel.advance, kernel.probe, kernel.deny):

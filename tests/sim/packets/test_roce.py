@@ -11,10 +11,10 @@ from packet_fabrics import FAT_TREE, LEAF_SPINE, PLANES, SHUFFLE, clos
 from phalanx.errors import UserError
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import links_of
-from phalanx.sim.packets.build import PacketBudget
-from phalanx.sim.packets.faults import FabricFault
+from phalanx.sim.packets.link_faults import FabricFault
+from phalanx.sim.packets.packet_run import run_connections
 from phalanx.sim.packets.roce_run import roce_routes, switch_at_end
-from phalanx.sim.packets.run import run_connections
+from phalanx.sim.packets.simulation_arrays import PacketBudget
 from phalanx.sim.packets.transport import ROCE, ROCE_LOSSY, ROCE_PFC, Roce
 from phalanx.sim.traffic_matrix import make_flows, permutation
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phalanx.sim.packets import engine_state, roce_senders, roce_state
 from phalanx.sim.packets import roce_kernel as kernel
-from phalanx.sim.packets import roce_senders, roce_state, state
 from phalanx.sim.packets.roce_state import (
     ACK,
     ALPHA,
@@ -149,4 +149,4 @@ def test_a_switch_pauses_a_port_by_what_is_free_not_by_its_size(monkeypatch: pyt
 
 
 def test_both_loops_draw_from_the_same_column() -> None:
-    assert roce_state.RANDOM == state.RANDOM
+    assert roce_state.RANDOM == engine_state.RANDOM

@@ -13,10 +13,10 @@ from phalanx.errors import UserError
 from phalanx.network.fabric.fabric_file import parse_fabric
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.packets import kernel, roce_kernel
-from phalanx.sim.packets.build import PacketBudget
-from phalanx.sim.packets.faults import FabricFault
+from phalanx.sim.packets.link_faults import FabricFault
+from phalanx.sim.packets.packet_run import run_connections
 from phalanx.sim.packets.result import PacketResult
-from phalanx.sim.packets.run import run_connections
+from phalanx.sim.packets.simulation_arrays import PacketBudget
 from phalanx.sim.packets.transport import ECMP, HTSIM, MRC, ROCE, Roce, Transport
 from phalanx.sim.traffic_matrix import Flows, make_flows, permutation
 

@@ -7,8 +7,8 @@ import pytest
 from packet_fabrics import FAT_TREE, LEAF_SPINE
 
 from phalanx.errors import UserError
-from phalanx.sim.packets.run import run_connections
-from phalanx.sim.packets.schedule import Schedule
+from phalanx.sim.packets.packet_run import run_connections
+from phalanx.sim.packets.start_times import Schedule
 from phalanx.sim.packets.transport import HTSIM, MRC, ROCE
 from phalanx.sim.traffic_matrix import make_flows
 

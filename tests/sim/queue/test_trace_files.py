@@ -10,8 +10,8 @@ import pytest
 import phalanx
 from phalanx.api.queue_simulating import simulate_queue
 from phalanx.cli.main import main
+from phalanx.sim.queue.job_trace_file import read_trace
 from phalanx.sim.queue.queue_policy import read_policy
-from phalanx.sim.queue.trace_file import read_trace
 
 SWF = """; Version: 2.2
 ; MaxNodes: 4

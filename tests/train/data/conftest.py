@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.job.dataset import DatasetManifest
-from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
+from phalanx.train.data.build_dataset import Recipe, TextOrigin, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import BuildProgress
 

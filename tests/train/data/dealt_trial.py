@@ -8,8 +8,8 @@ import torch
 from phalanx.job.schema import Batch
 from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.train.data.batches import Batches, BatchPlan
-from phalanx.train.data.dataset import Tokens
 from phalanx.train.data.sampler import GlobalSampler
+from phalanx.train.data.token_samples import Tokens
 from phalanx.train.engine import Engine
 from phalanx.train.verify import trial as trials
 from phalanx.train.verify.trial import RankOutcome, Trial

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from phalanx.train.data.baselines import Bigram, Unigram, count_baselines
-from phalanx.train.data.dataset import TokenDataset
+from phalanx.train.data.token_samples import TokenDataset
 
 
 def test_probabilities_add_up_to_one() -> None:

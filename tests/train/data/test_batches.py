@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from phalanx.job.schema import Batch, RampStage
 from phalanx.train.data.batches import IGNORED, Batches, BatchPlan, steady_ramp
-from phalanx.train.data.dataset import Tokens
 from phalanx.train.data.sampler import GlobalSampler
+from phalanx.train.data.token_samples import Tokens
 
 
 class Counting:

@@ -18,9 +18,9 @@ import pytest
 from phalanx.errors import PhalanxError, SystemFailure, UserError
 from phalanx.job.dataset import DatasetManifest, read_manifest, verify_dataset
 from phalanx.train.data import fetch
-from phalanx.train.data.build import Recipe, TextOrigin, build_dataset, held_out
-from phalanx.train.data.dataset import TokenDataset
+from phalanx.train.data.build_dataset import Recipe, TextOrigin, build_dataset, held_out
 from phalanx.train.data.fetch import only_builder
+from phalanx.train.data.token_samples import TokenDataset
 from phalanx.train.data.tokenizer import load_tokenizer
 
 from .conftest import Make, silent, story, write_lines
@@ -117,7 +117,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from phalanx.train.data import build as module
-from phalanx.train.data.build import TextOrigin, Recipe, build_dataset
+from phalanx.train.data.build_dataset import TextOrigin, Recipe, build_dataset
 from phalanx.train.data.progress import BuildProgress
 module.BATCH_BYTES = 4000
 slow = len(sys.argv) > 3
@@ -190,7 +190,7 @@ def unfinished(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) ->
         if len(source.shards) == 3:  # type: ignore[attr-defined]
             raise Stop
 
-    from phalanx.train.data import build as module
+    from phalanx.train.data import build_dataset as module
 
     original = module._Work._save_state
     with monkeypatch.context() as patch:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from phalanx.errors import UserError
 from phalanx.job.dataset import read_manifest, verify_dataset
 from phalanx.train.data import token_blocks
-from phalanx.train.data.dataset import TokenDataset, check_dataset
+from phalanx.train.data.token_samples import TokenDataset, check_dataset
 
 from .conftest import Make, write_lines
 

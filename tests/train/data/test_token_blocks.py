@@ -14,7 +14,7 @@ from phalanx.errors import UserError
 from phalanx.job.dataset import FORMAT, read_manifest, verify_dataset
 from phalanx.train.data import token_blocks
 from phalanx.train.data.batches import Batches, BatchPlan, Stage
-from phalanx.train.data.dataset import TokenDataset, check_dataset
+from phalanx.train.data.token_samples import TokenDataset, check_dataset
 
 SHARD = "000-train-00001.bin"
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from phalanx.record.events import MOST_PENDING_BYTES
-from phalanx.train.drill.history import DrillHistory, build_history, layout_sequence
 from phalanx.train.drill.judge import FullDisk, Verdict, judge_ending, judge_history
+from phalanx.train.drill.step_history import DrillHistory, build_history, layout_sequence
 
 Story = Any  # conftest.Story: a record that can be told, and lied about
 BATCH = 8

@@ -9,8 +9,8 @@ import pytest
 
 from phalanx.train.drill.faults import parse_faults
 from phalanx.train.drill.firings import Firing
-from phalanx.train.drill.history import DrillHistory, build_history
 from phalanx.train.drill.outcomes import FaultOutcome, fault_outcomes, judge_noticed
+from phalanx.train.drill.step_history import DrillHistory, build_history
 
 Story = Any
 

@@ -13,8 +13,8 @@ from phalanx.elastic.local_launch import LaunchOutcome
 from phalanx.record.run import Run
 from phalanx.train.drill import perform
 from phalanx.train.drill.faults import parse_faults
-from phalanx.train.drill.history import build_history
 from phalanx.train.drill.perform import judge_injected
+from phalanx.train.drill.step_history import build_history
 
 Story = Any
 

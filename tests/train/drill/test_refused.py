@@ -6,9 +6,9 @@ from typing import Any
 
 from phalanx.train.drill.faults import parse_faults
 from phalanx.train.drill.firings import Firing
-from phalanx.train.drill.history import build_history
 from phalanx.train.drill.judge import Verdict
 from phalanx.train.drill.outcomes import fault_outcomes, judge_refused
+from phalanx.train.drill.step_history import build_history
 
 Story = Any
 NAME = "damaged files were refused"

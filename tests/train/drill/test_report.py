@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UserError
-from phalanx.record.drill import check_record, key_path
+from phalanx.record.drill_record import check_record, key_path
 from phalanx.record.run import Run
+from phalanx.train.drill.drill_report import MOST_ROWS, drill_key, render_drill, write_record
 from phalanx.train.drill.judge import Verdict
 from phalanx.train.drill.outcomes import FaultOutcome
 from phalanx.train.drill.perform import DrillNumbers, DrillResult
-from phalanx.train.drill.report import MOST_ROWS, drill_key, render_drill, write_record
 
 KILL = FaultOutcome(
     fault="kill:rank=2,step=5",

@@ -12,8 +12,8 @@ import torch
 from row_norm import ROW_NORM, SOUND
 
 from phalanx.train.kernels.lab.arena import HEADER_BYTES, HostBlock
+from phalanx.train.kernels.lab.candidate_guard import KernelVerdict, judge_candidate
 from phalanx.train.kernels.lab.candidate_server import CandidateLimits, CandidateServer
-from phalanx.train.kernels.lab.guard import KernelVerdict, judge_candidate
 from phalanx.train.kernels.lab.machine_limits import MachineLimits
 from phalanx.units import GIB
 

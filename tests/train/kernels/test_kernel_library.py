@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.train.kernels.adamw import adamw_step_, round_stochastically
-from phalanx.train.kernels.catalog import load_all
 from phalanx.train.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_op, reference_loss
+from phalanx.train.kernels.operations import load_all
 from phalanx.train.kernels.rms_norm import add_rms_norm, rms_norm
 from phalanx.train.kernels.rope import rotate_heads
 from phalanx.train.kernels.selector import largest_error

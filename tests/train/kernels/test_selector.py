@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phalanx.train.kernels import selector
-from phalanx.train.kernels.catalog import load_all
+from phalanx.train.kernels.operations import load_all
 from phalanx.train.kernels.selector import (
     BUILTIN,
     choice_key,

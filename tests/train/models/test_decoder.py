@@ -14,7 +14,7 @@ from phalanx.errors import UserError
 from phalanx.job.model import ModelShape, known_presets
 from phalanx.job.parameter_counts import count_parameters
 from phalanx.train.models.decoder import Decoder
-from phalanx.train.models.init import ROWS, STD, draw_values
+from phalanx.train.models.initial_values import ROWS, STD, draw_values
 from phalanx.train.models.layers import Attention, causal_attention, repeat_heads, rope_tables
 from phalanx.train.models.moe import Moe, run_evenly
 

@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 
 from phalanx.job.schema import Optim
 from phalanx.train.optim.base import Optimizer
-from phalanx.train.optim.build import build_optimizer
-from phalanx.train.optim.whole_tensors import gather_tensor, local_region
+from phalanx.train.optim.build_optimizer import build_optimizer
+from phalanx.train.optim.gathered_tensors import gather_tensor, local_region
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 WORLD = 4

@@ -8,7 +8,7 @@ from torch import nn
 
 from phalanx.job.schema import Optim
 from phalanx.train.optim.adamw import AdamW
-from phalanx.train.optim.build import Optimizer, build_optimizer
+from phalanx.train.optim.build_optimizer import Optimizer, build_optimizer
 from phalanx.train.optim.muon import orthogonal_matrix
 from phalanx.train.parallel.tensor_shard import TensorShard
 

@@ -13,7 +13,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.request import PlanRequest, request_from_job
 from phalanx.plan.score import price_layouts
 from phalanx.train.models.decoder import Decoder
-from phalanx.train.optim.build import build_optimizer
+from phalanx.train.optim.build_optimizer import build_optimizer
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 JOB = """\

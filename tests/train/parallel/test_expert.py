@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from phalanx.errors import UserError
 from phalanx.job.model import ModelShape
-from phalanx.train.models.init import draw_values
+from phalanx.train.models.initial_values import draw_values
 from phalanx.train.models.moe import Moe
 from phalanx.train.parallel.dims import Meshes, ParallelDims, build_meshes
 from phalanx.train.parallel.expert import (

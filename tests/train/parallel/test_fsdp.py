@@ -12,7 +12,7 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 
 LAYERS, MICRO_BATCHES = 3, 4
 SHARDED = LAYERS + 2  # every block, the embedding, norm and head

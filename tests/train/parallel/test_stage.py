@@ -9,7 +9,7 @@ import pytest
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.tracing.traced_ranks import TracedStep, trace_ranks
 from phalanx.train.tracing.traced_step import record_ranks
 

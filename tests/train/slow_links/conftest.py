@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tiny_dataset import write_dataset
 from torch.distributed import HashStore
 
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.telemetry.clock import HostClock
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -15,8 +15,8 @@ import pytest
 
 from phalanx.record.events import Event, EventWriter, read_events
 from phalanx.train.parallel.dims import ParallelDims
-from phalanx.train.telemetry import peers
-from phalanx.train.telemetry.peers import (
+from phalanx.train.telemetry import peer_latency
+from phalanx.train.telemetry.peer_latency import (
     BURST,
     LOST_S,
     PACKET_BYTES,
@@ -188,7 +188,7 @@ def test_an_answer_says_how_long_it_was_held(monkeypatch: pytest.MonkeyPatch) ->
         select.select([one._sock], [], [])  # it lies there, and the rank is busy: its thread is not running
         lay_ns = time.time_ns()
         now_ns = lay_ns + 10**12
-        monkeypatch.setattr(peers, "time", SimpleNamespace(time_ns=lambda: now_ns))
+        monkeypatch.setattr(peer_latency, "time", SimpleNamespace(time_ns=lambda: now_ns))
         one._take_packets()
         taken_ns = (
             time.time_ns()

@@ -12,7 +12,7 @@ from phalanx.errors import UserError
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import SECTIONS, Batch, Data, Job, Optim
 from phalanx.plan.layout import Layout
-from phalanx.train.settings import Settings, check_layout
+from phalanx.train.rank_settings import Settings, check_layout
 from phalanx.train.verify.small_trial import features_left_out, make_small_trial, reference_trial, size_changes
 from phalanx.train.verify.terms import Terms, refuse_ranks
 

@@ -10,7 +10,7 @@ from phalanx.errors import Problem, nearest
 from phalanx.launch.kube.client import Document, KubeClient, KubeRefusal, has_condition, kind_path
 from phalanx.launch.kube.refusals import explain_refusal
 from phalanx.launch.pod_template import gpu_resource
-from phalanx.launch.request import LaunchRequest
+from phalanx.launch.resource_request import LaunchRequest
 from phalanx.units import plural
 
 KUEUE = "kueue.x-k8s.io/v1beta2"

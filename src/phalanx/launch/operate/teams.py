@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.errors import Problem, UserError, nearest
 from phalanx.io.toml import TomlFile, read_toml
-from phalanx.launch.kube.settings import IMAGE, LABEL, NAMESPACE
+from phalanx.launch.kube.settings_check import IMAGE, LABEL, NAMESPACE
 
 HOSTNAME = "kubernetes.io/hostname"  # the narrowest level of every topology
 DEVICE = "nvidia.com/gpu"

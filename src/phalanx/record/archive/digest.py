@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.record.archive.index import SUFFIX
+from phalanx.record.archive.event_index import SUFFIX
 from phalanx.record.archive.rank_file import KeptBlocks
 from phalanx.record.archive.series import SERIES, Spans
 from phalanx.record.host_file import stat_events

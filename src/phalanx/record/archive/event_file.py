@@ -22,7 +22,7 @@ from phalanx.record.archive.blocks import (
     kind_code,
     take_blocks,
 )
-from phalanx.record.archive.index import EMPTY, SUFFIX, Index, read_index
+from phalanx.record.archive.event_index import EMPTY, SUFFIX, Index, read_index
 from phalanx.record.archive.series import FREQUENT, KINDS, SERIES
 from phalanx.record.events import READ_BYTES, Event, LineSplitter, parse_event
 from phalanx.record.host_file import open_events, opened_size, stat_events

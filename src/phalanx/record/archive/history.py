@@ -18,7 +18,7 @@ from phalanx.io.values import integer
 from phalanx.record.archive.blocks import MOST_BYTES
 from phalanx.record.archive.damage import Damage, folder_damage, of_ranks, supervisor_damage
 from phalanx.record.archive.digest import Digest, Stamp, stamp_of
-from phalanx.record.archive.index import newest_blocks
+from phalanx.record.archive.event_index import newest_blocks
 from phalanx.record.archive.rank_file import RankFile, RowCache, Start
 from phalanx.record.archive.series import COLUMN, MFU, SERIES, Spans, bucket_spans, columns_of, join_spans, unit_of
 from phalanx.record.events import Event, EventReader

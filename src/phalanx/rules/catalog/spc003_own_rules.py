@@ -8,7 +8,7 @@ from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """Answered while the rules are collected (own_rules.py, judge.py): what was left out is no evidence of a job."""
+    """Answered as the rules are collected (own_rules.py, run_rules.py): what was left out is no evidence of a job."""
     return exempt("no rules of your own")
 
 

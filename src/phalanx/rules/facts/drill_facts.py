@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.errors import PhalanxError
 from phalanx.io.files import read_head
 from phalanx.io.values import at, integer, number, printable
-from phalanx.record.drill import (
+from phalanx.record.drill_record import (
     FOREIGN,
     MET,
     MOST_EVIDENCE_BYTES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from phalanx.rules.foreign.conversion import Conversion
-from phalanx.rules.foreign.vocabulary import padded_size, vocabulary_of
+from phalanx.rules.foreign.tokenizer_sizes import padded_size, vocabulary_of
 
 SIZES = {
     "num_layers": "layers",

@@ -10,7 +10,7 @@ from phalanx.errors import mistake
 from phalanx.rules.foreign import mcore
 from phalanx.rules.foreign.config_files import read_tree
 from phalanx.rules.foreign.conversion import Conversion, ReadConfig
-from phalanx.rules.foreign.shell.launch import leaves_of_script, read_script
+from phalanx.rules.foreign.shell.training_command import leaves_of_script, read_script
 from phalanx.rules.foreign.shell.written_json import named_json
 
 SAME = {  # other spellings of one argument

@@ -9,8 +9,8 @@ from phalanx.io.style import REPORT_CSS
 from phalanx.io.tables import HtmlCell, html_table
 from phalanx.io.values import printable
 from phalanx.rules.formats.text import counts_of, fix_lines, shown_cost, shown_place, summary_of, total_at_stake
-from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.rule import LETTERS
+from phalanx.rules.run_rules import CheckReport, Finding
 from phalanx.units import format_money, plural
 
 MORE_CSS = """

@@ -9,7 +9,7 @@ from phalanx.errors import PhalanxError
 from phalanx.io.values import printable
 from phalanx.rules.formats.machine import MOST_TEXT, problem_text
 from phalanx.rules.formats.text import fix_lines, shown_cost, shown_place
-from phalanx.rules.judge import CheckReport, Finding
+from phalanx.rules.run_rules import CheckReport, Finding
 
 
 def render_junit(reports: Sequence[CheckReport], failures: Sequence[PhalanxError] = ()) -> str:

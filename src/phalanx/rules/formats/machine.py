@@ -15,10 +15,10 @@ from phalanx.io.codec import json_text, json_values
 from phalanx.io.values import printable
 from phalanx.io.visible import visible_json
 from phalanx.rules.formats.text import fix_lines, report_dict, shown_cost, summary_of
-from phalanx.rules.judge import CheckReport, Finding
 from phalanx.rules.outcome import Spot
 from phalanx.rules.rule import LETTERS, Rule
 from phalanx.rules.rule_page import rule_page
+from phalanx.rules.run_rules import CheckReport, Finding
 
 
 def relative_path(file: str, root: str) -> str:

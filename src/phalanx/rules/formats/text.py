@@ -12,10 +12,10 @@ from typing import Any
 
 from phalanx.io.codec import json_values
 from phalanx.io.values import printable
-from phalanx.rules.judge import CheckReport, Finding, is_remark
 from phalanx.rules.outcome import Edit, Impact, Outcome, Scalar
 from phalanx.rules.rule import LETTERS
 from phalanx.rules.rule_page import unit_of
+from phalanx.rules.run_rules import CheckReport, Finding, is_remark
 from phalanx.units import format_money, plural
 
 Line = tuple[str, str]

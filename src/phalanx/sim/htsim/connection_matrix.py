@@ -12,7 +12,7 @@ import numpy as np
 
 from phalanx.errors import UserError, mistake, nearest
 from phalanx.io.files import FileTooLargeError, read_bounded
-from phalanx.sim.packets.schedule import NONE, Schedule
+from phalanx.sim.packets.start_times import NONE, Schedule
 from phalanx.sim.traffic_matrix import Flows
 
 DIGITS = 15  # beyond these a number is a slip

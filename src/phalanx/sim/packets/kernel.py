@@ -16,10 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.sim.fair_rates import compile_loop
-from phalanx.sim.packets import parts, senders, state, switches
-from phalanx.sim.packets.parts import draw, part, shuffled, stamp_of
-from phalanx.sim.packets.senders import events, inject, inject_in_turn
-from phalanx.sim.packets.state import (
+from phalanx.sim.packets import engine_state, parts, senders, switches
+from phalanx.sim.packets.engine_state import (
     ACTIVE,
     ASSUMED_BAD,
     DELIVERED,
@@ -37,6 +35,8 @@ from phalanx.sim.packets.state import (
     Shape,
     Traffic,
 )
+from phalanx.sim.packets.parts import draw, part, shuffled, stamp_of
+from phalanx.sim.packets.senders import events, inject, inject_in_turn
 from phalanx.sim.packets.switches import deliver, from_nics, from_t0, from_t1, over_t2, serve, spread
 
 
@@ -160,4 +160,6 @@ def loops(stamp: int) -> tuple[Callable[..., Any], ...]:
     return advance, probe, deny
 
 
-advance, probe, deny = loops(stamp_of(__file__, *(module.__file__ for module in (parts, senders, state, switches))))
+advance, probe, deny = loops(
+    stamp_of(__file__, *(module.__file__ for module in (parts, senders, engine_state, switches)))
+)

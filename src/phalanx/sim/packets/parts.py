@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.sim.fair_rates import compile_loop, has_numba
-from phalanx.sim.packets.state import RANDOM, Ints
+from phalanx.sim.packets.engine_state import RANDOM, Ints
 
 
 def stamp_of(*files: str | None) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from phalanx.sim.fabric_links import Floats, Ints
-from phalanx.sim.packets.state import Ints32
+from phalanx.sim.packets.engine_state import Ints32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

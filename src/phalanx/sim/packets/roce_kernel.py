@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.sim.fair_rates import compile_loop
-from phalanx.sim.packets import parts, roce_senders, roce_state, state
+from phalanx.sim.packets import engine_state, parts, roce_senders, roce_state
+from phalanx.sim.packets.engine_state import Bytes, Calendar, Floats, Ints, Ints32
 from phalanx.sim.packets.parts import draw, nth, part, power_of_two_for, shuffled, stamp_of
 from phalanx.sim.packets.roce_senders import events, timers, wake
 from phalanx.sim.packets.roce_state import (
@@ -48,7 +49,6 @@ from phalanx.sim.packets.roce_state import (
     Ports,
     Rules,
 )
-from phalanx.sim.packets.state import Bytes, Calendar, Floats, Ints, Ints32
 
 
 @part
@@ -403,4 +403,4 @@ def loop(stamp: int) -> Callable[..., Any]:
     return advance
 
 
-advance = loop(stamp_of(__file__, *(module.__file__ for module in (parts, roce_senders, roce_state, state))))
+advance = loop(stamp_of(__file__, *(module.__file__ for module in (parts, roce_senders, roce_state, engine_state))))

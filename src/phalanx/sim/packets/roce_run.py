@@ -12,8 +12,8 @@ import numpy as np
 from phalanx.errors import Problem, SystemFailure
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import Floats, Links, links_of
-from phalanx.sim.packets.build import PacketBudget, PacketCost, calendar_of, check_packet_budget, packet_cost
-from phalanx.sim.packets.faults import Change, FabricFault, link_changes
+from phalanx.sim.packets.engine_state import Calendar, Ints, Ints32
+from phalanx.sim.packets.link_faults import Change, FabricFault, link_changes
 from phalanx.sim.packets.result import PacketCourse, PacketResult
 from phalanx.sim.packets.roce_state import (
     ACTIVE,
@@ -40,7 +40,13 @@ from phalanx.sim.packets.roce_state import (
     Ports,
     Rules,
 )
-from phalanx.sim.packets.state import Calendar, Ints, Ints32
+from phalanx.sim.packets.simulation_arrays import (
+    PacketBudget,
+    PacketCost,
+    calendar_of,
+    check_packet_budget,
+    packet_cost,
+)
 from phalanx.sim.packets.transport import Dcqcn, Roce, RoceSlots, check_roce, roce_slots
 from phalanx.sim.routes import Routing, route_flows
 from phalanx.sim.traffic_matrix import Flows
@@ -115,7 +121,7 @@ class _RoceClock:
                     next_sample = self.slot + self.sample
                 if time.process_time() > deadline:
                     return "CPU budget"
-        except KeyboardInterrupt:  # as in `run.py`
+        except KeyboardInterrupt:  # as in `packet_run.py`
             self.slot = max(self.slot, int(w.totals[NOW]))
             self._keep_course()
             return "interrupted"

@@ -5,6 +5,7 @@ Compiled into the loop of `roce_kernel.py`.
 
 from __future__ import annotations
 
+from phalanx.sim.packets.engine_state import Calendar, Floats, Ints, Ints32
 from phalanx.sim.packets.parts import part
 from phalanx.sim.packets.roce_state import (
     ACTIVE,
@@ -31,7 +32,6 @@ from phalanx.sim.packets.roce_state import (
     Pairs,
     Rules,
 )
-from phalanx.sim.packets.state import Calendar, Floats, Ints, Ints32
 
 PAIR_MASK = (1 << QP_BITS) - 1
 KIND_MASK = (1 << KIND_BITS) - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.sim.packets.state import Bytes, Floats, Ints, Ints32
+from phalanx.sim.packets.engine_state import Bytes, Floats, Ints, Ints32
 
 # Bits of an event word: queue pair, kind, sequence number.
 QP_BITS, KIND_BITS = 25, 2
@@ -16,7 +16,7 @@ ACK, NAK, CNP = 0, 1, 2
 # Columns of Pairs.rate, in packets and slots: what DCQCN remembers
 RATE, TARGET, ALPHA, SEND_AT, ALPHA_AT, TIMER_AT, SENT_BYTES, CNP_AT = range(8)
 
-# Totals the loop adds to; RANDOM where `state.py` has it, because both loops draw with `parts.draw`.
+# Totals the loop adds to; RANDOM where `engine_state.py` has it, because both loops draw with `parts.draw`.
 (
     DELIVERED,
     SENT,

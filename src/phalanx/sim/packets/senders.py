@@ -5,8 +5,7 @@ Compiled into the loop of `kernel.py`, whose head says what holds for every part
 
 from __future__ import annotations
 
-from phalanx.sim.packets.parts import draw, part
-from phalanx.sim.packets.state import (
+from phalanx.sim.packets.engine_state import (
     ACHIEVED,
     ACK,
     ACKED,
@@ -64,6 +63,7 @@ from phalanx.sim.packets.state import (
     Shorts,
     Traffic,
 )
+from phalanx.sim.packets.parts import draw, part
 from phalanx.sim.packets.switches import held, lose, tell
 
 

@@ -5,8 +5,7 @@ Compiled into the loop of `kernel.py`, whose head says what holds for every part
 
 from __future__ import annotations
 
-from phalanx.sim.packets.parts import draw, nth, part, power_of_two_for, shuffled
-from phalanx.sim.packets.state import (
+from phalanx.sim.packets.engine_state import (
     ARRIVED,
     DELAY_BIT,
     DELIVERED,
@@ -44,6 +43,7 @@ from phalanx.sim.packets.state import (
     Shorts,
     Traffic,
 )
+from phalanx.sim.packets.parts import draw, nth, part, power_of_two_for, shuffled
 
 MOST_DOUBLINGS = 4  # of a timeout
 

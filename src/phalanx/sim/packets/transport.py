@@ -10,7 +10,7 @@ import numpy as np
 
 from phalanx.errors import mistake
 from phalanx.network.fabric.fabric_types import Fabric
-from phalanx.sim.packets.state import MOST_PATHS
+from phalanx.sim.packets.engine_state import MOST_PATHS
 
 Spray = Literal["oblivious", "skip", "recycle"]
 Recovery = Literal["edge", "routing"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from phalanx.io.tables import text_bar, text_table
+from phalanx.sim.queue.job_trace_file import JobTrace
 from phalanx.sim.queue.queue_policy import QueuePolicy
 from phalanx.sim.queue.queue_report import JobGroup, NodeUse, QueueReport
-from phalanx.sim.queue.trace_file import JobTrace
 from phalanx.units import format_count, format_seconds, plural
 
 BAR = 24

@@ -13,8 +13,8 @@ import random
 from dataclasses import dataclass, replace
 
 from phalanx.errors import mistake
+from phalanx.sim.queue.job_trace_file import JobTrace
 from phalanx.sim.queue.queue_job import MOST_JOBS, QueueJob, in_order_of_submission
-from phalanx.sim.queue.trace_file import JobTrace
 from phalanx.units import DAY_S, HOUR_S, MINUTE_S
 
 

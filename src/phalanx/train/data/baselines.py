@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.train.data.dataset import TokenDataset, Tokens
+from phalanx.train.data.token_samples import TokenDataset, Tokens
 
 # Counting pairs sorts them: 16 million took 2.7 s. More would hardly move a bigram of a few thousand words.
 MOST_TRAIN_TOKENS = 20_000_000

@@ -13,8 +13,8 @@ import numpy as np
 
 from phalanx.job.schema import Batch, RampStage
 from phalanx.plan.shrink_layout import BatchDeal
-from phalanx.train.data.dataset import Tokens
 from phalanx.train.data.sampler import Sampler
+from phalanx.train.data.token_samples import Tokens
 
 PREFETCH = 2
 IGNORED = -100  # target of a token that is not scored, as in torch

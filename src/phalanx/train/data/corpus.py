@@ -28,7 +28,7 @@ from phalanx.job.dataset import (
 )
 from phalanx.job.model import VOCAB
 from phalanx.job.schema import Data
-from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
+from phalanx.train.data.build_dataset import Recipe, TextOrigin, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.fetch import Package, archive_members, fetch_package, only_builder
 from phalanx.train.data.progress import BuildProgress, on_stderr

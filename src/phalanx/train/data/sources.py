@@ -22,8 +22,8 @@ from phalanx.errors import mistake
 from phalanx.job.schema import Job
 from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.train.data.batches import IGNORED, Batches, BatchPlan, ReadAhead
-from phalanx.train.data.dataset import TokenDataset, Tokens
 from phalanx.train.data.sampler import GlobalSampler
+from phalanx.train.data.token_samples import TokenDataset, Tokens
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from phalanx.record.events import FLUSH_S, MOST_PENDING_BYTES, Event
 from phalanx.record.run import Run
-from phalanx.train.drill.history import DrillHistory, GenerationHistory, StepExecution
+from phalanx.train.drill.step_history import DrillHistory, GenerationHistory, StepExecution
 from phalanx.units import first_few, plural
 
 # Clocks of several hosts differ; a zombie that wakes writes seconds later, not milliseconds.

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from phalanx.record.drill import REFUSED
+from phalanx.record.drill_record import REFUSED
 from phalanx.record.events import Event
 from phalanx.train.drill.faults import FAULT_KINDS, Fault
 from phalanx.train.drill.firings import Firing
-from phalanx.train.drill.history import DrillHistory, GenerationHistory, StepExecution
 from phalanx.train.drill.judge import Verdict, evidence_text
+from phalanx.train.drill.step_history import DrillHistory, GenerationHistory, StepExecution
 from phalanx.units import plural
 
 TAKES_HOST = ("host", "freeze", "partition")  # out of reach of the others, with all that its memory holds

@@ -16,11 +16,11 @@ from phalanx.record.account.stragglers import straggler_scores
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
-from phalanx.train.drill.history import DrillHistory
 from phalanx.train.drill.machine_faults import SmallDisk
 from phalanx.train.drill.outside import OutsideDrill, OutsideFinding
 from phalanx.train.drill.outside_stage import STEPS, OutsideStage
 from phalanx.train.drill.perform import DrillResult
+from phalanx.train.drill.step_history import DrillHistory
 from phalanx.train.state.reader import verify_checkpoint
 
 # Far longer than the lease (5 s), dead_after_s (5 s) and the start of a coordinator on a busy machine together.

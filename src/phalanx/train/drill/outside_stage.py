@@ -24,12 +24,12 @@ from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 from phalanx.train import prepare
-from phalanx.train.data.build import Recipe, TextOrigin, build_dataset
+from phalanx.train.data.build_dataset import Recipe, TextOrigin, build_dataset
 from phalanx.train.data.documents import Reading
 from phalanx.train.data.progress import BuildProgress
 from phalanx.train.drill.faults import parse_faults
-from phalanx.train.drill.history import DrillHistory, read_history
 from phalanx.train.drill.perform import DrillResult, DrillSettings, perform_drill
+from phalanx.train.drill.step_history import DrillHistory, read_history
 
 STEPS = 30  # of the job: also of drills, so that they compare with one run
 # Of the run that others are copied from: it is stopped after about so many of its steps, and copies go on to the last,

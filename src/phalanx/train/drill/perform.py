@@ -23,10 +23,10 @@ from phalanx.record.run import Run, create_run
 from phalanx.train.drill import firings, judge
 from phalanx.train.drill.driver import DrillStuck, FaultDriver
 from phalanx.train.drill.faults import EVERY_TIME, Fault, parse_fault
-from phalanx.train.drill.history import DrillHistory, layout_sequence, read_history
 from phalanx.train.drill.judge import ExpectedSamples, Verdict
 from phalanx.train.drill.network import DrillNetwork
 from phalanx.train.drill.outcomes import FaultOutcome, fault_outcomes, judge_noticed, judge_refused
+from phalanx.train.drill.step_history import DrillHistory, layout_sequence, read_history
 from phalanx.units import plural
 
 BACK_OFF_S = 60.0  # pauses between attempts, and a start of the agents
@@ -227,7 +227,7 @@ def _replay_drill(scene: DrillSettings, run: Run, history: DrillHistory) -> Dril
 def expected_samples(plan: Plan) -> ExpectedSamples:
     """The samples of a step, as the sampler orders them."""
     from phalanx.train.data.batches import BatchPlan
-    from phalanx.train.data.dataset import TokenDataset
+    from phalanx.train.data.token_samples import TokenDataset
 
     job = plan.job
     dataset = TokenDataset.open([Path(path) for path in job.data.paths], "train")

@@ -19,7 +19,7 @@ from typing import TypeVar
 from phalanx.errors import PhalanxError, mistake
 from phalanx.record.account.stragglers import straggler_scores
 from phalanx.record.archive.history import RunHistory
-from phalanx.record.drill import MET, REFUSED
+from phalanx.record.drill_record import MET, REFUSED
 from phalanx.record.run import Run
 from phalanx.train.drill.faults import SAVE_POINTS, Fault, parse_fault, parse_faults
 from phalanx.train.drill.judge import Verdict

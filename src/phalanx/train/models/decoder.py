@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.job.model import ModelShape
 from phalanx.train.kernels.linear_cross_entropy import linear_cross_entropy
-from phalanx.train.models.init import draw_values
+from phalanx.train.models.initial_values import draw_values
 from phalanx.train.models.layers import Attention, Embedding, Mlp, Rope, norm_of, rope_tables
 from phalanx.train.models.moe import Moe
 from phalanx.train.models.support import refuse_untrainable

@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from phalanx.plan.parametrization import ParameterScales, standard_scales
 from phalanx.train.optim.base import shard_gradient, total_bytes
 from phalanx.train.optim.compact import apply_update
+from phalanx.train.optim.gathered_tensors import sum_over
 from phalanx.train.optim.moments import working_dtype
-from phalanx.train.optim.whole_tensors import sum_over
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 GROWTH = 0.8  # beta2 of step t is 1 - t^-0.8, at most the job's: section 7.2 of the paper

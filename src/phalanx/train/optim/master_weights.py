@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 
 if TYPE_CHECKING:
     from phalanx.train.model_stages import StageTensor

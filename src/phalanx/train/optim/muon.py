@@ -14,8 +14,8 @@ import torch
 from phalanx.plan.parametrization import ParameterScales, standard_scales
 from phalanx.train.optim.base import Optimizer, shard_gradient, state_shard, total_bytes
 from phalanx.train.optim.compact import apply_update, copy_kept, kept_shards, load_kept
+from phalanx.train.optim.gathered_tensors import GroupSplit, group_splits, spread_work
 from phalanx.train.optim.moments import high_bits, moment_format, readable_moment, rounding_bits, working_dtype
-from phalanx.train.optim.whole_tensors import GroupSplit, group_splits, spread_work
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 ITERATIONS = 5

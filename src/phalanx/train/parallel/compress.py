@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from phalanx.errors import mistake, nearest
-from phalanx.train.parallel import wire
+from phalanx.train.parallel import exchanges
 from phalanx.train.parallel.compress_powersgd import PowerSgd
 
 
@@ -93,7 +93,7 @@ class Quantised:
         whole_blocks = (x_Wm.shape[1],)
         sum_m = self._sum_compressed(x_Wm, whole_blocks, group, f"{key}/parts")
         message_1A = self._round_with_error(sum_m[None], whole_blocks, f"{key}/sum")
-        whole_Wm = self._format.decode(wire.all_gather(message_1A[0], group), whole_blocks, sum_m.dtype)
+        whole_Wm = self._format.decode(exchanges.all_gather(message_1A[0], group), whole_blocks, sum_m.dtype)
         bucket.copy_(gather_up(whole_Wm.reshape(1, -1), sizes, block).view_as(bucket))
         self.bytes_sent += (ranks - 1) * message_1A.shape[1]
         self.bytes_raw += 2 * (ranks - 1) * size * bucket.element_size() // ranks
@@ -126,7 +126,7 @@ class Quantised:
     def _sum_compressed(self, x_Wm: Tensor, sizes: Sequence[int], group: ProcessGroup, key: str) -> Tensor:
         message_WA = self._round_with_error(x_Wm, sizes, key)
         self.bytes_sent += (group.size() - 1) * message_WA.shape[1]
-        received_WA = wire.all_to_all(message_WA, group)
+        received_WA = exchanges.all_to_all(message_WA, group)
         return self._format.decode(received_WA, sizes, wide_dtype(x_Wm)).sum(0)
 
     def _round_with_error(self, x_Rm: Tensor, sizes: Sequence[int], key: str) -> Tensor:

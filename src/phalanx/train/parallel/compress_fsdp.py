@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from phalanx.errors import mistake
 from phalanx.train.parallel.compress import FORMATS, KINDS, Quantised
 from phalanx.train.parallel.gradients import GradientExchange
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 
 
 class CompressedReduceScatter:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from phalanx.train.parallel import wire
+from phalanx.train.parallel import exchanges
 
 SEED = 20190531  # of the first factors, the same on every rank; the date of the paper
 
@@ -107,7 +107,7 @@ class PowerSgd:
         if not tensors:
             return
         kind = torch.promote_types(tensors[0].dtype, torch.float32)
-        flat = wire.all_reduce(torch.cat([one.reshape(-1).to(kind) for one in tensors]), group)
+        flat = exchanges.all_reduce(torch.cat([one.reshape(-1).to(kind) for one in tensors]), group)
         for one, part in zip(tensors, flat.split_with_sizes([one.numel() for one in tensors]), strict=True):
             one.copy_(part.view_as(one))
         self.bytes_sent += ring_bytes(flat.numel() * flat.element_size(), group)

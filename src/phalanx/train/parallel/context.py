@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from phalanx.errors import mistake, nearest
-from phalanx.train.parallel import wire
+from phalanx.train.parallel import exchanges
 
 __all__ = ["KINDS", "Core", "check_heads", "context_core", "local_positions", "split_sequence"]
 
@@ -91,11 +91,11 @@ def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
 def _to_heads(x_BNSH: Tensor, group: ProcessGroup) -> Tensor:
     """All heads of a part of the sequence -> the whole sequence, in order, of a part of the heads."""
     parts_CBNSH = x_BNSH.reshape(x_BNSH.shape[0], group.size(), -1, *x_BNSH.shape[2:]).movedim(1, 0)
-    return join_all(wire.exchange_rows(parts_CBNSH, group), dim=2)
+    return join_all(exchanges.exchange_rows(parts_CBNSH, group), dim=2)
 
 
 def _to_sequence(x_BNLH: Tensor, group: ProcessGroup) -> Tensor:
-    parts_CBNSH = wire.exchange_rows(split_all(x_BNLH, group.size(), dim=2), group)
+    parts_CBNSH = exchanges.exchange_rows(split_all(x_BNLH, group.size(), dim=2), group)
     return parts_CBNSH.movedim(0, 1).flatten(1, 2)
 
 
@@ -309,7 +309,7 @@ class RingAttention(torch.autograd.Function):
             part_XBKSH = torch.stack([dk, dv]).zero_()
             part_XBKSH[:, :, :, keys] = torch.stack(more)
             # What the ranks before us found for this block arrived while we computed our share.
-            home = wire.pass_on(part_XBKSH if home is None else part_XBKSH + home.wait(), group)
+            home = exchanges.pass_on(part_XBKSH if home is None else part_XBKSH + home.wait(), group)
         if home is not None:
             more_dk, more_dv = home.wait()
             dk, dv = dk + more_dk, dv + more_dv
@@ -321,14 +321,14 @@ class _Travel:
 
     def __init__(self, kv_XBKSH: Tensor, group: ProcessGroup) -> None:
         self._group, self._hops = group, group.size() - 1
-        self._hop = wire.pass_on(kv_XBKSH, group) if self._hops else None
+        self._hop = exchanges.pass_on(kv_XBKSH, group) if self._hops else None
 
     def next(self) -> Tensor:
         """The block of the next rank back; the one after it starts on its way."""
         assert self._hop is not None, "the ring has no further block"
         arrived = self._hop.wait()
         self._hops -= 1
-        self._hop = wire.pass_on(arrived, self._group) if self._hops else None
+        self._hop = exchanges.pass_on(arrived, self._group) if self._hops else None
         return arrived
 
 
@@ -364,12 +364,12 @@ class GatheredAttention(torch.autograd.Function):
             whole[:, :, :, keys] += torch.stack(more)
         parts_CXBKSH = split_all(whole, group.size(), dim=3)
         parts_CXBKSH[group.rank()] += torch.stack(own)
-        dk, dv = wire.reduce_scatter(parts_CXBKSH, group)
+        dk, dv = exchanges.reduce_scatter(parts_CXBKSH, group)
         return dq.to(q.dtype), dk, dv, None
 
 
 def _gather_pairs(k_BKSH: Tensor, v_BKSH: Tensor, group: ProcessGroup) -> Tensor:
-    return join_all(wire.all_gather(torch.stack([k_BKSH, v_BKSH]), group), dim=3)
+    return join_all(exchanges.all_gather(torch.stack([k_BKSH, v_BKSH]), group), dim=3)
 
 
 def _earlier_keys(group: ProcessGroup, length: int) -> list[tuple[slice, slice]]:

@@ -28,7 +28,7 @@ from phalanx.train.models.moe import (
     run_locally,
     weigh_answers,
 )
-from phalanx.train.parallel import wire
+from phalanx.train.parallel import exchanges
 from phalanx.train.parallel.dims import Meshes
 
 Offset = tuple[int, int, int]  # dimension, first row of this rank, rows of the whole
@@ -54,8 +54,8 @@ class ExpertExchange:
             return self._dispatch_tokens(experts, x_TD, choice_TK, weight_TK)
         _check_tokens(len(x_TD), self.same.size())
         mine = choice_TK.chunk(self.same.size())[self.same.rank()]
-        x_TD, weight_TK = (wire.split_tokens(one, self.same) for one in (x_TD, weight_TK))
-        return wire.join_tokens(self._dispatch_tokens(experts, x_TD, mine, weight_TK), self.same)
+        x_TD, weight_TK = (exchanges.split_tokens(one, self.same) for one in (x_TD, weight_TK))
+        return exchanges.join_tokens(self._dispatch_tokens(experts, x_TD, mine, weight_TK), self.same)
 
     def offsets(self) -> Mapping[str, Offset]:
         """Which rows of the stacked experts this rank holds."""
@@ -68,12 +68,12 @@ class ExpertExchange:
         order_M = choice_TK.flatten().argsort(stable=True)
         back_M = order_M.argsort()
         leaving_PE = count_visits(choice_TK, self.num_experts).view(self.group.size(), -1)
-        arriving_PE = wire.all_to_all(leaving_PE, self.group)
+        arriving_PE = exchanges.all_to_all(leaving_PE, self.group)
         send, receive, held = self._exchange_sizes(leaving_PE, arriving_PE, choice_TK.numel())
         x_MD = permute_rows(repeat_tokens(x_TD, choice_TK.shape[1]), order_M, back_M)
-        x_RD = wire.exchange_rows(x_MD, self.group, send=send, receive=receive)
+        x_RD = exchanges.exchange_rows(x_MD, self.group, send=send, receive=receive)
         y_RD = _run_arrived(experts, x_RD, arriving_PE, held)
-        y_MD = wire.exchange_rows(y_RD, self.group, send=receive, receive=send)
+        y_MD = exchanges.exchange_rows(y_RD, self.group, send=receive, receive=send)
         return weigh_answers(permute_rows(y_MD, back_M, order_M), weight_TK)
 
     def _exchange_sizes(
@@ -114,11 +114,11 @@ class ExpertSlices:
         """What the chosen experts make of every token."""
         run = run_evenly if self.balanced else run_locally
         if not self.sequence_parallel:
-            x_TD, weight_TK = (wire.share_input(one, self.group) for one in (x_TD, weight_TK))
-            return wire.add_up(run(experts, x_TD, choice_TK, weight_TK), self.group)
-        x_TD, weight_TK = (wire.gather_tokens(one, self.group) for one in (x_TD, weight_TK))
-        choice_TK = wire.all_gather(choice_TK, self.group).flatten(0, 1)
-        return wire.scatter_tokens(run(experts, x_TD, choice_TK, weight_TK), self.group)
+            x_TD, weight_TK = (exchanges.share_input(one, self.group) for one in (x_TD, weight_TK))
+            return exchanges.add_up(run(experts, x_TD, choice_TK, weight_TK), self.group)
+        x_TD, weight_TK = (exchanges.gather_tokens(one, self.group) for one in (x_TD, weight_TK))
+        choice_TK = exchanges.all_gather(choice_TK, self.group).flatten(0, 1)
+        return exchanges.scatter_tokens(run(experts, x_TD, choice_TK, weight_TK), self.group)
 
     def offsets(self) -> Mapping[str, Offset]:
         """Which part of every expert's width this rank holds."""
@@ -240,7 +240,7 @@ def _sum_gradient(router: nn.Module, group: ProcessGroup) -> None:
     """
 
     def begin(module: nn.Module, _: object) -> None:
-        module.__dict__["weight"] = wire.share_input(module.get_parameter("weight"), group)
+        module.__dict__["weight"] = exchanges.share_input(module.get_parameter("weight"), group)
 
     def end(module: nn.Module, *_: object) -> None:
         del module.__dict__["weight"]
@@ -253,7 +253,7 @@ def _sum_gradient(router: nn.Module, group: ProcessGroup) -> None:
 def _sum_over(x: Tensor, groups: list[ProcessGroup]) -> Tensor:
     """Counts carry no gradient."""
     for group in groups:
-        x = wire.all_reduce(x, group)
+        x = exchanges.all_reduce(x, group)
     return x
 
 

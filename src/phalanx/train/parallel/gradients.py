@@ -18,7 +18,7 @@ from phalanx.train.parallel.tensor_shard import TensorShard
 
 if TYPE_CHECKING:
     from phalanx.train.model_stages import StageTensor
-    from phalanx.train.settings import Settings
+    from phalanx.train.rank_settings import Settings
 
 
 class Exchange(Protocol):

@@ -13,7 +13,7 @@ from phalanx.train.parallel.float8 import refuse_without_float8, use_float8
 from phalanx.train.parallel.fsdp import cast_inputs, shard_params
 from phalanx.train.parallel.recompute import offload_activations, recompute_blocks
 from phalanx.train.parallel.tensor import split_tensors
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 
 
 def parallelize(model: Decoder, meshes: Meshes, settings: Settings, device: torch.device) -> None:

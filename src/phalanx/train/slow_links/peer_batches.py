@@ -9,8 +9,8 @@ import numpy as np
 
 from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.train.data.batches import IGNORED, Samples
-from phalanx.train.data.dataset import Tokens
 from phalanx.train.data.sampler import Sampler
+from phalanx.train.data.token_samples import Tokens
 from phalanx.train.slow_links.sample_deal import Ranges
 
 

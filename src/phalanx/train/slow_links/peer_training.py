@@ -27,16 +27,16 @@ from phalanx.peers.facts import Address, MemberView, PeerProgress, Vector
 from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.train.callbacks import Callback
 from phalanx.train.data.batches import BatchPlan
-from phalanx.train.data.dataset import TokenDataset
+from phalanx.train.data.token_samples import TokenDataset
 from phalanx.train.engine import Engine
 from phalanx.train.slow_links.carried_state import CarriedState
 from phalanx.train.slow_links.fragments import assign_fragments, due_fragment
 from phalanx.train.slow_links.outer_optimizer import OuterOptimizer
 from phalanx.train.slow_links.peer_batches import PeerBatches
 from phalanx.train.slow_links.peer_exchange import AgreedRound, GroupLink, PeerExchange, PendingRound
+from phalanx.train.slow_links.peer_state import StateServer, copy_state, take_state
 from phalanx.train.slow_links.peer_vector import VectorMap, spread_object
 from phalanx.train.slow_links.sample_deal import Ranges, count_samples, deal_samples, uncounted_samples
-from phalanx.train.slow_links.state_transfer import StateServer, copy_state, take_state
 from phalanx.train.slow_links.update_screening import LossScreen
 
 if TYPE_CHECKING:

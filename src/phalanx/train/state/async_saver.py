@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state.index import JSON
+from phalanx.train.state.checkpoint_index import JSON
 from phalanx.train.state.paths import Location
 from phalanx.train.state.save import SAVE_TIMEOUT_S, CommitFence, SavedCheckpoint, save_checkpoint
 from phalanx.train.state.shards import owned_shards

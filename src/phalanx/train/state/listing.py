@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.plan.layout import Layout
-from phalanx.train.state.index import CheckpointManifest, DamagedCheckpoint, damaged_checkpoint, read_manifest
+from phalanx.train.state.checkpoint_index import (
+    CheckpointManifest,
+    DamagedCheckpoint,
+    damaged_checkpoint,
+    read_manifest,
+)
 from phalanx.train.state.paths import Location, commit_step, data_name, index_name
 from phalanx.train.state.reader import list_commits, verify_checkpoint
 from phalanx.train.state.storage import open_folder

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state.index import JSON, damaged_checkpoint
+from phalanx.train.state.checkpoint_index import JSON, damaged_checkpoint
 from phalanx.train.state.reader import StateSource
 
 RANDOM_KEY = "random"

@@ -18,7 +18,7 @@ import torch
 
 from phalanx.errors import Problem, SystemFailure
 from phalanx.train.state import paths
-from phalanx.train.state.index import (
+from phalanx.train.state.checkpoint_index import (
     JSON,
     CheckpointManifest,
     DamagedCheckpoint,

@@ -15,7 +15,7 @@ import torch
 from phalanx.elastic.channel import Channel, connect
 from phalanx.elastic.replica_store import MemorySegment, ReplicaStore, SegmentHeader
 from phalanx.elastic.restore_point import ReplicaPlace, RestorePoint
-from phalanx.train.state.index import RankIndex, damaged_checkpoint
+from phalanx.train.state.checkpoint_index import RankIndex, damaged_checkpoint
 from phalanx.train.state.shards import STORED_DTYPES, Region, StoredShard
 from phalanx.train.state.snapshot import SnapshotIndex, crc32_text, decode_snapshot_index, tensor_in_segment
 

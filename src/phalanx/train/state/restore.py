@@ -16,7 +16,7 @@ import torch
 
 from phalanx.errors import Problem, UserError, nearest
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state.index import RankIndex, check_coverage, check_same_tensor
+from phalanx.train.state.checkpoint_index import RankIndex, check_coverage, check_same_tensor
 from phalanx.train.state.paths import Location
 from phalanx.train.state.reader import HASH_THREADS, StateSource, open_source
 from phalanx.train.state.shards import Region, StoredShard, dtype_name, region_of, shared_region

@@ -14,7 +14,7 @@ from statistics import median
 
 from phalanx.job.run_sections import Checkpoint
 from phalanx.plan.reliability import Reliability, daly_interval
-from phalanx.train.state.index import DamagedCheckpoint, read_manifest
+from phalanx.train.state.checkpoint_index import DamagedCheckpoint, read_manifest
 from phalanx.train.state.paths import Location, commit_step
 from phalanx.train.state.reader import list_commits
 from phalanx.train.state.storage import CheckpointFolder, CheckpointStorage, open_storage

@@ -23,7 +23,7 @@ import torch
 from phalanx.errors import PhalanxError, Problem, SystemFailure, mistake
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state import paths
-from phalanx.train.state.index import (
+from phalanx.train.state.checkpoint_index import (
     JSON,
     CheckpointManifest,
     RankFiles,

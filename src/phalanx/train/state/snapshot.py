@@ -18,7 +18,7 @@ import torch
 
 from phalanx.elastic.replica_store import DATA_AT, MemorySegment, SegmentHeader
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state.index import JSON
+from phalanx.train.state.checkpoint_index import JSON
 from phalanx.train.state.shards import STORED_DTYPES, Region, StoredShard, lay_out_shards, owned_shards
 
 ALIGN_BYTES = 64  # a cache line, and more than any element

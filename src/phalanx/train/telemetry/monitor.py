@@ -25,7 +25,7 @@ from phalanx.plan.layout import Layout
 from phalanx.record.events import EventWriter
 from phalanx.record.provenance import redact
 from phalanx.train.parallel.dims import ParallelDims
-from phalanx.train.telemetry.peers import Peers
+from phalanx.train.telemetry.peer_latency import Peers
 from phalanx.train.telemetry.sensors import Sensors, sensors_of
 from phalanx.train.telemetry.sharing import (
     SECRET_BYTES,

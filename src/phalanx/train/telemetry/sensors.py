@@ -13,7 +13,7 @@ import torch
 from phalanx.hardware.discover import memory_bytes, usable_cores
 from phalanx.hardware.meters import CpuTime, Energy, anonymous_bytes, cpu_energy, gpu_activity, gpu_energy, memory_stall
 from phalanx.hardware.nvml import GpuMeter
-from phalanx.train.memory import first_bytes
+from phalanx.train.memory_use import first_bytes
 from phalanx.train.telemetry.sharing import Sharers, gpu_uuid
 
 

@@ -18,7 +18,7 @@ from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job, Optim
 from phalanx.plan.layout import Layout
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.tracing.log import RankTrace
 from phalanx.train.verify.ranks import warm_up
 

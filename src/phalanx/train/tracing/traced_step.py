@@ -25,8 +25,8 @@ from phalanx.job.schema import Optim
 from phalanx.train.engine import Engine
 from phalanx.train.parallel.expert import balance_routing
 from phalanx.train.parallel.pipeline import assume_static
-from phalanx.train.settings import Settings
-from phalanx.train.tracing.kernels import fused_loss, fused_norms, fused_products
+from phalanx.train.rank_settings import Settings
+from phalanx.train.tracing.gpu_kernels import fused_loss, fused_norms, fused_products
 from phalanx.train.tracing.log import RankTrace
 from phalanx.train.tracing.recorder import Recorder
 from phalanx.train.tracing.shortcuts import Shortcuts, run_plainly

@@ -11,7 +11,7 @@ from phalanx.io.tables import text_table
 from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
 from phalanx.train.models.support import refuse_untrainable
-from phalanx.train.settings import Settings, refuse_layout
+from phalanx.train.rank_settings import Settings, refuse_layout
 from phalanx.train.verify.compare import OutcomeComparison, Tolerances, compare_outcomes
 from phalanx.train.verify.ranks import LIMIT_S, TrialPlace
 from phalanx.train.verify.small_trial import (

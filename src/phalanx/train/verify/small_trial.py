@@ -16,7 +16,7 @@ from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job
 from phalanx.plan.layout import Layout
 from phalanx.plan.trainable import splits_backward
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.verify.terms import EXACT, EXACTLY, RANKS, Terms
 from phalanx.train.verify.trial import Trial
 

@@ -24,7 +24,7 @@ from phalanx.train.data.batches import IGNORED
 from phalanx.train.engine import Engine
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.settings import Settings
+from phalanx.train.rank_settings import Settings
 from phalanx.train.state.save import save_checkpoint
 from phalanx.train.state.training_state import (
     checkpoint_meta,

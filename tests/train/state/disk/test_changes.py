@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from phalanx.train.state.index import DamagedCheckpoint
+from phalanx.train.state.checkpoint_index import DamagedCheckpoint
 from phalanx.train.state.reader import verify_checkpoint
 from phalanx.train.state.restore import load_shards
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from phalanx.train.state.index import DamagedCheckpoint
+from phalanx.train.state.checkpoint_index import DamagedCheckpoint
 from phalanx.train.state.reader import newest_checkpoint, sound_checkpoints, verify_checkpoint
 from phalanx.train.state.restore import load_shards
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx.errors import PhalanxError
-from phalanx.train.state.index import DamagedCheckpoint, encode_json
+from phalanx.train.state.checkpoint_index import DamagedCheckpoint, encode_json
 from phalanx.train.state.reader import newest_checkpoint, verify_checkpoint
 from phalanx.train.state.restore import load_shards
 from phalanx.train.state.whole_tensors import read_state

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phalanx.train.state.index import DamagedCheckpoint
+from phalanx.train.state.checkpoint_index import DamagedCheckpoint
 from phalanx.train.state.rank_state import (
     capture_random_state,
     private_shards,

@@ -13,7 +13,7 @@ import torch
 
 from phalanx.errors import SystemFailure
 from phalanx.train.state import object_store as objects_module
-from phalanx.train.state.index import DamagedCheckpoint
+from phalanx.train.state.checkpoint_index import DamagedCheckpoint
 from phalanx.train.state.paths import parse_location
 from phalanx.train.state.reader import list_commits, newest_checkpoint, verify_checkpoint
 from phalanx.train.state.restore import load_shards

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phalanx.train.state.index import DamagedCheckpoint, RankIndex, damaged_checkpoint
+from phalanx.train.state.checkpoint_index import DamagedCheckpoint, RankIndex, damaged_checkpoint
 from phalanx.train.state.reader import CheckpointReader
 from phalanx.train.state.restore import load_shards, prepare_restore
 from phalanx.train.state.shards import lay_out_shards, region_of, whole_region

@@ -9,7 +9,7 @@ import torch
 from phalanx.errors import SystemFailure, UserError
 from phalanx.train.state import storage
 from phalanx.train.state.async_saver import AsyncSaver
-from phalanx.train.state.index import DamagedCheckpoint
+from phalanx.train.state.checkpoint_index import DamagedCheckpoint
 from phalanx.train.state.paths import parse_location
 from phalanx.train.state.reader import newest_checkpoint, verify_checkpoint
 from phalanx.train.state.restore import load_shards
@@ -133,7 +133,7 @@ def test_a_damaged_object_is_passed_over_with_the_same_words(kit, store, url):
 
 def test_a_forged_attempt_leads_nowhere(kit, store, url):
     """The one name an object store takes from a file: it must stay one name below the step."""
-    from phalanx.train.state.index import CheckpointManifest, encode_manifest
+    from phalanx.train.state.checkpoint_index import CheckpointManifest, encode_manifest
 
     path = kit.save_all(url, shards(kit), step=1).path
     forged = CheckpointManifest(

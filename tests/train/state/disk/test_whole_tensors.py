@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.errors import UserError
-from phalanx.train.state.index import DamagedCheckpoint
+from phalanx.train.state.checkpoint_index import DamagedCheckpoint
 from phalanx.train.state.reader import CheckpointReader
 from phalanx.train.state.whole_tensors import read_state, read_whole_tensors, shards_digest, state_digest
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from phalanx.elastic.replica_store import DATA_AT, HEADER_BYTES
-from phalanx.train.state.index import DamagedCheckpoint
+from phalanx.train.state.checkpoint_index import DamagedCheckpoint
 from phalanx.train.state.restore import load_shards
 
 FLIPS = 200

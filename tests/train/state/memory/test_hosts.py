@@ -11,8 +11,8 @@ from phalanx.elastic.channel import connect
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import RestorePoint, find_restore_points
 from phalanx.errors import Problem, SystemFailure
+from phalanx.train.state.checkpoint_index import DamagedCheckpoint
 from phalanx.train.state.in_memory import ReplicaAddress, replica_peer_of
-from phalanx.train.state.index import DamagedCheckpoint
 from phalanx.train.state.replica_reader import ReplicaSource
 from phalanx.train.state.restore import load_shards
 

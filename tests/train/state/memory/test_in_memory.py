@@ -7,8 +7,8 @@ from phalanx.elastic.rank_link import Interrupted
 from phalanx.elastic.replica_store import GENERATIONS, ReplicaStore
 from phalanx.elastic.restore_point import ReplicaInfo, find_restore_points
 from phalanx.errors import SystemFailure, UserError
+from phalanx.train.state.checkpoint_index import StoredShard
 from phalanx.train.state.in_memory import InMemoryCheckpointer
-from phalanx.train.state.index import StoredShard
 from phalanx.train.state.restore import load_shards
 from phalanx.train.state.save import save_checkpoint
 

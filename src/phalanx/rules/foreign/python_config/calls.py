@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from phalanx.rules.foreign.python_config.values import (
+from phalanx.rules.foreign.python_config.possible_values import (
     MISSING,
     MOST_TEXT,
     Built,

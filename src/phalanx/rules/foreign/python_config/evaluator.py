@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from phalanx.rules.foreign.python_config.expressions import evaluate
 from phalanx.rules.foreign.python_config.modules import PythonPackage, SourceFile, absolute_name
-from phalanx.rules.foreign.python_config.values import (
+from phalanx.rules.foreign.python_config.possible_values import (
     MISSING,
     Built,
     Function,

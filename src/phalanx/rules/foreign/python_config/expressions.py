@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from phalanx.rules.foreign.python_config.calls import call_value
-from phalanx.rules.foreign.python_config.values import (
+from phalanx.rules.foreign.python_config.possible_values import (
     MOST_TEXT,
     Built,
     Function,

@@ -17,7 +17,7 @@ from phalanx.io.files import read_head
 from phalanx.rules.foreign.conversion import MOST_DEPTH, MOST_LEAVES, Leaf, ReadConfig
 from phalanx.rules.foreign.python_config.evaluator import PythonReader, TooMuch
 from phalanx.rules.foreign.python_config.modules import PythonPackage, parse_python
-from phalanx.rules.foreign.python_config.values import (
+from phalanx.rules.foreign.python_config.possible_values import (
     Built,
     Function,
     PythonReference,

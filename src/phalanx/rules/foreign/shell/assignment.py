@@ -6,9 +6,9 @@ from typing import Protocol
 
 from phalanx.rules.foreign.shell.arithmetic import UnknownNumberError
 from phalanx.rules.foreign.shell.expansion import Scope, evaluate_in, expand_fields, expand_text
-from phalanx.rules.foreign.shell.state import ShellState
+from phalanx.rules.foreign.shell.partial_text import MOST_TEXT, Text
+from phalanx.rules.foreign.shell.script_state import ShellState
 from phalanx.rules.foreign.shell.syntax import Assignment
-from phalanx.rules.foreign.shell.values import MOST_TEXT, Text
 
 
 class AssignScope(Scope, Protocol):

@@ -12,8 +12,9 @@ from phalanx.rules.foreign.shell.conditions import UNDECIDED, ConditionVerdict
 from phalanx.rules.foreign.shell.expansion import expand_fields, expand_text
 from phalanx.rules.foreign.shell.outputs import printed_output
 from phalanx.rules.foreign.shell.own_commands import DONE, OWN, Outcome, declare_variables
+from phalanx.rules.foreign.shell.partial_text import OPEN
 from phalanx.rules.foreign.shell.scanner import ShellSyntaxError
-from phalanx.rules.foreign.shell.state import StartedCommand, merge_states
+from phalanx.rules.foreign.shell.script_state import StartedCommand, merge_states
 from phalanx.rules.foreign.shell.syntax import (
     AndOr,
     ArithmeticCommand,
@@ -24,7 +25,6 @@ from phalanx.rules.foreign.shell.syntax import (
     TestClause,
     Word,
 )
-from phalanx.rules.foreign.shell.values import OPEN
 
 if TYPE_CHECKING:
     from phalanx.rules.foreign.shell.interpreter import Interpreter

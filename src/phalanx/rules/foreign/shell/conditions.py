@@ -8,8 +8,8 @@ from typing import Literal
 
 from phalanx.rules.foreign.shell.arithmetic import UnknownNumberError
 from phalanx.rules.foreign.shell.expansion import Scope, evaluate_in, expand_text
+from phalanx.rules.foreign.shell.partial_text import is_known
 from phalanx.rules.foreign.shell.patterns import matches_pattern
-from phalanx.rules.foreign.shell.values import is_known
 
 # How sure a verdict is: `default` rests on a variable that nothing sets being empty, as ${X:-8} does; `no arguments` on
 # the script being called without any. Only loops over arguments believe the second.

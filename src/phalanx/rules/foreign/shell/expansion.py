@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import Protocol
 
 from phalanx.rules.foreign.shell.arithmetic import UnknownNumberError, evaluate_arithmetic
+from phalanx.rules.foreign.shell.partial_text import MOST_TEXT, Text, Unknown, UnknownTable, is_known
 from phalanx.rules.foreign.shell.patterns import strip_pattern, substitute_pattern
 from phalanx.rules.foreign.shell.scanner import MOST_NESTED, end_of_backquote, end_of_dollar, end_of_piece
-from phalanx.rules.foreign.shell.values import MOST_TEXT, Text, Unknown, UnknownTable, is_known
 
 _PARAMETER = re.compile(r"([#!]?)([A-Za-z_]\w*|\d+|[@*#?$!_-])(\[.*?\](?=$|[-:=+?%#/^,@]))?(.*)", re.DOTALL)
 _OPERATOR = re.compile(r":[-=+?]|[-=+?]|%%?|##?|//?|\^\^?|,,?|:|@", re.DOTALL)

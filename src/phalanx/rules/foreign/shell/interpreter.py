@@ -11,10 +11,11 @@ from phalanx.rules.foreign.shell.assignment import assign_variable
 from phalanx.rules.foreign.shell.conditions import UNDECIDED, ConditionVerdict, TestReader, negated_verdict
 from phalanx.rules.foreign.shell.expansion import evaluate_in, expand_fields, expand_quoted, expand_text
 from phalanx.rules.foreign.shell.outputs import printed_output
-from phalanx.rules.foreign.shell.parser import parse_shell
+from phalanx.rules.foreign.shell.partial_text import MOST_TEXT, Text, Unknown, UnknownTable, is_known
 from phalanx.rules.foreign.shell.patterns import matches_pattern
 from phalanx.rules.foreign.shell.scanner import ShellSyntaxError
-from phalanx.rules.foreign.shell.state import ShellState, StartedCommand, merge_states
+from phalanx.rules.foreign.shell.script_parser import parse_shell
+from phalanx.rules.foreign.shell.script_state import ShellState, StartedCommand, merge_states
 from phalanx.rules.foreign.shell.syntax import (
     AndOr,
     ArithmeticCommand,
@@ -34,7 +35,6 @@ from phalanx.rules.foreign.shell.syntax import (
     WhileLoop,
     Word,
 )
-from phalanx.rules.foreign.shell.values import MOST_TEXT, Text, Unknown, UnknownTable, is_known
 
 MOST_STEPS = 40_000  # statements; the longest launch script seen takes 900
 MOST_ROUNDS = 300  # of one loop

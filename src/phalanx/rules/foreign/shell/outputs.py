@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 
 from phalanx.rules.foreign.shell.arithmetic import UnknownNumberError, evaluate_arithmetic
-from phalanx.rules.foreign.shell.values import OPEN, is_known
+from phalanx.rules.foreign.shell.partial_text import OPEN, is_known
 
 _SED = re.compile(r"s([/|#,@:])((?:(?!\1).)*)\1((?:(?!\1).)*)\1([g]?)")
 MOST_LINES = 1_000

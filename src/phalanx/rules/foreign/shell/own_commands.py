@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from phalanx.rules.foreign.shell.conditions import UNDECIDED, ConditionVerdict, TestReader
+from phalanx.rules.foreign.shell.partial_text import is_known
 from phalanx.rules.foreign.shell.scanner import ShellSyntaxError
 from phalanx.rules.foreign.shell.syntax import Assignment, SimpleCommand
-from phalanx.rules.foreign.shell.values import is_known
 
 if TYPE_CHECKING:
     from phalanx.rules.foreign.shell.interpreter import Interpreter, Signal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from phalanx.rules.foreign.shell.values import is_known
+from phalanx.rules.foreign.shell.partial_text import is_known
 
 MOST_PATTERN = 200  # characters
 MOST_STARS = 4  # more of them make a match slow on a hostile text

@@ -9,8 +9,8 @@ from pathlib import Path
 from phalanx.errors import UserError
 from phalanx.rules.foreign.config_files import json_leaves
 from phalanx.rules.foreign.conversion import Leaf
-from phalanx.rules.foreign.shell.launch import ScriptReading, canonical_flag
-from phalanx.rules.foreign.shell.values import MARK, is_known
+from phalanx.rules.foreign.shell.partial_text import MARK, is_known
+from phalanx.rules.foreign.shell.training_command import ScriptReading, canonical_flag
 
 NAMES = ("deepspeed_config", "deepspeed")
 _STRING_OR_MARK = re.compile(rf'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|{MARK.pattern}')

@@ -15,8 +15,8 @@ from phalanx.io.svg import PLANNED_STYLE, PlotLine, line_plot, standalone_svg, s
 from phalanx.io.values import printable
 from phalanx.train.kernels.kernel_op import KernelOp, Outputs, Shape
 from phalanx.train.kernels.lab.arena import DTYPES
-from phalanx.train.kernels.lab.cases import KernelCase, check_shape, draw_inputs, find_truth, timed_shape
 from phalanx.train.kernels.lab.machine_limits import MachineLimits, measure_limits, median_seconds
+from phalanx.train.kernels.lab.trial_inputs import KernelCase, check_shape, draw_inputs, find_truth, timed_shape
 from phalanx.units import format_flops
 
 REPEATS = {"cpu": 10, "cuda": 20}

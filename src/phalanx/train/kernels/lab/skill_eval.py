@@ -12,10 +12,10 @@ from phalanx.io.files import shipped_text
 from phalanx.io.values import printable
 from phalanx.train.kernels.kernel_op import KernelOp
 from phalanx.train.kernels.lab.candidate_file import parse_candidate
+from phalanx.train.kernels.lab.candidate_guard import judge_candidate
 from phalanx.train.kernels.lab.candidate_server import CandidateLimits, CandidateServer
-from phalanx.train.kernels.lab.guard import judge_candidate
+from phalanx.train.kernels.lab.new_kernel import reference_text
 from phalanx.train.kernels.lab.proposers import NoAnswerError, Proposer, kernel_of_answer
-from phalanx.train.kernels.lab.template import reference_text
 
 SKILL_FOLDER = Path(__file__).parent / "skill"
 WITH_SKILL, WITHOUT_SKILL = "with", "without"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from datetime import date
 
 from phalanx.record.run import Run
-from phalanx.rules.api import base_of, check_evidence, this_day
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.gather import with_log
-from phalanx.rules.judge import CheckReport
 from phalanx.rules.log.stream import LogStream
+from phalanx.rules.run_rules import CheckReport
+from phalanx.rules.specification import base_of, check_evidence, this_day
 
 # Read between two judgements: under a second at the 100 MB/s that the reader is built for.
 BUDGET_BYTES = 64 * 2**20

@@ -18,7 +18,7 @@ from phalanx.elastic.handshake import make_secret, read_secret
 from phalanx.errors import Problem, SystemFailure, UserError
 from phalanx.io.files import replace_text
 from phalanx.io.tables import text_table
-from phalanx.record.drill import NAME, VERSION, folder_digests, read_record, sign_record
+from phalanx.record.drill_record import NAME, VERSION, folder_digests, read_record, sign_record
 from phalanx.record.provenance import our_code
 from phalanx.record.run import Run
 from phalanx.train.drill.outcomes import FaultOutcome
@@ -128,7 +128,7 @@ def _seconds_text(value: float | None) -> str:
 
 
 # The signed record: what was injected, what came of it, the verdicts, and digests of the evidence.
-# `phalanx.record.drill` reads and verifies it, and says what a signature proves.
+# `phalanx.record.drill_record` reads and verifies it, and says what a signature proves.
 
 MOST_STORED = 64  # copies in the user's store: some kilobytes each
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from phalanx.errors import mistake
 from phalanx.sim.fabric_links import BrokenParts, Ints, Links, link_shares
-from phalanx.sim.packets.build import PacketWorld
-from phalanx.sim.packets.state import DENIED
+from phalanx.sim.packets.engine_state import DENIED
+from phalanx.sim.packets.simulation_arrays import PacketWorld
 
 # "t1_link" is an uplink of a T1 both ways, "t1_fall" only from its T2 downwards: what uet-htsim's `-failed` slows.
 Part = Literal["link", "t1_link", "t1_fall", "t0", "t1", "nic", "transceiver", "traffic"]

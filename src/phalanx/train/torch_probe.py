@@ -1,4 +1,4 @@
-"""Probe worker on one device with torch: `python -m phalanx.train.probe TASK`. Never imported by the planner."""
+"""Probe worker on one device with torch: `python -m phalanx.train.torch_probe TASK`. Never imported by the planner."""
 
 from __future__ import annotations
 

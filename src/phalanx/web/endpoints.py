@@ -16,8 +16,8 @@ from phalanx.errors import PhalanxError
 from phalanx.web import check_views, detail_views, peer_views, run_views
 from phalanx.web.answer import encode_answer
 from phalanx.web.detail_views import NoRankError
+from phalanx.web.event_stream import NewsHub
 from phalanx.web.run_store import NotYetError, RunStore
-from phalanx.web.stream import NewsHub
 
 MOST_POINTS = 4000
 MOST_COLUMNS = 500

@@ -35,7 +35,7 @@ from phalanx.job.model import VOCAB
 from phalanx.train.data.documents import SPLIT_ON, Reading, Record, list_files, read_records
 from phalanx.train.data.fetch import only_builder
 from phalanx.train.data.progress import BuildProgress
-from phalanx.train.data.shards import ShardWriter
+from phalanx.train.data.shard_writer import ShardWriter
 from phalanx.train.data.tokenizer import (
     LEAST_VOCAB,
     MOST_VOCAB,

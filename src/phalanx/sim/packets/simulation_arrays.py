@@ -10,8 +10,7 @@ import numpy as np
 from phalanx.errors import mistake
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import Links, links_of
-from phalanx.sim.packets.schedule import Schedule
-from phalanx.sim.packets.state import (
+from phalanx.sim.packets.engine_state import (
     ACTIVE,
     BASE,
     LAST_ADD,
@@ -30,6 +29,7 @@ from phalanx.sim.packets.state import (
     Shape,
     Traffic,
 )
+from phalanx.sim.packets.start_times import Schedule
 from phalanx.sim.packets.transport import Slots, Transport, in_slots
 from phalanx.sim.traffic_matrix import Flows
 

@@ -16,9 +16,9 @@ from phalanx.io.listen import open_socket
 from phalanx.io.values import printable
 from phalanx.peers.allowlist import AllowList
 from phalanx.peers.facts import Address, RunFacts
+from phalanx.peers.frames import MOST_HELLO_BYTES, READ_BYTES, PeerConnection
 from phalanx.peers.identity import ID_DIGITS, PeerIdentity
 from phalanx.peers.messages import PROTOCOL, Hello, PeerRefusal, Welcome
-from phalanx.peers.wire import MOST_HELLO_BYTES, READ_BYTES, PeerConnection
 
 HANDSHAKE_S = 10.0
 MOST_CONNECTIONS = 1024

@@ -1,6 +1,6 @@
 """The specification for programs: check a job, plan or run; list the rules. `explain.py` explains one.
 
->>> from phalanx.rules.api import check
+>>> from phalanx.rules.specification import check
 >>> report = check("examples/llama-3-8b-64xH100.toml")    # doctest: +SKIP
 >>> print(report)                                         # doctest: +SKIP
 >>> [one.rule.id for one in report.filter("error")]       # doctest: +SKIP
@@ -23,10 +23,10 @@ from phalanx.rules.edition import EDITION, all_rules, select_rules
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.formats.text import report_dict
 from phalanx.rules.gather import Progress, Request, before_log, gather_evidence, of_job, of_plan, of_run
-from phalanx.rules.judge import CheckReport, Finding, judge
 from phalanx.rules.outcome import Edit, Impact, Outcome, Spot, exempt, failed, passed, unknown
 from phalanx.rules.own_rules import OwnRules, RuleSource, collect_own_rules, own_rule
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
+from phalanx.rules.run_rules import CheckReport, Finding, judge
 
 __all__ = [
     "CheckReport",

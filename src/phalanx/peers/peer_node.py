@@ -15,18 +15,18 @@ from phalanx.io.values import printable
 from phalanx.peers import messages as say
 from phalanx.peers.allowlist import MOST_LIST_BYTES, AllowList
 from phalanx.peers.facts import Address, Member, MemberView, PeerEvent, PeerProgress, PeerState, RunFacts
+from phalanx.peers.frames import PeerConnection
 from phalanx.peers.identity import ID_DIGITS, NAME, PeerIdentity
 from phalanx.peers.links import PeerLinks
-from phalanx.peers.membership import worst_complaints
 from phalanx.peers.messages import PeerMessage
 from phalanx.peers.node_settings import NodeSettings
 from phalanx.peers.round_leader import RoundLeader
 from phalanx.peers.rounds import RoundKeeper
 from phalanx.peers.screening import ProgressCheck
 from phalanx.peers.state_transfer import fetch_state_from, serve_state_to
-from phalanx.peers.transport import NoWelcomeError, PeerTransport, first_refusal, unknown_key, unreachable
+from phalanx.peers.tls_transport import NoWelcomeError, PeerTransport, first_refusal, unknown_key, unreachable
+from phalanx.peers.view_agreement import worst_complaints
 from phalanx.peers.view_change import ViewKeeper
-from phalanx.peers.wire import PeerConnection
 
 EMPTY_VIEW = MemberView(number=0, members=(), next_round=0)
 

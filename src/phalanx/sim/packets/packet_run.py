@@ -10,12 +10,7 @@ import numpy as np
 from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.network.fabric.fabric_types import Fabric
 from phalanx.sim.fabric_links import Ints
-from phalanx.sim.packets.build import PacketBudget, PacketWorld, build_world, check_packet_budget, sketch_run
-from phalanx.sim.packets.faults import Change, FabricFault, deny_paths, link_changes
-from phalanx.sim.packets.result import PacketCourse, PacketResult
-from phalanx.sim.packets.roce_run import run_roce
-from phalanx.sim.packets.schedule import Schedule, at_once, check_schedule
-from phalanx.sim.packets.state import (
+from phalanx.sim.packets.engine_state import (
     ACTIVE,
     ARRIVED,
     BAD_PATHS,
@@ -31,6 +26,17 @@ from phalanx.sim.packets.state import (
     TRIMS,
     UNSENT,
 )
+from phalanx.sim.packets.link_faults import Change, FabricFault, deny_paths, link_changes
+from phalanx.sim.packets.result import PacketCourse, PacketResult
+from phalanx.sim.packets.roce_run import run_roce
+from phalanx.sim.packets.simulation_arrays import (
+    PacketBudget,
+    PacketWorld,
+    build_world,
+    check_packet_budget,
+    sketch_run,
+)
+from phalanx.sim.packets.start_times import Schedule, at_once, check_schedule
 from phalanx.sim.packets.transport import Roce, Transport, check_transport
 from phalanx.sim.traffic_matrix import Flows
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from phalanx.errors import Problem
 from phalanx.launch.manifests import render_dstack, render_skypilot
 from phalanx.launch.pod_template import object_name
-from phalanx.launch.request import LaunchRequest
+from phalanx.launch.resource_request import LaunchRequest
 
 EXPORTS = {"skypilot": render_skypilot, "dstack": render_dstack}
 LABEL = re.compile(r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")

@@ -16,7 +16,7 @@ import torch
 from phalanx.errors import mistake
 from phalanx.train.kernels.kernel_op import KernelOp
 from phalanx.train.kernels.lab.candidate_process import ALLOWED_MODULES
-from phalanx.train.kernels.lab.cases import result_kinds
+from phalanx.train.kernels.lab.trial_inputs import result_kinds
 
 _KERNEL = '''"""A kernel for {name}: {summary}.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from phalanx.rules.foreign.shell.partial_text import Text, UnknownTable, merged_values
 from phalanx.rules.foreign.shell.syntax import Block
-from phalanx.rules.foreign.shell.values import Text, UnknownTable, merged_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

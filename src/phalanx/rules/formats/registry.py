@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.errors import PhalanxError
-from phalanx.rules.judge import CheckReport
+from phalanx.rules.run_rules import CheckReport
 
 FORMATS = ("text", "json", "sarif", "github", "junit", "html")
 

@@ -41,7 +41,8 @@ from phalanx.train.kernels.lab.candidate_server import (
     CandidateServer,
     RefusedError,
 )
-from phalanx.train.kernels.lab.cases import (
+from phalanx.train.kernels.lab.machine_limits import MachineLimits, flush_caches, measure_limits, synchronize_device
+from phalanx.train.kernels.lab.trial_inputs import (
     KernelCase,
     compare_values,
     draw_cases,
@@ -50,7 +51,6 @@ from phalanx.train.kernels.lab.cases import (
     result_kinds,
     timed_shape,
 )
-from phalanx.train.kernels.lab.machine_limits import MachineLimits, flush_caches, measure_limits, synchronize_device
 from phalanx.units import format_seconds
 
 # Timed batches in each of two processes, after one that is checked and not counted; and calls in a batch, each on

@@ -10,11 +10,11 @@ from pathlib import Path
 from phalanx.errors import mistake
 from phalanx.io.files import read_text
 from phalanx.rules.foreign.conversion import MOST_LEAVES, Leaf
+from phalanx.rules.foreign.shell.flags_without_value import SWITCHES
 from phalanx.rules.foreign.shell.interpreter import Interpreter, TooLongError
-from phalanx.rules.foreign.shell.parser import parse_statements
-from phalanx.rules.foreign.shell.state import StartedCommand
-from phalanx.rules.foreign.shell.switches import SWITCHES
-from phalanx.rules.foreign.shell.values import CLOSE, MARK, OPEN, UnknownTable, is_known
+from phalanx.rules.foreign.shell.partial_text import CLOSE, MARK, OPEN, UnknownTable, is_known
+from phalanx.rules.foreign.shell.script_parser import parse_statements
+from phalanx.rules.foreign.shell.script_state import StartedCommand
 
 MOST_SCRIPT = 1 << 18
 # Arguments of which a training command of Megatron has at least two.
