@@ -225,7 +225,7 @@ def test_a_run_whose_processes_are_gone(tmp_path: Path, capsys: Output) -> None:
     for path in run.path.iterdir():
         os.utime(path, (time.time() - 2 * SILENT_S,) * 2)
     assert main(["watch", str(run.path), "--plain"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "gone"
+    assert capsys.readouterr().out.splitlines()[-1] == "interrupted"
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\x1b[2J\xff" * 99, b'{"event":"step","step":"\\u001b[2J"}\n' * 9])

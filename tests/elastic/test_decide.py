@@ -246,10 +246,18 @@ def stage(make_stage: Callable[..., Stage]) -> Stage:
 
 
 def snapshots(*, epoch: int, step: int, world: int, slots: dict[int, int]) -> list[ReplicaInfo]:
-    """What a host's vault holds after a step, by slot -> rank."""
+    """What a host's memory holds after a step, by slot -> rank."""
     return [
         ReplicaInfo(
-            rank=rank, world=world, epoch=epoch, step=step, slot=slot, kind="own", generation=0, tensors=1, size_bytes=1
+            rank=rank,
+            world=world,
+            generation=epoch,
+            step=step,
+            slot=slot,
+            kind="own",
+            buffer=0,
+            tensors=1,
+            size_bytes=1,
         )
         for slot, rank in slots.items()
     ]

@@ -158,11 +158,11 @@ def test_a_step_is_whole_whether_all_ranks_wrote_or_some_did() -> None:
             ReplicaInfo(
                 rank=rank,
                 world=4,
-                epoch=2,
+                generation=2,
                 step=7,
                 slot=rank,
                 kind="own",
-                generation=0,
+                buffer=0,
                 tensors=tensors if rank != 3 else 1,
                 size_bytes=1,
             )

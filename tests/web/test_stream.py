@@ -161,4 +161,4 @@ def test_a_run_that_is_deleted_ends_its_stream(run: Run, tmp_path: Path) -> None
     with dashboard(run.path.parent) as page, listening(page, "live") as stream:
         stream.until("marks")
         run.path.rename(tmp_path / "elsewhere")
-        assert stream.until("end")["data"] == {"state": "gone"}
+        assert stream.until("end")["data"] == {"state": "deleted"}

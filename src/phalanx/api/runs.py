@@ -73,8 +73,10 @@ class RunList(Sequence[Run]):
         rows = self.rows()
         cells = [tuple(_cell_text(value) for value in row.values()) for row in rows]
         lines = [line.rstrip() for line in text_table([COLUMNS, *cells], right=(3, 4, 5, 6))]
-        if any(row["state"] == "gone" for row in rows):
-            lines.append("gone: its processes ended without an error message; phalanx train --resume RUN continues it")
+        if any(row["state"] == "interrupted" for row in rows):
+            lines.append(
+                "interrupted: its processes ended without an error message; phalanx train --resume RUN continues it"
+            )
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

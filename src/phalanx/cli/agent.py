@@ -22,7 +22,9 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
         metavar="HOW",
         help="how the coordinator is elected, as file, etcd:URL or kubernetes (default: what the launcher chose)",
     )
-    parser.add_argument("--allow-code", action="store_true", help="run the code that the run's job names")
+    parser.add_argument(
+        "--allow-code", action="store_true", help="allow code named in the job file: your own model or plug-ins"
+    )
 
 
 def run_command(args: argparse.Namespace) -> int:

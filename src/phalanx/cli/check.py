@@ -82,7 +82,7 @@ def add_evidence(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="add a rule of your own; may be repeated (docs/own-rules.md)",
     )
-    parser.add_argument("--allow-code", action="store_true", help="allow code named in the job file: its own rules")
+    parser.add_argument("--allow-code", action="store_true", help="allow code named in the job file: your own rules")
 
 
 def evidence_options(args: argparse.Namespace) -> dict[str, Any]:

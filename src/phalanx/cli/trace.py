@@ -33,7 +33,9 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", metavar="N", type=int, default=0, help="ranks traced in parallel (default: one per core)"
     )
-    parser.add_argument("--allow-code", action="store_true", help="allow code named in the job file: your own model")
+    parser.add_argument(
+        "--allow-code", action="store_true", help="allow code named in the job file: your own model or plug-ins"
+    )
     parser.add_argument(
         "--log", metavar="FILE", help="write every operation of every traced rank, one JSON object per line"
     )

@@ -39,7 +39,9 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="longest wait for a rank, in seconds (default: 120; with --compile or --full-size 600)",
     )
-    parser.add_argument("--allow-code", action="store_true", help="let the job import code of your own")
+    parser.add_argument(
+        "--allow-code", action="store_true", help="allow code named in the job file: your own model or plug-ins"
+    )
     add_json(parser)
 
 

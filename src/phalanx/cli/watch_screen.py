@@ -44,7 +44,7 @@ def frame(
 
 def _head_lines(view: View, name: str) -> list[Text]:
     s, p = view.summary, view.progress
-    colour = {"done": "green", "failed": "red", "gone": "red", "stopped": "yellow"}.get(view.state, "cyan")
+    colour = {"done": "green", "failed": "red", "interrupted": "red", "stopped": "yellow"}.get(view.state, "cyan")
     first = Text.assemble((printable(name, most=100), "bold"), "  ", (printable(view.state, most=20), colour))
     if p is not None:
         first.append(f"  step {p.step:,}" + (f" of {p.steps:,} ({p.step / p.steps:.1%})" if p.steps else ""))
@@ -52,7 +52,7 @@ def _head_lines(view: View, name: str) -> list[Text]:
             first.append(f"  {format_seconds(p.left_s)} left", "bold")
     ranks = plural(s.world, "rank")
     what = f"{s.model} ({format_count(s.parameters)}) on {s.cluster}, {ranks}: {s.layout}"
-    why = [Text(printable(s.message), "red")] if s.message and view.state in ("failed", "gone") else []
+    why = [Text(printable(s.message), "red")] if s.message and view.state in ("failed", "interrupted") else []
     return [first, _quiet_text(printable(what)), *why]
 
 

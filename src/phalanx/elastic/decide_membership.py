@@ -323,7 +323,7 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
     assert first.ready is not None
     restore = None
     if point is not None:
-        numbers = {"epoch": point.epoch, "step": point.step, "world": point.world}
+        numbers = {"epoch": point.generation, "step": point.step, "world": point.world}
         restore = {**numbers, "hosts": membership.num_hosts, "writers": point.writers.to_json()}
     go = {
         "kind": "go",
@@ -336,7 +336,7 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
     }
     if (replicas := model_replicas(state)) is not None:
         go["stores"] = [replica_store(state, replicas, one) for one in range(replicas.count)]
-    source = (point.epoch, point.step) if point is not None else None
+    source = (point.generation, point.step) if point is not None else None
     state.peer_table = _peer_table(state, hosts, membership)
     state.step_s, state.stepped_s = 0.0, decision.now_s
     decision.save(

@@ -17,7 +17,7 @@ from pathlib import Path
 from phalanx.elastic.clock_skew import check_skew
 from phalanx.elastic.gpus import check_free
 from phalanx.elastic.listener import LOOPBACK
-from phalanx.elastic.replica_store import GENERATIONS
+from phalanx.elastic.replica_store import BUFFERS
 from phalanx.errors import Problem
 from phalanx.hardware.cluster_defaults import LOOPBACK_BYTES_PER_S
 from phalanx.hardware.discover import discover
@@ -168,7 +168,7 @@ def copies_per_rank(plan: Plan) -> int:
     """How many times the memory tier holds a rank's state on its host: its own, and as a guest that of another host."""
     if not plan.reliability.memory_every:
         return 0
-    return GENERATIONS * (2 if plan.reliability.hosts > 1 else 1)
+    return BUFFERS * (2 if plan.reliability.hosts > 1 else 1)
 
 
 def available_bytes(machine: Machine, *, root: Path = Path("/")) -> float:

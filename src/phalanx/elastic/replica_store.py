@@ -37,7 +37,7 @@ class SegmentHeader:
     """A complete snapshot of one rank. `sequence` grows with every snapshot of a slot, whatever its step."""
 
     sequence: int
-    epoch: int
+    generation: int
     step: int
     rank: int
     world: int
@@ -74,7 +74,7 @@ SHARED_MEMORY = Path("/dev/shm")  # where files are memory, on a Linux without m
 
 
 class MemorySegment:
-    """One generation of one slot. It grows and never shrinks: a reader's mapping stays good."""
+    """One buffer of one slot. It grows and never shrinks: a reader's mapping stays good."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -162,7 +162,7 @@ def _no_memory(size_bytes: int, error: OSError) -> Problem:
 
 
 # The newest that every rank has, one that some have, one being written: docs/in-memory-checkpoints.md, "Memory".
-GENERATIONS = 3
+BUFFERS = 3
 
 
 class ReplicaStore:
@@ -176,36 +176,36 @@ class ReplicaStore:
         self.guests = slots if guests is None else guests
         places = {"own": range(slots), "guest": range(self.guests)}
         self._segments = {
-            (kind, slot, generation): MemorySegment(f"{kind}-{slot}-{generation}")
+            (kind, slot, buffer): MemorySegment(f"{kind}-{slot}-{buffer}")
             for kind in KINDS
             for slot in places[kind]
-            for generation in range(GENERATIONS)
+            for buffer in range(BUFFERS)
         }
 
-    def segment(self, kind: Kind, slot: int, generation: int) -> MemorySegment:
+    def segment(self, kind: Kind, slot: int, buffer: int) -> MemorySegment:
         """One segment; raises KeyError when there is no such slot."""
-        return self._segments[kind, slot, generation]
+        return self._segments[kind, slot, buffer]
 
-    def generations(self, kind: Kind, slot: int) -> tuple[MemorySegment, ...]:
+    def buffers(self, kind: Kind, slot: int) -> tuple[MemorySegment, ...]:
         """All buffers of a slot; raises KeyError when there is no such slot."""
-        return tuple(self.segment(kind, slot, generation) for generation in range(GENERATIONS))
+        return tuple(self.segment(kind, slot, buffer) for buffer in range(BUFFERS))
 
     def held(self) -> list[ReplicaInfo]:
         """Every complete snapshot, from headers alone: 10 µs each, however large they are."""
         return list(self._held())
 
     def _held(self) -> Iterator[ReplicaInfo]:
-        for (kind, slot, generation), segment in self._segments.items():
+        for (kind, slot, buffer), segment in self._segments.items():
             header = segment.header()
             if header is not None:
                 yield ReplicaInfo(
                     rank=header.rank,
                     world=header.world,
-                    epoch=header.epoch,
+                    generation=header.generation,
                     step=header.step,
                     slot=slot,
                     kind=kind,
-                    generation=generation,
+                    buffer=buffer,
                     tensors=header.tensors,
                     size_bytes=header.data_bytes,
                 )
@@ -223,25 +223,25 @@ class ReplicaStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeededReplicas:
-    """What must stay: snapshots of this generation, and the one it was restored from (epoch, step), from `held` on.
+    """What must stay: snapshots of this generation, the (generation, step) it was restored from, and from `held` on.
 
-    `held` is the newest step of this epoch that all ranks hold, -1 while there is none.
+    `held` is the newest step of this generation that all ranks hold, -1 while there is none.
     """
 
-    epoch: int
+    generation: int
     restored: tuple[int, int] | None
     held: int
 
     def keeps(self, header: SegmentHeader) -> bool:
         """Whether the snapshot with this header must stay."""
-        ours = header.epoch == self.epoch or (header.epoch, header.step) == self.restored
+        ours = header.generation == self.generation or (header.generation, header.step) == self.restored
         return ours and header.step >= self.held
 
 
 def next_free_buffer(
     segments: Sequence[MemorySegment], needs: NeededReplicas, *, busy: Collection[int] = ()
 ) -> int | None:
-    """The generation to overwrite; None when all of them are needed. Those in `busy` are being written."""
+    """The buffer to overwrite; None when all of them are needed. Those in `busy` are being written."""
     headers = [segment.header() for segment in segments]
     free = [
         place
@@ -250,7 +250,7 @@ def next_free_buffer(
     ]
 
     def order(place: int) -> tuple[int, int, int]:
-        """The largest first, so that a third generation takes memory only when two are not enough; then the oldest."""
+        """The largest first, so that a third buffer takes memory only when two are not enough; then the oldest."""
         header = headers[place]
         return segments[place].size_bytes, -(header.sequence if header is not None else 0), -place
 

@@ -1,7 +1,7 @@
 """Where replicas lie, and which of them make a whole: the newest step of which every rank's state is somewhere.
 
-Only the words in which agents, coordinator and ranks speak of replicas; no tensors. A field called `epoch` is the
-generation of the membership that wrote a replica, `generation` is the buffer of its slot, as in messages since 0.1.
+Only the words in which agents, coordinator and ranks speak of replicas; no tensors. `generation` is that of the
+membership that wrote a replica, `buffer` the one of its slot that holds it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class ReplicaInfo:
 
     rank: int
     world: int
-    epoch: int
+    generation: int
     step: int
     slot: int
     kind: Kind
-    generation: int
+    buffer: int
     tensors: int
     size_bytes: int
 
@@ -50,7 +50,7 @@ class ReplicaPlace:
     host: str
     slot: int
     kind: Kind
-    generation: int
+    buffer: int
     tensors: int
 
     def to_json(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class ReplicaPlace:
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> ReplicaPlace:
         """From a message; raises KeyError, ValueError or TypeError for anything else."""
-        numbers = {name: int(message[name]) for name in ("slot", "generation", "tensors")}
+        numbers = {name: int(message[name]) for name in ("slot", "buffer", "tensors")}
         return cls(host=str(message["host"]), kind=kind_of(message), **numbers)
 
 
@@ -79,7 +79,7 @@ Sightings = dict[int, list[ReplicaPlace]]  # by rank
 class RestorePoint:
     """A step that memory holds in full: for each rank that wrote it, where its copies are, the best first."""
 
-    epoch: int
+    generation: int
     step: int
     world: int
     places: Mapping[int, tuple[ReplicaPlace, ...]]
@@ -87,7 +87,7 @@ class RestorePoint:
     def to_json(self) -> dict[str, Any]:
         """For a message."""
         places = {str(rank): [place.to_json() for place in copies] for rank, copies in self.places.items()}
-        return {"epoch": self.epoch, "step": self.step, "world": self.world, "places": places}
+        return {"generation": self.generation, "step": self.step, "world": self.world, "places": places}
 
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> RestorePoint:
@@ -96,7 +96,7 @@ class RestorePoint:
             int(rank): tuple(ReplicaPlace.from_json(place) for place in copies)
             for rank, copies in message["places"].items()
         }
-        numbers = {name: int(message[name]) for name in ("epoch", "step", "world")}
+        numbers = {name: int(message[name]) for name in ("generation", "step", "world")}
         return cls(places=places, **numbers)
 
 
@@ -110,35 +110,35 @@ class Lineage:
 
     ceilings: tuple[tuple[int, int | None], ...] = ()
 
-    def begin(self, epoch: int, *, source: tuple[int, int] | None) -> Lineage:
-        """Generation `epoch` goes on from (epoch, step) in memory, or from disk or the start, which no memory precedes.
+    def begin(self, generation: int, *, source: tuple[int, int] | None) -> Lineage:
+        """`generation` goes on from (generation, step) in memory, or from disk or the start, which no memory precedes.
 
         >>> line = Lineage().begin(4, source=None).begin(5, source=(4, 8))
         >>> [line.allows(4, 8), line.allows(4, 9), line.allows(5, 9), line.allows(3, 7)]
         [True, False, True, False]
         """
         if source is None:
-            return Lineage(((epoch, None),))
+            return Lineage(((generation, None),))
         before, step = source
         kept = [
             (old, step if ceiling is None else min(ceiling, step)) for old, ceiling in self.ceilings if old <= before
         ]
-        return Lineage((*kept, (epoch, None)))
+        return Lineage((*kept, (generation, None)))
 
-    def allows(self, epoch: int, step: int) -> bool:
+    def allows(self, generation: int, step: int) -> bool:
         """Whether the run as it is now has been through this step of this generation."""
         ceilings = dict(self.ceilings)
-        ceiling = ceilings.get(epoch)
-        return epoch in ceilings and (ceiling is None or step <= ceiling)
+        ceiling = ceilings.get(generation)
+        return generation in ceilings and (ceiling is None or step <= ceiling)
 
     def to_json(self) -> list[list[int | None]]:
         """For the coordinator's file."""
-        return [[epoch, ceiling] for epoch, ceiling in self.ceilings]
+        return [[generation, ceiling] for generation, ceiling in self.ceilings]
 
     @classmethod
     def from_json(cls, rows: Iterable[Iterable[Any]]) -> Lineage:
         """From the coordinator's file."""
-        return cls(tuple((int(epoch), None if ceiling is None else int(ceiling)) for epoch, ceiling in rows))
+        return cls(tuple((int(generation), None if ceiling is None else int(ceiling)) for generation, ceiling in rows))
 
 
 def find_restore_points(
@@ -151,24 +151,24 @@ def find_restore_points(
     sets: dict[tuple[int, int, int], Sightings] = {}
     for host, snapshots in held.items():
         for one in snapshots:
-            if (lineage is None or lineage.allows(one.epoch, one.step)) and (at_most is None or one.step <= at_most):
-                places = sets.setdefault((one.epoch, one.step, one.world), {})
-                place = ReplicaPlace(
-                    host=host, slot=one.slot, kind=one.kind, generation=one.generation, tensors=one.tensors
-                )
+            if (lineage is None or lineage.allows(one.generation, one.step)) and (
+                at_most is None or one.step <= at_most
+            ):
+                places = sets.setdefault((one.generation, one.step, one.world), {})
+                place = ReplicaPlace(host=host, slot=one.slot, kind=one.kind, buffer=one.buffer, tensors=one.tensors)
                 places.setdefault(one.rank, []).append(place)
     whole = [key for key in sorted(sets, reverse=True) if len(sets[key]) == key[2]]
     return [_choice(key, sets[key]) for key in whole]
 
 
 def _choice(key: tuple[int, int, int], found: Sightings) -> RestorePoint:
-    epoch, step, world = key
+    generation, step, world = key
     places = {rank: tuple(sorted(found[rank], key=_order)) for rank in sorted(found)}
-    return RestorePoint(epoch=epoch, step=step, world=world, places=places)
+    return RestorePoint(generation=generation, step=step, world=world, places=places)
 
 
 def _order(place: ReplicaPlace) -> tuple[int, str, int, int]:
-    return KINDS.index(place.kind), place.host, place.slot, place.generation
+    return KINDS.index(place.kind), place.host, place.slot, place.buffer
 
 
 # ---- in messages: which ranks' state of a step a host holds, not where each lies; readers look that up ---------------
@@ -178,7 +178,7 @@ def _order(place: ReplicaPlace) -> tuple[int, str, int, int]:
 class HeldStep:
     """A step, and the ranks whose state of it is held: by one host, or, where it is whole, by all of them."""
 
-    epoch: int
+    generation: int
     step: int
     world: int
     ranks: RankRanges
@@ -187,23 +187,23 @@ class HeldStep:
     def to_json(self) -> list[Any]:
         """For a message of an agent, short: each tells it for every membership. No writers: they are the ranks."""
         ranks, writers = self.ranks.to_json(), self.writers.to_json()
-        return [self.epoch, self.step, self.world, ranks, writers if writers != ranks else None]
+        return [self.generation, self.step, self.world, ranks, writers if writers != ranks else None]
 
 
 def fold_held(held: Iterable[ReplicaInfo]) -> list[HeldStep]:
     """What a host holds, by step."""
     steps: dict[tuple[int, int, int], list[ReplicaInfo]] = {}
     for one in held:
-        steps.setdefault((one.epoch, one.step, one.world), []).append(one)
+        steps.setdefault((one.generation, one.step, one.world), []).append(one)
     return [
         HeldStep(
-            epoch=epoch,
+            generation=generation,
             step=step,
             world=world,
             ranks=RankRanges.of(one.rank for one in infos),
             writers=RankRanges.of(one.rank for one in infos if one.tensors),
         )
-        for (epoch, step, world), infos in steps.items()
+        for (generation, step, world), infos in steps.items()
     ]
 
 
@@ -215,17 +215,17 @@ def find_whole_step(
     `lineage` leaves out what was undone, `at_most` what came after a step that is known to be sound.
     """
     found: dict[tuple[int, int, int], list[tuple[Any, Any]]] = defaultdict(list)
-    for epoch, step, world, ranks, writers in held_steps:
-        found[int(epoch), int(step), int(world)].append((ranks, writers))
-    for epoch, step, world in sorted(found, reverse=True):  # nearly always the first is whole: the others wait
-        if (lineage is not None and not lineage.allows(epoch, step)) or (at_most is not None and step > at_most):
+    for generation, step, world, ranks, writers in held_steps:
+        found[int(generation), int(step), int(world)].append((ranks, writers))
+    for generation, step, world in sorted(found, reverse=True):  # nearly always the first is whole: the others wait
+        if (lineage is not None and not lineage.allows(generation, step)) or (at_most is not None and step > at_most):
             continue
-        told = found[epoch, step, world]
+        told = found[generation, step, world]
         held = RankRanges.from_json(chain.from_iterable(ranks for ranks, _ in told))
         if held.covers(world):
             wrote = held
             if any(writers is not None for _, writers in told):  # else every rank has written something
                 ours = (ranks if writers is None else writers for ranks, writers in told)
                 wrote = RankRanges.from_json(chain.from_iterable(ours))
-            return HeldStep(epoch=epoch, step=step, world=world, ranks=held, writers=wrote)
+            return HeldStep(generation=generation, step=step, world=world, ranks=held, writers=wrote)
     return None

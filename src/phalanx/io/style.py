@@ -31,7 +31,7 @@ p { margin: 6px 0; }
 .state { display: inline-block; padding: 1px 10px; border-radius: 99px; border: 1px solid var(--line);
   font-size: 13px; vertical-align: 4px; margin-left: 8px; }
 .state.done { color: var(--good); border-color: var(--good); }
-.state.failed, .state.gone { color: var(--alarm); border-color: var(--alarm); }
+.state.failed, .state.interrupted { color: var(--alarm); border-color: var(--alarm); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 12px; margin-top: 28px; }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 12px 14px; }
 .tile b { display: block; font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums; }

@@ -338,7 +338,7 @@ class Rank:
             slot=self.link.slot,
             rank=inner[0],
             world=inner[1],
-            epoch=membership.generation,
+            generation=membership.generation,
             secret=self._secret,
             peer=where,
             restored=(int(restore["epoch"]), int(restore["step"])) if restore else None,
@@ -357,8 +357,8 @@ class Rank:
         """Where replicas lie that are restored from: each host tells of its own, and is asked by who needs one."""
         if not (restore := go.get("restore")):
             return None
-        numbers = {name: int(restore[name]) for name in ("epoch", "step", "world", "hosts")}
-        directory = ReplicaDirectory(store, **numbers)
+        numbers = {name: int(restore[name]) for name in ("step", "world", "hosts")}
+        directory = ReplicaDirectory(store, generation=int(restore["epoch"]), **numbers)
         if self.link.slot == min(membership.ranks):
             server = (self.address, self._server.port) if self._server is not None else (self.address, 0)
             directory.announce(self.host, server, self.replica_store.held())
@@ -366,9 +366,9 @@ class Rank:
 
     def _replica_source(self, go: Mapping[str, Any], places: ReplicaDirectory) -> ReplicaSource:
         restore = go["restore"]
-        numbers = {name: int(restore[name]) for name in ("epoch", "step", "world")}
+        numbers = {name: int(restore[name]) for name in ("step", "world")}
         return ReplicaSource(
-            RestorePoint(places=places, **numbers),
+            RestorePoint(places=places, generation=int(restore["epoch"]), **numbers),
             replica_store=self.replica_store,
             local_host=self.host,
             peers=places.servers,

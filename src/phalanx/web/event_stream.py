@@ -149,7 +149,7 @@ class NewsHub:
                 return
             news = await to_thread.run_sync(read_news, self._store, name)
         except Exception:  # deleted under our eyes: whoever listens is told that it is over
-            seen, news = None, RunNews(progress={"state": "gone", "live": False}, marks=0, is_over=True)
+            seen, news = None, RunNews(progress={"state": "deleted", "live": False}, marks=0, is_over=True)
         async with watch.changed:
             watch.seen, watch.news = seen, news
             watch.changed.notify_all()

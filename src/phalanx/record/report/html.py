@@ -33,7 +33,7 @@ from phalanx.units import format_bytes, format_count, format_money, format_secon
 MOST_ROWS = 64  # ranks, incidents or checkpoints in a table
 MOST_SAMPLE = 4000
 MOST_UNBROKEN = 40  # characters of a cell that stay on one line of a narrow screen
-STATES = ("created", "launching", "running", "done", "stopped", "failed", "gone")
+STATES = ("created", "launching", "running", "done", "stopped", "failed", "interrupted")
 
 
 def render_html(report: RunReport, *, made: str) -> str:

@@ -228,7 +228,7 @@ def checkpoint_cost(event: Event) -> str:
 # The whole record is read again at most this often, and never for more than a twentieth of the time.
 LEAST_S = 2.0
 SHARE = 0.05
-OVER = (*ENDED, "gone")
+OVER = (*ENDED, "interrupted")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,7 +280,7 @@ class Watcher:
             self._changed_s = self._clock()
         state = str(self.run.status().get("state", "unknown"))
         if state not in ENDED and is_run_over(self.run, heard_s=self._changed_s, now_s=self._clock()):
-            state = "gone"
+            state = "interrupted"
         dear = self._read_costly(force=state in OVER)
         saved = [event for event in self._history.events("checkpoint") if event.get("path") and not event.get("error")]
         saved_s = number(saved[-1], "t") if saved else None

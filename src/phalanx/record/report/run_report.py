@@ -75,7 +75,7 @@ def with_lost_processes(run: Run, summary: Summary) -> Summary:
         return summary
     return replace(
         summary,
-        state="gone",
+        state="interrupted",
         message="its processes ended without an error message; phalanx train --resume continues the run",
     )
 

@@ -119,7 +119,7 @@ def report_headline(s: Summary) -> Headline:
     spent_s = wall_seconds(s)
     spent = f" in {format_seconds(spent_s)}" if spent_s else ""
     starts = f", {plural(s.starts, 'start')}" if s.starts > 1 else ""
-    is_bad = s.state in ("failed", "gone")
+    is_bad = s.state in ("failed", "interrupted")
     return Headline(
         name=printable(s.run.rstrip("/").rsplit("/", 1)[-1], most=120),
         state=s.state,

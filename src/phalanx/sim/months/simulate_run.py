@@ -152,7 +152,7 @@ class _Run:
         failing, self._planning, self._random = random.spawn(3)
         self._progress = RunProgress(policy.saving)
         self._up, self._since_s, self._fell_s = True, 0.0, 0.0
-        self._cause, self._phase, self._epoch, self._in_a_row = "", "", 0, 0
+        self._cause, self._phase, self._generation, self._in_a_row = "", "", 0, 0
         self._missing, self._idle = 0, policy.spares
         self._absent, self._absences = 0, 0  # model replicas that are left out, and will be back; how often one was
         self._outage_until_s = 0.0
@@ -291,11 +291,11 @@ class _Run:
         if self._up:
             self._fell_s = self.clock.now_s
         self._up, self._cause, self._phase = False, cause, phase
-        self._epoch += 1
-        self.clock.after(seconds, partial(self._run_next, self._epoch, then))
+        self._generation += 1
+        self.clock.after(seconds, partial(self._run_next, self._generation, then))
 
-    def _run_next(self, epoch: int, action: Callable[[], None]) -> None:
-        if epoch == self._epoch:
+    def _run_next(self, generation: int, action: Callable[[], None]) -> None:
+        if generation == self._generation:
             self._book_time()
             action()
 

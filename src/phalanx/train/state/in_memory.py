@@ -17,7 +17,7 @@ from phalanx.elastic.channel import Channel, connect
 from phalanx.elastic.replica_ring import ReplicaPeer as ReplicaPeer  # of the function below
 from phalanx.elastic.replica_ring import ReplicaRing
 from phalanx.elastic.replica_store import (
-    GENERATIONS,
+    BUFFERS,
     MemorySegment,
     NeededReplicas,
     ReplicaStore,
@@ -35,9 +35,9 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0  # between two attempts
 
 
 class InMemoryCheckpointer:
-    """One rank in one epoch. All ranks put the same steps, in the same order, with the same `held`.
+    """One rank in one generation. All ranks put the same steps, in the same order, with the same `held`.
 
-    `restored` is the (epoch, step) in memory that this epoch began from; it is kept until all ranks hold a newer step.
+    `restored` is the (generation, step) in memory that this one began from, kept until all ranks hold a newer step.
     `check` is asked when a copy is taken and does not count yet: it raises where the copy is not to count, because a
     collective that it waited for was cut short.
     """
@@ -49,7 +49,7 @@ class InMemoryCheckpointer:
         slot: int,
         rank: int,
         world: int,
-        epoch: int,
+        generation: int,
         secret: bytes,
         peer: ReplicaAddress | None,
         restored: tuple[int, int] | None = None,
@@ -57,14 +57,14 @@ class InMemoryCheckpointer:
         tell: Callable[..., object] = lambda **fields: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._rank, self._world, self._epoch, self._restored = rank, world, epoch, restored
-        self._segments = replica_store.generations("own", slot)
+        self._rank, self._world, self._generation, self._restored = rank, world, generation, restored
+        self._segments = replica_store.buffers("own", slot)
         self._sequence = next_sequence_number(self._segments)
         self._kept = [] if restored is None else [restored[1]]  # steps that may be needed, the same on all ranks
-        self._busy: dict[int, int] = {}  # generation by step, until it counts here and with the peer
+        self._busy: dict[int, int] = {}  # buffer by step, until it counts here and with the peer
         self._safe = -1
         self._sealer = JobThread("replica-seal")
-        hello = {"role": "replica", "rank": rank, "epoch": epoch}
+        hello = {"role": "replica", "rank": rank, "generation": generation}
         self._replica = ReplicaSender(peer, secret=secret, hello=hello, bind=address) if peer is not None else None
         self._sender = JobThread("replica-send")
         self.skipped = 0
@@ -81,11 +81,11 @@ class InMemoryCheckpointer:
         return self._replica.trouble if self._replica is not None else ""
 
     def reserve(self, shards: Sequence[TensorShard]) -> None:
-        """Take the memory of two generations now, so that the first snapshots block no longer than the others."""
+        """Take the memory of two buffers now, so that the first snapshots block no longer than the others."""
         taken: list[int] = []
-        while len(taken) < 2 and (generation := self._free_segment(-1, busy=taken)) is not None:
-            self._take_copy(generation, shards, {}, {})
-            taken.append(generation)
+        while len(taken) < 2 and (buffer := self._free_segment(-1, busy=taken)) is not None:
+            self._take_copy(buffer, shards, {}, {})
+            taken.append(buffer)
 
     def put(
         self,
@@ -103,17 +103,17 @@ class InMemoryCheckpointer:
         """
         began_s = time.monotonic()
         self._kept = [kept for kept in self._kept if kept >= held]
-        is_full = len(self._kept) == GENERATIONS
+        is_full = len(self._kept) == BUFFERS
         self.skipped += is_full
         self._tell_changes(step, is_skipped=is_full)
         if is_full:
             return time.monotonic() - began_s
-        generation = self._free_segment(held, busy=tuple(self._busy.values()))
-        assert generation is not None, f"{len(self._kept)} snapshots are needed and {GENERATIONS} fit"
-        draft = self._take_copy(generation, shards, meta, rank_meta or {})
+        buffer = self._free_segment(held, busy=tuple(self._busy.values()))
+        assert buffer is not None, f"{len(self._kept)} snapshots are needed and {BUFFERS} fit"
+        draft = self._take_copy(buffer, shards, meta, rank_meta or {})
         self._check()
         self._kept.append(step)
-        self._busy[step] = generation
+        self._busy[step] = buffer
         self._sequence += 1
         self._sealer.do(partial(self._seal_copy, draft, step, self._sequence, held))
         return time.monotonic() - began_s
@@ -127,23 +127,25 @@ class InMemoryCheckpointer:
             self._tell(step=step, trouble=trouble, is_skipped=is_skipped, skipped=self.skipped)
 
     def _free_segment(self, held: int, *, busy: Collection[int]) -> int | None:
-        needs = NeededReplicas(epoch=self._epoch, restored=self._restored, held=held)
+        needs = NeededReplicas(generation=self._generation, restored=self._restored, held=held)
         return next_free_buffer(self._segments, needs, busy=busy)
 
     def _take_copy(
-        self, generation: int, shards: Sequence[TensorShard], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
+        self, buffer: int, shards: Sequence[TensorShard], meta: Mapping[str, Any], rank_meta: Mapping[str, Any]
     ) -> SnapshotDraft:
-        return take_snapshot(self._segments[generation], shards, rank=self._rank, meta=meta, rank_meta=rank_meta)
+        return take_snapshot(self._segments[buffer], shards, rank=self._rank, meta=meta, rank_meta=rank_meta)
 
     def _seal_copy(self, draft: SnapshotDraft, step: int, sequence: int, held: int) -> None:
-        seal_snapshot(draft, sequence=sequence, rank=self._rank, world=self._world, epoch=self._epoch, step=step)
+        seal_snapshot(
+            draft, sequence=sequence, rank=self._rank, world=self._world, generation=self._generation, step=step
+        )
         if self._replica is None:
             self._copy_done(step)
         else:
             self._sender.do(partial(self._send_copy, self._replica, draft.segment, step, held))
 
     def _send_copy(self, replica: ReplicaSender, segment: MemorySegment, step: int, held: int) -> None:
-        needs = NeededReplicas(epoch=self._epoch, restored=self._restored, held=held)
+        needs = NeededReplicas(generation=self._generation, restored=self._restored, held=held)
         if replica.send(segment, needs):
             self._copy_done(step)
 
@@ -152,8 +154,8 @@ class InMemoryCheckpointer:
         self._busy.pop(step, None)
 
     def close(self) -> None:
-        """End of the epoch: what is copied is completed here; a copy on its way to the peer is given up."""
-        self._sealer.close()  # local work, as long as summing up takes; the next epoch must find nobody writing
+        """End of the generation: what is copied is completed here; a copy on its way to the peer is given up."""
+        self._sealer.close()  # local work, as long as summing up takes; the next generation must find nobody writing
         if self._replica is not None:
             self._replica.interrupt()
         if self._sender.close(CLOSE_S) and self._replica is not None:

@@ -16,8 +16,8 @@ from phalanx.elastic.restore_point import KINDS, ReplicaInfo, ReplicaPlace
 class ReplicaDirectory(Mapping[int, tuple[ReplicaPlace, ...]]):
     """The places of each rank's snapshot of one step, by rank, the best first; asking waits for all `hosts` to tell."""
 
-    def __init__(self, store: Store, *, epoch: int, step: int, world: int, hosts: int) -> None:
-        self._store, self._epoch, self._step, self._world, self._hosts = store, epoch, step, world, hosts
+    def __init__(self, store: Store, *, generation: int, step: int, world: int, hosts: int) -> None:
+        self._store, self._generation, self._step, self._world, self._hosts = store, generation, step, world, hosts
         self._known: dict[int, tuple[ReplicaPlace, ...]] = {}
         self.servers = ReplicaServers(store)
 
@@ -25,10 +25,8 @@ class ReplicaDirectory(Mapping[int, tuple[ReplicaPlace, ...]]):
         """Tell what a host holds of the step, and where a replica server of it listens; one rank of each host does."""
         self._store.set(f"replica-server/{host}", json.dumps(server))
         for one in held:
-            if (one.epoch, one.step, one.world) == (self._epoch, self._step, self._world):
-                place = ReplicaPlace(
-                    host=host, slot=one.slot, kind=one.kind, generation=one.generation, tensors=one.tensors
-                )
+            if (one.generation, one.step, one.world) == (self._generation, self._step, self._world):
+                place = ReplicaPlace(host=host, slot=one.slot, kind=one.kind, buffer=one.buffer, tensors=one.tensors)
                 self._store.set(f"replica/{one.kind}/{one.rank}", json.dumps(place.to_json()))
         if self._store.add("replica-hosts", 1) == self._hosts:
             self._store.set("replicas-told", "")

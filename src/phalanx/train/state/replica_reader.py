@@ -32,13 +32,13 @@ class UnusableReplica(Exception):
 class SnapshotId:
     """Whose snapshot of which step it must be."""
 
-    epoch: int
+    generation: int
     step: int
     rank: int
 
     def refuse_other(self, header: SegmentHeader | None) -> SegmentHeader:
         """The header, if it is the right one."""
-        if header is None or (header.epoch, header.step, header.rank) != (self.epoch, self.step, self.rank):
+        if header is None or (header.generation, header.step, header.rank) != (self.generation, self.step, self.rank):
             raise UnusableReplica("it is no longer there")
         return header
 
@@ -100,8 +100,8 @@ class RemoteReplica:
         return data.view(STORED_DTYPES[shard.dtype].torch).view(shard.region.size)
 
     def _ask_peer(self, question: dict[str, Any]) -> dict[str, Any]:
-        place = {"kind": self._place.kind, "slot": self._place.slot, "generation": self._place.generation}
-        wanted = {"epoch": self._wanted.epoch, "step": self._wanted.step, "rank": self._wanted.rank}
+        place = {"kind": self._place.kind, "slot": self._place.slot, "buffer": self._place.buffer}
+        wanted = {"generation": self._wanted.generation, "step": self._wanted.step, "rank": self._wanted.rank}
         try:
             self._channel.send({**question, **place, **wanted})
             message = self._channel.wait(ANSWER_S)
@@ -174,7 +174,7 @@ class ReplicaSource:
     @property
     def where(self) -> str:
         """What messages call it."""
-        return f"memory of step {self._choice.step} (generation {self._choice.epoch})"
+        return f"memory of step {self._choice.step} (generation {self._choice.generation})"
 
     @property
     def step(self) -> int:
@@ -190,8 +190,8 @@ class ReplicaSource:
     def meta(self) -> Mapping[str, Any]:
         """The `meta` of the save; raises DamagedCheckpoint."""
         # Any rank will do; a thousand ranks that all asked the host of rank 0 would keep it busy.
-        wanted = (self._choice.epoch, self._choice.step)
-        near = (one.rank for one in self._access.replica_store.held() if (one.epoch, one.step) == wanted)
+        wanted = (self._choice.generation, self._choice.step)
+        near = (one.rank for one in self._access.replica_store.held() if (one.generation, one.step) == wanted)
         return self._rank_contents(next(near, 0)).meta
 
     def count(self, rank: int) -> int:
@@ -213,7 +213,7 @@ class ReplicaSource:
         """The tensors of a rank; what is wrong with them is found when they are checked."""
         with self._lock:
             if rank not in self._snapshots:
-                wanted = SnapshotId(epoch=self._choice.epoch, step=self._choice.step, rank=rank)
+                wanted = SnapshotId(generation=self._choice.generation, step=self._choice.step, rank=rank)
                 self._snapshots[rank] = SnapshotReader(self.where, self._choice.places[rank], wanted, self._access)
             return self._snapshots[rank]
 
@@ -271,9 +271,7 @@ class SnapshotReader:
 
     def _open_copy(self, place: ReplicaPlace) -> SnapshotCopy:
         if place.host == self._access.local_host:
-            return LocalReplica(
-                self._access.replica_store.segment(place.kind, place.slot, place.generation), self._wanted
-            )
+            return LocalReplica(self._access.replica_store.segment(place.kind, place.slot, place.buffer), self._wanted)
         if place.host not in self._channels:
             self._channels[place.host] = self._access.connect(place.host)
         return RemoteReplica(self._channels[place.host], place, self._wanted)

@@ -34,22 +34,22 @@ Message = dict[str, Any]
 
 
 class ReplicaServer:
-    """Lives as long as its process, across epochs; `admit` tells it of each new one."""
+    """Lives as long as its process, across generations; `admit` tells it of each new one."""
 
     def __init__(self, replica_store: ReplicaStore, *, secret: bytes, address: str, host: str = "") -> None:
         self._replica_store = replica_store
         self._listener = Listener(address, 0, secret, {"role": "replica", "host": host})
         self._address = self._listener.address
         self.port: int = self._address[1]
-        self._epoch = -1
+        self._generation = -1
         self._channels: set[Channel] = set()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._listen_for_peers, name="replica-server", daemon=True)
         self._thread.start()
 
-    def admit(self, epoch: int) -> None:
-        """From now on copies of earlier epochs are refused."""
-        self._epoch = max(self._epoch, epoch)
+    def admit(self, generation: int) -> None:
+        """From now on copies of earlier generations are refused."""
+        self._generation = max(self._generation, generation)
 
     def close(self) -> None:
         """Take no more connections, end the open ones."""
@@ -106,9 +106,9 @@ class ReplicaServer:
 
     def _find_segment(self, message: Message) -> tuple[MemorySegment, SegmentHeader | None]:
         """The segment asked for, with its header when it still holds the snapshot that is meant."""
-        segment = self._replica_store.segment(kind_of(message), int(message["slot"]), int(message["generation"]))
+        segment = self._replica_store.segment(kind_of(message), int(message["slot"]), int(message["buffer"]))
         header = segment.header()
-        if header is None or any(message[key] != getattr(header, key) for key in ("epoch", "step", "rank")):
+        if header is None or any(message[key] != getattr(header, key) for key in ("generation", "step", "rank")):
             return segment, None
         return segment, header
 
@@ -116,10 +116,10 @@ class ReplicaServer:
         needs, header = _needed_replicas(message["needs"]), SegmentHeader(**message["header"])
         text = bytearray(_bounded_size(message["data_bytes"], MOST_INDEX_BYTES))
         channel.read_into(text)
-        segments = self._replica_store.generations("guest", int(message["slot"]))
-        newest = max([self._epoch, *(found.epoch for one in segments if (found := one.header()) is not None)])
-        if needs.epoch < newest:
-            why = f"a replica of generation {needs.epoch} came after generation {newest} had begun"
+        segments = self._replica_store.buffers("guest", int(message["slot"]))
+        newest = max([self._generation, *(found.generation for one in segments if (found := one.header()) is not None)])
+        if needs.generation < newest:
+            why = f"a replica of generation {needs.generation} came after generation {newest} had begun"
             channel.send({"op": "refused", "why": why})
             return
         with _claim_segment(segments, needs) as segment:
@@ -132,7 +132,7 @@ class ReplicaServer:
 def _needed_replicas(message: Message) -> NeededReplicas:
     restored = message["restored"]
     pair = None if restored is None else (int(restored[0]), int(restored[1]))
-    return NeededReplicas(epoch=int(message["epoch"]), restored=pair, held=int(message["held"]))
+    return NeededReplicas(generation=int(message["generation"]), restored=pair, held=int(message["held"]))
 
 
 def _bounded_size(size_bytes: int, most_bytes: int) -> int:
@@ -143,7 +143,7 @@ def _bounded_size(size_bytes: int, most_bytes: int) -> int:
 
 @contextmanager
 def _claim_segment(segments: tuple[MemorySegment, ...], needs: NeededReplicas) -> Iterator[MemorySegment | None]:
-    """A generation nobody needs and nobody writes to, for the length of the block; None when there is none."""
+    """A buffer nobody needs and nobody writes to, for the length of the block; None when there is none."""
     busy: set[int] = set()
     while (place := next_free_buffer(segments, needs, busy=busy)) is not None:
         with segments[place].claimed() as mine:

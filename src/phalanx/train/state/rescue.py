@@ -116,7 +116,7 @@ class _RankCopy:
     world: int
     kind: Kind
     slot: int
-    generation: int
+    buffer: int
 
 
 def _copies_to_write(
@@ -154,22 +154,22 @@ def _copies_by_host(
     """The newest step that these hosts hold in full, dealt to those that have the copies."""
     found: dict[str, list[_RankCopy]] = {name: [] for name in order.hosts}
     points = find_restore_points(held, lineage=order.lineage, at_most=order.at_most)
-    point = max(points, key=lambda one: (one.step, one.epoch), default=None)
+    point = max(points, key=lambda one: (one.step, one.generation), default=None)
     if point is None or point.step <= newer_than:
         return found
     for rank in sorted(point.places, reverse=True):
         place = point.places[rank][0]
-        wanted = SnapshotId(epoch=point.epoch, step=point.step, rank=rank)
+        wanted = SnapshotId(generation=point.generation, step=point.step, rank=rank)
         found[place.host].append(
-            _RankCopy(wanted=wanted, world=point.world, kind=place.kind, slot=place.slot, generation=place.generation)
+            _RankCopy(wanted=wanted, world=point.world, kind=place.kind, slot=place.slot, buffer=place.buffer)
         )
     return found
 
 
 def _decode_copy(row: Mapping[str, Any]) -> _RankCopy:
-    numbers = {name: int(row[name]) for name in ("world", "slot", "generation")}
+    numbers = {name: int(row[name]) for name in ("world", "slot", "buffer")}
     return _RankCopy(
-        wanted=SnapshotId(**{key: int(row["wanted"][key]) for key in ("epoch", "step", "rank")}),
+        wanted=SnapshotId(**{key: int(row["wanted"][key]) for key in ("generation", "step", "rank")}),
         kind=kind_of(row),
         **numbers,
     )
@@ -192,7 +192,7 @@ def _write_rank(
     place: Location, copy: _RankCopy, replica_store: ReplicaStore, *, keep: int, generation: int
 ) -> SavedCheckpoint:
     """One rank of the step, every tensor compared with its checksum."""
-    replica = LocalReplica(replica_store.segment(copy.kind, copy.slot, copy.generation), copy.wanted)
+    replica = LocalReplica(replica_store.segment(copy.kind, copy.slot, copy.buffer), copy.wanted)
     index = decode_snapshot_index(replica.index(), copy.wanted.rank)
     shards = [
         TensorShard(

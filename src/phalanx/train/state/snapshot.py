@@ -158,7 +158,7 @@ def take_snapshot(
 
 
 def seal_snapshot(
-    draft: SnapshotDraft, *, sequence: int, rank: int, world: int, epoch: int, step: int
+    draft: SnapshotDraft, *, sequence: int, rank: int, world: int, generation: int, step: int
 ) -> SegmentHeader:
     """Sum everything up, write the index and then the header; from then on the snapshot counts."""
     segment, view = draft.segment, draft.segment.view()
@@ -168,7 +168,7 @@ def seal_snapshot(
     view[index.end : index.end + len(text)] = text
     header = SegmentHeader(
         sequence=sequence,
-        epoch=epoch,
+        generation=generation,
         step=step,
         rank=rank,
         world=world,

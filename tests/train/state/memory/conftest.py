@@ -64,23 +64,23 @@ def same_bits(one, other):
     return one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)
 
 
-def keeper(replica_store, rank, world, *, epoch=1, slot=None, **options):
+def keeper(replica_store, rank, world, *, generation=1, slot=None, **options):
     options = {"peer": None, **options}
     return InMemoryCheckpointer(
         replica_store,
         slot=rank if slot is None else slot,
         rank=rank,
         world=world,
-        epoch=epoch,
+        generation=generation,
         secret=SECRET,
         **options,
     )
 
 
-def put_all(replica_store, tensors, world, *, step, epoch=1, held=-1, keepers=None):
+def put_all(replica_store, tensors, world, *, step, generation=1, held=-1, keepers=None):
     """Every rank puts its part, and all of it is complete."""
     own = keepers is None
-    keepers = keepers or [keeper(replica_store, rank, world, epoch=epoch) for rank in range(world)]
+    keepers = keepers or [keeper(replica_store, rank, world, generation=generation) for rank in range(world)]
     for one, shards in zip(keepers, cut(tensors, world), strict=True):
         one.put(step, shards, {"step": step}, held=held, rank_meta={"seed": step})
     for one in keepers:

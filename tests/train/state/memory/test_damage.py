@@ -57,8 +57,8 @@ def test_the_message_names_the_tensor_and_every_copy(kit, replica_store):
 def test_a_snapshot_that_was_overwritten_meanwhile_is_not_taken_for_the_one_chosen(kit, replica_store):
     kit.put_all(replica_store, kit.state(1), 1, step=1)
     source = kit.source(replica_store)
-    keeper = kit.keeper(replica_store, 0, 1, epoch=2)
-    kit.put_all(replica_store, kit.state(2), 1, step=1, epoch=2, held=5, keepers=[keeper])
+    keeper = kit.keeper(replica_store, 0, 1, generation=2)
+    kit.put_all(replica_store, kit.state(2), 1, step=1, generation=2, held=5, keepers=[keeper])
     keeper.close()
     with pytest.raises(DamagedCheckpoint, match="it is no longer there"):
         load_shards(source, kit.emptied(kit.cut(kit.state(), 1))[0])

@@ -41,20 +41,22 @@ def stores():
 
 @pytest.fixture
 def job(kit, stores, serve):
-    """Starts the four keepers of an epoch; they end with the test."""
+    """Starts the four keepers of a generation; they end with the test."""
     servers = {host: serve(replica_store, host) for host, replica_store in stores.items()}
     keepers = []
 
-    def start(epoch=1, restored=None):
+    def start(generation=1, restored=None):
         for keeper in keepers:
             keeper.close()
         for server in servers.values():
-            server.admit(epoch)
+            server.admit(generation)
         keepers[:] = []
         for rank, host in HOSTS.items():
             peer = replica_peer_of(rank, HOSTS)
             where = ReplicaAddress(host="127.0.0.1", port=servers[HOSTS[peer.rank]].port, slot=peer.slot)
-            keepers.append(kit.keeper(stores[host], rank, 4, epoch=epoch, slot=rank % 2, peer=where, restored=restored))
+            keepers.append(
+                kit.keeper(stores[host], rank, 4, generation=generation, slot=rank % 2, peer=where, restored=restored)
+            )
         return keepers
 
     start.servers = servers
@@ -133,8 +135,8 @@ def test_a_host_that_is_gone_is_named(kit, stores, job):
     fresh.close()
 
 
-def test_a_copy_of_an_older_epoch_is_refused(kit, stores, job):
-    old = job(epoch=1)
+def test_a_copy_of_an_older_generation_is_refused(kit, stores, job):
+    old = job(generation=1)
     put(kit, old, 1, held=-1)
     job.servers["b"].admit(2)
     shards = kit.cut(kit.state(2), 4)[0]
@@ -145,12 +147,17 @@ def test_a_copy_of_an_older_epoch_is_refused(kit, stores, job):
     assert {one.step for one in stores["b"].held() if one.kind == "guest"} == {1}
 
 
-def test_a_newer_epochs_copy_is_never_overwritten_by_an_older_one(kit, stores, job):
-    """The server's process may not have heard of the new epoch: what lies in memory tells it."""
-    put(kit, job(epoch=5), 1, held=-1)
-    job.servers["b"]._epoch = -1
+def test_a_newer_generations_copy_is_never_overwritten_by_an_older_one(kit, stores, job):
+    """The server's process may not have heard of the new generation: what lies in memory tells it."""
+    put(kit, job(generation=5), 1, held=-1)
+    job.servers["b"]._generation = -1
     zombie = kit.keeper(
-        stores["a"], 0, 4, epoch=4, slot=0, peer=ReplicaAddress(host="127.0.0.1", port=job.servers["b"].port, slot=0)
+        stores["a"],
+        0,
+        4,
+        generation=4,
+        slot=0,
+        peer=ReplicaAddress(host="127.0.0.1", port=job.servers["b"].port, slot=0),
     )
     zombie.put(9, kit.cut(kit.state(9), 4)[0], {}, held=-1)
     wait_for(lambda: zombie.trouble, "a fenced rank hears of it")
@@ -158,16 +165,16 @@ def test_a_newer_epochs_copy_is_never_overwritten_by_an_older_one(kit, stores, j
     zombie.close()
 
 
-def test_the_next_epoch_begins_from_what_the_lost_host_had_sent(kit, stores, job):
-    keepers = job(epoch=1)
+def test_the_next_generation_begins_from_what_the_lost_host_had_sent(kit, stores, job):
+    keepers = job(generation=1)
     for step in (1, 2):
         put(kit, keepers, step, held=step - 1)
-    keepers = job(epoch=2, restored=(1, 2))
+    keepers = job(generation=2, restored=(1, 2))
     for step in (3, 4):
         put(kit, keepers, step, held=-1)  # nobody has agreed on anything yet
     for host in "ab":  # either may be lost now: step 2 can still be restored, and so can 3 and 4
         found = find_restore_points({host: stores[host].held()})
-        assert [(one.epoch, one.step) for one in found] == [(2, 4), (2, 3), (1, 2)]
+        assert [(one.generation, one.step) for one in found] == [(2, 4), (2, 3), (1, 2)]
         source = ReplicaSource(found[-1], replica_store=stores[host], local_host=host, peers={}, secret=kit.SECRET)
         restored(kit, source, 2)
 
@@ -195,7 +202,7 @@ def test_a_peer_that_is_away_for_a_while_gets_every_step(kit, stores, job, serve
 
 def test_a_peer_without_memory_says_so(kit, stores, job, monkeypatch):
     keepers = job()
-    guests = stores["b"].generations("guest", 0)
+    guests = stores["b"].buffers("guest", 0)
     for segment in guests:
         monkeypatch.setattr(segment, "reserve", no_memory)
     keepers[0].put(1, kit.cut(kit.state(1), 4)[0], {}, held=-1)
@@ -256,8 +263,8 @@ def test_strangers_get_nothing(kit, stores, serve):
     for nonsense in (
         {"op": "explode"},
         {},
-        {"op": "read", "kind": "own", "slot": 99, "generation": 0},
-        {"op": "read", "kind": "../etc", "slot": 0, "generation": 0},
+        {"op": "read", "kind": "own", "slot": 99, "buffer": 0},
+        {"op": "read", "kind": "../etc", "slot": 0, "buffer": 0},
         {"op": "put", "slot": 0, "needs": {}, "header": {}},
     ):
         channel = connect(("127.0.0.1", server.port), kit.SECRET, {}, timeout_s=5)

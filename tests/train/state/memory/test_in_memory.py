@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from phalanx.elastic.rank_link import Interrupted
-from phalanx.elastic.replica_store import GENERATIONS, ReplicaStore
+from phalanx.elastic.replica_store import BUFFERS, ReplicaStore
 from phalanx.elastic.restore_point import ReplicaInfo, find_restore_points
 from phalanx.errors import SystemFailure, UserError
 from phalanx.train.state.checkpoint_index import StoredShard
@@ -41,7 +41,7 @@ def test_the_disk_gives_the_same_bits(kit, replica_store, tmp_path):
 
 
 def test_a_source_says_what_was_put(kit, replica_store):
-    kit.put_all(replica_store, kit.state(), 4, step=7, epoch=2)
+    kit.put_all(replica_store, kit.state(), 4, step=7, generation=2)
     source = kit.source(replica_store)
     assert (source.step, source.world, source.meta) == (7, 4, {"step": 7})
     assert source.where == "memory of step 7 (generation 2)"
@@ -51,10 +51,10 @@ def test_a_source_says_what_was_put(kit, replica_store):
 
 
 def test_what_is_held_is_told_without_reading_it(kit, replica_store):
-    kit.put_all(replica_store, kit.state(), 2, step=7, epoch=2)
+    kit.put_all(replica_store, kit.state(), 2, step=7, generation=2)
     first = replica_store.held()[0]
     assert first == ReplicaInfo(
-        rank=0, world=2, epoch=2, step=7, slot=0, kind="own", generation=0, tensors=6, size_bytes=first.size_bytes
+        rank=0, world=2, generation=2, step=7, slot=0, kind="own", buffer=0, tensors=6, size_bytes=first.size_bytes
     )
     assert first.size_bytes == sum(p.tensor.numel() * p.tensor.element_size() for p in kit.cut(kit.state(), 2)[0])
     assert ReplicaInfo.from_json(first.to_json()) == first
@@ -105,7 +105,7 @@ def test_a_model_of_another_shape_is_refused(kit, replica_store):
     assert str(caught.value).startswith("memory of step 1 (generation 1): w is [4, 4] there and [4, 5] in this model")
 
 
-def test_two_generations_are_used_while_all_ranks_keep_up(kit, replica_store):
+def test_two_buffers_are_used_while_all_ranks_keep_up(kit, replica_store):
     keepers = [kit.keeper(replica_store, rank, 2) for rank in range(2)]
     for step in range(1, 8):
         kit.put_all(replica_store, kit.state(step), 2, step=step, held=step - 1 if step > 1 else -1, keepers=keepers)
@@ -128,49 +128,50 @@ def test_while_the_others_lag_three_are_kept_and_then_all_ranks_wait(kit, replic
         keeper.close()
 
 
-def test_a_new_epoch_keeps_what_it_was_restored_from_until_all_hold_more(kit, replica_store):
+def test_a_new_generation_keeps_what_it_was_restored_from_until_all_hold_more(kit, replica_store):
     kit.put_all(replica_store, kit.state(1), 4, step=1)
     kit.put_all(replica_store, kit.state(2), 4, step=2)
     kit.put_all(replica_store, kit.state(3), 4, step=3)
     # Rank 2 fell; what slot 2 holds of step 2 is still needed when its process serves as another rank.
     keepers = [
-        kit.keeper(replica_store, rank, 3, epoch=2, slot=slot, restored=(1, 2)) for rank, slot in enumerate((2, 0, 1))
+        kit.keeper(replica_store, rank, 3, generation=2, slot=slot, restored=(1, 2))
+        for rank, slot in enumerate((2, 0, 1))
     ]
     for step in (3, 4):
-        kit.put_all(replica_store, kit.state(step), 3, step=step, epoch=2, held=-1, keepers=keepers)
+        kit.put_all(replica_store, kit.state(step), 3, step=step, generation=2, held=-1, keepers=keepers)
     newest = find_restore_points({"here": replica_store.held()})
-    assert [(one.epoch, one.step, one.world) for one in newest] == [(2, 4, 3), (2, 3, 3), (1, 2, 4)]
+    assert [(one.generation, one.step, one.world) for one in newest] == [(2, 4, 3), (2, 3, 3), (1, 2, 4)]
     load_all(kit, kit.source(replica_store, choice=newest[-1]), kit.state(2), 2)
-    kit.put_all(replica_store, kit.state(5), 3, step=5, epoch=2, held=-1, keepers=keepers)
+    kit.put_all(replica_store, kit.state(5), 3, step=5, generation=2, held=-1, keepers=keepers)
     assert [keeper.skipped for keeper in keepers] == [1, 1, 1]
-    kit.put_all(replica_store, kit.state(6), 3, step=6, epoch=2, held=4, keepers=keepers)
+    kit.put_all(replica_store, kit.state(6), 3, step=6, generation=2, held=4, keepers=keepers)
     assert [keeper.skipped for keeper in keepers] == [1, 1, 1]
     for keeper in keepers:
         keeper.close()
 
 
 def test_ranks_with_and_without_the_old_snapshot_leave_out_the_same_steps(kit, replica_store):
-    """A rank in a fresh slot has a generation more to spare, and must not use it: all ranks hold the same steps."""
+    """A rank in a fresh slot has a buffer more to spare, and must not use it: all ranks hold the same steps."""
     kit.put_all(replica_store, kit.state(2), 2, step=2)
     keepers = [
-        kit.keeper(replica_store, rank, 2, epoch=2, slot=slot, restored=(1, 2)) for rank, slot in enumerate((0, 3))
+        kit.keeper(replica_store, rank, 2, generation=2, slot=slot, restored=(1, 2)) for rank, slot in enumerate((0, 3))
     ]
     for step in range(3, 9):
-        kit.put_all(replica_store, kit.state(step), 2, step=step, epoch=2, held=-1, keepers=keepers)
-    held = [{one.step for one in replica_store.held() if one.slot == slot and one.epoch == 2} for slot in (0, 3)]
+        kit.put_all(replica_store, kit.state(step), 2, step=step, generation=2, held=-1, keepers=keepers)
+    held = [{one.step for one in replica_store.held() if one.slot == slot and one.generation == 2} for slot in (0, 3)]
     assert held == [{3, 4}, {3, 4}]
     for keeper in keepers:
         keeper.close()
 
 
 def test_a_snapshot_that_could_not_be_used_stays_and_is_not_in_the_way(kit, replica_store):
-    """Step 9 was chosen and turned out damaged, so the epoch began from step 2 on the disk: 9 is never passed."""
+    """Step 9 was chosen and turned out damaged, so the generation began from step 2 on the disk: 9 is never passed."""
     kit.put_all(replica_store, kit.state(9), 2, step=9)
-    keepers = [kit.keeper(replica_store, rank, 2, epoch=2, restored=(1, 9)) for rank in range(2)]
+    keepers = [kit.keeper(replica_store, rank, 2, generation=2, restored=(1, 9)) for rank in range(2)]
     for step in range(3, 8):
         kit.put_all(replica_store, kit.state(step), 2, step=step, held=keepers[0].safe_step, keepers=keepers)
     assert [keeper.skipped for keeper in keepers] == [0, 0]
-    assert {one.step for one in replica_store.held() if one.epoch == 2} == {6, 7}
+    assert {one.step for one in replica_store.held() if one.generation == 2} == {6, 7}
     for keeper in keepers:
         keeper.close()
 
@@ -178,7 +179,7 @@ def test_a_snapshot_that_could_not_be_used_stays_and_is_not_in_the_way(kit, repl
 def test_memory_reserved_is_the_memory_used(kit, replica_store):
     keeper, shards = kit.keeper(replica_store, 0, 1), kit.cut(kit.state(), 1)[0]
     keeper.reserve(shards)
-    sizes = [segment.size_bytes for segment in replica_store.generations("own", 0)]
+    sizes = [segment.size_bytes for segment in replica_store.buffers("own", 0)]
     assert sizes[0] == sizes[1] > 0
     assert sizes[2] == 0
     assert replica_store.held() == []
@@ -186,7 +187,7 @@ def test_memory_reserved_is_the_memory_used(kit, replica_store):
         keeper.put(step, shards, {}, held=keeper.safe_step)
         keeper._sealer.wait()
     keeper.close()
-    assert [segment.size_bytes for segment in replica_store.generations("own", 0)] == sizes
+    assert [segment.size_bytes for segment in replica_store.buffers("own", 0)] == sizes
 
 
 def test_copies_that_are_left_out_are_told_once_and_when_they_are_well_again(kit, replica_store):
@@ -195,7 +196,7 @@ def test_copies_that_are_left_out_are_told_once_and_when_they_are_well_again(kit
         kit.keeper(replica_store, 0, 1, tell=lambda **fields: told.append(fields)),
         kit.cut(kit.state(), 1)[0],
     )
-    for step in range(1, GENERATIONS + 3):  # nobody agrees that any of them is safe
+    for step in range(1, BUFFERS + 3):  # nobody agrees that any of them is safe
         keeper.put(step, shards, {}, held=-1)
         keeper._sealer.wait()
     keeper.put(9, shards, {}, held=keeper.safe_step)

@@ -26,10 +26,10 @@ def shard(name, value):
     tensor = torch.full((400, 500), float(value))  # 0.8 MB each: about 1 ms of copying a put, and 1 ms of sums
     return TensorShard(name=name, tensor=tensor, shape=tensor.shape, start=(0, 0), replicas=1, owner=True, groups={})
 
-def rank(replica_store, epoch, found, report):
-    restored = None if found is None else (found.epoch, found.step)
-    keeper = InMemoryCheckpointer(replica_store, slot=0, rank=0, world=1, epoch=epoch, secret=b"s" * 32, peer=None,
-                                  restored=restored)
+def rank(replica_store, generation, found, report):
+    restored = None if found is None else (found.generation, found.step)
+    keeper = InMemoryCheckpointer(replica_store, slot=0, rank=0, world=1, generation=generation, secret=b"s" * 32,
+                                  peer=None, restored=restored)
     step = 0 if found is None else found.step
     while True:
         step += 1
@@ -47,13 +47,13 @@ def newest(replica_store):
     assert values == {float(found[0].step)} and source.meta == {"step": found[0].step}, values
     return found[0], len(found)
 
-def live(replica_store, epoch, puts, seconds):
+def live(replica_store, generation, puts, seconds):
     found = next(iter(find_restore_points({"here": replica_store.held()})), None)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            rank(replica_store, epoch, found, writing)
+            rank(replica_store, generation, found, writing)
         finally:
             os._exit(1)
     os.close(writing)
@@ -69,8 +69,8 @@ def live(replica_store, epoch, puts, seconds):
                       "left": left.step if left else 0, "sets": sets}), flush=True)
 
 replica_store, rng = ReplicaStore(1), random.Random(int(sys.argv[1]))
-for epoch in range(1, int(sys.argv[2]) + 1):
-    live(replica_store, epoch, rng.choice((0, 1, 1, 2, 3, 5)), rng.uniform(0.0, 0.004))
+for generation in range(1, int(sys.argv[2]) + 1):
+    live(replica_store, generation, rng.choice((0, 1, 1, 2, 3, 5)), rng.uniform(0.0, 0.004))
 """
 
 
@@ -123,7 +123,7 @@ def run_rank(replica_store, rank, meeting, told):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=20))
     peer = replica_peer_of(rank, WHERE)
     port = int(store.get(f"replica_store{peer.rank}"))
-    keeper = InMemoryCheckpointer(replica_store, slot=rank % 2, rank=rank, world=4, epoch=1, secret=SECRET,
+    keeper = InMemoryCheckpointer(replica_store, slot=rank % 2, rank=rank, world=4, generation=1, secret=SECRET,
                     peer=ReplicaAddress(host="127.0.0.1", port=port, slot=peer.slot))
     step, held = 0, -1
     try:

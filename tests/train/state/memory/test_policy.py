@@ -27,12 +27,12 @@ class Patient:
 
 
 class Neighbour:
-    """A replica without a network: the same choice of generation, and a copy of the bytes."""
+    """A replica without a network: the same choice of buffer, and a copy of the bytes."""
 
     trouble = ""
 
     def __init__(self, replica_store, slot):
-        self.segments = replica_store.generations("guest", slot)
+        self.segments = replica_store.buffers("guest", slot)
 
     def send(self, segment, needs):
         with _claim_segment(self.segments, needs) as taken:
@@ -49,17 +49,17 @@ class Cluster:
     def __init__(self, kit, seed):
         self.kit, self.rng = kit, random.Random(seed)
         self.stores = {host: ReplicaStore(2) for host in "ab"}
-        self.epoch, self.step, self.floor, self.held = 0, 0, 0, -1
+        self.generation, self.step, self.floor, self.held = 0, 0, 0, -1
         self.restored = None
         self.lineage = Lineage()
         self.form()
 
     def form(self):
-        """A new epoch, from the newest that there is; ranks change places at will."""
-        self.epoch += 1
+        """A new generation, from the newest that there is; ranks change places at will."""
+        self.generation += 1
         found = self.restorable("ab")
-        self.restored = (found[0].epoch, found[0].step) if found else None
-        self.lineage = self.lineage.begin(self.epoch, source=self.restored)
+        self.restored = (found[0].generation, found[0].step) if found else None
+        self.lineage = self.lineage.begin(self.generation, source=self.restored)
         self.step = self.floor = found[0].step if found else 0
         self.held = -1
         places = self.rng.sample(sorted(HOSTS), 4)  # rank -> whose seat of old
@@ -67,7 +67,9 @@ class Cluster:
         seats = {rank: HOSTS[seat] for rank, seat in enumerate(places)}
         for rank, seat in enumerate(places):
             replica_store, peer = self.stores[HOSTS[seat]], replica_peer_of(rank, seats)
-            keeper = self.kit.keeper(replica_store, rank, 4, epoch=self.epoch, slot=seat % 2, restored=self.restored)
+            keeper = self.kit.keeper(
+                replica_store, rank, 4, generation=self.generation, slot=seat % 2, restored=self.restored
+            )
             keeper._sealer.close()
             keeper._sender.close()
             keeper._sealer, keeper._sender = Patient(), Patient()
@@ -157,9 +159,17 @@ def test_no_two_ranks_share_a_place_and_work_is_even():
             assert max(loads) - min(loads) <= 1
 
 
-def held(rank, *, step=5, epoch=1, world=2, slot=0, kind="own"):
+def held(rank, *, step=5, generation=1, world=2, slot=0, kind="own"):
     return ReplicaInfo(
-        rank=rank, world=world, epoch=epoch, step=step, slot=slot, kind=kind, generation=0, tensors=1, size_bytes=8
+        rank=rank,
+        world=world,
+        generation=generation,
+        step=step,
+        slot=slot,
+        kind=kind,
+        buffer=0,
+        tensors=1,
+        size_bytes=8,
     )
 
 
@@ -167,30 +177,30 @@ def test_only_a_step_that_every_rank_has_is_a_choice():
     found = find_restore_points(
         {"a": [held(0), held(0, step=6)], "b": [held(1), held(1, step=7), held(0, kind="guest")]}
     )
-    assert [(one.epoch, one.step) for one in found] == [(1, 5)]
+    assert [(one.generation, one.step) for one in found] == [(1, 5)]
     assert [(place.host, place.kind) for place in found[0].places[0]] == [("a", "own"), ("b", "guest")]
     assert RestorePoint.from_json(found[0].to_json()) == found[0]
     assert find_restore_points({"a": [held(0)]}) == []
     assert find_restore_points({}) == []
 
 
-def test_snapshots_of_two_epochs_make_no_whole():
-    assert find_restore_points({"a": [held(0, epoch=1), held(1, epoch=2)]}) == []
+def test_snapshots_of_two_generations_make_no_whole():
+    assert find_restore_points({"a": [held(0, generation=1), held(1, generation=2)]}) == []
     assert find_restore_points({"a": [held(0, world=2), held(1, world=3)]}) == []
 
 
-def test_the_newest_epoch_comes_first_and_steps_that_were_undone_not_at_all():
-    old, new = [held(0, step=9), held(1, step=9)], [held(0, step=8, epoch=2), held(1, step=8, epoch=2)]
+def test_the_newest_generation_comes_first_and_steps_that_were_undone_not_at_all():
+    old, new = [held(0, step=9), held(1, step=9)], [held(0, step=8, generation=2), held(1, step=8, generation=2)]
     everything = {"a": [*old, *new]}
-    assert [(one.epoch, one.step) for one in find_restore_points(everything)] == [(2, 8), (1, 9)]
+    assert [(one.generation, one.step) for one in find_restore_points(everything)] == [(2, 8), (1, 9)]
     line = Lineage().begin(1, source=None).begin(2, source=(1, 7))
-    assert [(one.epoch, one.step) for one in find_restore_points(everything, lineage=line)] == [(2, 8)]
+    assert [(one.generation, one.step) for one in find_restore_points(everything, lineage=line)] == [(2, 8)]
     assert find_restore_points({"a": old}, lineage=line) == []
     assert find_restore_points(everything, at_most=7) == []
     assert [one.step for one in find_restore_points(everything, at_most=8)] == [8]
 
 
-def test_a_lineage_goes_through_every_epoch_the_run_came_from():
+def test_a_lineage_goes_through_every_generation_the_run_came_from():
     line = Lineage().begin(1, source=None).begin(2, source=(1, 10)).begin(3, source=(1, 8)).begin(5, source=(3, 20))
     assert [line.allows(*place) for place in ((1, 8), (1, 9), (2, 9), (3, 20), (3, 21), (4, 20), (5, 99))] == [
         True,

@@ -105,7 +105,7 @@ def test_a_folder_for_all_is_ours_alone_or_not_used(tmp_path, monkeypatch):
 
 def test_a_copy_that_is_damaged_is_not_written(kit, replica_store, tmp_path):
     kit.put_all(replica_store, kit.state(5), 4, step=5)
-    segment = next(one for one in replica_store.generations("own", 2) if one.header() is not None)
+    segment = next(one for one in replica_store.buffers("own", 2) if one.header() is not None)
     segment.view()[4096 + 3] ^= 1
     with pytest.raises(SystemFailure, match=r"step 5 is not saved: .* is not what was written"):
         rescue_state(

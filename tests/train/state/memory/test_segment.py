@@ -11,7 +11,7 @@ from phalanx.train.state.snapshot import pin_segment
 
 HEADER = SegmentHeader(
     sequence=3,
-    epoch=2,
+    generation=2,
     step=7,
     rank=1,
     world=4,
