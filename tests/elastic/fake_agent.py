@@ -258,7 +258,7 @@ def serve(behaviour: str, run: Run, host: str, link: RankLink) -> None:
             is_deaf = behaviour == "deaf" and membership.generation == 1
             part = Part(run=run, link=link, membership=membership, rank=rank, host=host, is_deaf=is_deaf)
             before_ready(behaviour, part)
-            link.send("ready", epoch=membership.generation, port=1, vault=0)
+            link.send("ready", epoch=membership.generation, port=1, replica_port=0)
             link.go(membership.generation)
             if behaviour == "deaf-joining" and membership.generation == 1:
                 if rank == BAD_RANK:

@@ -50,7 +50,7 @@ class Slot:
     pending: bytes = b""
     generation: int = 0
     rank: int = -1
-    ready: tuple[int, int] | None = None  # ports of the store and of the vault
+    ready: tuple[int, int] | None = None  # ports of the store and of the replica server
     asked_s: float = 0.0  # when it was asked to form
     forked_s: float = 0.0
     pause_s: float = REFORK_S
@@ -166,7 +166,7 @@ class RankSlots:
     def _answer(self, slot: Slot, message: Message) -> None:
         present = int(message["epoch"]) == slot.generation
         if message["kind"] == "ready" and present:
-            slot.ready, slot.member_of = (int(message["port"]), int(message["vault"])), slot.generation
+            slot.ready, slot.member_of = (int(message["port"]), int(message["replica_port"])), slot.generation
         elif message["kind"] == "built" and present:
             self._say("built", epoch=slot.generation, slot=slot.number)
         elif message["kind"] == "connected" and present:

@@ -2,7 +2,7 @@
 
 Once in a checkpoint interval at least, so that a damaged state is found while a sound checkpoint is still kept, and
 once in 100 steps at least (our choice). It costs little: 1 GB of parameters takes 3.4 ms on an H200
-(benchmarks/2026-11-15-vault.md), and a core does 2.6 GB/s.
+(benchmarks/2026-11-15-in-memory-checkpoints.md), and a core does 2.6 GB/s.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ CPU_FLOOR_S = 0.02
 DISK_BYTES_PER_S = 1e9
 # A failed host comes back after a day: our own choice, no published anchor.
 REPAIR_S = DAY_S
-# Host memory is copied at 6 to 7 GB/s by one core (benchmarks/2026-11-15-vault.md).
+# Host memory is copied at 6 to 7 GB/s by one core (benchmarks/2026-11-15-in-memory-checkpoints.md).
 HOST_COPY_BYTES_PER_S = 6e9
 MEMORY_SHARE = 0.01  # of the time, that copies of the state in host memory may cost: our own choice
 SITES = 256  # sampled for the range of effective time

@@ -170,7 +170,7 @@ class Rank:
             door = stack.enter_context(open_store_socket(self.address)) if inner[0] == 0 else None
             self.link.store_port = port = door.getsockname()[1] if door is not None else 0
             self.link.send(
-                "ready", epoch=membership.generation, port=port, vault=self._replica_port(membership.generation)
+                "ready", epoch=membership.generation, port=port, replica_port=self._replica_port(membership.generation)
             )
             session = None
             if self.plan.job.sync.has_peers and rank == 0:  # other ranks of this peer leave it to rank 0

@@ -160,7 +160,8 @@ digest_every = 0
 [fault]
 digest_every = "auto"
 """,
-    fix='`fault.digest_every = "auto"`. 1 GB of weights takes 3.4 ms on an H200 (benchmarks/2026-11-15-vault.md).',
+    fix='`fault.digest_every = "auto"`. 1 GB of weights takes 3.4 ms on an H200 '
+    "(benchmarks/2026-11-15-in-memory-checkpoints.md).",
     waive="Kernels that are not deterministic between replicas, where every comparison would differ.",
     references=(
         Reference(text="Llama 3, arXiv:2407.21783 table 5: 6 of 419", mark="read"),

@@ -1,6 +1,6 @@
 """What the copies in memory cost: a put of 1 GB, with and without a copy on another host, and the share of a step.
 
-    python benchmarks/vault_cost.py [--gigabytes 1.0] [--puts 8] [--steps 30] [--device cpu]
+    python benchmarks/in_memory_checkpoint_cost.py [--gigabytes 1.0] [--puts 8] [--steps 30] [--device cpu]
 
 The step is that of examples/first-run.toml: four ranks, two pipeline stages of two sharded data ranks. Steps with and
 without a snapshot alternate, so that a busy neighbour hurts them alike.
@@ -49,7 +49,7 @@ def state(size_gb: float, device: str) -> list[TensorShard]:
 def keeper_of(
     replica_store: ReplicaStore, rank: int, world: int, peer: ReplicaAddress | None = None
 ) -> InMemoryCheckpointer:
-    return InMemoryCheckpointer(replica_store, slot=0, rank=rank, world=world, epoch=1, secret=SECRET, peer=peer)
+    return InMemoryCheckpointer(replica_store, slot=0, rank=rank, world=world, generation=1, secret=SECRET, peer=peer)
 
 
 def put_alone(keeper: InMemoryCheckpointer, shards: Sequence[TensorShard], step: int) -> tuple[float, float, float]:
