@@ -149,6 +149,15 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
             "  with its only host a run is gone, and so is its proof\n"
             "  add --hosts 2\n",
         ),
+        (
+            ["job.toml", "--fault", "kill:rank=9,step=4"],
+            "--fault kill:rank=9,step=4: there is no rank 9: the job has 4 ranks\n  use rank=0 to rank=3\n",
+        ),
+        (
+            ["job.toml", "--hosts", "2", "--fault", "host:host=2"],
+            "--fault host:host=2: there is no host 2: the drill has 2 hosts\n"
+            "  use host=0 to host=1, or add --hosts 3\n",
+        ),
     ],
 )
 def test_wrong_calls(

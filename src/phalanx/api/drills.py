@@ -164,14 +164,7 @@ def drill(
         parsed = draw_faults(rate_per_min=call.rate, minutes=call.minutes, seed=call.seed, target=stage)
     elif not parsed:
         parsed = parse_faults([USUAL_FAULT])
-    needy = [fault.text for fault in parsed if fault.of.host]
-    if needy and call.hosts < 2:
-        raise mistake(
-            f"--fault {needy[0]}",
-            "hits a host, and there is only one",
-            why="with its only host a run is gone, and so is its proof",
-            fix="add --hosts 2",
-        )
+    _check_targets(call, parsed, plan.layout.devices)
     scene = make_scene(call, plan)
     on = f"{plural(plan.layout.devices, 'rank')}, {plan.layout.name}"
     tell(f"drill of {plan.job.name} on {on}: {plural(len(parsed), 'fault')}")
@@ -182,6 +175,31 @@ def drill(
     if outcome.broken and call.chaos and call.shrink:
         _shrink_faults(call, scene, parsed, outcome)
     return found
+
+
+def _check_targets(call: DrillCall, faults: Sequence[Fault], ranks: int) -> None:
+    """Whom the faults hit is there: of a number beyond the last rank or host the drill would choose somebody else."""
+    needy = [fault.text for fault in faults if fault.of.host]
+    if needy and call.hosts < 2:
+        raise mistake(
+            f"--fault {needy[0]}",
+            "hits a host, and there is only one",
+            why="with its only host a run is gone, and so is its proof",
+            fix="add --hosts 2",
+        )
+    for fault in faults:
+        if beyond := [rank for rank in fault.rank if rank >= ranks]:
+            raise mistake(
+                f"--fault {fault.text}",
+                f"there is no rank {beyond[0]}: the job has {plural(ranks, 'rank')}",
+                fix=f"use rank={ranks - 1}" if ranks == 1 else f"use rank=0 to rank={ranks - 1}",
+            )
+        if fault.of.host and fault.host >= call.hosts:
+            raise mistake(
+                f"--fault {fault.text}",
+                f"there is no host {fault.host}: the drill has {plural(call.hosts, 'host')}",
+                fix=f"use host=0 to host={call.hosts - 1}, or add --hosts {fault.host + 1}",
+            )
 
 
 def _with_sharing(overrides: Overrides, ranks_per_gpu: int | None) -> tuple[str, ...]:
