@@ -234,13 +234,6 @@ def drill_plan(call: DrillCall) -> Plan:
     patience = [f"fault.restarts={CHAOS_RESTARTS}"] if call.chaos else []
     overrides = ["fault.digest_every=1", *patience, *call.overrides]
     resolved = prepare.load_job(call.job, overrides=overrides, cluster=call.cluster, steps=call.steps)
-    if resolved.job.fault.on_loss == "leave-out":
-        raise mistake(
-            call.job,
-            'fault.on_loss = "leave-out" cannot be drilled yet',
-            why="a drill repeats the run without faults, and steps without a replica are not repeated there",
-            fix='--set fault.on_loss="rebuild" drills the same job with everything rebuilt',
-        )
     plan = prepare.plan_for_run(resolved)
     if call.minutes and not call.steps:
         # So many steps that they last: the planned time of a step is the shortest it can be.
