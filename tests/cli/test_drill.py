@@ -284,6 +284,7 @@ def test_a_job_that_shrinks_computes_what_its_replay_computes(drill: Drill, tmp_
 def test_a_replica_that_is_left_out_computes_what_its_replay_computes(drill: Drill, tmp_path: Path) -> None:
     """Three replicas, one of them out for some steps: two numbers have one sum, so every bit is compared."""
     replicas = {
+        "batch.global_tokens": "384",
         "cluster.spec": '"local-cpu:3"',
         "parallel.shard": "1",
         "parallel.zero": "0",
