@@ -45,7 +45,7 @@ class ReplicaPresence:
         replicas = {
             one.number: ModelReplicas.of(Layout(**one.layout)) for one in history.generations if "data" in one.layout
         }
-        told: dict[tuple[int, int], dict[frozenset[int], int]] = defaultdict(dict)
+        reported: dict[tuple[int, int], dict[frozenset[int], int]] = defaultdict(dict)
         gaps: dict[tuple[int, int], list[range]] = defaultdict(list)
         newest: dict[tuple[int, int], frozenset[int]] = {}
         due: dict[tuple[int, int], int] = {}  # the step that a rank must tell next
@@ -71,15 +71,15 @@ class ReplicaPresence:
                 if step != expected:
                     wrong.append(f"generation {number}, rank {rank}: step {step} where {expected} was due")
                 present = newest.get(who, frozenset(range(replicas[number].count)))
-                told[number, step].setdefault(present, rank)
+                reported[number, step].setdefault(present, rank)
                 due[who] = step + 1
-        for (number, step), by_present in told.items():
+        for (number, step), by_present in reported.items():
             if len(by_present) > 1:
                 said = ", ".join(f"{sorted(one)} (rank {rank})" for one, rank in by_present.items())
                 wrong.append(f"generation {number}, step {step}: present were {said}")
         return cls(
             replicas=replicas,
-            present={key: next(iter(by_present)) for key, by_present in told.items()},
+            present={key: next(iter(by_present)) for key, by_present in reported.items()},
             gaps={who: tuple(found) for who, found in gaps.items()},
             wrong=tuple(wrong),
         )
@@ -171,20 +171,20 @@ def judge_replica_samples(history: DrillHistory, presence: ReplicaPresence, expe
         skipped += len(out)
         for rank in range(generation.world):
             replica = replicas.place(rank)[0]
-            told = one.samples.get(rank)
+            recorded = one.samples.get(rank)
             if replica in out:
-                if told is not None:
+                if recorded is not None:
                     wrong.append(f"step {one.step}: rank {rank} took part, and its replica {replica} was left out")
                 continue
             mine = dealing.real(_data_rank(replicas.layout, rank), len(batch))
-            if told is None:
+            if recorded is None:
                 unknown += 1
                 if not _has_gap(history, generation, presence, rank, one.step):
                     wrong.append(f"step {one.step}: rank {rank} did not record its samples")
-            elif Counter(told) != Counter(batch[at] for at in mine):
-                wrong.append(f"step {one.step}, rank {rank}: samples {first_few(sorted(told), 6)} are not its own")
+            elif Counter(recorded) != Counter(batch[at] for at in mine):
+                wrong.append(f"step {one.step}, rank {rank}: samples {first_few(sorted(recorded), 6)} are not its own")
             else:
-                total += len(told)
+                total += len(recorded)
     text = f"{plural(total, 'sample')} in {plural(len(history.chain), 'step')}, each in its place"
     if skipped:
         text += f"; {plural(skipped, 'share')} of left-out replicas skipped"
@@ -220,16 +220,16 @@ def judge_kept_processes(history: DrillHistory, presence: ReplicaPresence) -> Ve
     """Only ranks of a replica that was left out were started again within a generation."""
     name = "other replicas kept their processes"
     wrong = []
-    told = [event for event in history.replicas if event.get("state") == "left out"]
+    losses = [event for event in history.replicas if event.get("state") == "left out"]
     back = sum(event.get("state") == "rejoined" for event in history.replicas)
     for generation in history.generations:
         replicas = presence.replicas.get(generation.number)
-        out = {event.get("replica") for event in told if event.get("epoch") == generation.number}
+        out = {event.get("replica") for event in losses if event.get("epoch") == generation.number}
         for rank in sorted(generation.rejoined):
             if replicas is None or replicas.place(rank)[0] not in out:
                 wrong.append(f"generation {generation.number}: rank {rank} was started again")
     rebuilt = max(0, len(history.trained) - 1)
-    text = f"{plural(len(told), 'replica')} left out, {back} came back, everything rebuilt {plural(rebuilt, 'time')}"
-    if not told and not wrong:
+    text = f"{plural(len(losses), 'replica')} left out, {back} came back, everything rebuilt {plural(rebuilt, 'time')}"
+    if not losses and not wrong:
         return Verdict(name=name, ok=False, judged=False, evidence=f"{text}: nothing was left out")
     return Verdict(name=name, ok=not wrong, evidence=evidence_text(text, wrong))
