@@ -30,11 +30,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cheats", action="store_true")
+    parser.add_argument("--after", default="", help="only those whose names come after this")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
     rows = []
     with CandidateServer() as server:
         for path in sorted((KERNELS / ("cheats" if args.cheats else "gpu_kernels")).glob("*.txt")):
+            if path.stem <= args.after:
+                continue
             source = path.read_text()
             head = source.partition(":")[0].removeprefix("# ").split()
             began = time.monotonic()
