@@ -20,7 +20,17 @@ from phalanx.train.models.decoder import Decoder
 CPU = torch.device("cpu")
 GENOME = {"template": "chunked", "rows": 4}
 SHAPE = ModelShape(
-    layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=64, qk_norm=True, tied=True, norm_eps=1e-6
+    name="small",
+    layers=2,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn=48,
+    vocab=64,
+    qk_norm=True,
+    tied=True,
+    norm_eps=1e-6,
 )
 
 
