@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from phalanx.api import planning
 from phalanx.evolve.kernel_templates import render_source
-from phalanx.hardware.kernel_choices import read_winners, write_winner
+from phalanx.hardware.kernel_choices import read_winners, write_choice, write_winner
 from phalanx.job.model import ModelShape
 from phalanx.train.kernels.evolved_norm import evolved_norm, find_winner, remember_winner, winner_name, with_winner
 from phalanx.train.kernels.model_kernels import LayerKernels, use_kernels
@@ -105,3 +107,13 @@ def test_a_new_winner_is_measured_against_what_was_chosen(tmp_path) -> None:
             assert (found.variant, found.is_remembered) == (variant, is_remembered)
     slow = replace(found, variant="builtin")
     assert slow.describe().startswith("norm: builtin, 2.00 ms")
+
+
+def test_a_plan_for_this_machine_tells_what_was_chosen(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(planning, "discover", lambda: SimpleNamespace(gpus=(SimpleNamespace(name="NVIDIA H200"),)))
+    assert planning._kernels_here() == ""
+    entry = {"variant": "triton", "times_ms": {"builtin": 2.0, "triton": 1.0}, "of": ["builtin", "triton"]}
+    for device in ("NVIDIA H200 driver 1", "NVIDIA B200 driver 1"):
+        write_choice(f"rope | batch=1 | bfloat16 | {device} | torch 2", entry, tmp_path / "phalanx" / "kernels")
+    assert planning._kernels_here() == "rope triton"
