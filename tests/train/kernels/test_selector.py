@@ -83,3 +83,13 @@ def test_a_wrong_variant_is_never_taken_and_a_cpu_measures_nothing() -> None:
     assert not is_right(wrong, "fast", torch.float32, CPU)
     assert "fast" not in measure_variants(wrong, {"tokens": 4, "width": 8}, torch.float32, CPU)
     assert choose_variant(op, op.shapes[0], torch.bfloat16, CPU, folder=None).times_ms == {}
+
+
+def test_a_full_gpu_takes_the_builtin() -> None:
+    from dataclasses import replace
+
+    def refuse(*_: object) -> tuple[torch.Tensor, ...]:
+        raise torch.OutOfMemoryError("full")
+
+    times = measure_variants(replace(load_all()["rope"], make_inputs=refuse), {"batch": 1}, torch.bfloat16, CPU)
+    assert choose(None, times)[0].describe() == "norm: builtin"
