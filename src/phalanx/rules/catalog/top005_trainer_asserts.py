@@ -81,10 +81,13 @@ def _megatron(evidence: Evidence) -> Iterator[Broken]:
         yield name, "an interleaved schedule needs a pipeline, and there is one stage", "leave it out, or add stages"
     # Megatron-DeepSpeed has experts of its own: it asserts nothing of the kind, and a dense model has one expert.
     own = not evidence.setting_flag("deepspeed") and evidence.find_setting("deepspeed_config", "zero_stage") is None
+    own = own and not evidence.open_why
     if experts > 1 and tensor > 1 and own and not evidence.setting_flag("sequence_parallel"):
         what = f"experts with {tensor} tensor ranks and without sequence parallelism"
         yield "num_experts", what, "add sequence parallelism (--sequence-parallel)"
-    described = evidence.find_setting("num_layers") is not None  # else the model's own class says how many experts
+    described = (
+        evidence.find_setting("num_layers") is not None and not evidence.open_why
+    )  # else the model's own class says how many experts
     if _whole(evidence, "expert_model_parallel_size") > 1 and not experts and described:
         yield "expert_model_parallel_size", "expert ranks for a model without experts", "leave it out, or name experts"
     if experts and (top := _whole(evidence, "moe_router_topk")) > experts:
@@ -98,7 +101,9 @@ def _arguments(evidence: Evidence) -> Iterator[Broken]:
     has = evidence.find_setting
     if has("train_iters") and has("train_samples"):
         yield "train_samples", "--train-iters and --train-samples exclude each other", "give one of the two"
-    if has("save") and not has("save_interval") and has("tensor_model_parallel_size"):  # else another program's --save
+    whole = not evidence.open_why  # nothing that does not stand there can be given
+    # Without a split it may be another program's --save.
+    if whole and has("save") and not has("save_interval") and has("tensor_model_parallel_size"):
         yield "save", "--save without --save-interval", "give --save-interval"
     lowest, peak = evidence.setting_number("min_lr"), evidence.setting_number("lr")
     if lowest is not None and peak is not None and lowest > peak:
@@ -108,11 +113,11 @@ def _arguments(evidence: Evidence) -> Iterator[Broken]:
         what = f"sequences of {length:,} tokens and {reach:,} positions"
         yield "seq_length", what, "--max-position-embeddings of at least the sequence length"
     shards = evidence.setting_flag("use_distributed_optimizer") or evidence.setting_flag("use_megatron_fsdp")
-    if evidence.setting_flag("overlap_param_gather") and not shards:
+    if whole and evidence.setting_flag("overlap_param_gather") and not shards:
         what = "--overlap-param-gather without a distributed optimizer"
         yield "overlap_param_gather", what, "add --use-distributed-optimizer"
     full = has("recompute_granularity")
-    if full is not None and str(full.value) == "full" and not has("recompute_method"):
+    if whole and full is not None and str(full.value) == "full" and not has("recompute_method"):
         what = "--recompute-granularity full without --recompute-method"
         yield "recompute_granularity", what, "--recompute-method uniform --recompute-num-layers 1"
 

@@ -68,11 +68,11 @@ def _set_sequence(config: Conversion) -> None:
     known = known_presets()[name].train.get("sequence") if isinstance(name, str) and name in known_presets() else None
     note = f"not said: that of {name}" if known else "not said: the default of Phalanx"
     reach = config.int_of("model.max_positions", -1)
-    if not known and reach == 0:
-        config.values.pop("model.max_positions")
     if not known and reach > 0:
         known, note = reach, "not said: as many as there are learned positions"
     config.values["data.sequence"] = JobSetting(value=known or Data().sequence, note=note)
+    if reach == 0:  # neither is said: a table that holds the sequence
+        config.values["model.max_positions"] = JobSetting(value=known or Data().sequence, note=note)
 
 
 def _data_ranks(config: Conversion, devices: int) -> int:
