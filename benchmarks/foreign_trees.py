@@ -79,6 +79,9 @@ def _torchtitan(tree: dict[str, Any]) -> Truth:
     if not any("data_parallel_shard_degree" in one for one in (split, training)):
         shard = degree("data_parallel_degree") if "data_parallel_degree" in training else -1
     mode = _table(tree, "activation_checkpoint").get("mode", "selective")
+    option = str(_table(tree, "activation_checkpoint").get("selective_ac_option", "op"))
+    if mode == "selective" and option.isdigit():
+        mode = "full"  # of every n-th layer
     converters = _table(tree, "model").get("converters", [])
     names = converters if isinstance(converters, list) else [converters]
     eight = any("float8" in str(one) or "mx" in str(one) for one in names)

@@ -94,7 +94,7 @@ SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("dist.distributed_timeout_minutes",),
     ),
 }
-# What is near to one of them, and is another tool's.
+# What is near to one of them, and is another tool's; a sign that begins with ! must not be there.
 OTHERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "a compose file": (("services.",),),
     "a Kubernetes manifest": (("apiVersion", "kind"),),
@@ -117,9 +117,9 @@ OTHERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("trainer.", "model.conditioner_config."),
     ),
     "NeMo-Framework-Launcher's conversion or evaluation": (
-        ("run.convert_name",),
-        ("run.eval_name",),
-        ("model.checkpoint_folder", "model.hparams_file"),
+        ("run.convert_name", "!trainer."),
+        ("run.eval_name", "!trainer."),
+        ("model.checkpoint_folder", "model.hparams_file", "!trainer."),
     ),
     "ms-swift": (("model", "tuner_type"), ("model", "train_type", "dataset")),
     "verl": (("actor_rollout_ref.",), ("_target_", "strategy"), ("trainer.", "algorithm.adv_estimator")),
@@ -232,6 +232,8 @@ def _toml_keys(path: Path) -> set[str]:
 
 
 def _has_key(keys: Collection[str], sign: str) -> bool:
+    if sign.startswith("!"):
+        return not _has_key(keys, sign[1:])
     return any(key.startswith(sign) for key in keys) if sign.endswith(".") else sign in keys
 
 

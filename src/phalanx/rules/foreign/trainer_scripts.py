@@ -128,9 +128,10 @@ def _read_dtype(config: Conversion) -> None:
     words = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp32"}
     said = words.get(config.read_word("torch_dtype"))
     eight = config.has_leaf("fp8_format")
-    if said and not eight:
+    told = eight or config.read_flag("bf16") or config.read_flag("fp16")
+    if said and not told:
         config.set_value("precision.compute", said, "torch_dtype")
-    elif not (eight or config.read_flag("bf16") or config.read_flag("fp16")):
+    elif not told:
         config.set_value("precision.compute", "bf16", "torch_dtype")
         config.unknown["precision.compute"] = DTYPE
 

@@ -194,8 +194,8 @@ def _split_command(command: StartedCommand, unknowns: UnknownTable, signs: Comma
                 open_why = open_why or (cause.why if cause is not None else "")
             elif cause is not None and cause.kind != "unset" and not _is_value(words, word, signs.switches):
                 open_why = open_why or cause.why
-    if not open_why and (wrapper := _wrapper_of(command.argv, split)):
-        open_why = f"{wrapper} is not here, and may add any"
+    if not open_why and not signs.verbs and (wrapper := _wrapper_of(command.argv, split)):
+        open_why = f"{wrapper} is not Megatron's own program, and may add any"
     return TrainingCommand(
         program=tuple(
             parse_flags(words[at:], switches=signs.switches) for words, at in zip(variants, split, strict=True)
@@ -207,11 +207,14 @@ def _split_command(command: StartedCommand, unknowns: UnknownTable, signs: Comma
 
 
 def _wrapper_of(argv: Sequence[str], split: Sequence[int]) -> str:
-    """The script that a command hands its arguments to, where it starts no program of Python itself."""
-    if any(split):
+    """The script or program that a command hands its arguments to, where it starts no program of Python itself."""
+    if any(split) or argv[0].startswith("--"):
         return ""
-    before = itertools.takewhile(lambda word: not word.startswith("--"), argv)
-    return next((word[:80] for word in before if word.endswith((".sh", ".bash")) and is_known(word)), "")
+    before = list(itertools.takewhile(lambda word: not word.startswith("--"), argv))
+    scripts = [word for word in before if word.endswith((".sh", ".bash", "-cli")) and is_known(word)]
+    if before and before[0].startswith("./") and is_known(before[0]):
+        scripts.append(before[0])
+    return scripts[0][:80] if scripts else ""
 
 
 def _is_value(words: Sequence[str], word: str, switches: frozenset[str]) -> bool:
