@@ -21,9 +21,26 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     silent = all(one.what.startswith("does not say") for one in evidence.refusals)
     if evidence.plan is None and silent:  # else the planner has judged the layout: TOP001, BAT001
         broken += _divisors(evidence)
+    idle = tuple(_without_effect(evidence))
     if len(broken) <= limits.number("most_broken"):
-        return (passed("nothing that the trainer itself refuses", value=len(broken), threshold=0),)
-    return tuple(failed(what, at=f"setting:{name}", impact=NO_START, fix=fix) for name, what, fix in broken)
+        return idle or (passed("nothing that the trainer itself refuses", value=len(broken), threshold=0),)
+    found = (failed(what, at=f"setting:{name}", impact=NO_START, fix=fix) for name, what, fix in broken)
+    return (*found, *idle)
+
+
+def _without_effect(evidence: Evidence) -> Iterator[Outcome]:
+    """What DeepSpeed passes over without a word: it is valid only with stage 3 (runtime/zero/config.py)."""
+    name = "zero_optimization.offload_param.device"
+    offload, stage = evidence.find_setting(name), _whole(evidence, "zero_optimization.stage")
+    asked = offload is not None and str(offload.value) not in ("none", "auto")
+    if evidence.practice.trainer == "deepspeed" and asked and stage < 3:
+        yield failed(
+            f"offload_param has no effect: it needs ZeRO stage 3, and the stage is {stage}",
+            at=f"setting:{name}",
+            severity="warning",
+            impact=Impact(note="no time lost, but the weights stay in the devices' memory"),
+            fix="zero_optimization.stage = 3, or leave offload_param out",
+        )
 
 
 def _whole(evidence: Evidence, *names: str) -> int:
@@ -58,13 +75,7 @@ def _deepspeed(evidence: Evidence) -> Iterator[Broken]:
     elif total and (micro or passes) and total % max(1, micro * max(1, passes)):
         what = f"train_batch_size {total:,} is no multiple of micro-batch {max(1, micro)} × {max(1, passes)} passes"
         yield "train_batch_size", what, "make the three fit: batch = micro × accumulation × data ranks"
-    stage, offload = (
-        _whole(evidence, "zero_optimization.stage"),
-        evidence.find_setting("zero_optimization.offload_param.device"),
-    )
-    if offload is not None and str(offload.value) not in ("none", "auto") and stage < 3:
-        what = f"offload_param needs ZeRO stage 3, and the stage is {stage}"
-        yield "zero_optimization.offload_param.device", what, "zero_optimization.stage = 3, or leave offload_param out"
+    stage = _whole(evidence, "zero_optimization.stage")
     if evidence.find_setting("zero_optimization.stage") is not None and not 0 <= stage <= 3:
         yield "zero_optimization.stage", f"there is no ZeRO stage {stage}", "0, 1, 2 or 3"
 
@@ -173,7 +184,8 @@ Trainers check their arguments after the devices are taken: Megatron's `validate
 """,
     how="""
 Of every trainer: fp16 and bf16 are not both on. DeepSpeed: `train_batch_size = micro × accumulation × data ranks`,
-`offload_param` with stage 3 alone. Megatron and NeMo: an interleaved schedule has two stages or more; experts with
+`offload_param` with stage 3 alone (a warning: below it has no effect). Megatron and NeMo: an interleaved schedule has
+two stages or more; experts with
 tensor ranks need sequence parallelism; no expert ranks without experts. Megatron-LM also: `--train-iters` or
 `--train-samples`, `--save` with `--save-interval`, `--min-lr` not above `--lr`, as many positions as tokens of a
 sequence, `--overlap-param-gather` with a distributed optimizer, a method for full recomputation. Where there is no
