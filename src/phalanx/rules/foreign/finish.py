@@ -16,7 +16,7 @@ from phalanx.rules.facts.trainers import Practice
 from phalanx.rules.foreign.conversion import Conversion, JobSetting, value_text
 from phalanx.units import parse_count
 
-NEEDED = ("layers", "hidden", "heads", "vocab")
+NEEDED = ("layers", "hidden", "heads", "vocab", "ffn")
 GIVE_CLUSTER = "give --cluster, as --cluster 8xH100:16"
 GIVE_MODEL = "give --set model.preset=llama-3-8b, or --set model.hf_config=config.json"
 STAND_IN = "a stand-in: the file does not say"

@@ -231,6 +231,9 @@ def _variants(argv: Sequence[str], unknowns: UnknownTable) -> list[list[str]]:
     """
     base = list(argv)
     found: list[list[str]] = []
+    if len(base) >= 1 and (whole := _whole_commands(base[0], unknowns)):  # ${CMD}, made in one of several ways
+        found = [[*choice, *base[1:]] for choice in whole[1:]]
+        base = [*whole[0], *base[1:]]
     for _ in range(MOST_FORKS):
         place = next((at for at, word in enumerate(base) if _choices_of(word, unknowns)), -1)
         if place < 0:
@@ -240,6 +243,15 @@ def _variants(argv: Sequence[str], unknowns: UnknownTable) -> list[list[str]]:
         base = [*base[:place], *choices[0], *base[place + 1 :]]
     # Ways that were left behind at an early fork still hold later ones: they take these in their first way.
     return [_first_ways(words, unknowns) for words in [base, *found]]
+
+
+def _whole_commands(word: str, unknowns: UnknownTable) -> list[list[str]]:
+    """The command lines that one word in the place of a program may stand for."""
+    cause = unknowns.alone(word)
+    if cause is None or cause.kind != "either":
+        return []
+    choices = [[part for one in choice for part in one.split()] for choice in cause.choices]
+    return choices if any(part.startswith("-") for choice in choices for part in choice) else []
 
 
 def _first_ways(words: list[str], unknowns: UnknownTable) -> list[str]:
