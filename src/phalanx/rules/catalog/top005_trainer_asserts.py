@@ -159,6 +159,8 @@ def _divisors(evidence: Evidence) -> Iterator[Broken]:
         size = _whole(evidence, name)
         if size and divisor > 0 and size % divisor and not (name == "num_query_groups" and size < divisor):
             yield name, f"{name} {size:,} does not divide by {divisor} {noun}", f"a multiple of {divisor}"
+    if evidence.practice.trainer == "nemo" and evidence.find_setting("tensor_model_parallel_size") is None:
+        return  # the checkpoint or the recipe that the file starts from says how it is split
     world, group = evidence.known_devices, tensor * stages * context
     if world and group > 0 and world % group:
         what = f"{world:,} devices do not divide by tensor {tensor} × pipeline {stages} × context {context}"
