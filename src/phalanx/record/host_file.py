@@ -345,19 +345,21 @@ def find_session(path: Path) -> Session | None:
 
     A rank that has a file of its own writes into that: all its sessions are numbered parts then.
     """
-    match = _RANK_FILE.fullmatch(path.name)
+    folder, _, name = os.fspath(path).rpartition("/")  # asked ten thousand times for a page: a Path takes long
+    match = _RANK_FILE.fullmatch(name)
     if match is None:
         return None
-    files = host_files(os.fspath(path.parent))
-    some = files.sessions_of(int(match.group(1)))
+    files = host_files(folder or ".")
+    rank, number, ending = match.groups()
+    some = files.sessions_of(int(rank))
     if not some:
         return None
-    if match.group(2):
-        number = int(match.group(2)) - 1
-        session = some[number] if 0 <= number < closed_sessions(path.parent, int(match.group(1))) else None
+    if number:
+        has_own = os.path.lexists(f"{folder or '.'}/events-{int(rank):05d}{EVENTS}")
+        session = some[int(number) - 1] if 0 < int(number) <= len(some) - (not has_own) else None
     else:
         session = some[-1]
-    return files.index_of(session) if session is not None and match.group(3) == INDEX else session
+    return files.index_of(session) if session is not None and ending == INDEX else session
 
 
 def open_events(path: Path, *, buffering: int = 0) -> EventBytes:
@@ -406,7 +408,7 @@ def stat_events(path: str | Path, *, follow_links: bool = True) -> EventStat | N
 
 def has_events(path: Path) -> bool:
     """Whether there is such a file, or a session that stands for it."""
-    return path.exists() or find_session(path) is not None
+    return os.path.exists(path) or find_session(path) is not None
 
 
 def has_bytes(session: Session) -> bool:

@@ -68,7 +68,7 @@ def _heads_of(data: bytes) -> Heads:
 
 
 def _are_whole(heads: Heads) -> NDArray[np.bool_]:
-    words = heads.view("<u8").reshape(len(heads), -1)
+    words = heads.view("<u8").reshape(len(heads), ENTRY_HEAD_BYTES // 8)
     return np.asarray((words[:, 1:] @ _WEIGHTS == words[:, 0]) & (heads["magic"] == MAGIC))
 
 
@@ -163,6 +163,8 @@ class RankRows:
 
 def read_blocks(paths: Sequence[str], files: Integers, ranks: Integers) -> tuple[NDArray[np.bool_], NDArray[np.void]]:
     """The newest block of each rank out of the table in the file beside it; of those whose entry is still there."""
+    if not len(files):
+        return np.zeros(0, bool), np.zeros(0, f"V{BLOCK_BYTES}")
     numbers = np.unique(files)
     tables = [read_table(paths[number]) for number in numbers.tolist()]
     entries = np.frombuffer(b"".join(tables), np.uint8).reshape(-1, ENTRY_BYTES)
