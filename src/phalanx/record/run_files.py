@@ -94,6 +94,8 @@ class ListedNames:
 @lru_cache(maxsize=4)  # a report asks a dozen times, and of 16,384 ranks each time takes a fiftieth of a second
 def _with_sessions(names: ListedNames, sessions: SessionCounts) -> tuple[dict[int, list[int]], dict[int, int]]:
     """Parts and counts, those in the files of hosts added: every session but the newest is a closed part."""
+    if not names.parts:
+        return {rank: list(range(1, count)) for rank, count in sorted(sessions.by_rank.items())}, sessions.by_rank
     parts, counts = dict(names.parts), dict(names.counts)
     for rank, count in sessions.by_rank.items():
         closed = count - (rank not in names.live)
