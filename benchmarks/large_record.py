@@ -130,7 +130,7 @@ class HoleStream(HostStream):
 
         def pwrite(file: int, some: bytes, at: int) -> int:
             is_data = len(some) > 1024
-            if is_data and 0 < done and done + len(some) < len(data) - LAST_BYTES:
+            if is_data and done > 0 and done + len(some) < len(data) - LAST_BYTES:
                 return len(some)
             return real(file, some, at)
 

@@ -131,7 +131,9 @@ def repeat_first(data: bytearray) -> None:
     data[-ENTRY_BYTES:] = data[:ENTRY_BYTES]
 
 
-FLIPS = [flip(8 * ENTRY_BYTES * (number % 4) + random.Random(number).randrange(8 * ENTRY_HEAD_BYTES)) for number in range(24)]
+FLIPS = [
+    flip(8 * ENTRY_BYTES * (number % 4) + random.Random(number).randrange(8 * ENTRY_HEAD_BYTES)) for number in range(24)
+]
 
 
 @pytest.mark.parametrize("change", [cut, drop_last, clear, swap_names, repeat_first, *FLIPS])

@@ -115,7 +115,7 @@ class SessionCounts:
 
 @dataclass(slots=True, eq=False)
 class HostFile:
-    """What is known of one host's file: by its rank table, or by the heads of its extents where that is not believed."""
+    """What is known of one host's file: by its rank table, or by the heads of its extents where nobody believes it."""
 
     path: str
     chain: ExtentChain
@@ -168,7 +168,8 @@ class HostFiles:
                 return []
             if rank not in self._sessions:
                 hosts = [self._hosts[number] for number in self._rows.files_of(rank)]
-                if any([self._walk_chain(host) for host in hosts]):  # all of them, not up to the first
+                walked = [self._walk_chain(host) for host in hosts]
+                if any(walked):
                     self._tell_rows()
                 some = [one for host in hosts for one in host.chain.sessions.values() if one.rank == rank]
                 self._sessions[rank] = sorted(some, key=lambda one: one.order)
@@ -290,12 +291,12 @@ class HostFiles:
         _refresh_chain(host.chain)
         if host.inode < 0:
             return False
-        from phalanx.record.rank_table_reader import heads_of_sessions, tell_the_same
+        from phalanx.record.rank_table_reader import heads_of_sessions, tells_of
 
-        heads = heads_of_sessions(one.summary for one in host.chain.sessions.values())
-        if tell_the_same(heads, host.heads):
+        sessions = [one.summary for one in host.chain.sessions.values()]
+        if tells_of(host.heads, sessions):
             return False
-        host.heads, host.inode = heads, -1
+        host.heads, host.inode = heads_of_sessions(sessions), -1
         return True
 
     def _tell_rows(self) -> None:

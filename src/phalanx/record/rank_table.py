@@ -61,7 +61,7 @@ def pack_entry(entry: RankEntry) -> bytes:
 
 
 def _check_sum(head: bytes) -> int:
-    words = _WORDS.unpack_from(head, 8)
+    words: tuple[int, ...] = _WORDS.unpack_from(head, 8)
     return sum(word * weight for word, weight in zip(words, CHECK_WEIGHTS, strict=True)) % 2**64
 
 

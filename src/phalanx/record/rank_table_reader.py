@@ -6,6 +6,7 @@ Apart from the writer's side, since this needs numpy, which takes half of the ti
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -116,10 +117,12 @@ def heads_of_sessions(sessions: Iterable[SessionSummary]) -> bytes:
     return b"".join(map(pack_entry, table_of_sessions(sessions)))
 
 
-def tell_the_same(some: bytes, others: bytes) -> bool:
-    """Whether heads of entries tell of as many sessions of the same ranks."""
-    tables = [np.sort(np.frombuffer(data, HEAD)[["rank", "sessions"]]) for data in (some, others)]
-    return np.array_equal(*tables)
+def tells_of(heads: bytes, sessions: Iterable[SessionSummary]) -> bool:
+    """Whether heads of entries tell of these sessions: as many of each rank."""
+    known = np.frombuffer(heads, HEAD)
+    return dict(zip(known["rank"].tolist(), known["sessions"].tolist(), strict=True)) == Counter(
+        one.rank for one in sessions
+    )
 
 
 class RankRows:
@@ -177,5 +180,7 @@ def read_blocks(paths: Sequence[str], files: Integers, ranks: Integers) -> tuple
     wanted = files * MOST_RANK + ranks
     at = np.minimum(np.searchsorted(keys, wanted), max(0, len(keys) - 1))
     is_there = keys[at] == wanted if len(keys) else np.zeros(len(wanted), bool)
-    blocks = entries[:, ENTRY_HEAD_BYTES:][rows[at[is_there]]] if is_there.any() else np.zeros((0, BLOCK_BYTES), np.uint8)
+    blocks = (
+        entries[:, ENTRY_HEAD_BYTES:][rows[at[is_there]]] if is_there.any() else np.zeros((0, BLOCK_BYTES), np.uint8)
+    )
     return is_there, np.ascontiguousarray(blocks).view(f"V{BLOCK_BYTES}")[:, 0]

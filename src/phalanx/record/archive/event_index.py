@@ -255,7 +255,9 @@ def _newest_by_indexes(folder: str, ranks: Sequence[int]) -> NDArray[np.void]:
 def _are_newest(records: NDArray[np.void]) -> NDArray[np.bool_]:
     """Which of them are blocks with steps."""
     good = record_checks(records) == records["check"]
-    return np.asarray(good & (records["type"] == BLOCK_TYPE) & (records["steps"] > 0) & (records["start"] < records["end"]))
+    return np.asarray(
+        good & (records["type"] == BLOCK_TYPE) & (records["steps"] > 0) & (records["start"] < records["end"])
+    )
 
 
 def newest_in_tails(tails: Sequence[bytes]) -> NDArray[np.void]:
