@@ -221,7 +221,8 @@ class HostFiles:
             if self._own:
                 shared = np.array([not self.has_own_file(ranks[place]) for place in places.tolist()], bool)
                 places, files = places[shared], files[shared]
-            paths = [host.path.removesuffix(EVENTS) + TABLE for host in self._hosts]
+            needed = np.unique(files).tolist()
+            paths = {number: self._hosts[number].path.removesuffix(EVENTS) + TABLE for number in needed}
         is_there, blocks = read_blocks(paths, files, np.asarray(ranks, np.int64)[places])
         known[places[is_there]] = True
         return known, blocks

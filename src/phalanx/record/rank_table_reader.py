@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ from phalanx.record.rank_table import (
     table_of_sessions,
 )
 
-READ_BYTES = 64 * 2**10
+READ_BYTES = 12 * 2**10  # the table of 16 ranks; asking for more takes as long as reading it
 MOST_SESSIONS = 2**20  # of a rank in one file; more are not believed without their heads
 MOST_RANK = 10**7
 
@@ -51,10 +51,9 @@ def read_table(path: str) -> bytes:
         return b""
     try:
         data = os.read(file, READ_BYTES)
-        while len(data) % READ_BYTES == 0 and data and len(data) < MOST_TABLE_BYTES:
-            if not (more := os.read(file, READ_BYTES)):
-                break
-            data += more
+        if len(data) == READ_BYTES:
+            while len(data) < MOST_TABLE_BYTES and (more := os.read(file, 32 * READ_BYTES)):
+                data += more
     except OSError:
         return b""
     finally:
@@ -164,7 +163,7 @@ class RankRows:
         return places, self._file[row[places]]
 
 
-def read_blocks(paths: Sequence[str], files: Integers, ranks: Integers) -> tuple[NDArray[np.bool_], NDArray[np.void]]:
+def read_blocks(paths: Mapping[int, str], files: Integers, ranks: Integers) -> tuple[NDArray[np.bool_], NDArray[np.void]]:
     """The newest block of each rank out of the table in the file beside it; of those whose entry is still there."""
     if not len(files):
         return np.zeros(0, bool), np.zeros(0, f"V{BLOCK_BYTES}")
