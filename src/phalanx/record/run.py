@@ -10,8 +10,8 @@ runs/first-run-20261115-054500/
 ├── events-00000.jsonl …     what each rank did (docs/events.md); closed parts are events-00000-0001.jsonl …
 ├── events-00000.index …     where to find it quickly (docs/record.md)
 ├── logs/rank-00000.log …    what each rank printed
-│                            from 1,024 ranks on one file for the ranks of a host: events-host-NAME.jsonl and .index,
-│                            logs/host-NAME.log (host_file.py)
+│                            from 1,024 ranks on one file for the ranks of a host: events-host-NAME.jsonl, .index
+│                            and .ranks (rank_table.py), logs/host-NAME.log (host_file.py)
 ├── errors/rank-00000.json … why a rank failed
 ├── flight/epoch-00001-rank-00000.json … which collectives a rank was in when its membership ended badly
 ├── checkpoints/
