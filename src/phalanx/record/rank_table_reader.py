@@ -163,7 +163,9 @@ class RankRows:
         return places, self._file[row[places]]
 
 
-def read_blocks(paths: Mapping[int, str], files: Integers, ranks: Integers) -> tuple[NDArray[np.bool_], NDArray[np.void]]:
+def read_blocks(
+    paths: Mapping[int, str], files: Integers, ranks: Integers
+) -> tuple[NDArray[np.bool_], NDArray[np.void]]:
     """The newest block of each rank out of the table in the file beside it; of those whose entry is still there."""
     if not len(files):
         return np.zeros(0, bool), np.zeros(0, f"V{BLOCK_BYTES}")
