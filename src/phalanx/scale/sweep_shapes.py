@@ -20,7 +20,8 @@ FARTHEST = 1.35
 # (Kaplan et al. 2020, section 3.1: within a factor of four of the best ratio the loss is within 1 %).
 ASPECT_EXPONENT = 0.1
 HEAD_WEIGHT = 0.04  # heads half as wide, or keys shared by half as many of them, as much as a size 4 % off
-ASPECT_WEIGHT = 0.1  # an aspect ratio 2 times off counts as much as a size 7 % off
+ASPECT_WEIGHT = 0.1  # an aspect ratio 2 times off counts as much as a size 10 % off
+LEAST_LAYERS = 2  # one layer alone cannot copy from context (induction takes two): another family of models
 
 
 def refuse_unscalable(shape: ModelShape) -> None:
@@ -58,7 +59,7 @@ def shape_near(wanted: float, like: ModelShape) -> ModelShape:
 
     best = min(_candidate_shapes(wanted, like), key=distance, default=None)
     if best is None or max(ratio := count_parameters(best).total / wanted, 1 / ratio) > FARTHEST:
-        least = count_parameters(_made_shape(like, head_dim=HEAD_DIMS[0], heads=1, layers=1)).total
+        least = count_parameters(_made_shape(like, head_dim=HEAD_DIMS[0], heads=1, layers=min(LEAST_LAYERS, like.layers))).total
         raise UserError(
             [
                 Problem(
@@ -73,6 +74,7 @@ def shape_near(wanted: float, like: ModelShape) -> ModelShape:
 
 
 def _candidate_shapes(wanted: float, like: ModelShape) -> Iterator[ModelShape]:
+    least = min(LEAST_LAYERS, like.layers)
     head_dims = sorted({*HEAD_DIMS, like.head_dim})
     for head_dim in (one for one in head_dims if one <= like.head_dim):
         for heads in range(1, MOST_HEADS + 1):
@@ -83,7 +85,7 @@ def _candidate_shapes(wanted: float, like: ModelShape) -> Iterator[ModelShape]:
             if outside > wanted * FARTHEST:
                 break
             near = (wanted - outside) / per_layer
-            for layers in {max(1, math.floor(near)), max(1, math.ceil(near))}:
+            for layers in {max(least, math.floor(near)), max(least, math.ceil(near))}:
                 if layers <= MOST_LAYERS:
                     yield replace(one, layers=layers)
 
