@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import struct
 import tomllib
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +38,37 @@ def test_fit_writes_json_and_pictures(fitted: Path) -> None:
     assert found["diagnostics"]["starts_agreeing"] > 0.9
     for name in ("isoflop", "residuals", "frontier"):
         assert (fitted.parent / "plots" / f"{name}.svg").read_text().startswith("<svg xmlns=")
+        assert png_size((fitted.parent / "plots" / f"{name}.png").read_bytes()) == (1280, 488)
+
+
+def png_size(data: bytes) -> tuple[int, int]:
+    """Width and height, from the header; the pixels must decode."""
+    assert data.startswith(b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR")
+    pixels, at = b"", 8
+    while at < len(data):
+        length, kind = struct.unpack(">I4s", data[at : at + 8])
+        if kind == b"IDAT":
+            pixels += data[at + 8 : at + 8 + length]
+        at += length + 12
+    width, height = struct.unpack(">II", data[16:24])
+    assert len(set(zlib.decompress(pixels))) > 50  # lines, dots and letters, not one colour
+    return width, height
+
+
+def test_all_pictures_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text(rows_of(GRID))
+    call = ["scale", "fit", str(table), "--draws", "0", "--plots"]
+    assert main([*call, str(tmp_path / "law.png")]) == 0
+    assert png_size((tmp_path / "law.png").read_bytes())[0] == 1280
+    assert main([*call, str(tmp_path / "law.svg")]) == 0
+    assert (tmp_path / "law.svg").read_text().count("<svg ") == 3  # the frame and two plots: no IsoFLOP curves here
+    assert f"wrote {tmp_path / 'law.svg'}" in capsys.readouterr().err
+    monkeypatch.setattr("phalanx.io.png_plot.has_pillow", lambda: False)
+    assert main([*call, str(tmp_path / "other.png")]) == 2
+    assert "pip install 'phalanx[png]'" in capsys.readouterr().err
+    assert main([*call, str(tmp_path / "folder")]) == 0
+    assert "no PNG: pip install 'phalanx[png]'" in capsys.readouterr().err
 
 
 def test_allocate_plans_and_writes_a_job(fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,8 +61,10 @@ def _draw_plot(plot: LinePlot) -> Any:
         pen.text((left - 6 * SCALE, y), plot.show(value), font=small, fill=QUIET, anchor="rm")
     base = SCALE * y_scale.begin + MARGIN
     for value in round_ticks(x_scale.low, x_scale.high):
-        x = at(value, 0.0)[0]
-        pen.text((x, base + 10 * SCALE), plot.show_x(value), font=small, fill=QUIET, anchor="mm")
+        text = plot.show_x(value)
+        half = small.getlength(text) / 2
+        x = min(at(value, 0.0)[0], width - half)  # the last one would be cut off
+        pen.text((x, base + 10 * SCALE), text, font=small, fill=QUIET, anchor="mm")
     pen.line([(left, base), (right, base)], fill=AXIS, width=SCALE)
     for line in plot.lines:
         _draw_series(pen, line, at)
