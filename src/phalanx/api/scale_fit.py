@@ -43,7 +43,7 @@ class FittedLaw(PublicResult):
         three into that one file.
         """
         from phalanx.io.png_plot import has_pillow, png_of_plots
-        from phalanx.io.svg import standalone_svg, stacked_svgs
+        from phalanx.io.svg import stacked_svgs, standalone_svg
         from phalanx.scale.plots import fit_pictures
 
         target, made = Path(path), fit_pictures(self.fit, self.points)

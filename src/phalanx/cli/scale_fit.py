@@ -59,7 +59,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plots",
         metavar="PATH",
-        help="write IsoFLOP curves, residuals and the frontier to a folder, as SVG and PNG, or to one .svg or .png file",
+        help="write IsoFLOP curves, residuals and the frontier to a folder as SVG and PNG, or to one .svg or .png file",
     )
     add_json(parser)
 

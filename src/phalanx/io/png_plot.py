@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from phalanx.errors import mistake
@@ -27,7 +28,9 @@ def has_pillow() -> bool:
 def png_of_plots(plots: Sequence[LinePlot]) -> bytes:
     """One picture of all plots, one below the other; raises UserError without Pillow."""
     if not has_pillow():
-        raise mistake("PNG", 'needs the Python package "pillow", which is not installed', fix="pip install 'phalanx[png]'")
+        raise mistake(
+            "PNG", 'needs the Python package "pillow", which is not installed', fix="pip install 'phalanx[png]'"
+        )
     from PIL import Image
 
     drawn = [_draw_plot(one) for one in plots]
@@ -87,7 +90,7 @@ def _draw_series(pen: Any, line: PlotLine, at: Any) -> None:
         for x, y in known:
             pen.ellipse([x - 3 * SCALE, y - 3 * SCALE, x + 3 * SCALE, y + 3 * SCALE], fill=colour)
     elif line.style == PLANNED_STYLE:  # dashed: every second piece
-        for begin, end in list(zip(known, known[1:], strict=False))[::2]:
+        for begin, end in list(pairwise(known))[::2]:
             pen.line([begin, end], fill=colour, width=SCALE)
     else:
         pen.line(known, fill=colour, width=SCALE * 2, joint="curve")

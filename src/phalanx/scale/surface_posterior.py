@@ -172,9 +172,7 @@ def _project_laws(data: SurfaceData, pairs: Array) -> ProjectedLaws:
         inverse[:, row, row] = 1.0 / upper[:, row, row]
     inverse[:, 0, 1] = -upper[:, 0, 1] * inverse[:, 0, 0] * inverse[:, 1, 1]
     inverse[:, 1, 2] = -upper[:, 1, 2] * inverse[:, 1, 1] * inverse[:, 2, 2]
-    inverse[:, 0, 2] = -inverse[:, 0, 0] * (
-        upper[:, 0, 1] * inverse[:, 1, 2] + upper[:, 0, 2] * inverse[:, 2, 2]
-    )
+    inverse[:, 0, 2] = -inverse[:, 0, 0] * (upper[:, 0, 1] * inverse[:, 1, 2] + upper[:, 0, 2] * inverse[:, 2, 2])
     total = float(((data.loss * ones) ** 2).sum())
     return ProjectedLaws(
         linear=np.einsum("kij,kj->ki", inverse, parts),

@@ -24,8 +24,8 @@ METHODS = ("isoflop", "wsd")
 BUDGETS = 5  # of a range LO..HI
 SPREAD = 4.0  # sizes reach from a fourth to four times the present optimum of a budget, unless asked otherwise
 LEAST_STEPS = 20  # of a run: fewer say nothing
-# Below it small models have not begun to learn from context: measured on the offline corpus, runs of 50 to 135 steps end
-# at 5.3 nats, the entropy of single tokens, whatever their size. No power law has such a step.
+# Below it small models have not begun to learn from context: on the offline corpus, runs of 50 to 135 steps end at 5.3
+# nats, the entropy of single tokens, whatever their size. No power law has such a step.
 ENOUGH_STEPS = 400
 MOST_RUNS = 10_000
 WARMUP = 0.1  # of the tokens of the shortest run of a size, at most; the job's own where that is less
@@ -236,8 +236,8 @@ def rates_text(job: Job) -> str:
     if job.scale.parametrization != "standard":
         return (
             f"learning rate {job.optim.lr:g} and {job.batch.global_tokens:,} tokens per step at "
-            f"{format_count(own_tokens(job))} tokens, carried over to other sizes by {job.scale.parametrization} and to "
-            "other numbers of tokens by the exponents of Step Law (arXiv:2503.04715)"
+            f"{format_count(own_tokens(job))} tokens, carried over to other sizes by {job.scale.parametrization} and "
+            "to other numbers of tokens by the exponents of Step Law (arXiv:2503.04715)"
         )
     return (
         "learning rate and batch by Step Law (arXiv:2503.04715); outside 50M to 1.1B parameters by its exponents, "
