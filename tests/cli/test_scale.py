@@ -119,6 +119,10 @@ def test_predict_warns_above_the_band(fitted: Path, tmp_path: Path, capsys: pyte
         (rows_of(GRID).replace("loss\n", "loss\n1e9,1e10,nan\n"), 'loss = "nan" is not a positive number'),
         (rows_of(GRID) + "1e7,1e9,3.5\n", "repeats line 2"),
         ("params,tokens,loss\n" + "".join(f"{n},{d},{n * d / 1e19 + 2}\n" for n, d in GRID), "rise with compute"),
+        ("params,tokens,loss\n" + "".join(f"{n},{d},2.5\n" for n, d in GRID), "losses do not fall with compute"),
+        (rows_of(GRID) + "1e9,,2.2\n", "write it as 125000000 or 1.25e8"),
+        (rows_of(GRID) + "1e9,1e10,2,2\n", "has 4 values, but the header names 3 columns"),
+        ("\n", "is empty"),
         (rows_of(GRID, "params,tokens,los"), 'has no column "loss"'),
         (
             "params,tokens,loss,data\n" + "".join(f"{n},{d},3,{k % 2}\n" for k, (n, d) in enumerate(GRID)),
@@ -131,6 +135,16 @@ def test_bad_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: st
     table.write_text(text)
     assert main(["scale", "fit", str(table)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_flops_in_another_unit_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "t.csv"
+    rows = rows_of(GRID).splitlines()[1:]
+    lines = [f"{row},{6e-15 * n * d}" for row, (n, d) in zip(rows, GRID, strict=True)]
+    table.write_text("\n".join(["params,tokens,loss,flops", *lines]) + "\n")
+    assert main(["scale", "fit", str(table), "--draws", "0"]) == 0
+    assert "the column flops is 1e-15 times 6·N·D" in capsys.readouterr().out
+    assert main(["scale", "fit", str(table), "--drop-highest", "-3"]) == 2
 
 
 def test_rows_in_any_order_are_one_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,8 +66,8 @@ def _answer_lines(fit: ScalingFit) -> list[str]:
     params, tokens = (_with_range(best[key], as_count=True) for key in ("params", "tokens"))
     loss = _with_range(best["loss"], as_count=False)
     lines = [
-        f"With ten times the compute of the largest run ({flops:.2g} FLOP): train {params} parameters on {tokens} tokens, "
-        f"and expect a loss of {loss}."
+        f"With ten times the compute of the largest run ({flops:.2g} FLOP): train {params} parameters on {tokens} "
+        f"tokens, and expect a loss of {loss}."
     ]
     tested = fit.diagnostics.left_out_budget
     if tested is not None:
