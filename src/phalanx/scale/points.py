@@ -147,7 +147,7 @@ def read_points(path: Path, options: TableOptions | None = None) -> ScalingPoint
         reader.fieldnames = columns
         rows = []
         for row in reader:
-            if more := row.get(None):  # type: ignore[call-overload]
+            if more := row.get(None):
                 raise mistake(
                     f"{path}:{reader.line_num}",
                     f"has {len(columns) + len(more)} values, but the header names {plural(len(columns), 'column')}",

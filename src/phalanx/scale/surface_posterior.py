@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.scale.surface import LEAST_EXPONENT, MOST_EXPONENT, Array, SurfaceData
 
@@ -91,14 +92,14 @@ def sample_posterior(kinds: Sequence[SurfaceData], *, draws: int, rng: np.random
     every, weight = np.concatenate([one[0] for one in made]), np.concatenate([one[1] for one in made])
     if len(every) < draws or not weight.sum() > 0.0:
         return None
-    return every[_pick_evenly(weight, draws, rng)]
+    return np.asarray(every[_pick_evenly(weight, draws, rng)])
 
 
-def _pick_evenly(weight: Array, count: int, rng: np.random.Generator) -> Array:
+def _pick_evenly(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np.intp]:
     """Rows in proportion to their weight, at even distances along the sum: less noisy than independent picks."""
     total = np.cumsum(weight)
     places = (np.arange(count) + rng.random()) / count * total[-1]
-    return np.minimum(np.searchsorted(total, places, side="right"), len(weight) - 1)
+    return np.asarray(np.minimum(np.searchsorted(total, places, side="right"), len(weight) - 1))
 
 
 def _find_grid(data: SurfaceData) -> ExponentGrid:
