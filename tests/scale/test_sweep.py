@@ -144,7 +144,7 @@ def test_the_digest_is_of_what_decides_a_run(job: Job) -> None:
         ({"sizes": 1}, "a curve with fewer than three sizes has no lowest point"),
         ({"method": "guess"}, "use isoflop or wsd"),
         ({"budgets": "1e8,2e8"}, "but no shape comes close"),
-        ({"budgets": "1e11,2e11", "sizes": 100}, "different shapes"),
+        ({"budgets": "1e12,2e12", "sizes": 100}, "different shapes"),
         ({"budgets": "1e11,2e11", "tokens_per_parameter": 0.011}, "steps of one sequence"),
         ({"parallel": 0}, "--parallel 0"),
     ],
