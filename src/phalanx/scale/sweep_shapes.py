@@ -46,7 +46,7 @@ def shape_near(wanted: float, like: ModelShape, *, taken: Collection[int] = ()) 
     ... )
     >>> small = shape_near(100_000, llama)
     >>> small.hidden, small.layers, count_parameters(small).total
-    (48, 3, 105552)
+    (64, 2, 131392)
     """
     size = count_parameters(like).total
     aspect = like.hidden / like.layers * (wanted / size) ** ASPECT_EXPONENT
