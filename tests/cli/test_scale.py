@@ -143,7 +143,10 @@ def test_flops_in_another_unit_are_said(tmp_path: Path, capsys: pytest.CaptureFi
     lines = [f"{row},{6e-15 * n * d}" for row, (n, d) in zip(rows, GRID, strict=True)]
     table.write_text("\n".join(["params,tokens,loss,flops", *lines]) + "\n")
     assert main(["scale", "fit", str(table), "--draws", "0"]) == 0
-    assert "the column flops is 1e-15 times 6·N·D" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the column flops is 1e-15 times 6·N·D" in said
+    assert "With ten times the compute of the largest run" in said  # the page ends with the answer
+    assert "predicted from the others, was off by 0.0 % on average" in said.splitlines()[-1]
     assert main(["scale", "fit", str(table), "--drop-highest", "-3"]) == 2
 
 
