@@ -211,7 +211,7 @@ def learning_rate_and_batch(job: Job, shape: ModelShape, tokens: float) -> tuple
     By Step Law. Outside the sizes it was fitted to only its exponents are taken, through the job's own learning rate,
     batch, size and tokens. muP and CompleteP carry the rate over to other widths and depths, not to longer training:
     there the exponents of the tokens alone are taken. With one batch for all, short runs are short of steps, which
-    looks like a law that levels off (docs/decisions/0041-a-sweep-follows-tokens.md).
+    looks like a law that levels off (docs/decisions/0043-a-sweep-follows-tokens.md).
     """
     size = _without_embeddings(shape)
     is_carried = job.scale.parametrization != "standard"
