@@ -18,42 +18,20 @@ from control_plane import ControlPlane, missing_control_plane
 from process_kubelet import ProcessKubelet
 from slurm_cluster import wait_for
 from tiny_dataset import write_dataset
+from tiny_job import ENDLESS, ON_KUBERNETES, tiny_job
 
 import phalanx
 from phalanx.launch.k8s import KubernetesSystem
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 
-JOB = """\
-name = "tiny"
-[model]
-layers = 1
-hidden = 32
-heads = 4
-ffn = 64
-vocab = 320
-[data]
-path = "data"
-sequence = 32
-tokens = 256000000
-[batch]
-global_tokens = 256
-[precision]
-compute = "fp32"
-[parallel]
-tensor = 1
-pipeline = 1
-shard = 1
-[cluster]
-spec = "local-cpu:2"
-[fault]
-dead_after_s = 8
-[launch]
-on = "k8s"
-flavour = "job"
-image = "registry.example/phalanx:0.7"
-claim = "runs"
-"""
+JOB = tiny_job(
+    data=ENDLESS,
+    parallel={"tensor": 1, "pipeline": 1, "shard": 1},
+    cluster={"spec": "local-cpu:2"},
+    fault={"dead_after_s": 8},
+    launch={**ON_KUBERNETES, "flavour": "job"},
+)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPTIONS: dict[str, Any] = {"hosts": 2, "progress": False, "check": False}
 

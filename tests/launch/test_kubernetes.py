@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from kube_server import Fault, KubeServer, running_server
 from tiny_dataset import write_dataset
+from tiny_job import ON_KUBERNETES, tiny_job
 
 import phalanx
 from phalanx.launch.k8s import KubernetesSystem
@@ -19,30 +20,7 @@ from phalanx.launch.resource_request import LaunchRequest
 from phalanx.launch.settings import LaunchSettings
 from phalanx.record.run import Run
 
-JOB = """\
-name = "tiny"
-[model]
-layers = 1
-hidden = 32
-heads = 4
-ffn = 64
-vocab = 320
-[data]
-path = "data"
-sequence = 32
-tokens = 2560
-[batch]
-global_tokens = 256
-[precision]
-compute = "fp32"
-[cluster]
-spec = "local-cpu:2"
-[launch]
-on = "k8s"
-queue = "team-a"
-image = "registry.example/phalanx:0.7"
-claim = "runs"
-"""
+JOB = tiny_job(data={"tokens": 2560}, cluster={"spec": "local-cpu:2"}, launch={**ON_KUBERNETES, "queue": "team-a"})
 ROOT = "/apis/kueue.x-k8s.io/v1beta2"
 SPACE = "namespaces/default"
 JOBSETS = f"/apis/jobset.x-k8s.io/v1alpha2/{SPACE}/jobsets"

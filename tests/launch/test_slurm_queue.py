@@ -12,31 +12,16 @@ import psutil
 import pytest
 from slurm_cluster import SlurmCluster, wait_for
 from tiny_dataset import write_dataset
+from tiny_job import tiny_job
 
 import phalanx
 
-JOB = """\
-name = "tiny"
-[model]
-layers = 2
-hidden = 32
-heads = 4
-ffn = 64
-vocab = 320
-[data]
-path = "data"
-sequence = 32
-tokens = 2560
-[batch]
-global_tokens = 256
-[precision]
-compute = "fp32"
-[cluster]
-spec = "local-cpu:1"
-[launch]
-on = "slurm"
-interface = "lo"
-"""
+JOB = tiny_job(
+    model={"layers": 2},
+    data={"tokens": 2560},
+    cluster={"spec": "local-cpu:1"},
+    launch={"on": "slurm", "interface": "lo"},
+)
 
 pytestmark = pytest.mark.slow
 
