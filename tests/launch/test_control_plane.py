@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from control_plane import ControlPlane, missing_control_plane
-from process_kubelet import ProcessKubelet
+from process_kubelet import ProcessKubelet, write_kubeconfig
 from slurm_cluster import wait_for
 from tiny_dataset import write_dataset
 from tiny_job import ENDLESS, ON_KUBERNETES, tiny_job
@@ -96,7 +96,7 @@ def test_refusals_of_a_real_server(plane: ControlPlane, folder: Path, monkeypatc
         ("nobody", "the token is wrong or has expired"),
     ):
         other = folder / token
-        plane.write_kubeconfig(other, table["clusters"][0]["cluster"]["server"], token)
+        write_kubeconfig(other, table["clusters"][0]["cluster"]["server"], token)
         monkeypatch.setenv("KUBECONFIG", str(other))
         with pytest.raises(phalanx.UserError, match=said):
             phalanx.launch("job.toml", **OPTIONS)
