@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ def pod_address(index: int) -> str:
     return f"127.0.0.{10 + index}"
 
 
-def register_node(client: KubeClient, name: str, labels: dict[str, str], amounts: dict[str, str]) -> None:
+def register_node(
+    client: KubeClient, name: str, labels: dict[str, str], amounts: dict[str, str], *, taints: Sequence[Any] = ()
+) -> None:
     """A node that is ready."""
     amounts = {"memory": "8Gi", "pods": "64", **amounts}
     ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
@@ -38,6 +41,7 @@ def register_node(client: KubeClient, name: str, labels: dict[str, str], amounts
         "apiVersion": "v1",
         "kind": "Node",
         "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **labels}},
+        "spec": {"taints": list(taints)},
         "status": {"capacity": amounts, "allocatable": amounts, "conditions": [ready]},
     }
     client.post("/api/v1/nodes", node)
