@@ -27,11 +27,15 @@ class StatusKubelet:
         self.client, self.is_over = client, is_over
         self.client.rate.per_s = self.client.rate.burst = 1e6  # every node has a kubelet of its own
         self.problem: BaseException | None = None
-        self._over = threading.Event()
+        self._over, self._again = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._tend, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def look_again(self) -> None:
+        """At all pods: what is over has changed."""
+        self._again.set()
 
     def stop(self) -> None:
         self._over.set()
@@ -40,10 +44,11 @@ class StatusKubelet:
     def _tend(self) -> None:
         while not self._over.is_set():
             try:
+                self._again.clear()
                 pods, version = self.client.list_objects("/api/v1/pods")
                 for pod in pods:
                     self._tend_pod(pod)
-                while not self._over.is_set():
+                while not self._over.is_set() and not self._again.is_set():
                     for kind, pod in self.client.watch("/api/v1/pods", version, timeout_s=WATCH_S):
                         version = str(pod["metadata"]["resourceVersion"])
                         if kind in ("ADDED", "MODIFIED"):
