@@ -128,6 +128,24 @@ class ControlPlane:
                     document["spec"].pop("conversion", None)  # a webhook that is not here
                     client.apply(f"{root}/{document['metadata']['name']}", document, manager="test", force=True)
 
+    def make_claim(self, namespace: str) -> None:
+        """The claim `runs`, bound to a volume of its own on this machine: pods of the namespace can be placed."""
+        modes, size = ["ReadWriteMany"], {"storage": "1Gi"}
+        owner = {"namespace": namespace, "name": "runs"}
+        volume = {"accessModes": modes, "capacity": size, "hostPath": {"path": "/tmp"}, "claimRef": owner}
+        claim = {
+            "accessModes": modes,
+            "resources": {"requests": size},
+            "storageClassName": "",
+            "volumeName": f"runs-{namespace}",
+        }
+        for path, kind, spec in (
+            (f"/api/v1/persistentvolumes/runs-{namespace}", "PersistentVolume", volume),
+            (f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/runs", "PersistentVolumeClaim", claim),
+        ):
+            document = {"apiVersion": "v1", "kind": kind, "metadata": {"name": path.rpartition("/")[2]}, "spec": spec}
+            self.client().apply(path, document, manager="test", force=True)
+
     def _is_ready(self) -> bool:
         self._assert_alive()
         client = self.client()

@@ -59,25 +59,7 @@ def folder(plane: ControlPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     write_dataset(tmp_path, documents=2500)
     (tmp_path / "job.toml").write_text(JOB)
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "runs"},
-        "spec": {
-            "accessModes": ["ReadWriteMany"],
-            "resources": {"requests": {"storage": "1Gi"}},
-            "storageClassName": "",
-        },
-    }
-    volume = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": "shared"},
-        "spec": {"accessModes": ["ReadWriteMany"], "capacity": {"storage": "1Gi"}, "hostPath": {"path": "/tmp"}},
-    }
-    plane.client().apply("/api/v1/persistentvolumes/shared", volume, manager="test", force=True)
-    path = "/api/v1/namespaces/default/persistentvolumeclaims/runs"
-    plane.client().apply(path, claim, manager="test", force=True)
+    plane.make_claim("default")
     return tmp_path
 
 
@@ -126,9 +108,7 @@ def test_teams_jobsets_conflicts_and_health(plane: ControlPlane, folder: Path) -
         node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": f"m{number}"}, "status": status}
         client.post("/api/v1/nodes", node)
     options = {**OPTIONS, "flavour": "jobset", "overrides": ["launch.namespace=vision", "launch.qos=high"]}
-    claim = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
-    body = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "runs"}, "spec": claim}
-    client.apply("/api/v1/namespaces/vision/persistentvolumeclaims/runs", body, manager="test")
+    plane.make_claim("vision")
     launched = phalanx.launch("job.toml", queue="vision", **options)
     [job] = launched.ids
     jobset = client.get(f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/vision/jobsets/{job}")

@@ -317,3 +317,54 @@ def test_every_quota_sentence_can_be_reached() -> None:
     for parts, reason, _ in QUOTA:
         word = parts.split("|")[0].replace(" .* ", " x ")
         assert explain_job(facts_of(pending=(word, "m")))[1] == reason.format(message="m", queue="team-a")
+
+
+# What Kueue 0.19.2 writes into QuotaReserved, with the reason that it has by default (read in its sources).
+NOT_ASSIGNED = "couldn't assign flavors to pod set w: "
+KUEUE_SAYS = (
+    (
+        NOT_ASSIGNED + "insufficient quota for nvidia.com/gpu in flavor a100, previously considered "
+        "podsets requests (0) + current podset request (16) > maximum capacity (0), insufficient unused quota for "
+        "nvidia.com/gpu in flavor h100, 8 more needed",
+        "queue team-a has no quota left for it now (",
+    ),
+    (
+        NOT_ASSIGNED + "flavor a100 doesn't match node affinity, insufficient unused quota for "
+        "nvidia.com/gpu in flavor h100, 8 more needed",
+        "queue team-a has no quota left for it now (",
+    ),
+    (
+        NOT_ASSIGNED + "insufficient quota for cpu in flavor f, previously considered podsets "
+        "requests (0) + current podset request (16) > maximum capacity (8)",
+        "it asks for more than queue team-a can ever have (",
+    ),
+    (
+        NOT_ASSIGNED + "insufficient unused quota for cpu in flavor f, 8 more needed. Pending the "
+        "preemption of 2 workload(s)",
+        "jobs that give way to it are saving their checkpoints (",
+    ),
+    (
+        NOT_ASSIGNED + 'topology "lab" allows to fit only 1 out of 2 pod(s). Total nodes: 3; '
+        'excluded: resource "cpu": 2',
+        "no part of the network has room for it in one piece (",
+    ),
+    (
+        NOT_ASSIGNED + 'Flavor "h100" does not contain the requested level',
+        "nodes of queue team-a have no label that launch.topology names (",
+    ),
+    ("LocalQueue team-a is terminating or missing", "there is no queue team-a in its namespace"),
+    ("ClusterQueue a is terminating or missing", "the ClusterQueue behind team-a does not exist"),
+    ("ClusterQueue a is stopped", "queue team-a is stopped or not set up ("),
+    ("Workload no longer fits after processing another workload", "queue team-a has no quota left for it now ("),
+    ("The workload has failed admission checks", "Kueue has not admitted it to queue team-a yet ("),
+)
+
+
+@pytest.mark.parametrize(("message", "begin"), KUEUE_SAYS)
+def test_the_messages_of_kueue_are_understood(message: str, begin: str) -> None:
+    assert explain_job(facts_of(pending=("Pending", message)))[1].startswith(begin)
+
+
+def test_a_reason_of_its_own_outweighs_the_message() -> None:
+    said = explain_job(facts_of(pending=("ExceedsMaxQuota", "insufficient unused quota for cpu in flavor f")))[1]
+    assert said.startswith("it asks for more than queue team-a can ever have")

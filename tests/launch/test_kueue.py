@@ -21,7 +21,7 @@ from tiny_dataset import write_dataset
 from tiny_job import ON_KUBERNETES, tiny_job
 
 import phalanx
-from phalanx.launch.kube.client import Document, KubeClient, has_condition
+from phalanx.launch.kube.client import Document, has_condition
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 
@@ -89,7 +89,7 @@ class Cluster:
         self.become("")
         phalanx.cluster_init(self.folder / "teams.toml", apply=True)
         for team in USERS:
-            make_claim(self.client, team)
+            self.plane.make_claim(team)
         self.kubelet.start(cpus="1500m")  # one pod and what the operator runs beside it
 
     def become(self, team: str) -> None:
@@ -122,30 +122,6 @@ class Cluster:
 
     def why(self, job: str) -> str:
         return str(phalanx.why(job))
-
-
-def make_claim(client: KubeClient, team: str) -> None:
-    """A volume of its own for each team, all on this machine."""
-    modes, size = ["ReadWriteMany"], {"storage": "1Gi"}
-    for path, kind, spec in (
-        (
-            f"/api/v1/persistentvolumes/{team}",
-            "PersistentVolume",
-            {
-                "accessModes": modes,
-                "capacity": size,
-                "hostPath": {"path": "/tmp"},
-                "claimRef": {"namespace": team, "name": "runs"},
-            },
-        ),
-        (
-            f"/api/v1/namespaces/{team}/persistentvolumeclaims/runs",
-            "PersistentVolumeClaim",
-            {"accessModes": modes, "resources": {"requests": size}, "storageClassName": "", "volumeName": team},
-        ),
-    ):
-        document = {"apiVersion": "v1", "kind": kind, "metadata": {"name": path.rpartition("/")[2]}, "spec": spec}
-        client.apply(path, document, manager="test", force=True)
 
 
 @pytest.fixture(scope="module")
@@ -276,67 +252,6 @@ def test_borrowed_quota_is_reclaimed_and_the_borrower_goes_on_with_the_same_dige
     saved = [event["step"] for event in read_events(run.supervisor)[0] if event["event"] == "restore"]
     assert saved[-1] > 0  # it went on where it was
     assert digests(run) == digests(undisturbed)
-
-
-def test_why_says_what_kueue_waits_for(cluster: Cluster) -> None:
-    """The messages are Kueue's own: none is made up."""
-    root = "/apis/kueue.x-k8s.io/v1beta2"
-    (cluster.folder / "fast").unlink(missing_ok=True)
-    options: dict[str, Any] = {"steps": 100_000}
-    first, _ = cluster.launch("vision", **options)
-    wait_for(lambda: phalanx.why(first).explanation.state == "running", "it to run", patience_s=PATIENCE_S)
-    second, _ = cluster.launch("vision", **options)
-    _await_reason(second, "queue vision has no quota left for it now (")
-    cluster.client.patch(f"{root}/clusterqueues/vision", {"spec": {"stopPolicy": "Hold"}})
-    _await_reason(second, "queue vision is stopped or not set up (")
-    cluster.client.patch(f"{root}/clusterqueues/vision", {"spec": {"stopPolicy": None}})
-    _await_reason(second, "queue vision has no quota left for it now (")
-    # One more node than quota, but in another rack than the free one.
-    quota = cluster.client.get(f"{root}/clusterqueues/vision")
-    assert quota is not None
-    groups = quota["spec"]["resourceGroups"]
-    groups[0]["flavors"][0]["resources"][0]["nominalQuota"] = "4"
-    cluster.client.patch(f"{root}/clusterqueues/vision", {"spec": {"resourceGroups": groups}})
-    _await_reason(second, "no part of the network has room for it in one piece (")
-    groups[0]["flavors"][0]["resources"][0]["nominalQuota"] = "0"
-    cluster.client.patch(f"{root}/clusterqueues/language", {"spec": {"cohortName": None}})
-    cluster.client.patch(f"{root}/clusterqueues/vision", {"spec": {"resourceGroups": groups}})
-    _await_reason(second, "it asks for more than queue vision can ever have (")
-    cluster.become("")
-    phalanx.cluster_init(cluster.folder / "teams.toml", apply=True)  # as it was
-    cluster.become("vision")
-    workload = cluster.workload("vision", second)["metadata"]["name"]
-    cluster.client.patch(f"{root}/namespaces/vision/workloads/{workload}", {"spec": {"active": False}})
-    _await_reason(second, "it was deactivated (")
-    assert phalanx.requeue(second)
-    _await_reason(second, "queue vision has no quota left for it now (")
-    for job in (second, first):
-        phalanx.cancel(job)
-    for kind in ("pods", "jobsets", "workloads"):
-        wait_for(lambda kind=kind: not _unfinished(cluster.objects(kind, "vision")), f"no {kind}")
-
-
-def _unfinished(objects: list[Document]) -> list[Document]:
-    over = ("Succeeded", "Failed")
-    return [
-        one
-        for one in objects
-        if (one.get("status") or {}).get("phase") not in over
-        and not any(has_condition(one, kind) for kind in ("Completed", "Finished"))
-    ]
-
-
-def _await_reason(job: str, begin: str) -> None:
-    seen: set[str] = set()
-
-    def is_said() -> bool:
-        seen.add(phalanx.why(job).explanation.reason)
-        return any(one.startswith(begin) for one in seen)
-
-    try:
-        wait_for(is_said, begin, patience_s=120)
-    except AssertionError as error:
-        raise AssertionError(f"{begin!r} was never said, but {sorted(seen)}") from error
 
 
 def test_a_new_node_passes_its_preflight_before_it_takes_work(cluster: Cluster) -> None:
