@@ -114,7 +114,7 @@ def _preflight_node(client: KubeClient, args: argparse.Namespace) -> int:
         print(f"node {args.node} fails its preflight: {'; '.join(one.said for one in found)}", file=sys.stderr)
         return 1
     release_node(client, args.node)
-    print(f"node {args.node} passed its preflight")
+    print(f"node {args.node} passed its preflight", flush=True)  # before it waits
     signal.pause()  # until the DaemonSet takes the pod away
     return 0
 
