@@ -155,7 +155,7 @@ class ProcessKubelet:
             ],
         }
         with suppress(KubeRefusal):
-            self.client.patch(f"{path}/status", {"status": status})
+            self.client.patch(f"{path}/status", {"status": status}, keep_lists=True)
 
     @staticmethod
     def _index(pod: dict[str, Any]) -> int:

@@ -70,4 +70,5 @@ class StatusKubelet:
 
     def _report(self, path: str, phase: str) -> None:
         ready = {"type": "Ready", "status": str(phase == "Running")}
-        self.client.patch(f"{path}/status", {"status": {"phase": phase, "podIP": "10.0.0.1", "conditions": [ready]}})
+        status = {"phase": phase, "podIP": "10.0.0.1", "podIPs": [{"ip": "10.0.0.1"}], "conditions": [ready]}
+        self.client.patch(f"{path}/status", {"status": status}, keep_lists=True)

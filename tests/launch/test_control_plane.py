@@ -22,6 +22,7 @@ from tiny_job import ENDLESS, ON_KUBERNETES, tiny_job
 
 import phalanx
 from phalanx.launch.k8s import KubernetesSystem
+from phalanx.launch.kube.client import has_condition
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 
@@ -123,7 +124,8 @@ def test_teams_jobsets_conflicts_and_health(plane: ControlPlane, folder: Path) -
     assert client.list_objects("/apis/jobset.x-k8s.io/v1alpha2/jobsets")[0] == []
 
     bad = {"type": "PhalanxUnhealthy", "status": "True", "message": "XID 79"}
-    client.patch("/api/v1/nodes/m0/status", {"status": {"conditions": [{"type": "Ready", "status": "True"}, bad]}})
+    client.patch("/api/v1/nodes/m0/status", {"status": {"conditions": [bad]}}, keep_lists=True)
+    assert has_condition(client.get("/api/v1/nodes/m0"), "Ready") is not None
     assert "m0: taken out of service: phalanx: XID 79" in str(phalanx.cluster_health(apply=True))
     node = client.get("/api/v1/nodes/m0")
     assert node["spec"]["unschedulable"] is True

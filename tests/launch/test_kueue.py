@@ -22,6 +22,8 @@ from tiny_job import ON_KUBERNETES, tiny_job
 
 import phalanx
 from phalanx.launch.kube.client import Document, has_condition
+from phalanx.launch.operate import node_check
+from phalanx.launch.operate.node_signals import NodeSignal
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 
@@ -275,8 +277,11 @@ def test_a_new_node_passes_its_preflight_before_it_takes_work(cluster: Cluster) 
         ]
 
     wait_for(is_gone, "the DaemonSet to leave the node", patience_s=PATIENCE_S)
-    bad = [{"type": "Ready", "status": "True"}, {"type": "PhalanxUnhealthy", "status": "True", "message": "XID 79"}]
-    cluster.client.patch("/api/v1/nodes/n4/status", {"status": {"conditions": bad}})
+    said = [NodeSignal(kind="xid", said="XID 79")]
+    node_check.follow_node(cluster.client, "n4", lambda: said, sleep=lambda seconds: None, rounds=1)
+    node = cluster.client.get("/api/v1/nodes/n4")
+    assert has_condition(node, "Ready") is not None
+    assert has_condition(node, "PhalanxUnhealthy") is not None
     wait_for(
         lambda: (cluster.client.get("/api/v1/nodes/n4") or {})["spec"].get("unschedulable"),
         "phalanx-health, with its own account, to cordon it",

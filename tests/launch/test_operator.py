@@ -205,13 +205,15 @@ def test_signals_of_a_node(tmp_path: Path) -> None:
 def test_a_node_tells_the_api_only_of_changes_and_is_released_by_its_preflight(server: KubeServer) -> None:
     taints = [{"key": "phalanx.preflight", "effect": "NoSchedule"}, {"key": "other", "effect": "NoSchedule"}]
     server.put(f"{NODES}/n0", {"spec": {"taints": taints}})
-    server.put(f"{NODES}/n0/status", {})
+    ready = {"type": "Ready", "status": "True"}
+    server.put(f"{NODES}/n0/status", {"status": {"conditions": [ready]}})
     client = KubeClient(read_access(os.environ))
     said = [[], [], [NodeSignal(kind="xid", said="XID 79")], [NodeSignal(kind="xid", said="XID 79")], []]
     server.requests.clear()
     node_check.follow_node(client, "n0", lambda: said.pop(0), sleep=lambda seconds: None, rounds=5)
     assert len(server.requests) == 3
-    [condition] = server.objects[f"{NODES}/n0/status"]["status"]["conditions"]
+    kubelets, condition = server.objects[f"{NODES}/n0/status"]["status"]["conditions"]
+    assert kubelets == ready  # of the kubelet: without it, the node would lose its pods
     assert (condition["type"], condition["status"]) == ("PhalanxUnhealthy", "False")
     node_check.release_node(client, "n0")
     node = server.objects[f"{NODES}/n0"]
