@@ -246,6 +246,11 @@ def test_a_name_that_exists_is_never_written_over(server: KubeServer) -> None:
             "waiting",
             "it was deactivated (limit); phalanx requeue",
         ),
+        (
+            {"active": False, "evicted": ("DeactivatedDueToMaximumExecutionTimeExceeded", "exceeding the maximum")},
+            "waiting",
+            "its time limit is over; phalanx requeue",
+        ),
         ({"workload": False}, "waiting", "Kueue has not taken notice of it in queue team-a"),
         ({"pod": {"unschedulable": "0/3 nodes"}}, "waiting", "no node can take pod p-0: 0/3 nodes"),
         ({"pod": {"waiting": "ImagePullBackOff"}}, "waiting", "the image img cannot be pulled"),

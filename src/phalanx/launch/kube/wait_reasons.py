@@ -165,13 +165,13 @@ def _why_not_admitted(facts: KubeFacts, word: str) -> tuple[str, str]:
         )
     if facts.workload.get("spec", {}).get("active") is False:
         told = has_condition(facts.workload, "Evicted") or has_condition(facts.workload, "DeactivationTarget") or {}
-        return f"it was deactivated ({_message(told)})", f"phalanx requeue {facts.id} activates it again"
+        reason, cure = _eviction_row(str(told.get("reason") or ""), EVICTED["Deactivated"])
+        return reason.format(message=_message(told)), cure.format(**fill)
     pending = has_condition(facts.workload, "QuotaReserved", "False")
     evicted = has_condition(facts.workload, "Evicted")
     if evicted is not None and (word.startswith("Evicted") or pending is None):
-        reason, cure = EVICTED.get(
-            str(evicted.get("reason")), ("Kueue took its quota away ({message})", "wait, or phalanx requeue {id}")
-        )
+        unknown = ("Kueue took its quota away ({message})", "wait, or phalanx requeue {id}")
+        reason, cure = _eviction_row(str(evicted.get("reason") or ""), unknown)
         return reason.format(message=_message(evicted)), cure.format(**fill)
     if pending is None:
         if has_condition(facts.workload, "QuotaReserved") and not has_condition(facts.workload, "Admitted"):
@@ -188,6 +188,12 @@ def _why_not_admitted(facts: KubeFacts, word: str) -> tuple[str, str]:
     message = _message(pending)
     reason, cure = _quota_row(str(pending.get("reason") or ""), message)
     return reason.format(message=message, queue=queue), cure.format(queue=queue, id=facts.id)
+
+
+def _eviction_row(said: str, other: tuple[str, str]) -> tuple[str, str]:
+    """The sentence and the cure for Kueue's reason, such as DeactivatedDueToMaximumExecutionTimeExceeded."""
+    whole, _, cause = said.partition("DueTo")
+    return EVICTED.get(cause) or EVICTED.get(whole) or other
 
 
 def _quota_row(said: str, message: str) -> tuple[str, str]:
