@@ -139,12 +139,21 @@ class ControlPlane:
             "storageClassName": "",
             "volumeName": f"runs-{namespace}",
         }
-        for path, kind, spec in (
-            (f"/api/v1/persistentvolumes/runs-{namespace}", "PersistentVolume", volume),
-            (f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/runs", "PersistentVolumeClaim", claim),
-        ):
-            document = {"apiVersion": "v1", "kind": kind, "metadata": {"name": path.rpartition("/")[2]}, "spec": spec}
-            self.client().apply(path, document, manager="test", force=True)
+        paths = {
+            "PersistentVolume": f"/api/v1/persistentvolumes/runs-{namespace}",
+            "PersistentVolumeClaim": f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/runs",
+        }
+        client = self.client()
+        for kind, spec in (("PersistentVolume", volume), ("PersistentVolumeClaim", claim)):
+            metadata = {"name": paths[kind].rpartition("/")[2]}
+            metadata |= {"annotations": {"pv.kubernetes.io/bind-completed": "yes"}} if spec is claim else {}
+            document = {"apiVersion": "v1", "kind": kind, "metadata": metadata, "spec": spec}
+            made = client.apply(paths[kind], document, manager="test", force=True)
+        # Bound at once: nothing here waits for a binder.
+        client.patch(paths["PersistentVolume"], {"spec": {"claimRef": {"uid": made["metadata"]["uid"]}}})
+        for kind, path in paths.items():
+            phase = {"phase": "Bound", **({"capacity": size, "accessModes": modes} if kind.endswith("Claim") else {})}
+            client.patch(f"{path}/status", {"status": phase})
 
     def _is_ready(self) -> bool:
         self._assert_alive()
