@@ -78,6 +78,7 @@ class KueueCluster:
         """What a launch asks for, without a plan; recorded, so that `why`, `queue` and `cancel` find it."""
         run = Run(path=self.folder / name)
         run.path.mkdir()
+        (run.path / "plan.json").write_text("{}")  # what makes a folder a run; nobody reads it here
         run.set_status("created")
         record_launch(LaunchRecord(id=name, system="k8s", name=name, run=str(run.path), queue=team), os.environ)
         given: dict[str, Any] = {"claim": "runs", "image": "registry.example/phalanx:0.7", "queue": team}
