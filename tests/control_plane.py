@@ -1,22 +1,25 @@
 """A real Kubernetes control plane on the loopback, of the binaries in KUBEBUILDER_ASSETS; nothing is left behind.
 
 The folder must hold `etcd` and `kube-apiserver`; with `kube-controller-manager` and `kube-scheduler`, Jobs run; what is
-in its folder `crds` (those of JobSet and Kueue) is applied, without their controllers.
+in its folder `crds` (those of JobSet and Kueue) is applied. Their managers run where a test asks for them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import time
+import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import yaml
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
+from kube_managers import PROGRAMS, apply_webhooks, manager_configuration, write_certificate, write_configuration
+from process_kubelet import write_kubeconfig
 from slurm_cluster import free_ports, wait_for
 
 from phalanx.errors import PhalanxError
@@ -24,7 +27,9 @@ from phalanx.launch.kube.access import read_access
 from phalanx.launch.kube.client import KubeClient, KubeRefusal
 
 TOKEN = "admin-of-this-test"
-CONTROLLERS = "*,-node-lifecycle-controller,-taint-eviction-controller,-pod-garbage-collector-controller"
+PEOPLE = {"guest-token": "guest", "ada-token": "ada@example.org", "ben-token": "ben@example.org"}
+CONTROLLERS = "*,-node-lifecycle-controller,-taint-eviction-controller"  # nodes here send no heartbeats
+QUICK = ("--kube-api-qps=2000", "--kube-api-burst=4000")
 
 
 def missing_control_plane(*programs: str) -> str:
@@ -37,15 +42,15 @@ def missing_control_plane(*programs: str) -> str:
 
 
 class ControlPlane:
-    """etcd, the API server, and controllers and scheduler where they are."""
+    """etcd, the API server, and controllers and scheduler where they are; the managers of JobSet and Kueue if asked."""
 
-    def __init__(self, base: Path) -> None:
-        self.base, self.assets = base, Path(os.environ["KUBEBUILDER_ASSETS"])
+    def __init__(self, base: Path, *, managers: bool = False) -> None:
+        self.base, self.assets, self.managers = base, Path(os.environ["KUBEBUILDER_ASSETS"]), managers
         self.kubeconfig = base / "kubeconfig"
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        etcd, peer, secure, *others = free_ports(5)
+        etcd, peer, secure, *others = free_ports(5 + 2 * len(PROGRAMS))
         self.base.mkdir(parents=True, exist_ok=True)
         key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
         private, public = self.base / "sa.key", self.base / "sa.pub"
@@ -53,7 +58,7 @@ class ControlPlane:
         private.write_bytes(key.private_bytes(*kinds, serialization.NoEncryption()))
         pem = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
         public.write_bytes(key.public_key().public_bytes(*pem))
-        people = [f'{TOKEN},admin,admin,"system:masters"', "guest-token,guest,guest,"]
+        people = [f'{TOKEN},admin,admin,"system:masters"', *(f"{token},{one},{one}," for token, one in PEOPLE.items())]
         (self.base / "tokens.csv").write_text("\n".join(people) + "\n")
         url = f"http://127.0.0.1:{etcd}"
         self._spawn(
@@ -63,15 +68,17 @@ class ControlPlane:
             f"--initial-cluster=one=http://127.0.0.1:{peer}",
         )
         has_controllers = os.access(self.assets / "kube-controller-manager", os.X_OK)
-        lonely = [] if has_controllers else ["--disable-admission-plugins=ServiceAccount,TaintNodesByCondition"]
+        # The API server would taint new nodes until a controller of nodes, which does not run here, finds them ready.
+        without = "TaintNodesByCondition" if has_controllers else "TaintNodesByCondition,ServiceAccount"
         self._spawn(
             *("kube-apiserver", f"--etcd-servers={url}", "--bind-address=127.0.0.1", f"--secure-port={secure}"),
             *(f"--cert-dir={self.base / 'certificates'}", "--service-account-issuer=https://kubernetes.default.svc"),
             *(f"--service-account-key-file={public}", f"--service-account-signing-key-file={private}"),
             *(f"--token-auth-file={self.base / 'tokens.csv'}", "--authorization-mode=RBAC", "--allow-privileged"),
-            *("--service-cluster-ip-range=10.96.0.0/16", "--endpoint-reconciler-type=none", *lonely),
+            *("--service-cluster-ip-range=10.96.0.0/16", "--endpoint-reconciler-type=none"),
+            f"--disable-admission-plugins={without}",
         )
-        self.write_kubeconfig(self.kubeconfig, f"https://127.0.0.1:{secure}", TOKEN)
+        write_kubeconfig(self.kubeconfig, f"https://127.0.0.1:{secure}", TOKEN)
         wait_for(self._is_ready, "the API server")
         self.apply_crds(*sorted((self.assets / "crds").glob("*.yaml")))
         options = [f"--kubeconfig={self.kubeconfig}", "--leader-elect=false"]
@@ -80,10 +87,33 @@ class ControlPlane:
             port = others[0]
             private_key = f"--service-account-private-key-file={private}"
             more = [f"--secure-port={port}", "--bind-address=127.0.0.1", f"--controllers={CONTROLLERS}", private_key]
-            self._spawn("kube-controller-manager", *options, *more)
+            self._spawn("kube-controller-manager", *options, *QUICK, *more)
         if os.access(self.assets / "kube-scheduler", os.X_OK):
             port = others[1]
-            self._spawn("kube-scheduler", *options, f"--secure-port={port}", "--bind-address=127.0.0.1")
+            self._spawn("kube-scheduler", *options, *QUICK, f"--secure-port={port}", "--bind-address=127.0.0.1")
+        if self.managers:
+            self._start_managers(others[2:])
+
+    def _start_managers(self, ports: Sequence[int]) -> None:
+        """JobSet's and Kueue's; returns when both answer their webhooks."""
+        bundle = write_certificate(self.base / "webhooks")
+        for number, program in enumerate(PROGRAMS):
+            webhook, health = ports[2 * number : 2 * number + 2]
+            made = manager_configuration(program, webhook=webhook, health=health, certificates=self.base / "webhooks")
+            path = write_configuration(self.base / f"{program}.json", made)
+            self._spawn(program, f"--config={path}", f"--kubeconfig={self.kubeconfig}")
+            url = f"http://127.0.0.1:{health}/readyz"
+            wait_for(lambda url=url: self._answers(url), f"{program}", patience_s=600)
+            name = program.removesuffix("-manager")
+            apply_webhooks(self.client(), self.assets / "webhooks" / f"{name}.yaml", port=webhook, bundle=bundle)
+
+    def _answers(self, url: str) -> bool:
+        self._assert_alive()
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
 
     def client(self) -> KubeClient:
         return KubeClient(read_access({"KUBECONFIG": str(self.kubeconfig)}))
@@ -98,20 +128,35 @@ class ControlPlane:
                     document["spec"].pop("conversion", None)  # a webhook that is not here
                     client.apply(f"{root}/{document['metadata']['name']}", document, manager="test", force=True)
 
-    @staticmethod
-    def write_kubeconfig(path: Path, server: str, token: str) -> None:
-        cluster = {"server": server, "insecure-skip-tls-verify": True}  # it signs its own certificate anew each time
-        table = {
-            "current-context": "real",
-            "contexts": [{"name": "real", "context": {"cluster": "c", "user": "u", "namespace": "default"}}],
-            "clusters": [{"name": "c", "cluster": cluster}],
-            "users": [{"name": "u", "user": {"token": token}}],
+    def make_claim(self, namespace: str) -> None:
+        """The claim `runs`, bound to a volume of its own on this machine: pods of the namespace can be placed."""
+        modes, size = ["ReadWriteMany"], {"storage": "1Gi"}
+        owner = {"namespace": namespace, "name": "runs"}
+        volume = {"accessModes": modes, "capacity": size, "hostPath": {"path": "/tmp"}, "claimRef": owner}
+        claim = {
+            "accessModes": modes,
+            "resources": {"requests": size},
+            "storageClassName": "",
+            "volumeName": f"runs-{namespace}",
         }
-        path.write_text(json.dumps(table))
+        paths = {
+            "PersistentVolume": f"/api/v1/persistentvolumes/runs-{namespace}",
+            "PersistentVolumeClaim": f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/runs",
+        }
+        client = self.client()
+        for kind, spec in (("PersistentVolume", volume), ("PersistentVolumeClaim", claim)):
+            metadata = {"name": paths[kind].rpartition("/")[2]}
+            metadata |= {"annotations": {"pv.kubernetes.io/bind-completed": "yes"}} if spec is claim else {}
+            document = {"apiVersion": "v1", "kind": kind, "metadata": metadata, "spec": spec}
+            made = client.apply(paths[kind], document, manager="test", force=True)
+        # Bound at once: nothing here waits for a binder.
+        client.patch(paths["PersistentVolume"], {"spec": {"claimRef": {"uid": made["metadata"]["uid"]}}})
+        for kind, path in paths.items():
+            phase = {"phase": "Bound", **({"capacity": size, "accessModes": modes} if kind.endswith("Claim") else {})}
+            client.patch(f"{path}/status", {"status": phase})
 
     def _is_ready(self) -> bool:
-        for process in self._processes:
-            assert process.poll() is None, (self.base / "log").read_text(errors="replace")[-3000:]
+        self._assert_alive()
         client = self.client()
         client.rate.sleep = lambda seconds: time.sleep(0.1)
         try:
@@ -119,8 +164,12 @@ class ControlPlane:
         except (PhalanxError, KubeRefusal):
             return False
 
+    def _assert_alive(self) -> None:
+        for process in self._processes:
+            assert process.poll() is None, (self.base / f"{Path(process.args[0]).name}.log").read_text()[-3000:]
+
     def _spawn(self, program: str, *options: str) -> None:
-        with open(self.base / "log", "ab") as log:
+        with open(self.base / f"{program}.log", "ab") as log:
             command = [str(self.assets / program), *options]
             self._processes.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
 

@@ -184,8 +184,9 @@ class KubeServer:
 
     def on_patch(self, ask: Any, path: str, query: dict[str, str], body: dict[str, Any]) -> None:
         here = self.objects.get(path)
-        if ask.headers["Content-Type"].startswith("application/merge"):
-            merge(self.objects[path], body)
+        kind = ask.headers["Content-Type"]
+        if kind in ("application/merge-patch+json", "application/strategic-merge-patch+json"):
+            merge(self.objects[path], body, keep_lists="strategic" in kind)
             self.tell(ask, self.objects[path])
             return
         manager = query["fieldManager"]
@@ -226,10 +227,14 @@ class LostAnswer:
     def end_headers(self) -> None: ...
 
 
-def merge(target: dict[str, Any], changes: dict[str, Any]) -> None:
+def merge(target: dict[str, Any], changes: dict[str, Any], *, keep_lists: bool) -> None:
+    """As the API does it: a list is replaced, or, in a strategic merge, joined by the key `type` of conditions."""
     for name, value in changes.items():
         if isinstance(value, dict) and isinstance(target.get(name), dict):
-            merge(target[name], value)
+            merge(target[name], value, keep_lists=keep_lists)
+        elif keep_lists and name == "conditions":
+            kinds = [one["type"] for one in value]
+            target[name] = [one for one in target.get(name) or () if one["type"] not in kinds] + value
         elif value is None:
             target.pop(name, None)
         else:

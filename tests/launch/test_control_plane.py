@@ -15,45 +15,24 @@ from typing import Any
 
 import pytest
 from control_plane import ControlPlane, missing_control_plane
-from process_kubelet import ProcessKubelet
+from process_kubelet import ProcessKubelet, write_kubeconfig
 from slurm_cluster import wait_for
 from tiny_dataset import write_dataset
+from tiny_job import ENDLESS, ON_KUBERNETES, tiny_job
 
 import phalanx
 from phalanx.launch.k8s import KubernetesSystem
+from phalanx.launch.kube.client import has_condition
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 
-JOB = """\
-name = "tiny"
-[model]
-layers = 1
-hidden = 32
-heads = 4
-ffn = 64
-vocab = 320
-[data]
-path = "data"
-sequence = 32
-tokens = 256000000
-[batch]
-global_tokens = 256
-[precision]
-compute = "fp32"
-[parallel]
-tensor = 1
-pipeline = 1
-shard = 1
-[cluster]
-spec = "local-cpu:2"
-[fault]
-dead_after_s = 8
-[launch]
-on = "k8s"
-flavour = "job"
-image = "registry.example/phalanx:0.7"
-claim = "runs"
-"""
+JOB = tiny_job(
+    data=ENDLESS,
+    parallel={"tensor": 1, "pipeline": 1, "shard": 1},
+    cluster={"spec": "local-cpu:2"},
+    fault={"dead_after_s": 8},
+    launch={**ON_KUBERNETES, "flavour": "job"},
+)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPTIONS: dict[str, Any] = {"hosts": 2, "progress": False, "check": False}
 
@@ -81,25 +60,7 @@ def folder(plane: ControlPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     write_dataset(tmp_path, documents=2500)
     (tmp_path / "job.toml").write_text(JOB)
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "runs"},
-        "spec": {
-            "accessModes": ["ReadWriteMany"],
-            "resources": {"requests": {"storage": "1Gi"}},
-            "storageClassName": "",
-        },
-    }
-    volume = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": "shared"},
-        "spec": {"accessModes": ["ReadWriteMany"], "capacity": {"storage": "1Gi"}, "hostPath": {"path": "/tmp"}},
-    }
-    plane.client().apply("/api/v1/persistentvolumes/shared", volume, manager="test", force=True)
-    path = "/api/v1/namespaces/default/persistentvolumeclaims/runs"
-    plane.client().apply(path, claim, manager="test", force=True)
+    plane.make_claim("default")
     return tmp_path
 
 
@@ -118,7 +79,7 @@ def test_refusals_of_a_real_server(plane: ControlPlane, folder: Path, monkeypatc
         ("nobody", "the token is wrong or has expired"),
     ):
         other = folder / token
-        plane.write_kubeconfig(other, table["clusters"][0]["cluster"]["server"], token)
+        write_kubeconfig(other, table["clusters"][0]["cluster"]["server"], token)
         monkeypatch.setenv("KUBECONFIG", str(other))
         with pytest.raises(phalanx.UserError, match=said):
             phalanx.launch("job.toml", **OPTIONS)
@@ -148,9 +109,7 @@ def test_teams_jobsets_conflicts_and_health(plane: ControlPlane, folder: Path) -
         node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": f"m{number}"}, "status": status}
         client.post("/api/v1/nodes", node)
     options = {**OPTIONS, "flavour": "jobset", "overrides": ["launch.namespace=vision", "launch.qos=high"]}
-    claim = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
-    body = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "runs"}, "spec": claim}
-    client.apply("/api/v1/namespaces/vision/persistentvolumeclaims/runs", body, manager="test")
+    plane.make_claim("vision")
     launched = phalanx.launch("job.toml", queue="vision", **options)
     [job] = launched.ids
     jobset = client.get(f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/vision/jobsets/{job}")
@@ -165,7 +124,8 @@ def test_teams_jobsets_conflicts_and_health(plane: ControlPlane, folder: Path) -
     assert client.list_objects("/apis/jobset.x-k8s.io/v1alpha2/jobsets")[0] == []
 
     bad = {"type": "PhalanxUnhealthy", "status": "True", "message": "XID 79"}
-    client.patch("/api/v1/nodes/m0/status", {"status": {"conditions": [{"type": "Ready", "status": "True"}, bad]}})
+    client.patch("/api/v1/nodes/m0/status", {"status": {"conditions": [bad]}}, keep_lists=True)
+    assert has_condition(client.get("/api/v1/nodes/m0"), "Ready") is not None
     assert "m0: taken out of service: phalanx: XID 79" in str(phalanx.cluster_health(apply=True))
     node = client.get("/api/v1/nodes/m0")
     assert node["spec"]["unschedulable"] is True

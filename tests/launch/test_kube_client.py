@@ -125,8 +125,9 @@ def test_an_expired_token_is_one_sentence_and_a_helper_is_asked_again(server: Ku
 
 def test_kubeconfig_files_are_merged_and_mistakes_in_them_are_said(server: KubeServer, tmp_path: Path) -> None:
     assert not has_access({"HOME": str(tmp_path)})
-    with pytest.raises(phalanx.UserError, match="no cluster is configured on this machine"):
+    with pytest.raises(phalanx.UserError, match="no cluster is configured on this machine") as caught:
         read_access({"HOME": str(tmp_path)})
+    assert "--dry-run" not in str(caught.value)  # which `cluster health` does not have
     with pytest.raises(phalanx.UserError, match="KUBECONFIG names no file that exists"):
         read_access({"KUBECONFIG": str(tmp_path / "none")})
     good = server.kubeconfig(tmp_path / "good", namespace="ml")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from kube_server import Fault, KubeServer, running_server
 from tiny_dataset import write_dataset
+from tiny_job import ON_KUBERNETES, tiny_job
 
 import phalanx
 from phalanx.launch.k8s import KubernetesSystem
@@ -19,30 +20,7 @@ from phalanx.launch.resource_request import LaunchRequest
 from phalanx.launch.settings import LaunchSettings
 from phalanx.record.run import Run
 
-JOB = """\
-name = "tiny"
-[model]
-layers = 1
-hidden = 32
-heads = 4
-ffn = 64
-vocab = 320
-[data]
-path = "data"
-sequence = 32
-tokens = 2560
-[batch]
-global_tokens = 256
-[precision]
-compute = "fp32"
-[cluster]
-spec = "local-cpu:2"
-[launch]
-on = "k8s"
-queue = "team-a"
-image = "registry.example/phalanx:0.7"
-claim = "runs"
-"""
+JOB = tiny_job(data={"tokens": 2560}, cluster={"spec": "local-cpu:2"}, launch={**ON_KUBERNETES, "queue": "team-a"})
 ROOT = "/apis/kueue.x-k8s.io/v1beta2"
 SPACE = "namespaces/default"
 JOBSETS = f"/apis/jobset.x-k8s.io/v1alpha2/{SPACE}/jobsets"
@@ -268,6 +246,11 @@ def test_a_name_that_exists_is_never_written_over(server: KubeServer) -> None:
             "waiting",
             "it was deactivated (limit); phalanx requeue",
         ),
+        (
+            {"active": False, "evicted": ("DeactivatedDueToMaximumExecutionTimeExceeded", "exceeding the maximum")},
+            "waiting",
+            "its time limit is over; phalanx requeue",
+        ),
         ({"workload": False}, "waiting", "Kueue has not taken notice of it in queue team-a"),
         ({"pod": {"unschedulable": "0/3 nodes"}}, "waiting", "no node can take pod p-0: 0/3 nodes"),
         ({"pod": {"waiting": "ImagePullBackOff"}}, "waiting", "the image img cannot be pulled"),
@@ -339,3 +322,54 @@ def test_every_quota_sentence_can_be_reached() -> None:
     for parts, reason, _ in QUOTA:
         word = parts.split("|")[0].replace(" .* ", " x ")
         assert explain_job(facts_of(pending=(word, "m")))[1] == reason.format(message="m", queue="team-a")
+
+
+# What Kueue 0.19.2 writes into QuotaReserved, with the reason that it has by default (read in its sources).
+NOT_ASSIGNED = "couldn't assign flavors to pod set w: "
+KUEUE_SAYS = (
+    (
+        NOT_ASSIGNED + "insufficient quota for nvidia.com/gpu in flavor a100, previously considered "
+        "podsets requests (0) + current podset request (16) > maximum capacity (0), insufficient unused quota for "
+        "nvidia.com/gpu in flavor h100, 8 more needed",
+        "queue team-a has no quota left for it now (",
+    ),
+    (
+        NOT_ASSIGNED + "flavor a100 doesn't match node affinity, insufficient unused quota for "
+        "nvidia.com/gpu in flavor h100, 8 more needed",
+        "queue team-a has no quota left for it now (",
+    ),
+    (
+        NOT_ASSIGNED + "insufficient quota for cpu in flavor f, previously considered podsets "
+        "requests (0) + current podset request (16) > maximum capacity (8)",
+        "it asks for more than queue team-a can ever have (",
+    ),
+    (
+        NOT_ASSIGNED + "insufficient unused quota for cpu in flavor f, 8 more needed. Pending the "
+        "preemption of 2 workload(s)",
+        "jobs that give way to it are saving their checkpoints (",
+    ),
+    (
+        NOT_ASSIGNED + 'topology "lab" allows to fit only 1 out of 2 pod(s). Total nodes: 3; '
+        'excluded: resource "cpu": 2',
+        "no part of the network has room for it in one piece (",
+    ),
+    (
+        NOT_ASSIGNED + 'Flavor "h100" does not contain the requested level',
+        "nodes of queue team-a have no label that launch.topology names (",
+    ),
+    ("LocalQueue team-a is terminating or missing", "there is no queue team-a in its namespace"),
+    ("ClusterQueue a is terminating or missing", "the ClusterQueue behind team-a does not exist"),
+    ("ClusterQueue a is stopped", "queue team-a is stopped or not set up ("),
+    ("Workload no longer fits after processing another workload", "queue team-a has no quota left for it now ("),
+    ("The workload has failed admission checks", "Kueue has not admitted it to queue team-a yet ("),
+)
+
+
+@pytest.mark.parametrize(("message", "begin"), KUEUE_SAYS)
+def test_the_messages_of_kueue_are_understood(message: str, begin: str) -> None:
+    assert explain_job(facts_of(pending=("Pending", message)))[1].startswith(begin)
+
+
+def test_a_reason_of_its_own_outweighs_the_message() -> None:
+    said = explain_job(facts_of(pending=("ExceedsMaxQuota", "insufficient unused quota for cpu in flavor f")))[1]
+    assert said.startswith("it asks for more than queue team-a can ever have")

@@ -10,30 +10,13 @@ from pathlib import Path
 import pytest
 from slurm_cluster import wait_for
 from tiny_dataset import write_dataset
+from tiny_job import ENDLESS, tiny_job
 
 import phalanx
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 
-JOB = """\
-name = "tiny"
-[model]
-layers = 2
-hidden = 32
-heads = 4
-ffn = 64
-vocab = 320
-[data]
-path = "data"
-sequence = 32
-tokens = 256000000
-[batch]
-global_tokens = 256
-[precision]
-compute = "fp32"
-[cluster]
-spec = "local-cpu:1"
-"""
+JOB = tiny_job(model={"layers": 2}, data=ENDLESS, cluster={"spec": "local-cpu:1"})
 
 pytestmark = pytest.mark.slow
 

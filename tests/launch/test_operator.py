@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +23,11 @@ from phalanx.launch.book import LaunchRecord, record_launch
 from phalanx.launch.kube.access import read_access
 from phalanx.launch.kube.client import KubeClient
 from phalanx.launch.operate import node_check
+from phalanx.launch.operate.cluster_objects import cluster_objects
 from phalanx.launch.operate.kube_health import follow_nodes
 from phalanx.launch.operate.node_signals import NodeSignal, counter_signals, gpu_signals, log_signals, read_counters
 from phalanx.launch.operate.slurm_health import drain_own_node
+from phalanx.launch.operate.teams import read_teams
 
 TEAMS = Path(__file__).parents[2] / "examples" / "operator" / "teams.toml"
 NODES = "/api/v1/nodes"
@@ -200,18 +205,49 @@ def test_signals_of_a_node(tmp_path: Path) -> None:
 def test_a_node_tells_the_api_only_of_changes_and_is_released_by_its_preflight(server: KubeServer) -> None:
     taints = [{"key": "phalanx.preflight", "effect": "NoSchedule"}, {"key": "other", "effect": "NoSchedule"}]
     server.put(f"{NODES}/n0", {"spec": {"taints": taints}})
-    server.put(f"{NODES}/n0/status", {})
+    ready = {"type": "Ready", "status": "True"}
+    server.put(f"{NODES}/n0/status", {"status": {"conditions": [ready]}})
     client = KubeClient(read_access(os.environ))
     said = [[], [], [NodeSignal(kind="xid", said="XID 79")], [NodeSignal(kind="xid", said="XID 79")], []]
     server.requests.clear()
     node_check.follow_node(client, "n0", lambda: said.pop(0), sleep=lambda seconds: None, rounds=5)
     assert len(server.requests) == 3
-    [condition] = server.objects[f"{NODES}/n0/status"]["status"]["conditions"]
+    kubelets, condition = server.objects[f"{NODES}/n0/status"]["status"]["conditions"]
+    assert kubelets == ready  # of the kubelet: without it, the node would lose its pods
     assert (condition["type"], condition["status"]) == ("PhalanxUnhealthy", "False")
     node_check.release_node(client, "n0")
     node = server.objects[f"{NODES}/n0"]
     assert node["spec"]["taints"] == taints[1:]
     assert node["metadata"]["labels"] == {"phalanx.preflight": "passed"}
+
+
+def test_the_preflight_of_the_daemonset_as_a_process(server: KubeServer, tmp_path: Path) -> None:
+    """The container's own command: a node without its GPUs keeps the taint; one that is as it should be loses it."""
+    documents = cluster_objects(read_teams(TEAMS))
+    [daemon] = [one for one in documents if one["metadata"]["name"] == "phalanx-preflight-h100"]
+    [container] = daemon["spec"]["template"]["spec"]["containers"]
+    (tmp_path / "log").touch()  # this machine's kernel may have anything to say
+    words = [sys.executable, *container["command"][1:], "--log", str(tmp_path / "log")]
+    environ = {**os.environ, "PHALANX_NODE": "n0", "PATH": "/nonexistent"}  # where no nvidia-smi is
+    environ.pop("PYTHONUNBUFFERED", None)
+    taint = {"key": "phalanx.preflight", "effect": "NoSchedule"}
+    server.put(f"{NODES}/n0", {"metadata": {"labels": {}}, "spec": {"taints": [taint]}})
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "node n0 fails its preflight" in done.stderr
+    assert "8" in done.stderr
+    assert server.objects[f"{NODES}/n0"]["spec"]["taints"] == [taint]
+    words[words.index("--devices") + 1] = "0"
+    with subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "node n0 passed its preflight\n"
+        finally:
+            process.terminate()  # as the DaemonSet does: until then it waits
+    assert process.returncode == -signal.SIGTERM
+    node = server.objects[f"{NODES}/n0"]
+    assert not node["spec"].get("taints")
+    assert node["metadata"]["labels"]["phalanx.preflight"] == "passed"
 
 
 @pytest.mark.slow

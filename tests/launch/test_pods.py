@@ -18,39 +18,19 @@ import pytest
 import yaml
 from slurm_cluster import wait_for
 from tiny_dataset import write_dataset
+from tiny_job import ENDLESS, ON_KUBERNETES, tiny_job
 
 import phalanx
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 
-JOB = """\
-name = "tiny"
-[model]
-layers = 1
-hidden = 32
-heads = 4
-ffn = 64
-vocab = 320
-[data]
-path = "data"
-sequence = 32
-tokens = 256000000
-[batch]
-global_tokens = 256
-[precision]
-compute = "fp32"
-[parallel]
-tensor = 1
-pipeline = 1
-shard = 1
-[fault]
-dead_after_s = 8
-[launch]
-image = "registry.example/phalanx:0.7"
-claim = "runs"
-[cluster]
-spec = "local-cpu:2"
-"""
+JOB = tiny_job(
+    data=ENDLESS,
+    parallel={"tensor": 1, "pipeline": 1, "shard": 1},
+    fault={"dead_after_s": 8},
+    launch={name: value for name, value in ON_KUBERNETES.items() if name != "on"},
+    cluster={"spec": "local-cpu:2"},
+)
 REQUEUE = 75
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
 

@@ -12,31 +12,16 @@ import psutil
 import pytest
 from slurm_cluster import SlurmCluster, wait_for
 from tiny_dataset import write_dataset
+from tiny_job import tiny_job
 
 import phalanx
 
-JOB = """\
-name = "tiny"
-[model]
-layers = 2
-hidden = 32
-heads = 4
-ffn = 64
-vocab = 320
-[data]
-path = "data"
-sequence = 32
-tokens = 2560
-[batch]
-global_tokens = 256
-[precision]
-compute = "fp32"
-[cluster]
-spec = "local-cpu:1"
-[launch]
-on = "slurm"
-interface = "lo"
-"""
+JOB = tiny_job(
+    model={"layers": 2},
+    data={"tokens": 2560},
+    cluster={"spec": "local-cpu:1"},
+    launch={"on": "slurm", "interface": "lo"},
+)
 
 pytestmark = pytest.mark.slow
 
@@ -158,6 +143,9 @@ def test_without_slurm_the_verbs_say_so(folder: Path, monkeypatch: pytest.Monkey
     asked = subprocess.run([*command[:3], "queue", "--on", "slurm"], capture_output=True, text=True, check=False)
     assert asked.returncode == 2
     assert "Slurm's command squeue is not on this machine" in asked.stderr
+    with pytest.raises(phalanx.UserError, match="Slurm's command sinfo is not on this machine") as caught:
+        phalanx.cluster_health(on="slurm")
+    assert "--on local" not in str(caught.value)  # which has no nodes to look after
     for verb in ("why", "cancel", "requeue", "logs"):
         with pytest.raises(phalanx.UserError, match="no launched job has the id '4711'"):
             getattr(phalanx, verb)("4711")

@@ -11,52 +11,23 @@ import psutil
 import pytest
 from slurm_cluster import SlurmCluster, wait_for
 from tiny_dataset import write_dataset
+from tiny_job import tiny_job
 
 import phalanx
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 
-JOB = """\
-name = "tiny"
-[model]
-layers = 2
-hidden = 32
-heads = 4
-kv_heads = 2
-ffn = 64
-vocab = 320
-[data]
-path = "data"
-sequence = 32
-[batch]
-global_tokens = 256
-[precision]
-compute = "fp32"
-[train]
-samples = 0
-[parallel]
-shard = 2
-zero = 3
-tensor = 1
-pipeline = 1
-context = 1
-[comm]
-init_timeout_s = 240
-[checkpoint]
-interval_s = 3600
-[fault]
-digest_every = 1
-grace_s = 100
-[cluster]
-spec = "local-cpu:2"
-[plugins]
-callbacks = ["pace.py:Pace"]
-[launch]
-on = "slurm"
-interface = "lo"
-time_s = 3600
-hosts = 2
-"""
+JOB = tiny_job(
+    model={"layers": 2, "kv_heads": 2},
+    train={"samples": 0},
+    parallel={"shard": 2, "zero": 3, "tensor": 1, "pipeline": 1, "context": 1},
+    comm={"init_timeout_s": 240},
+    checkpoint={"interval_s": 3600},
+    fault={"digest_every": 1, "grace_s": 100},
+    cluster={"spec": "local-cpu:2"},
+    plugins={"callbacks": ["pace.py:Pace"]},
+    launch={"on": "slurm", "interface": "lo", "time_s": 3600, "hosts": 2},
+)
 # Steps take half a second, so that a fast machine does not finish before something could happen to it, until a file
 # called "fast" is there.
 PACE = """\

@@ -58,6 +58,7 @@ STATES = {"done": DONE, "failed": FAILED, "stopped": CANCELLED, **dict.fromkeys(
 GONE_S = 180.0  # for the pods of a cancelled job to be gone, beyond their grace period
 POLL_S = 1.0
 MOST_POD_LOGS = 16
+WITHOUT_CLUSTER = "without a cluster, --dry-run prints the manifests and --no-submit writes them into run folders"
 LOG_QUERY = {"tailLines": "2000", "limitBytes": str(1 << 20)}
 
 
@@ -91,7 +92,7 @@ class KubernetesSystem:
             return remarks
         if not submits and not has_access(self._environ):
             return [*remarks, "no cluster is configured here: namespace, queue, quota and rights were not checked"]
-        client = self._client()
+        client = self._client(instead=WITHOUT_CLUSTER)
         try:
             for namespace in sorted({self._namespace(client, one) for one in real}):
                 here = [one for one in real if self._namespace(client, one) == namespace]
@@ -408,9 +409,9 @@ class KubernetesSystem:
 
     # ---- how ---------------------------------------------------------------------------------------------------------
 
-    def _client(self, context: str = "") -> KubeClient:
+    def _client(self, context: str = "", *, instead: str = "") -> KubeClient:
         if context not in self._clients:
-            made = KubeClient(read_access(self._environ, context=context))
+            made = KubeClient(read_access(self._environ, context=context, instead=instead))
             made.rate.sleep = self._sleep
             self._clients[context] = self._clients.setdefault(made.access.context, made)
         return self._clients[context]

@@ -117,8 +117,13 @@ def has_access(environ: Mapping[str, str]) -> bool:
     return bool(_config_files(environ)) or bool(environ.get("KUBERNETES_SERVICE_HOST"))
 
 
-def read_access(environ: Mapping[str, str], *, context: str = "", account: Path = ACCOUNT) -> KubeAccess:
-    """The cluster of the current context, or of one by name; raises UserError where there is none."""
+def read_access(
+    environ: Mapping[str, str], *, context: str = "", account: Path = ACCOUNT, instead: str = ""
+) -> KubeAccess:
+    """The cluster of the current context, or of one by name; raises UserError where there is none.
+
+    `instead` is what the caller's command can do without a cluster.
+    """
     files = _config_files(environ)
     if files:
         return _from_kubeconfig(files, environ, context)
@@ -129,8 +134,8 @@ def read_access(environ: Mapping[str, str], *, context: str = "", account: Path 
             "--on k8s",
             f"KUBECONFIG names no file that exists: {named}" if named else "no cluster is configured on this machine",
             why="a kubeconfig says where the cluster is, and who you are",
-            fix="get one from the cluster's operator as ~/.kube/config, or name it in KUBECONFIG; "
-            "without a cluster, --dry-run prints the manifests and --no-submit writes them into run folders",
+            fix="get one from the cluster's operator as ~/.kube/config, or name it in KUBECONFIG"
+            + (f"; {instead}" if instead else ""),
         )
     try:
         tls = ssl.create_default_context(cafile=str(account / "ca.crt"))

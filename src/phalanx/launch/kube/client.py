@@ -30,6 +30,7 @@ PAGE = 500  # objects of one answer to a list
 OK, CREATED, UNAUTHORIZED, NOT_FOUND, GONE, THROTTLED = 200, 201, 401, 404, 410, 429
 AGAIN = (THROTTLED, 500, 502, 503, 504)  # what passes by itself
 APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
+STRATEGIC = "application/strategic-merge-patch+json"
 
 
 class KubeRefusal(Exception):
@@ -120,9 +121,12 @@ class KubeClient:
         query = {"fieldManager": manager, "dryRun": "All" if dry_run else "", "force": "true" if force else ""}
         return self._ask("PATCH", path, query, body=document, kind=APPLY)
 
-    def patch(self, path: str, document: Document) -> Document:
-        """Merge a few values into an object."""
-        return self._ask("PATCH", path, body=document, kind=MERGE)
+    def patch(self, path: str, document: Document, *, keep_lists: bool = False) -> Document:
+        """Merge a few values into an object; a list is replaced.
+
+        `keep_lists` merges lists of Kubernetes' own kinds by their key, such as a node's conditions by their type.
+        """
+        return self._ask("PATCH", path, body=document, kind=STRATEGIC if keep_lists else MERGE)
 
     def post(self, path: str, document: Document) -> Document:
         """A question with a body, such as an access review."""

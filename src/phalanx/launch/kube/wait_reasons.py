@@ -12,28 +12,26 @@ from phalanx.launch.system import DONE, FAILED, RUNNING, WAITING
 from phalanx.units import first_few, plural
 
 MOST_TEXT = 300
-# What Kueue says of a Workload without quota -> the sentence and the cure. Newer versions have a reason, older ones
-# (0.14) the message alone: parts of it count too. `{message}`, `{queue}` and `{id}` are filled in.
+# What Kueue says of a Workload without quota -> the sentence and the cure. A reason of its own decides; by default
+# (0.19 too) the reason is Pending or Inadmissible, and parts of the message decide, the first row first: a message
+# names every flavour, and one that only lacks free quota gives hope where another could never take the job.
+# `{message}`, `{queue}` and `{id}` are filled in.
 QUOTA: tuple[tuple[str, str, str], ...] = (
     (
-        "ExceedsMaxQuota|maximum capacity",
-        "it asks for more than queue {queue} can ever have ({message})",
-        "cancel it and ask for fewer --hosts, or for another --queue",
+        "WaitingForPreemptedWorkloads|the preemption of|overlapping preemption targets",
+        "jobs that give way to it are saving their checkpoints ({message})",
+        "wait a few minutes",
     ),
     (
-        "LocalQueue doesn't exist|localQueue doesn't exist|LocalQueue .* doesn't exist",
-        "there is no queue {queue} in its namespace",
-        "cancel it and launch it with another --queue: kubectl get localqueues lists them",
+        "WaitingForQuota|insufficient unused quota|no longer fits",
+        "queue {queue} has no quota left for it now ({message})",
+        "wait for other jobs of the team, ask for fewer --hosts, or for another --queue",
     ),
     (
-        "ClusterQueue doesn't exist|clusterQueue doesn't exist",
-        "the ClusterQueue behind {queue} does not exist",
-        "ask the operator: phalanx cluster init --on k8s makes it",
-    ),
-    (
-        "is inactive|is stopped|OnHold|Suspended",
-        "queue {queue} is stopped or not set up ({message})",
-        "ask the operator; kubectl describe clusterqueue says what is missing",
+        "does not contain the requested level|does not support TopologyAware|no requested topology level"
+        "|no topology domains at level",
+        "nodes of queue {queue} have no label that launch.topology names ({message})",
+        "correct launch.topology: kubectl get topologies -o yaml shows the labels; then launch it again",
     ),
     (
         "TopologyPlacementFailed|topology ",
@@ -41,9 +39,9 @@ QUOTA: tuple[tuple[str, str, str], ...] = (
         'wait, set launch.placement = "preferred", or ask for fewer --hosts',
     ),
     (
-        "WaitingForPreemptedWorkloads|preempt",
-        "jobs that give way to it are saving their checkpoints ({message})",
-        "wait a few minutes",
+        "ExceedsMaxQuota|maximum capacity",
+        "it asks for more than queue {queue} can ever have ({message})",
+        "cancel it and ask for fewer --hosts, or for another --queue",
     ),
     (
         "NoMatchingFlavor|flavor .* not found|untolerated taint|node affinity",
@@ -51,9 +49,30 @@ QUOTA: tuple[tuple[str, str, str], ...] = (
         "use another --queue, or ask the operator for a ResourceFlavor that fits",
     ),
     (
+        "LocalQueue doesn't exist|LocalQueue .* doesn't exist|LocalQueue .* is terminating or missing",
+        "there is no queue {queue} in its namespace",
+        "cancel it and launch it with another --queue: kubectl get localqueues lists them",
+    ),
+    (
+        "ClusterQueue doesn't exist|ClusterQueue .* doesn't exist|ClusterQueue .* is terminating or missing"
+        "|ClusterQueue .* not found",
+        "the ClusterQueue behind {queue} does not exist",
+        "ask the operator: phalanx cluster init --on k8s makes it",
+    ),
+    (
+        "Suspended|is inactive|is stopped|OnHold",
+        "queue {queue} is stopped or not set up ({message})",
+        "ask the operator; kubectl describe clusterqueue says what is missing",
+    ),
+    (
         "WaitingForPodsReady",
         "Kueue waits until the pods of an earlier job are ready",
         "wait; phalanx queue shows the jobs before it",
+    ),
+    (
+        "AdmissionGated|Admission is gated",
+        "something else holds it back from Kueue ({message})",
+        "ask whoever set the annotation kueue.x-k8s.io/admission-gated-by",
     ),
     (
         "Misconfigured|Inadmissible",
@@ -61,9 +80,9 @@ QUOTA: tuple[tuple[str, str, str], ...] = (
         "ask the operator; kubectl describe workloads.kueue.x-k8s.io says more",
     ),
     (
-        "WaitingForQuota|insufficient unused quota|Pending|",  # the last: whatever Kueue says otherwise
-        "queue {queue} has no quota left for it now ({message})",
-        "wait for other jobs of the team, ask for fewer --hosts, or for another --queue",
+        "PendingEvaluation|",  # and whatever Kueue says otherwise
+        "Kueue has not admitted it to queue {queue} yet ({message})",
+        "wait a moment; if it stays so, kubectl describe workloads.kueue.x-k8s.io says more",
     ),
 )
 EVICTED = {
@@ -146,13 +165,13 @@ def _why_not_admitted(facts: KubeFacts, word: str) -> tuple[str, str]:
         )
     if facts.workload.get("spec", {}).get("active") is False:
         told = has_condition(facts.workload, "Evicted") or has_condition(facts.workload, "DeactivationTarget") or {}
-        return f"it was deactivated ({_message(told)})", f"phalanx requeue {facts.id} activates it again"
+        reason, cure = _eviction_row(str(told.get("reason") or ""), EVICTED["Deactivated"])
+        return reason.format(message=_message(told)), cure.format(**fill)
     pending = has_condition(facts.workload, "QuotaReserved", "False")
     evicted = has_condition(facts.workload, "Evicted")
     if evicted is not None and (word.startswith("Evicted") or pending is None):
-        reason, cure = EVICTED.get(
-            str(evicted.get("reason")), ("Kueue took its quota away ({message})", "wait, or phalanx requeue {id}")
-        )
+        unknown = ("Kueue took its quota away ({message})", "wait, or phalanx requeue {id}")
+        reason, cure = _eviction_row(str(evicted.get("reason") or ""), unknown)
         return reason.format(message=_message(evicted)), cure.format(**fill)
     if pending is None:
         if has_condition(facts.workload, "QuotaReserved") and not has_condition(facts.workload, "Admitted"):
@@ -167,10 +186,24 @@ def _why_not_admitted(facts: KubeFacts, word: str) -> tuple[str, str]:
             )
         return f"Kueue has not looked at it yet in queue {queue}", "wait a moment"
     message = _message(pending)
-    said = f"{pending.get('reason')} {message}"
+    reason, cure = _quota_row(str(pending.get("reason") or ""), message)
+    return reason.format(message=message, queue=queue), cure.format(queue=queue, id=facts.id)
+
+
+def _eviction_row(said: str, other: tuple[str, str]) -> tuple[str, str]:
+    """The sentence and the cure for Kueue's reason, such as DeactivatedDueToMaximumExecutionTimeExceeded."""
+    whole, _, cause = said.partition("DueTo")
+    return EVICTED.get(cause) or EVICTED.get(whole) or other
+
+
+def _quota_row(said: str, message: str) -> tuple[str, str]:
+    """The sentence and the cure for Kueue's reason and message."""
     for parts, reason, cure in QUOTA:
-        if any(_matches(part, said) for part in parts.split("|")):
-            return reason.format(message=message, queue=queue), cure.format(queue=queue, id=facts.id)
+        if said == parts.split("|")[0]:
+            return reason, cure
+    for parts, reason, cure in QUOTA:
+        if any(_matches(part, f"{said} {message}") for part in parts.split("|")):
+            return reason, cure
     raise AssertionError  # the last row takes everything
 
 

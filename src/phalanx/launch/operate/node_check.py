@@ -114,7 +114,7 @@ def _preflight_node(client: KubeClient, args: argparse.Namespace) -> int:
         print(f"node {args.node} fails its preflight: {'; '.join(one.said for one in found)}", file=sys.stderr)
         return 1
     release_node(client, args.node)
-    print(f"node {args.node} passed its preflight")
+    print(f"node {args.node} passed its preflight", flush=True)  # before it waits
     signal.pause()  # until the DaemonSet takes the pod away
     return 0
 
@@ -151,7 +151,9 @@ def follow_node(
         before = now
         if said != last_message:
             try:
-                client.patch(f"{NODES}/{name}/status", {"status": {"conditions": [_condition(said)]}})
+                # The kubelet's own conditions stay: a node that loses Ready would lose its pods.
+                change = {"status": {"conditions": [_condition(said)]}}
+                client.patch(f"{NODES}/{name}/status", change, keep_lists=True)
                 last_message = said
             except (KubeRefusal, PhalanxError) as error:
                 print(f"node {name}: {error}; told again in {EVERY_S:g} s", file=sys.stderr, flush=True)
