@@ -50,6 +50,8 @@ class PeerCables:
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(5.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def address(self, near: int, far: int) -> Address:
         """Where the peer `near` connects to in order to reach the peer `far`."""
@@ -88,6 +90,7 @@ class PeerCables:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # aborted transports are freed in the loop's next round
 
     def _acceptor(
         self, cable: Cable, target: Callable[[], Address | None]
