@@ -19,7 +19,7 @@ IDS = ("a", "b", "c")
 FAULTS = parse_faults(["kill:peer=3,step=3", "nan:peer=2,step=5"], kinds=PEER_FAULTS)
 SHOTS = [
     Firing(id=0, kind="kill", t_s=3.1, monotonic_s=0.0, rank=3, step=3),
-    Firing(id=1, kind="nan", t_s=4.9, monotonic_s=0.0, rank=2, step=5),
+    Firing(id=1, kind="nan", t_s=4.9, monotonic_s=0.0, rank=2, step=5, note="round 5"),
 ]
 
 
@@ -113,6 +113,12 @@ def repeated(told: Any) -> None:
         exchange(told, peer, 5)["weights"]["a"] *= 2
 
 
+def counted(told: Any) -> None:
+    for peer in IDS[:2]:
+        exchange(told, peer, 5)["dropped"] = {}
+        exchange(told, peer, 5)["weights"]["b"] = 48.0
+
+
 def silent(told: Any) -> None:
     told["a"] = [one for one in told["a"] if one["event"] != "peer"]
 
@@ -132,6 +138,7 @@ def innocent(told: Any) -> None:
         (lost, "nothing committed is lost", "round 7: peer 2 counts other samples"),
         (repeated, "every sample counts once", "step 5 counted 9 of 6 samples"),
         (silent, "dropped peers are named", "kill:peer=3,step=3 was named by nobody"),
+        (counted, "dropped peers are named", "nan:peer=2,step=5: round 5 counts it"),
         (innocent, "dropped peers are named", "round 2 left out peer 1, which did nothing wrong"),
     ],
 )

@@ -16,7 +16,7 @@ from phalanx.train.drill.faults import Fault
 from phalanx.train.drill.machine_faults import BusyCore
 from phalanx.train.drill.peer_cables import Address, PeerCables
 from phalanx.train.slow_links.peer_launch import set_addresses, start_process
-from phalanx.train.slow_links.peer_session import read_session, read_status
+from phalanx.train.slow_links.peer_session import STATUS, peers_folder, read_session, read_status
 from phalanx.units import MINUTE_S, plural
 
 TICK_S = 0.05
@@ -52,7 +52,11 @@ class DrilledPeer:
     def address(self) -> Address | None:
         """Where it listens, once it does."""
         status = read_status(self.run)
-        if not self.is_running or float(status.get("t", 0.0)) < self.since_s - 1.0 or "address" not in status:
+        try:  # the file's own time: the clock of the peer may be wrong on purpose
+            written_s = (peers_folder(self.run) / STATUS).stat().st_mtime
+        except OSError:
+            return None
+        if not self.is_running or written_s < self.since_s or "address" not in status:
             return None
         host, port = status["address"]
         return str(host), int(port)
@@ -265,7 +269,6 @@ class PeerDriver:
 def drilled_peers(runs: Sequence[Run]) -> list[DrilledPeer]:
     """Peers of runs that have their sessions, in order of their numbers."""
     from phalanx.peers.identity import PeerIdentity
-    from phalanx.train.slow_links.peer_session import peers_folder
 
     made = []
     for number, run in enumerate(runs, 1):

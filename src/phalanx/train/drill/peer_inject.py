@@ -32,6 +32,7 @@ class FaultyGroup:
         self._faults = [fault for fault in faults if fault.of.inside and fault.kind != "clock-skew"]
         self._step = -1
         self._late: list[tuple[float, float]] = []  # (until, seconds in every round)
+        self._spoilt: tuple[int, list[Fault]] = (-1, [])  # a round, and what is wrong with each call for it
 
     @property
     def id(self) -> str:
@@ -67,8 +68,10 @@ class FaultyGroup:
         grace_s: float | None = None,
     ) -> RoundResult:
         """The round, with what the faults make of this peer's update."""
+        if vector.size > 1 and self._spoilt[0] != round_number:
+            self._spoilt = (round_number, list(self._due_faults(round_number)))
         understates = False
-        for fault in self._due_faults() if vector.size > 1 else ():
+        for fault in self._spoilt[1] if vector.size > 1 else ():  # asked again for the same round, it is as bad
             match fault.kind:
                 case "slow":
                     self._late.append((time.monotonic() + fault.for_s, fault.sleep_s))
@@ -105,7 +108,7 @@ class FaultyGroup:
         """As the group does."""
         self._group.close()
 
-    def _due_faults(self) -> Iterator[Fault]:
+    def _due_faults(self, round_number: int) -> Iterator[Fault]:
         for fault in list(self._faults):
             if fault.at_s is not None:
                 began_s = firings.drill_clock(self._run)
@@ -114,7 +117,8 @@ class FaultyGroup:
                 is_due = self._step >= (fault.step or 0)
             if is_due:
                 self._faults.remove(fault)
-                if firings.claim_firing(self._run, fault, whom=self._number, rank=self._number, step=self._step):
+                place = {"rank": self._number, "step": self._step, "note": f"round {round_number}"}
+                if firings.claim_firing(self._run, fault, whom=self._number, **place):
                     yield fault
 
 

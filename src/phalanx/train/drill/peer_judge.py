@@ -46,6 +46,7 @@ class PeerFaultOutcome:
     stalled_s: float | None  # until another peer committed a round
     members: int | None  # in that round
     back_s: float | None  # until all that were hit took part in a round again
+    round: int = -1  # whose update was spoilt
 
 
 def rounds_of(records: Sequence[PeerRecord]) -> dict[int, list[tuple[PeerRecord, Event]]]:
@@ -186,6 +187,7 @@ def _outcome(
         stalled_s=after[0][0] - shot.t_s if after else None,
         members=len(after[0][1]["members"]) if after else None,
         back_s=back[0] - shot.t_s if back else None,
+        round=int(shot.note.removeprefix("round ")) if shot.note.startswith("round ") else -1,
     )
 
 
@@ -193,7 +195,8 @@ def _names(event: Event, fault: Fault, ids: set[str], shot: Firing) -> bool:
     if float(event["t"]) < shot.t_s - 1.0:  # a peer fires, then sends; clocks are this machine's
         return False
     if fault.kind in SCREENED:
-        return event["event"] == "exchange" and bool(ids & set(event.get("dropped") or ()))
+        spoilt = event["event"] == "exchange" and f"round {event['round']}" == shot.note
+        return spoilt and bool(ids & set(event.get("dropped") or ()))
     return event["event"] == "peer" and event.get("kind") in NAMED and event.get("peer") in ids
 
 
@@ -209,23 +212,28 @@ def judge_named(
 
     What heals before `dead_after_s` is over (`lasting`, by the text of a fault; 0 is for good) needs no notice.
     """
-    must, late = [], 0
+    rounds, ids = rounds_of(records), {record.number: record.id for record in records}
+    must, late, wrong = [], 0, []
     for one in found:
         if one.kind not in (*SCREENED, *LOSES) or (
             one.kind in ("hang", "partition") and 0.0 < lasting.get(one.fault, 0.0) <= 2 * dead_after_s
         ):
             continue
-        if one.noticed_s is None and one.fired_s > end_s - 2 * dead_after_s:
-            late += 1
+        counted = rounds[one.round][0][1]["weights"].get(ids[one.peers[0]]) if one.round in rounds else None
+        if one.kind in SCREENED and counted:
+            wrong.append(f"{one.fault}: round {one.round} counts it")
+        is_late = one.fired_s > end_s - 2 * dead_after_s
+        if one.noticed_s is None and not counted and (is_late or one.kind in SCREENED):
+            late += 1  # the run ended, or the peer was out of its round for another reason
         else:
             must.append(one)
-    wrong = [f"{one.fault} was named by nobody" for one in must if one.noticed_s is None]
+    wrong += [f"{one.fault} was named by nobody" for one in must if one.noticed_s is None]
     faulty = {number for one in found if one.kind in SCREENED for number in one.peers}
     numbers = {record.id: record.number for record in records}
-    for number, entries in rounds_of(records).items():
+    for number, entries in rounds.items():
         for peer, why in (entries[0][1].get("dropped") or {}).items():
             if numbers.get(peer) not in faulty:
                 wrong.append(f"round {number} left out peer {numbers.get(peer)}, which did nothing wrong: {why}")
     text = f"{len(must) - len(wrong):,} of {plural(len(must), 'fault')} that must be noticed"
-    text += f", {late:,} too late to be judged" if late else ""
+    text += f", {late:,} that nobody had to notice" if late else ""
     return Verdict(name="dropped peers are named", ok=not wrong, evidence=evidence_text(text, wrong))
