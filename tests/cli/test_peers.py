@@ -213,7 +213,7 @@ def test_two_sites_of_two_fsdp_ranks_each_hold_the_same_weights(tmp_path: Path, 
         wait_until(lambda: (north.path / "peers" / "status.json").exists(), "the owner's address")
         made = phalanx.peers.invite(north, "south", out=tmp_path / "south.invitation.json")
         sites.append(start(places[1], "join", str(made.path)))
-        said = [site.communicate(timeout=PATIENCE_S)[0] for site in sites]
+        said = [site.communicate(timeout=2 * PATIENCE_S)[0] for site in sites]
     finally:
         for site in sites:
             site.kill()

@@ -155,8 +155,9 @@ def peer_outcomes(
         fault = by_id[shot.id]
         hit = (shot.rank,) if fault.of.inside else fault.peer
         ids = {record.id for record in records if record.number in hit}
-        others = [record for record in records if record.number not in hit and record.has_true_clock]
-        found.append(_outcome(fault, shot, hit, ids, others))
+        # Of a network that breaks in two either side may be the one that goes on.
+        others = [record for record in records if record.number not in hit or fault.kind == "partition"]
+        found.append(_outcome(fault, shot, hit, ids, [record for record in others if record.has_true_clock]))
     return found
 
 
@@ -164,31 +165,30 @@ def _outcome(
     fault: Fault, shot: Firing, hit: tuple[int, ...], ids: set[str], others: Sequence[PeerRecord]
 ) -> PeerFaultOutcome:
     named = [float(event["t"]) for record in others for event in record.events if _names(event, fault, ids, shot)]
-    rounds = sorted(
-        (
-            (float(event["t"]), event)
-            for record in others
-            for event in record.of("exchange")
-            if float(event["t"]) > shot.t_s
-        ),
-        key=lambda pair: pair[0],
-    )
-    noticed_s = min(named) - shot.t_s if named else None
+    later = [(float(event["t"]), event) for record in others for event in record.of("exchange")]
+    rounds = sorted((pair for pair in later if pair[0] > shot.t_s), key=lambda pair: pair[0])
     gone_s = min(named, default=shot.t_s)
-    back = [t for t, event in rounds if t > gone_s and ids <= set(event["members"])]
-    after = [(t, event) for t, event in rounds if fault.kind not in LOSES or not ids & set(event["members"])]
+    after = [(t, event) for t, event in rounds if _is_without(fault, ids, set(event["members"]))]
+    back = [t for t, event in rounds if t > gone_s and ids < set(event["members"])]
     return PeerFaultOutcome(
         fault=fault.text,
         kind=fault.kind,
         peers=hit,
         fired_s=shot.t_s,
         step=shot.step,
-        noticed_s=noticed_s,
+        noticed_s=min(named) - shot.t_s if named else None,
         stalled_s=after[0][0] - shot.t_s if after else None,
         members=len(after[0][1]["members"]) if after else None,
         back_s=back[0] - shot.t_s if back else None,
         round=int(shot.note.removeprefix("round ")) if shot.note.startswith("round ") else -1,
     )
+
+
+def _is_without(fault: Fault, ids: set[str], members: set[str]) -> bool:
+    """Whether a round is one of those that went on, of a fault that others go on without somebody."""
+    if fault.kind == "partition":
+        return members <= ids or not members & ids
+    return fault.kind not in LOSES or not members & ids
 
 
 def _names(event: Event, fault: Fault, ids: set[str], shot: Firing) -> bool:
@@ -197,7 +197,11 @@ def _names(event: Event, fault: Fault, ids: set[str], shot: Firing) -> bool:
     if fault.kind in SCREENED:
         spoilt = event["event"] == "exchange" and f"round {event['round']}" == shot.note
         return spoilt and bool(ids & set(event.get("dropped") or ()))
-    return event["event"] == "peer" and event.get("kind") in NAMED and event.get("peer") in ids
+    if event["event"] != "peer" or fault.kind not in LOSES:
+        return False
+    if fault.kind == "partition" and event.get("kind") == "no-majority":
+        return True
+    return event.get("kind") in NAMED and (fault.kind == "partition" or event.get("peer") in ids)
 
 
 def judge_named(
