@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from types import TracebackType
 
@@ -94,7 +94,7 @@ class PeerCables:
 
     def _acceptor(
         self, cable: Cable, target: Callable[[], Address | None]
-    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]:
+    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await cable.is_up.wait()
             try:
