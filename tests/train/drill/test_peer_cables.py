@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -60,5 +61,5 @@ def test_what_is_slow_comes_late_and_in_order(ends: tuple[PeerCables, socket.soc
 def test_nobody_listens() -> None:
     with PeerCables({1: lambda: None, 2: lambda: None}) as cables:
         near = socket.create_connection(cables.address(1, 2), timeout=20.0)
-        with near, pytest.raises(ConnectionResetError):
-            near.recv(1)
+        with near, suppress(ConnectionResetError):  # or an ordinary end, as the system likes
+            assert near.recv(1) == b""

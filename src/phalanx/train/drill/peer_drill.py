@@ -329,15 +329,15 @@ def _fault_lines(found: Sequence[PeerFaultOutcome]) -> list[str]:
             for one in found
         ]
         return [f"  {line}" for line in text_table([head, *rows], right=(1, 2, 3, 4, 5))]
-    head = ("fault", "injected", "noticed", "next round at worst", "back at worst")
-    rows = []
+    titles = ("fault", "injected", "noticed", "next round at worst", "back at worst")
+    kinds: list[tuple[str, ...]] = []
     for kind in dict.fromkeys(one.kind for one in found):
         mine = [one for one in found if one.kind == kind]
         noticed = sum(one.noticed_s is not None for one in mine)
         worst = [max((v for v in values if v is not None), default=None) for values in (
             [one.stalled_s for one in mine], [one.back_s for one in mine])]  # fmt: skip
-        rows.append((kind, f"{len(mine)}×", f"{noticed}×", _seconds(worst[0]), _seconds(worst[1])))
-    return [f"  {line}" for line in text_table([head, *rows], right=(1, 2, 3, 4))]
+        kinds.append((kind, f"{len(mine)}×", f"{noticed}×", _seconds(worst[0]), _seconds(worst[1])))
+    return [f"  {line}" for line in text_table([titles, *kinds], right=(1, 2, 3, 4))]
 
 
 def _seconds(value: float | None) -> str:
