@@ -197,11 +197,11 @@ def test_runs_of_a_folder(folder: Path, run: phalanx.Run) -> None:
     assert found[0] == run
     assert repr(found) == "<RunList: 1 run>"
     assert run.name in str(found)
-    assert "\ngone: " not in str(found)
+    assert "\ninterrupted: " not in str(found)
     status = run.status()
     run.set_status("running")  # and no process holds it
     assert str(found).endswith(
-        "\ngone: its processes ended without an error message; phalanx train --resume RUN continues it"
+        "\ninterrupted: its processes ended without an error message; phalanx train --resume RUN continues it"
     )
     run.set_status(status.pop("state"), **status)
     assert "<table>" in found._repr_html_()

@@ -75,5 +75,5 @@ def test_a_run_that_was_left_behind(tmp_path: Path, capsys: Output) -> None:
     run = write_run(tmp_path, steps=10, ranks=2, hosts=1, incidents=0, finished=False)
     assert main(["report", str(run.path), "--markdown", "-"]) == 0
     told = capsys.readouterr().out
-    assert "**gone**, 10 of 20 steps" in told
+    assert "**interrupted**, 10 of 20 steps" in told
     assert "> its processes ended without an error message; phalanx train --resume continues the run" in told
