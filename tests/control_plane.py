@@ -24,7 +24,7 @@ from slurm_cluster import free_ports, wait_for
 
 from phalanx.errors import PhalanxError
 from phalanx.launch.kube.access import read_access
-from phalanx.launch.kube.client import KubeClient, KubeRefusal
+from phalanx.launch.kube.client import KubeClient, KubeRefusal, has_condition
 
 TOKEN = "admin-of-this-test"
 PEOPLE = {"guest-token": "guest", "ada-token": "ada@example.org", "ben-token": "ben@example.org"}
@@ -122,11 +122,16 @@ class ControlPlane:
         """Kinds of JobSet and Kueue, without their controllers."""
         client = self.client()
         root = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+        names: list[str] = []
         for path in paths:
             for document in yaml.safe_load_all(path.read_text()):
                 if document and document["kind"] == "CustomResourceDefinition":
                     document["spec"].pop("conversion", None)  # a webhook that is not here
-                    client.apply(f"{root}/{document['metadata']['name']}", document, manager="test", force=True)
+                    name = f"{root}/{document['metadata']['name']}"
+                    client.apply(name, document, manager="test", force=True)
+                    names.append(name)
+        # A manager that starts before its kinds are served gives up.
+        wait_for(lambda: all(has_condition(client.get(one), "Established") for one in names), "the CRDs")
 
     def make_claim(self, namespace: str) -> None:
         """The claim `runs`, bound to a volume of its own on this machine: pods of the namespace can be placed."""

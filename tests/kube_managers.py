@@ -1,7 +1,8 @@
 """The managers of JobSet and Kueue beside a control plane: processes of this machine, their webhooks on the loopback.
 
 KUBEBUILDER_ASSETS holds them as `jobset-manager` and `kueue-manager`, and their webhook configurations, as their
-projects publish them, as `webhooks/jobset.yaml` and `webhooks/kueue.yaml`.
+projects publish them, as `webhooks/jobset.yaml` and `webhooks/kueue.yaml`. Kueue 0.19 reads tls.crt and tls.key of its
+metrics from /etc/kueue/metrics/certs when it does not make its certificates itself: they must be there.
 """
 
 from __future__ import annotations
