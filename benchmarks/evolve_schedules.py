@@ -10,6 +10,7 @@ and weights after all steps must be equal.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import time
 from typing import Any
@@ -24,6 +25,7 @@ from phalanx.plan.pipeline_order import named_orders
 from phalanx.train.parallel.pipeline import build_schedule
 
 WIDTH, ROWS, MICRO_BATCHES = 32, 4, 8
+LIMIT_S = 90.0
 FORWARD = (1.0, 1.0, 2.0, 1.0)
 
 
@@ -60,6 +62,7 @@ def run_rank(rank: int, orders: tuple[str, ...], unit_s: float, steps: int, port
     """Train for some steps; the last rank answers with losses, all with a sum of their weights."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a rank that waits for ever says where
     dist.init_process_group("gloo", rank=rank, world_size=len(orders))
     layer = SlowLayer(rank, FORWARD[rank] * unit_s)
     like = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
@@ -106,7 +109,7 @@ def measure(orders: tuple[str, ...], unit_s: float, steps: int, port: int) -> tu
     ranks = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(len(orders))]
     for process in ranks:
         process.start()
-    found = sorted(answers.get(timeout=300) for _ in ranks)
+    found = sorted(answers.get(timeout=LIMIT_S + 30) for _ in ranks)
     for process in ranks:
         process.join()
     times = sorted(found[-1][2][1:])

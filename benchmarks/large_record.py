@@ -8,8 +8,10 @@ the same bytes, since 16,384 hosts x 10,000 steps are 75 GB. The second rank tha
 events with the number of another rank are damage, and looked at one by one. Each command runs in a process of its own,
 as a person types it; the page cache is as it is. `--before SRC` measures another state of the sources (a folder `src`)
 in turn with this one: on a busy machine both then have the same neighbours. `--stray N` adds N event files of ranks
-that the run never had. `--per-host 8` writes one file for 8 ranks each instead; their bytes cannot be shared, so use
-fewer steps.
+that the run never had. `--per-host 8` writes one file for 8 ranks each instead (`--hosts` counts ranks, then); their
+bytes cannot be shared, so use fewer steps, or `--holes`: every 512th rank is written whole, of the others what the
+heads of extents say, the index, and of the events the beginning and the last 32 kB; 131,072 ranks x 10,000 steps would
+be 1 TB. `--without-tables` removes the rank tables of hosts, as in a run of 0.7.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from synthetic import make_plan  # tests/synthetic.py
 from phalanx.io.toml import to_toml
 from phalanx.job.load import job_to_dict
 from phalanx.plan.plan import Plan
+from phalanx.record.archive.event_index import HEAD_BYTES, SIZE, newest_in_tails
 from phalanx.record.events import EventWriter
 from phalanx.record.host_extents import HostStream
 from phalanx.record.run import Run
@@ -52,13 +55,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--stray", type=int, default=0)
     parser.add_argument("--per-host", type=int, default=0)
+    parser.add_argument("--holes", action="store_true", help="of most ranks, not all events are written")
+    parser.add_argument("--without-tables", action="store_true", help="remove the rank tables of hosts first")
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--before", type=Path, help="sources to compare with")
     parser.add_argument("--times", type=int, default=1, help="measurements of each, of which the least is told")
     args = parser.parse_args()
     run = Run(path=args.folder / f"large-record-{args.hosts}-{args.per_host}")
     if not run.path.is_dir():
-        make_record(run, hosts=args.hosts, steps=args.steps, per_host=args.per_host)
+        make_record(run, hosts=args.hosts, steps=args.steps, per_host=args.per_host, has_holes=args.holes)
+    if args.without_tables:
+        for path in run.path.glob("events-host-*.ranks"):
+            path.unlink()
     for rank in range(args.hosts, args.hosts + args.stray):
         if not run.events(rank).exists():
             os.link(run.events(0), run.events(rank))
@@ -84,7 +92,7 @@ def main() -> None:
             shutil.rmtree(run.path)
 
 
-def make_record(run: Run, *, hosts: int, steps: int, per_host: int = 0) -> None:
+def make_record(run: Run, *, hosts: int, steps: int, per_host: int = 0, has_holes: bool = False) -> None:
     """A run that is done, with a rank for every host, or with `per_host` ranks in each file."""
     (run.path / "logs").mkdir(parents=True)
     plan = make_plan(ranks=hosts, steps=steps, hosts=hosts)
@@ -101,7 +109,7 @@ def make_record(run: Run, *, hosts: int, steps: int, per_host: int = 0) -> None:
     if not per_host and hosts > 1:
         _write_rank(run, steps, rank=hosts // 2)
     if per_host:
-        share_files(run, hosts, per_host)
+        share_files(run, hosts, per_host, has_holes=has_holes)
     for rank in range(1, 0 if per_host else hosts):
         if rank != hosts // 2:
             os.link(run.events(0), run.events(rank))
@@ -109,20 +117,56 @@ def make_record(run: Run, *, hosts: int, steps: int, per_host: int = 0) -> None:
     run.set_status("done", exit_code=0, message="")
 
 
-def share_files(run: Run, ranks: int, per_host: int) -> None:
+WHOLE_EVERY, LAST_BYTES = 512, 32_768  # with holes: ranks that are written whole, and what is written of others
+
+
+class HoleStream(HostStream):
+    """Takes extents as they are taken, and writes only what begins and ends a session."""
+
+    def write_ends(self, data: bytes) -> None:
+        """Append, most of it as holes."""
+        real = os.pwrite
+        done = 0
+
+        def pwrite(file: int, some: bytes, at: int) -> int:
+            is_data = len(some) > 1024
+            if is_data and done > 0 and done + len(some) < len(data) - LAST_BYTES:
+                return len(some)
+            return real(file, some, at)
+
+        os.pwrite = pwrite
+        try:
+            while done < len(data):
+                done += self.write(data[done:])
+        finally:
+            os.pwrite = real
+
+
+def share_files(run: Run, ranks: int, per_host: int, *, has_holes: bool = False) -> None:
     """The events and the index of rank 0 as those of every rank, in files of hosts."""
     own = run.events(0)
     events, index = own.read_bytes(), own.with_suffix(".index").read_bytes()
     own.unlink()
     own.with_suffix(".index").unlink()
+    newest = newest_in_tails([index[HEAD_BYTES:][-4 * SIZE :]]).tobytes()
     for rank in range(ranks):
-        stream = HostStream(run.host_events(f"host-{rank // per_host:05d}"), rank=rank, generation=1)
+        stream = HoleStream(run.host_events(f"host-{rank // per_host:05d}"), rank=rank, generation=1)
         beside = stream.open_index()
-        for into, data in ((stream, events), (beside, index)):
-            done = 0
-            while done < len(data):
-                done += into.write(data[done:])
-            into.close()
+        if has_holes and rank % WHOLE_EVERY:
+            stream.write_ends(events)
+        else:
+            write_all(stream, events)
+        write_all(beside, index)
+        stream.note_block(newest)
+        beside.close()
+        stream.close()
+
+
+def write_all(stream: HostStream, data: bytes) -> None:
+    """Append all of it."""
+    done = 0
+    while done < len(data):
+        done += stream.write(data[done:])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +187,9 @@ class Measured:
 def measure(words: list[str], source: Path) -> Measured:
     """Seconds and memory of a process."""
     began_s = time.perf_counter()
-    environ = {**os.environ, "PYTHONPATH": str(source)}
+    # As installed: modules are compiled once. A shell may say that they never are (PYTHONDONTWRITEBYTECODE).
+    environ = {**os.environ, "PYTHONPATH": str(source), "PYTHONPYCACHEPREFIX": f"/tmp/large-record-{os.getuid()}"}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
     process = subprocess.Popen(
         [sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ
     )

@@ -1,9 +1,10 @@
 """Does a law fitted to small budgets predict the largest? A sweep, its largest budget left out of the fit.
 
-    python benchmarks/scaling_sweep.py                            30 runs on CPU cores, up to 0.5M parameters
-    python benchmarks/scaling_sweep.py --preset gpu --minutes 8   30 runs on a GPU, 10M to 150M parameters
+    python benchmarks/scaling_sweep.py                            30 runs on CPU cores, up to 0.2M parameters
+    python benchmarks/scaling_sweep.py --preset gpu               30 runs on a GPU, 10M to 90M parameters, to fit
+    python benchmarks/scaling_sweep.py --preset gpu-left-out      beside it: 3 runs of a budget four times as large
     python benchmarks/scaling_sweep.py --preset tiny              the same path in about a minute
-    python benchmarks/scaling_sweep.py --table points.csv         only the fit, of a table that is there
+    python benchmarks/scaling_sweep.py --table fit.csv --table left-out.csv    only the fit, of tables that are there
 
 `--minutes` ends the sweep in time: runs in the middle are saved, and the same command goes on. `--copy FOLDER` gets the
 table, the result and state.json; with `--state state.json` another machine goes on from the runs that are done.
@@ -21,6 +22,7 @@ import re
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -51,17 +53,25 @@ class Preset:
 PRESETS = {
     "cpu": Preset(
         job=HERE.parent / "examples" / "scaling.toml",
-        budgets="2.5e10..2.5e11",
-        tokens_per_parameter=2.5,
-        overrides=("batch.global_tokens=256",),
+        budgets="6e10..6e11",
+        tokens_per_parameter=12,
+        spread=2.2,
     ),
-    # The last budget is four times the one before. 10M to 150M in minutes leaves 0.1 tokens per parameter.
+    # 10M to 150M in minutes leaves a few hundredths of a token per parameter.
     "gpu": Preset(
         job=HERE / "data" / "scaling-gpu.toml",
-        budgets="4e14,6e14,8e14,1.1e15,4.4e15",
-        tokens_per_parameter=0.118,
-        spread=1.9,
-        parallel=8,
+        budgets="1.2e14..1.2e15",
+        tokens_per_parameter=0.07,
+        spread=1.7,
+        parallel=12,
+    ),
+    "gpu-left-out": Preset(
+        job=HERE / "data" / "scaling-gpu.toml",
+        budgets="4.8e15",
+        tokens_per_parameter=0.07,
+        sizes=3,
+        spread=1.4,
+        parallel=3,
     ),
     "tiny": Preset(
         job=HERE.parent / "examples" / "scaling.toml",
@@ -74,10 +84,18 @@ PRESETS = {
 }
 
 
-def predict_left_out(table: Path, *, method: str) -> list[dict[str, float]]:
+def read_tables(tables: Sequence[Path]) -> list[dict[str, str]]:
+    """The rows of all of them."""
+    rows: list[dict[str, str]] = []
+    for one in tables:
+        with one.open(newline="") as file:
+            rows += csv.DictReader(file)
+    return rows
+
+
+def predict_left_out(tables: Sequence[Path], *, method: str) -> list[dict[str, float]]:
     """Each run of the largest budget: measured, predicted without it, and the 80 % interval."""
-    with table.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["status"] == "done"]
+    rows = [row for row in read_tables(tables) if row["status"] == "done"]
     largest = max(float(row["budget"]) for row in rows)
     known, asked = (
         [row for row in rows if (float(row["budget"]) == largest) == is_asked] for is_asked in (False, True)
@@ -222,23 +240,26 @@ def main() -> None:
     parser.add_argument("--copy", type=Path, help="folder that gets points.csv, state.json and the result")
     parser.add_argument("--state", type=Path, help="state.json of an earlier call on another machine")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--table", type=Path, help="fit this table; train nothing")
+    parser.add_argument("--table", type=Path, action="append", help="fit this table; train nothing; may be repeated")
     parser.add_argument("--fit", default="vpnls")
     parser.add_argument("--write", type=Path, help="folder for the dated result")
     options = parser.parse_args()
-    table = options.table or train_grid(options, PRESETS[options.preset])
+    tables = options.table or [train_grid(options, PRESETS[options.preset])]
     if options.dry_run:
         return
-    with table.open(newline="") as file:
-        left = sum(row["status"] not in ("done", "diverged") for row in csv.DictReader(file))
-    if left:
+    rows = read_tables(tables)
+    if left := sum(row["status"] not in ("done", "diverged") for row in rows):
         raise SystemExit(f"{left} runs are missing: repeat the command")
+    if len({row["budget"] for row in rows}) < 3:
+        print(f"no fit: {tables[0]} holds too few budgets; give both tables with --table")
+        return
     used = os.times()
     processor_s = used.user + used.system + used.children_user + used.children_system
     took = "" if options.table else f", {time.monotonic() - BEGAN:.0f} s, {processor_s:.0f} s of processor time"
-    preset = f" --preset {options.preset}" if not options.table else f" --table {options.table.name}"
+    named = "".join(f" --table {one.name}" for one in options.table or ())
+    preset = named or f" --preset {options.preset}"
     text = result_text(
-        predict_left_out(table, method=options.fit), command=f"python benchmarks/scaling_sweep.py{preset}", took=took
+        predict_left_out(tables, method=options.fit), command=f"python benchmarks/scaling_sweep.py{preset}", took=took
     )
     print(text)
     name = f"{date.today()}-scaling-sweep-{options.preset}.md"

@@ -92,6 +92,8 @@ MODES = {
     "step": (SyncSettings(mode="target-batch"), 12),
     "h20": (SyncSettings(mode="diloco", inner_steps=20), 81),
     "h20-int8": (SyncSettings(mode="diloco", inner_steps=20, codec="int8"), 81),
+    "step-int8": (SyncSettings(mode="target-batch", codec="int8"), 12),
+    "h20-sparse": (SyncSettings(mode="diloco", inner_steps=20, codec="topk-2bit"), 81),
 }
 
 
@@ -191,7 +193,7 @@ def _pause(net: SlowNetwork, mode: str, folder: Path, pause_s: float) -> list[li
     allowed.save(folder / "allowed.json")
     sync, _ = MODES[mode]
     spec = {"folder": str(folder), "addresses": net.addresses, "codec": sync.codec, "values": _model_values(),
-            "pause_s": pause_s, "steps": 1 if mode == "step" else sync.inner_steps}  # fmt: skip
+            "pause_s": pause_s, "steps": 1 if sync.mode == "target-batch" else sync.inner_steps}  # fmt: skip
     processes = [
         net.start(
             side, [sys.executable, __file__, "--peer", json.dumps({**spec, "side": side})], stdout=subprocess.PIPE

@@ -5,7 +5,7 @@ nice -n 5 python benchmarks/slow_links_quality.py [--seeds 0,1,2] [--steps 400] 
 All workers in one process, one after the other, so that it runs on two cores. The arithmetic between them is the
 product's own, the same code that peers run: `peers.attempt.Attempt` encodes, sums in shares and decodes what every
 worker sends (with `peers.codecs.Sender` for what codecs lose), and `OuterOptimizer` of `train.slow_links` applies it.
-Only sockets are left out. The model is a byte-level transformer of about 0.25M parameters, inner optimizer AdamW.
+Only sockets are left out. The model is a byte-level transformer of about 0.07M parameters, inner optimizer AdamW.
 
     synchronous        gradients averaged at every step, fp32; the same with int8
     diloco             synchronous for 20 % of the steps (the product's default), then H = 20; the same with int8
@@ -40,12 +40,12 @@ from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.slow_links.outer_optimizer import OuterOptimizer
 
 WORKERS, SEQUENCES, LENGTH = 4, 8, 64  # sequences of each worker and step; bytes of a sequence
-WIDTH, LAYERS, HEADS = 96, 2, 4
-LEARNING_RATE, WARM_UP = 3e-3, 20
+WIDTH, LAYERS, HEADS = 64, 1, 4
+LEARNING_RATE, WARM_UP = 2e-3, 20
 INNER_STEPS, SYNCHRONOUS = 20, 0.2
 OUTER_LEARNING_RATE, OUTER_MOMENTUM = 0.7, 0.9
 TOP_SHARE, FEEDBACK = 0.03, 0.95
-HELD_OUT = 256  # sequences that are scored
+HELD_OUT = 2048  # sequences that are scored
 CASES = ("synchronous", "synchronous int8", "diloco", "diloco int8", "sparse")
 
 

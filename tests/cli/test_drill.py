@@ -281,6 +281,28 @@ def test_a_job_that_shrinks_computes_what_its_replay_computes(drill: Drill, tmp_
 
 
 @pytest.mark.slow
+def test_a_replica_that_is_left_out_computes_what_its_replay_computes(drill: Drill, tmp_path: Path) -> None:
+    """Three replicas, one of them out for some steps: two numbers have one sum, so every bit is compared."""
+    replicas = {
+        "batch.global_tokens": "384",
+        "cluster.spec": '"local-cpu:3"',
+        "parallel.shard": "1",
+        "parallel.zero": "0",
+        "fault.on_loss": '"leave-out"',
+    }
+    settings = [word for key, value in replicas.items() for word in ("--set", f"{key}={value}")]
+    code, told = drill(
+        "job.toml", *settings, "--runs", str(tmp_path / "runs"), "--steps", "30", "--fault", "kill:rank=2,step=4",
+    )  # fmt: skip
+    result = told["result"]
+    assert (code, failed(result)) == (0, [])
+    [outcome] = result["outcomes"]
+    assert (outcome["rank"], outcome["source"], outcome["world"]) == (2, "left out", 2)
+    [replay] = [one for one in result["verdicts"] if one["name"] == "equal to a fault-free replay"]
+    assert "digests compared" in replay["evidence"]
+
+
+@pytest.mark.slow
 def test_a_lost_host_with_the_coordinator_on_it(drill: Drill, tmp_path: Path) -> None:
     code, told = drill(
         "job.toml", "--hosts", "2", "--fault", "host:host=0,step=5", "--steps", "16", "--runs", str(tmp_path / "runs"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -63,16 +61,12 @@ def test_mistakes_are_one_sentence(call: list[str], said: str, capsys: pytest.Ca
 
 
 def test_ctrl_c_keeps_the_archive(tmp_path: Path) -> None:
-    archive = tmp_path / "plans.jsonl"
+    """The proposer that the search waits for sends it, so that it comes in the middle of a batch."""
+    archive, proposer = tmp_path / "plans.jsonl", tmp_path / "proposer.py"
+    proposer.write_text("import os, signal\nos.kill(os.getppid(), signal.SIGINT)\nsignal.pause()\n")
     call = [sys.executable, "-m", "phalanx", "evolve", "plans", JOB, "--cluster", "8xH100:2", "--archive", str(archive)]
-    process = subprocess.Popen([*call, "--evaluations", "100000"], stdout=subprocess.PIPE, text=True)
-    until_s = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < until_s:
-        if archive.exists() and archive.read_bytes().count(b"\n") > 30:
-            break
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "interrupted: nothing is lost; the same command goes on from the archive" in out
+    call += ["--evaluations", "300", "--proposer", f"{sys.executable} {proposer}"]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 130, done.stderr
+    assert "interrupted: nothing is lost; the same command goes on from the archive" in done.stdout
     assert json.loads(archive.read_text().splitlines()[-1])["genome"]

@@ -198,6 +198,38 @@ def test_a_trial_is_stopped_and_resumed(tmp_path: Path, data: Path, capsys: pyte
     assert len(json.loads(capsys.readouterr().out)["members"]) == 2
 
 
+def test_two_sites_of_two_fsdp_ranks_each_hold_the_same_weights(tmp_path: Path, data: Path) -> None:
+    """Rank 0 of each site speaks for its mesh: every round has one digest, and both score alike at the end."""
+    job = write_job(tmp_path, data, steps=6, sync='peers = 2\ninner_steps = 2\nsynchronous_steps = 2\ncodec = "int8"')
+    text = job.read_text().replace("target-batch", "diloco").replace("global_sequences = 6", "global_sequences = 8")
+    text = text.replace("local-cpu:1", "local-cpu:2").replace("tokens = 576", "tokens = 768")
+    job.write_text(text.replace('mode = "fixed"', 'mode = "fixed"\nshard = 2\nzero = 3'))
+    places = [tmp_path / name for name in ("north", "south")]
+    for place in places:
+        place.mkdir()
+    sites = [start(places[0], "start", str(job))]
+    try:
+        north = only_run(places[0])
+        wait_until(lambda: (north.path / "peers" / "status.json").exists(), "the owner's address")
+        made = phalanx.peers.invite(north, "south", out=tmp_path / "south.invitation.json")
+        sites.append(start(places[1], "join", str(made.path)))
+        said = [site.communicate(timeout=2 * PATIENCE_S)[0] for site in sites]
+    finally:
+        for site in sites:
+            site.kill()
+            site.communicate()
+    assert [site.returncode for site in sites] == [0, 0], said
+    runs = [north, only_run(places[1])]
+    assert [run.world() for run in runs] == [2, 2]
+    rounds = [{one["round"]: one["digest"] for one in events(run, "exchange")} for run in runs]
+    assert rounds[0] == rounds[1]
+    kinds = [one["kind"] for one in events(north, "exchange")]
+    assert kinds == ["meet", "gradient", "gradient", "weights", "weights"]
+    assert all(len(one["members"]) == 2 for one in events(north, "exchange"))
+    losses = [events(run, "evaluate")[-1]["loss"] for run in runs]
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import struct
 import tomllib
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +38,37 @@ def test_fit_writes_json_and_pictures(fitted: Path) -> None:
     assert found["diagnostics"]["starts_agreeing"] > 0.9
     for name in ("isoflop", "residuals", "frontier"):
         assert (fitted.parent / "plots" / f"{name}.svg").read_text().startswith("<svg xmlns=")
+        assert png_size((fitted.parent / "plots" / f"{name}.png").read_bytes()) == (1280, 488)
+
+
+def png_size(data: bytes) -> tuple[int, int]:
+    """Width and height, from the header; the pixels must decode."""
+    assert data.startswith(b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR")
+    pixels, at = b"", 8
+    while at < len(data):
+        length, kind = struct.unpack(">I4s", data[at : at + 8])
+        if kind == b"IDAT":
+            pixels += data[at + 8 : at + 8 + length]
+        at += length + 12
+    width, height = struct.unpack(">II", data[16:24])
+    assert len(set(zlib.decompress(pixels))) > 50  # lines, dots and letters, not one colour
+    return width, height
+
+
+def test_all_pictures_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text(rows_of(GRID))
+    call = ["scale", "fit", str(table), "--draws", "0", "--plots"]
+    assert main([*call, str(tmp_path / "law.png")]) == 0
+    assert png_size((tmp_path / "law.png").read_bytes())[0] == 1280
+    assert main([*call, str(tmp_path / "law.svg")]) == 0
+    assert (tmp_path / "law.svg").read_text().count("<svg ") == 3  # the frame and two plots: no IsoFLOP curves here
+    assert f"wrote {tmp_path / 'law.svg'}" in capsys.readouterr().err
+    monkeypatch.setattr("phalanx.io.png_plot.has_pillow", lambda: False)
+    assert main([*call, str(tmp_path / "other.png")]) == 2
+    assert "pip install 'phalanx[png]'" in capsys.readouterr().err
+    assert main([*call, str(tmp_path / "folder")]) == 0
+    assert "no PNG: pip install 'phalanx[png]'" in capsys.readouterr().err
 
 
 def test_allocate_plans_and_writes_a_job(fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +119,10 @@ def test_predict_warns_above_the_band(fitted: Path, tmp_path: Path, capsys: pyte
         (rows_of(GRID).replace("loss\n", "loss\n1e9,1e10,nan\n"), 'loss = "nan" is not a positive number'),
         (rows_of(GRID) + "1e7,1e9,3.5\n", "repeats line 2"),
         ("params,tokens,loss\n" + "".join(f"{n},{d},{n * d / 1e19 + 2}\n" for n, d in GRID), "rise with compute"),
+        ("params,tokens,loss\n" + "".join(f"{n},{d},2.5\n" for n, d in GRID), "losses do not fall with compute"),
+        (rows_of(GRID) + "1e9,,2.2\n", "write it as 125000000 or 1.25e8"),
+        (rows_of(GRID) + "1e9,1e10,2,2\n", "has 4 values, but the header names 3 columns"),
+        ("\n", "is empty"),
         (rows_of(GRID, "params,tokens,los"), 'has no column "loss"'),
         (
             "params,tokens,loss,data\n" + "".join(f"{n},{d},3,{k % 2}\n" for k, (n, d) in enumerate(GRID)),
@@ -97,6 +135,19 @@ def test_bad_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: st
     table.write_text(text)
     assert main(["scale", "fit", str(table)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_flops_in_another_unit_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "t.csv"
+    rows = rows_of(GRID).splitlines()[1:]
+    lines = [f"{row},{6e-15 * n * d}" for row, (n, d) in zip(rows, GRID, strict=True)]
+    table.write_text("\n".join(["params,tokens,loss,flops", *lines]) + "\n")
+    assert main(["scale", "fit", str(table), "--draws", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "the column flops is 1e-15 times 6·N·D" in said
+    assert "With ten times the compute of the largest run" in said  # the page ends with the answer
+    assert "predicted from the others, was off by 0.0 % on average" in said.splitlines()[-1]
+    assert main(["scale", "fit", str(table), "--drop-highest", "-3"]) == 2
 
 
 def test_rows_in_any_order_are_one_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,6 @@ benchmarks/evolve_plans.py does the same with large spaces and ten seeds.
 
 from __future__ import annotations
 
-from itertools import islice
-from statistics import median
-
 import numpy as np
 import pytest
 
@@ -21,6 +18,7 @@ from phalanx.plan.request import request_from_job
 from phalanx.plan.search import search_layouts
 
 JOB = "examples/llama-3-8b-64xH100.toml"
+EVALUATIONS = 200
 
 
 def make_problem(cluster, overrides=(), inner_steps=(50,)):
@@ -30,23 +28,30 @@ def make_problem(cluster, overrides=(), inner_steps=(50,)):
 
 
 def test_a_small_space_against_all_of_it():
-    problem = make_problem("8xH100:2", ["batch.global_sequences=16", "parallel.context=1"])
-    best, every = {}, problem.all_genomes()
-    plans = 0
-    while part := list(islice(every, 4000)):
-        plans += len(part)
-        for outcome in problem.evaluate(part):
-            if outcome.fitness is not None:
-                cell = cell_of(problem.axes, outcome.place)
-                best[cell] = max(best.get(cell, 0.0), outcome.fitness)
+    """How good it is on large spaces is measured in benchmarks/; here it must beat chance, and never the truth."""
+    problem = make_problem("8xH100:2", ["batch.global_sequences=16", "parallel.context=1", "parallel.tensor=2"])
+    genomes = list(problem.all_genomes())
+    outcomes = problem.evaluate(genomes)
+    best = best_of_cells(problem, outcomes)
+    drawn = np.random.default_rng(1).choice(len(genomes), EVALUATIONS, replace=False)
+    chance = best_of_cells(problem, [outcomes[one] for one in drawn])
     with open_archive(None, problem) as writer:
-        run_search(problem, writer, evaluations=800, seed=0)
+        run_search(problem, writer, evaluations=EVALUATIONS, seed=0)
     found = {cell: writer.archive.entries[one].fitness for cell, one in writer.archive.elites.items()}
-    assert plans > 2000
+    assert len(genomes) >= 4 * EVALUATIONS
     assert set(found) <= set(best)
-    assert max(found.values()) >= 0.99 * max(best.values())
-    assert len(found) >= 0.85 * len(best)
-    assert median(found[cell] / best[cell] for cell in found) >= 0.97
+    assert all(found[cell] <= best[cell] * (1 + 1e-12) for cell in found)
+    assert sum(found.values()) > sum(chance.values())
+    assert max(found.values()) >= max(chance.values())
+
+
+def best_of_cells(problem, outcomes):
+    best = {}
+    for outcome in outcomes:
+        if outcome.fitness is not None:
+            cell = cell_of(problem.axes, outcome.place)
+            best[cell] = max(best.get(cell, 0.0), outcome.fitness)
+    return best
 
 
 def test_the_planner_agrees():

@@ -85,7 +85,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
 
 def test_files_are_per_host(both: tuple[Run, Run]) -> None:
     names = sorted(path.name for path in both[1].path.glob("events-*"))
-    wanted = [f"events-host-host-{number}.{end}" for number in (0, 1) for end in ("index", "jsonl")]
+    wanted = [f"events-host-host-{number}.{end}" for number in (0, 1) for end in ("index", "jsonl", "ranks")]
     assert names == wanted
     assert session_counts(both[1].path).by_rank == {0: 2, 1: 2, 2: 2, 3: 2}
 

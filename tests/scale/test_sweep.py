@@ -81,6 +81,7 @@ def test_shapes_come_near_the_size_in_the_proportions_of_the_job(job: Job, wante
     assert 1 / 1.35 < count_parameters(found).total / wanted < 1.35
     assert found.hidden == found.heads * found.head_dim
     assert found.heads % found.kv_heads == 0
+    assert found.layers >= 2
     assert found.ffn / found.hidden == pytest.approx(3, rel=0.2)
     assert (found.vocab, found.tied) == (job.model.vocab, job.model.tied)
 
@@ -117,8 +118,11 @@ def test_mup_carries_the_learning_rate_over_and_step_law_lowers_it(job: Job) -> 
     size = count_parameters(large).total - count_parameters(large).embedding
     assert lr == pytest.approx(1.78 * size**-0.712 * 1e10**0.307)
     assert batch == pytest.approx(0.57 * 1e10**0.571)
-    scaled = replace(job, scale=Scale(parametrization="mup", base_width=128))
-    assert learning_rate_and_batch(scaled, large, 1e10) == (job.optim.lr, job.batch.global_tokens)
+    scaled = replace(job, scale=Scale(parametrization="mup", base_width=128), data=replace(job.data, tokens=10**9))
+    assert learning_rate_and_batch(scaled, large, 1e9) == (job.optim.lr, job.batch.global_tokens)
+    lr, batch = learning_rate_and_batch(scaled, large, 1e10)  # muP knows of widths, not of longer training
+    assert lr == pytest.approx(job.optim.lr * 10**0.307)
+    assert batch == pytest.approx(job.batch.global_tokens * 10**0.571)
 
 
 def test_the_digest_is_of_what_decides_a_run(job: Job) -> None:
@@ -140,7 +144,7 @@ def test_the_digest_is_of_what_decides_a_run(job: Job) -> None:
         ({"sizes": 1}, "a curve with fewer than three sizes has no lowest point"),
         ({"method": "guess"}, "use isoflop or wsd"),
         ({"budgets": "1e8,2e8"}, "but no shape comes close"),
-        ({"budgets": "1e13,2e13", "sizes": 60}, "different shapes"),
+        ({"budgets": "1e12,2e12", "sizes": 100}, "different shapes"),
         ({"budgets": "1e11,2e11", "tokens_per_parameter": 0.011}, "steps of one sequence"),
         ({"parallel": 0}, "--parallel 0"),
     ],

@@ -46,22 +46,42 @@ def test_without_noise_the_surface_is_exact() -> None:
 
 
 def test_coverage_and_errors_on_off_centre_grids_with_unequal_exponents() -> None:
-    """72 noisy surfaces: the binomial error of a share of 80 % is 4.7 points."""
+    """Shares of 120 noisy surfaces whose five true numbers lie in their 80 % intervals.
+
+    The binomial error of one share is 3.7 points; of all five together, which go along with each other, about 2.
+    Intervals a fifth narrower hold 69 %, a fourth wider 89.
+    """
     rng = np.random.default_rng(7)
     hits, errors = [], []
-    for repeat in range(24):
+    for repeat in range(40):
         for law in SURFACES:
-            offset = (1.0, 3.0, 1 / 3)[repeat % 3]
-            params, tokens, loss = sweep(law, rng, offset=offset, noise=(0.002, 0.006)[repeat % 2])
-            found = fit_surface(params, tokens, loss, method="vpnls", draws=100, rng=rng, starts=1, profile=False)
-            inside = estimate_interval(found.law.exponent, np.array([one.exponent for one in found.draws]))
-            assert inside.low is not None
-            assert inside.high is not None
-            hits.append(inside.low <= law.exponent <= inside.high)
+            params, tokens, loss = sweep(
+                law,
+                rng,
+                budgets=(3, 4, 5)[repeat % 3],
+                sizes=(6, 8)[repeat % 2],
+                offset=(1.0, 3.0, 1 / 3)[repeat // 2 % 3],
+                noise=(0.001, 0.003, 0.01)[repeat // 3 % 3],
+            )
+            found = fit_surface(params, tokens, loss, method="vpnls", draws=100, rng=rng, starts=0, profile=False)
+            drawn = np.array([known_numbers(one) for one in found.draws])
+            wanted = known_numbers(law)
+            inside = [
+                estimate_interval(value, drawn[:, place])
+                for place, value in enumerate(np.median(drawn, axis=0).tolist())
+            ]
+            hits.append([one.low <= true <= one.high for one, true in zip(inside, wanted, strict=True)])  # type: ignore[operator]
             errors.append(abs(found.law.exponent / law.exponent - 1.0))
-    assert 0.68 <= np.mean(hits) <= 0.92
+    shares = np.mean(hits, axis=0)
+    assert 0.75 <= shares.mean() <= 0.85
+    assert (np.abs(shares - 0.8) <= 0.1).all()
     assert np.exp(np.mean(np.log(errors))) <= 0.011
     assert max(errors) <= 0.34
+
+
+def known_numbers(law: Surface) -> list[float]:
+    """E, α, β, a, and the loss of the best model ten times beyond the sweep."""
+    return [law.E, law.alpha, law.beta, law.exponent, law.loss(*law.optimum(1e22))]
 
 
 def points_of(params: np.ndarray, tokens: np.ndarray, loss: np.ndarray, unique: np.ndarray) -> ScalingPoints:

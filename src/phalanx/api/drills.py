@@ -20,6 +20,7 @@ from phalanx.units import MINUTE_S, format_seconds, plural
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
     from phalanx.train.drill.faults import Fault
+    from phalanx.train.drill.peer_drill import PeerDrillResult
     from phalanx.train.drill.perform import DrillResult as DrillOutcome
     from phalanx.train.drill.perform import DrillSettings
     from phalanx.train.drill.schedule import SuitePart
@@ -45,6 +46,7 @@ class DrillCall:
     minutes: float = 0.0
     hosts: int = 1
     spares: int = 0
+    peers: int = 0
     steps: int = 0
     cluster: str | None = None
     overrides: tuple[str, ...] = ()
@@ -60,7 +62,7 @@ class DrillCall:
 class DrillPage(PublicResult):
     """What the faults did to a run, the verdicts, and the signed record."""
 
-    outcome: DrillOutcome
+    outcome: DrillOutcome | PeerDrillResult
     record: Path
 
     @property
@@ -70,8 +72,10 @@ class DrillPage(PublicResult):
 
     def __str__(self) -> str:
         from phalanx.train.drill.drill_report import render_drill
+        from phalanx.train.drill.peer_drill import PeerDrillResult
 
-        return f"{render_drill(self.outcome)}\nrecord: {self.record}"
+        text = str(self.outcome) if isinstance(self.outcome, PeerDrillResult) else render_drill(self.outcome)
+        return f"{text}\nrecord: {self.record}"
 
     def to_dict(self) -> dict[str, Any]:
         """Verdict, record and everything behind it."""
@@ -93,6 +97,7 @@ def drill(
     minutes: float = 0.0,
     hosts: int = 1,
     spares: int = 0,
+    peers: int = 0,
     steps: int = 0,
     cluster: str | None = None,
     overrides: Overrides = (),
@@ -109,6 +114,9 @@ def drill(
     `chaos` draws faults at random moments for so many `minutes`, `rate` of them a minute. This machine plays `hosts`
     hosts with `spares` spare slots. The run is repeated without faults to compare digests, unless `replay` is False.
     The record is signed; one in which every verdict holds is also kept where `check` finds it.
+
+    With `peers` this machine plays so many peers of a job with a [sync] section; faults then hit peers, as
+    "partition:peer=3+4,step=8", and every committed round is compared over all of them instead of with a replay.
 
     >>> page = drill("job.toml", "kill:rank=1,step=5", hosts=2)  # doctest: +SKIP
     >>> page.ok  # doctest: +SKIP
@@ -139,6 +147,7 @@ def drill(
         minutes=minutes,
         hosts=hosts,
         spares=spares,
+        peers=peers,
         steps=steps,
         cluster=cluster,
         overrides=_with_sharing(overrides, ranks_per_gpu),
@@ -151,6 +160,10 @@ def drill(
     )
     _check_ranges(call)
     _refuse_launcher()
+    if peers:
+        from phalanx.api.peer_drills import drill_peers
+
+        return drill_peers(call)
     from phalanx.train.drill.faults import parse_faults
     from phalanx.train.prepare import need_torch
 
@@ -213,6 +226,7 @@ def _check_ranges(call: DrillCall) -> None:
         ("--minutes", call.minutes, 0, 100_000),
         ("--hosts", call.hosts, 1, 64),
         ("--spares", call.spares, 0, 64),
+        ("--peers", call.peers, 0, 64),
         ("--steps", call.steps, 0, 10**9),
         ("--seed", call.seed, 0, 2**63),
     ):
@@ -234,12 +248,11 @@ def drill_plan(call: DrillCall) -> Plan:
     patience = [f"fault.restarts={CHAOS_RESTARTS}"] if call.chaos else []
     overrides = ["fault.digest_every=1", *patience, *call.overrides]
     resolved = prepare.load_job(call.job, overrides=overrides, cluster=call.cluster, steps=call.steps)
-    if resolved.job.fault.on_loss == "leave-out":
+    if resolved.job.sync.has_peers and not call.peers:
         raise mistake(
             call.job,
-            'fault.on_loss = "leave-out" cannot be drilled yet',
-            why="a drill repeats the run without faults, and steps without a replica are not repeated there",
-            fix='--set fault.on_loss="rebuild" drills the same job with everything rebuilt',
+            f'sync.mode = "{resolved.job.sync.mode}": its peers are what is drilled',
+            fix="add --peers 4, or --set sync.mode=every-step to drill the ranks of one peer",
         )
     plan = prepare.plan_for_run(resolved)
     if call.minutes and not call.steps:
@@ -278,7 +291,9 @@ def make_scene(call: DrillCall, plan: Plan) -> DrillSettings:
     )
 
 
-def keep_record(call: DrillCall, faults: Sequence[Fault], outcome: DrillOutcome, plan: Plan, **more: object) -> Path:
+def keep_record(
+    call: DrillCall, faults: Sequence[Fault], outcome: DrillOutcome | PeerDrillResult, plan: Plan, **more: object
+) -> Path:
     """Sign and write the record; a copy of one in which every verdict holds goes to the user's store."""
     from phalanx.io.files import write_text
     from phalanx.job.load import job_to_dict

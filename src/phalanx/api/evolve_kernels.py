@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +150,8 @@ def kernels(
     if elites and not found.exit_code:
         passed, guard = _judge_fastest(op, place, [problem.source(one.genome) for one in elites[:MOST_JUDGED]], tell)
         best, is_refused = (elites[passed], False) if passed is not None else (best, True)
+        if passed is not None and place == "cuda":
+            _remember(op, elites[passed].genome, sizes[1], tell)
     first = next((one for one in found.archive.entries if one.outcome.fitness is not None), None)
     return EvolvedKernels(
         op=op,
@@ -180,6 +182,19 @@ def _judge_fastest(op: str, device: str, sources: Sequence[str], tell: Tell) -> 
             said = f"refused the {len(sources[: place + 1])} fastest: {verdict.reason}"
             tell(f"the guard refuses number {place + 1}: {verdict.reason}")
     return None, said
+
+
+def _remember(op: str, genome: Mapping[str, Any], width: int, tell: Tell) -> None:
+    """Let the selector measure the winner from now on; a source that a language model wrote is no template of ours."""
+    if "source" in genome:
+        return
+    from phalanx.hardware.kernel_choices import kernel_cache_folder
+    from phalanx.train.kernels.evolved_norm import remember_winner
+
+    folder = kernel_cache_folder(os.environ)
+    if folder is not None:
+        remember_winner(op, genome, width, "cuda", folder)
+        tell(f"the winner is in the selector's cache: training measures it for rows of {width:,} on this GPU")
 
 
 def _find_device(device: str, tell: Tell) -> str:

@@ -67,11 +67,16 @@ class KernelCatalogue(PublicResult):
 
 
 def operations(*, chosen: Mapping[str, str] | None = None) -> KernelCatalogue:
-    """Operations, their variants, where they run and how far off they may be; `chosen` are the selector's choices.
+    """Operations, their variants, where they run, how far off they may be, and what was chosen on this machine.
+
+    `chosen` are other choices than those of the user's cache.
 
     >>> print(phalanx.kernels.operations())  # doctest: +SKIP
     """
+    from phalanx.train.kernels.selector import chosen_here
+
     entries = []
+    chosen = chosen_here(list(_known_ops()), os.environ) if chosen is None else chosen
     for op in _known_ops().values():
         bounds = {str(dtype).removeprefix("torch."): float(op.error_bound(dtype)) for dtype in op.dtypes}
         entries.append(
@@ -83,7 +88,7 @@ def operations(*, chosen: Mapping[str, str] | None = None) -> KernelCatalogue:
                 error_bounds=bounds,
                 shapes=len(op.shapes),
                 has_gradients=bool(op.gradients),
-                chosen=(chosen or {}).get(op.name, ""),
+                chosen=chosen.get(op.name, ""),
             )
         )
     return KernelCatalogue(entries=tuple(entries))

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx.api.progress_line import ProgressLine
@@ -16,7 +12,6 @@ from phalanx.errors import Problem, TrainingFailure, mistake
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, open_run
 
-WORKER = ("-m", "phalanx.train.slow_links.peer_worker")
 TICK_S = 0.05
 START_S = 120.0  # that the first peer of a trial may take to listen
 
@@ -33,6 +28,8 @@ def run_peer(run: Run, plan: Plan, *, allow_code: bool, tell: Tell) -> Run:
 def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell) -> Run:
     """Train peers of one rank each; the progress shown, and the run returned, are the first one's."""
     from phalanx.elastic.local_launch import collected_signals
+    from phalanx.train.slow_links.peer_launch import set_addresses, start_process
+    from phalanx.train.slow_links.peer_session import read_status
 
     first, started = peers[0], time.time()
     line = ProgressLine(first, steps=plan.duration.steps, world=len(peers), since_s=started, tell=tell)
@@ -43,7 +40,9 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
         try:
             while waiting or any(process.poll() is None for process in processes.values()):
                 if waiting and _listens(first, since_s=started):
-                    _tell_address(first, waiting)
+                    host, port = read_status(first)["address"]
+                    for run in waiting:
+                        set_addresses(run, [(str(host), int(port))])
                     more = {run.path: start_process(run, allow_code=allow_code, sharers=len(peers)) for run in waiting}
                     processes, waiting = {**processes, **more}, []
                 elif waiting and (processes[first.path].poll() is not None or time.time() > started + START_S):
@@ -71,27 +70,6 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
     return first
 
 
-def start_process(run: Run, *, allow_code: bool, sharers: int = 1) -> subprocess.Popen[bytes]:
-    """The process of a peer of one rank; what it prints is in the log of its rank 0."""
-    consent = ["--allow-code"] if allow_code else []
-    log = run.rank_log(0)
-    log.parent.mkdir(exist_ok=True)
-    with log.open("ab") as out:
-        return subprocess.Popen(
-            [sys.executable, *WORKER, str(run.path), str(os.getpid()), *consent],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,  # Ctrl-C reaches it through us, once
-            env=_environ(os.environ, sharers),
-        )
-
-
-def _environ(environ: Mapping[str, str], sharers: int) -> dict[str, str]:
-    threads = str(max(1, len(os.sched_getaffinity(0)) // sharers))
-    return {**dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads), **environ}
-
-
 def _reason(run: Run) -> str:
     """Why a peer ended, as it said itself."""
     said = str(run.status().get("message") or "")
@@ -113,20 +91,6 @@ def _listens(run: Run, *, since_s: float) -> bool:
     return float(read_status(run).get("t", 0.0)) >= since_s - 1.0
 
 
-def _tell_address(first: Run, others: list[Run]) -> None:
-    """Where the first peer listens this time."""
-    from dataclasses import replace
-
-    from phalanx.io.codec import json_text
-    from phalanx.io.files import replace_text
-    from phalanx.train.slow_links.peer_session import SESSION, peers_folder, read_session, read_status
-
-    host, port = read_status(first)["address"]
-    for run in others:
-        facts = replace(read_session(run), addresses=((str(host), int(port)),))
-        replace_text(peers_folder(run) / SESSION, json_text(facts, indent=1) + "\n")
-
-
 def run_trial(first: Run, others: list[Run], plan: Plan, *, allow_code: bool, tell: Tell) -> Run:
     """Train all peers of a job on this machine: `first` owns the run, and its run folder is returned."""
     if plan.layout.devices > 1:
@@ -137,23 +101,6 @@ def run_trial(first: Run, others: list[Run], plan: Plan, *, allow_code: bool, te
             fix="use --cluster local-cpu:1, or phalanx peers start and join, which start a mesh per peer",
         )
     return run_processes([first, *others], plan, allow_code=allow_code, tell=tell)
-
-
-def make_trial(first: Run, others: list[Run]) -> None:
-    """Identities and sessions of a new trial; who owns it, and who belongs to it, is in the owner's launch."""
-    from phalanx.peers.allowlist import AllowList
-    from phalanx.peers.identity import PeerIdentity
-    from phalanx.train.slow_links.peer_session import SessionFacts, write_session
-
-    owner = PeerIdentity.create("peer-1")
-    identities = [PeerIdentity.create(f"peer-{place}") for place in range(2, 2 + len(others))]
-    allowed = AllowList.create(owner, first.run_id, [one.certificate_pem for one in identities])
-    write_session(first, owner, allowed, SessionFacts(group=first.run_id))
-    for run, identity in zip(others, identities, strict=True):
-        facts = SessionFacts(group=first.run_id, addresses=(("127.0.0.1", 1),))  # replaced once the first one listens
-        write_session(run, identity, allowed, facts)
-        run.set_launch(**{**run.launch(), "is_trial": True})
-    first.set_launch(**{**first.launch(), "is_trial": True, "trial": [run.path.name for run in others]})
 
 
 def trial_peers(first: Run) -> list[Run]:

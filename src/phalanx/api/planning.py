@@ -13,6 +13,8 @@ from phalanx.api.jobs import AnyJob, look_at_files, read_job
 from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, teller
 from phalanx.errors import mistake
 from phalanx.hardware.cluster import LOCAL_SPEC, resolve_cluster
+from phalanx.hardware.discover import discover
+from phalanx.hardware.kernel_choices import chosen_variants, kernel_cache_folder, read_choices
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
 from phalanx.io.visible import one_line
@@ -67,6 +69,8 @@ def plan(
         return make_plan(resolved, cluster, calibration=note, allow_unfinishable=allow_unfinishable)
 
     target = "" if isinstance(cluster, Cluster) else str(cluster or resolved.job.cluster.target).strip()
+    if LOCAL_SPEC.match(target) and (kernels := _kernels_here()):
+        tell(f"kernels chosen by earlier runs on this machine: {kernels} (phalanx kernels list)")
     if not measure or not LOCAL_SPEC.match(target):  # only this machine can be measured
         made = make()
     else:
@@ -76,6 +80,14 @@ def plan(
     if not found.warnings:
         return made
     return replace(made, warnings=(*made.warnings, *(problem.render() for problem in found.warnings)))
+
+
+def _kernels_here() -> str:
+    """What the selector chose for this machine's GPU so far; a run measures the shapes that are new to it."""
+    choices = read_choices(kernel_cache_folder(os.environ))
+    gpus = discover().gpus if choices else ()  # asking the driver takes time
+    chosen = chosen_variants(choices, device=gpus[0].name) if gpus else {}
+    return ", ".join(f"{op} {variant}" for op, variant in sorted(chosen.items()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

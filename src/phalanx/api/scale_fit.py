@@ -36,23 +36,50 @@ class FittedLaw(PublicResult):
         """The fit, as `write` writes it."""
         return dict(json_values(self.fit))
 
-    def write_plots(self, folder: str | Path) -> tuple[str, ...]:
-        """Write IsoFLOP curves, residuals and the frontier as SVG files; their names."""
-        from phalanx.scale.plots import fit_plots
+    def write_plots(self, path: str | Path) -> tuple[str, ...]:
+        """Write IsoFLOP curves, residuals and the frontier; the files' names.
 
-        made = fit_plots(self.fit, self.points)
+        Into a folder as SVG, and as PNG beside it where Pillow is installed; or, where `path` ends in .png or .svg, all
+        three into that one file.
+        """
+        from phalanx.io.png_plot import has_pillow, png_of_plots
+        from phalanx.io.svg import stacked_svgs, standalone_svg
+        from phalanx.scale.plots import fit_pictures
+
+        target, made = Path(path), fit_pictures(self.fit, self.points)
+        kind = target.suffix.lower()
+        if kind == ".png":
+            _write_picture(target, png_of_plots(list(made.values())))
+            return (target.name,)
+        if kind == ".svg":
+            whole = standalone_svg(stacked_svgs([one.to_svg() for one in made.values()]))
+            _write_picture(target, f"{whole}\n".encode())
+            return (target.name,)
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            target.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             what = f"cannot hold pictures: {error.strerror or error}"
-            raise SystemFailure(Problem(where=str(folder), what=what, fix="name a writable folder")) from error
-        for name, svg in made.items():
-            write_text(Path(folder) / name, svg + "\n", fix="name another folder with --plots")
-        return tuple(made)
+            raise SystemFailure(Problem(where=str(target), what=what, fix="name a writable folder")) from error
+        names = []
+        for name, one in made.items():
+            _write_picture(target / f"{name}.svg", f"{standalone_svg(one.to_svg())}\n".encode())
+            names.append(f"{name}.svg")
+            if has_pillow():
+                _write_picture(target / f"{name}.png", png_of_plots([one]))
+                names.append(f"{name}.png")
+        return tuple(names)
 
     def write(self, path: str | Path) -> None:
         """Write the file that `allocate` and `predict` read."""
         write_text(Path(path), json_text(self.fit, indent=1) + "\n", fix="name another --out")
+
+
+def _write_picture(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        what = f"cannot be written: {error.strerror or error}"
+        raise SystemFailure(Problem(where=str(path), what=what, fix="name another place with --plots")) from error
 
 
 def fit(

@@ -15,7 +15,15 @@ from phalanx.io.tables import text_table
 from phalanx.job.load import ResolvedJob
 from phalanx.job.model import TOKENS_PER_PARAMETER
 from phalanx.job.schema import Job
-from phalanx.scale.sweep_grid import SPREAD, SweepRun, decides_digest, parse_budgets, rates_text, sweep_runs
+from phalanx.scale.sweep_grid import (
+    ENOUGH_STEPS,
+    SPREAD,
+    SweepRun,
+    decides_digest,
+    parse_budgets,
+    rates_text,
+    sweep_runs,
+)
 from phalanx.scale.sweep_store import DIVERGED, DONE, SweepFolder, SweepOutcome
 from phalanx.units import format_count, format_money, format_seconds, plural
 
@@ -177,6 +185,13 @@ def sweep(
     _refuse_job(resolved.job)
     if parallel is not None and not 1 <= parallel <= 4096:
         raise mistake(WHERE, f"--parallel {parallel} is not between 1 and 4,096", fix="one per core, or a few per GPU")
+    if short := [one for one in grid if one.steps < ENOUGH_STEPS]:
+        least = min(short, key=lambda one: one.steps)
+        tell(
+            f"warning: {plural(len(short), 'run')} take fewer than {ENOUGH_STEPS} steps ({least.name} {least.steps}): "
+            "they may not have begun to learn from context, and a law bends to them; use a smaller "
+            "batch.global_tokens, larger budgets, or more --tokens-per-parameter"
+        )
     gpus, cores = _devices(resolved.job)
     grid = [replace(one, job=_local_job(one.job, on_gpu=gpus > 0)) for one in grid]
     folder = SweepFolder(path=Path(out) if out is not None else Path("runs") / f"sweep-{resolved.job.name}")

@@ -125,7 +125,8 @@ def train(
 
 def _train_peers(plan: Plan, old: Run | None, call: TrainCall, *, started: float, data_s: float) -> Run:
     """A trial of a job with peers: as many as [sync] says, each a process on this machine with a run of its own."""
-    from phalanx.api.peer_processes import make_trial, run_trial, trial_peers
+    from phalanx.api.peer_processes import run_trial, trial_peers
+    from phalanx.train.slow_links.peer_launch import make_trial
 
     sync = plan.job.sync
     others = trial_peers(old) if old is not None else []

@@ -45,6 +45,9 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--minutes", metavar="M", type=float, default=0.0, help="stop the run after M minutes")
     add_hosts(parser)
+    parser.add_argument(
+        "--peers", metavar="N", type=int, default=0, help="drill N peers of a job with [sync], all on this machine"
+    )
     parser.add_argument("--steps", metavar="N", type=int, default=0, help="train N steps instead of data.tokens")
     parser.add_argument("--cluster", metavar="SPEC", help="run on this cluster instead of the job's, e.g. local:4")
     parser.add_argument("--runs", metavar="DIR", default="runs", help="where to create run folders (default: runs)")
@@ -91,6 +94,7 @@ def run_command(args: argparse.Namespace) -> int:
         minutes=args.minutes,
         hosts=args.hosts,
         spares=args.spares,
+        peers=args.peers,
         steps=args.steps,
         replay=not args.no_replay,
         shrink=not args.no_shrink,
@@ -124,7 +128,13 @@ def _check_call(args: argparse.Namespace) -> None:
         raise mistake(WHERE, f"--suite {args.suite[:60]} is unknown", fix=f"use one of {', '.join(SUITES)}")
     if args.suite:  # the same for everybody, or its records could not be compared
         _refuse_options(
-            {**of_run, "--hosts": args.hosts != 1, "--spares": args.spares, "--no-replay": args.no_replay},
+            {
+                **of_run,
+                "--hosts": args.hosts != 1,
+                "--spares": args.spares,
+                "--peers": args.peers,
+                "--no-replay": args.no_replay,
+            },
             "--suite",
             why="the suite chooses its own faults and times",
             fix="leave it out; --cluster, --set and --runs go with it",
@@ -146,6 +156,7 @@ def _check_outside(args: argparse.Namespace) -> None:
         "--steps": args.steps,
         "--hosts": args.hosts != 1,
         "--spares": args.spares,
+        "--peers": args.peers,
         "--cluster": args.cluster,
         "--set": args.overrides,
         "--out": args.out,

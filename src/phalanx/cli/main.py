@@ -143,9 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv is None:  # we are the program, and stay it until the interpreter is gone
             stop.listen()
-        if argv is None and arguments[0] in ("plan", "check"):
+        if argv is None and arguments[0] in ("plan", "check", "report"):
             # Short programs that keep nearly all they make: looking for cycles, in between and once more at their end,
-            # took 15 % of a plan.
+            # took 15 % of a plan, and 8 % of the report of 131,072 ranks.
             import gc
 
             gc.disable()

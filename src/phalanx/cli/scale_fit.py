@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import phalanx
 from phalanx.cli.output import note, show
@@ -55,7 +56,11 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draws", metavar="K", type=int, default=400, help="resamples for intervals (default: 400)")
     parser.add_argument("--seed", metavar="S", type=int, default=0, help="seed of the resamples (default: 0)")
     parser.add_argument("--out", metavar="FIT.json", help="write the fit, for allocate and predict")
-    parser.add_argument("--plots", metavar="DIR", help="write IsoFLOP curves, residuals and the frontier as SVG files")
+    parser.add_argument(
+        "--plots",
+        metavar="PATH",
+        help="write IsoFLOP curves, residuals and the frontier to a folder as SVG and PNG, or to one .svg or .png file",
+    )
     add_json(parser)
 
 
@@ -78,7 +83,11 @@ def run_command(args: argparse.Namespace) -> int:
         found.write(args.out)
         note(f"wrote {args.out}")
     if args.plots:
-        note(f"wrote {', '.join(found.write_plots(args.plots))} to {args.plots}")
+        names = found.write_plots(args.plots)
+        is_file = names == (Path(args.plots).name,)
+        note(f"wrote {args.plots}" if is_file else f"wrote {', '.join(names)} to {args.plots}")
+        if not is_file and not any(name.endswith(".png") for name in names):
+            note("no PNG: pip install 'phalanx[png]' brings Pillow, which draws them")
     return show(found, as_json=args.json)
 
 

@@ -47,6 +47,11 @@ class CoordinatorSettings:
         wanted = [one for one in self.prescribed if int(one["from_step"]) <= max(step, 0)]
         return Layout(**wanted[-1]["layout"]) if wanted else self.planned
 
+    @property
+    def most_devices(self) -> int:
+        """Of the plan, or of the largest layout that a replay prescribes: its hosts must be there when it is due."""
+        return max((Layout(**one["layout"]).devices for one in self.prescribed), default=self.planned.devices)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RejoiningReplica:

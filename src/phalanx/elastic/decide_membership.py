@@ -37,7 +37,7 @@ REGROW_S = 1.0  # slots that came back are to stay this long before the ranks ar
 def await_hosts(decision: Decision) -> None:
     """Before the first membership: begin as soon as there are slots for the plan, or with fewer when time is up."""
     state, patience_s = decision.state, decision.state.job.comm.init_timeout_s
-    wanted = state.settings.layout_at(0).devices
+    wanted = state.settings.most_devices
     have_all_arrived = state.num_processes >= max(state.settings.num_slots, state.settings.planned.devices)
     waited_s = decision.now_s - state.began_s
     if state.num_usable >= wanted and (

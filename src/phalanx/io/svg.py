@@ -42,6 +42,16 @@ def standalone_svg(svg: str) -> str:
     return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{style}", 1)
 
 
+def stacked_svgs(pictures: Sequence[str]) -> str:
+    """Plots of `line_plot`, one below the other, as one element."""
+    placed = [
+        one.replace("<svg ", f'<svg y="{place * HEIGHT}" width="{WIDTH}" height="{HEIGHT}" ', 1)
+        for place, one in enumerate(pictures)
+    ]
+    box = f"0 0 {WIDTH} {HEIGHT * len(pictures)}"
+    return svg_element("svg", "\n".join(placed), viewBox=box, role="img")
+
+
 def coloured_bar(parts: Sequence[tuple[str, float]], *, colours: Sequence[str], height: int = 26) -> str:
     """One horizontal bar of named parts in colours of its own, for pages without our style sheet."""
     whole, left, drawn = sum(size for _, size in parts) or 1.0, 0.0, []
@@ -77,7 +87,7 @@ class PlotMark:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Scale:
+class PlotScale:
     """From values to pixels."""
 
     low: float
@@ -89,6 +99,47 @@ class _Scale:
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         share = min(1.0, max(0.0, share))
         return self.begin + share * (self.end - self.begin)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinePlot:
+    """A plot as a value, for whoever draws it: `to_svg` here, io/png_plot.py as PNG."""
+
+    title: str
+    lines: Sequence[PlotLine]
+    show: Callable[[float], str]
+    show_x: Callable[[float], str]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        return WIDTH, HEIGHT
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to draw."""
+        return not any(len(line.x) and _line_values(line) for line in self.lines if line.style != PLANNED_STYLE)
+
+    def scales(self) -> tuple[PlotScale, PlotScale]:
+        """Of both axes."""
+        return _plot_scales(self.lines)
+
+    def to_svg(self) -> str:
+        """An SVG element; empty when there is nothing to draw."""
+        return line_plot(self.title, self.lines, show=self.show, show_x=self.show_x)
+
+
+def _plot_scales(
+    lines: Sequence[PlotLine], *, zero: bool = False, most: float | None = None, rough: bool = False
+) -> tuple[PlotScale, PlotScale]:
+    xs = [x for line in lines for x in line.x]
+    ys = sorted(value for line in lines if line.style != PLANNED_STYLE for value in _line_values(line))
+    planned = [value for line in lines if line.style == PLANNED_STYLE for value in _line_values(line)]
+    low, high = _value_range(ys, kept=[*planned, *([most] if most is not None else [])], zero=zero, rough=rough)
+    return (
+        PlotScale(low=min(xs), high=max(xs), begin=LEFT, end=WIDTH - RIGHT),
+        PlotScale(low=low, high=high, begin=HEIGHT - BOTTOM, end=TOP),
+    )
 
 
 def line_plot(
@@ -108,14 +159,9 @@ def line_plot(
     `zero` begins the axis at 0, `most` is on it; `rough` cuts off the outermost hundredth, such as a step that
     compiled; `times` are seconds on the other axis.
     """
-    xs = [x for line in lines for x in line.x]
-    ys = sorted(value for line in lines if line.style != PLANNED_STYLE for value in _line_values(line))
-    if not xs or not ys:
+    if not any(_line_values(line) for line in lines if line.style != PLANNED_STYLE):
         return ""
-    planned = [value for line in lines if line.style == PLANNED_STYLE for value in _line_values(line)]
-    low, high = _value_range(ys, kept=[*planned, *([most] if most is not None else [])], zero=zero, rough=rough)
-    x_scale = _Scale(low=min(xs), high=max(xs), begin=LEFT, end=WIDTH - RIGHT)
-    y_scale = _Scale(low=low, high=high, begin=HEIGHT - BOTTOM, end=TOP)
+    x_scale, y_scale = _plot_scales(lines, zero=zero, most=most, rough=rough)
     parts = [
         *_draw_axes(x_scale, y_scale, show=show, show_x=show_x or "{:,.0f}".format, times=times),
         *_draw_marks(marks, x_scale),
@@ -183,7 +229,7 @@ def time_ticks(low: float, high: float) -> list[float]:
 
 
 def _draw_axes(
-    x_scale: _Scale, y_scale: _Scale, *, show: Callable[[float], str], show_x: Callable[[float], str], times: bool
+    x_scale: PlotScale, y_scale: PlotScale, *, show: Callable[[float], str], show_x: Callable[[float], str], times: bool
 ) -> list[str]:
     parts = []
     for value in round_ticks(y_scale.low, y_scale.high):
@@ -198,7 +244,7 @@ def _draw_axes(
     return parts
 
 
-def _draw_marks(marks: Sequence[PlotMark], x_scale: _Scale) -> list[str]:
+def _draw_marks(marks: Sequence[PlotMark], x_scale: PlotScale) -> list[str]:
     every = max(1, math.ceil(len(marks) / MOST_MARKS))
     parts = []
     for one in marks[::every]:
@@ -211,7 +257,7 @@ def _draw_marks(marks: Sequence[PlotMark], x_scale: _Scale) -> list[str]:
     return parts
 
 
-def _draw_line(line: PlotLine, x_scale: _Scale, y_scale: _Scale) -> list[str]:
+def _draw_line(line: PlotLine, x_scale: PlotScale, y_scale: PlotScale) -> list[str]:
     style = escape(line.style, quote=True)
     parts = []
     if line.low and line.high:
@@ -227,7 +273,7 @@ def _draw_line(line: PlotLine, x_scale: _Scale, y_scale: _Scale) -> list[str]:
     ]
 
 
-def _draw_paths(xs: Sequence[float], ys: Sequence[Value], x_scale: _Scale, y_scale: _Scale) -> list[str]:
+def _draw_paths(xs: Sequence[float], ys: Sequence[Value], x_scale: PlotScale, y_scale: PlotScale) -> list[str]:
     """A path for every stretch without a hole."""
     stretches: list[list[str]] = [[]]
     for x, y in zip(xs, ys, strict=False):
@@ -238,7 +284,7 @@ def _draw_paths(xs: Sequence[float], ys: Sequence[Value], x_scale: _Scale, y_sca
     return ["M" + "L".join(points) for points in stretches if len(points) > 1]
 
 
-def _draw_band(line: PlotLine, x_scale: _Scale, y_scale: _Scale) -> list[str]:
+def _draw_band(line: PlotLine, x_scale: PlotScale, y_scale: PlotScale) -> list[str]:
     rows = [
         (x, low, high)
         for x, low, high in zip(line.x, line.low, line.high, strict=False)

@@ -153,11 +153,12 @@ def sign_record(body: Mapping[str, Any], secret: bytes) -> str:
 
 
 def folder_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file that the verdicts rest on, those of the replay included."""
+    """SHA-256 of every file that the verdicts rest on, those of the replay and of other peers included."""
     return {str(path.relative_to(folder)): file_sha256(path) for path in evidence_files(folder)}
 
 
 def evidence_files(folder: Path) -> list[Path]:
     """What the verdicts of a drill rest on, in a run's folder."""
-    roots = [folder, *sorted(path for path in folder.glob("replay/*") if path.is_dir())]
+    inner = [path for pattern in ("replay/*", "others/*") for path in folder.glob(pattern) if path.is_dir()]
+    roots = [folder, *sorted(inner)]
     return sorted(path for pattern in EVIDENCE for root in roots for path in root.glob(pattern) if path.is_file())

@@ -268,8 +268,12 @@ def part_numbers(path: Path) -> list[int]:
 def _listed_parts(folder: str, inode: int, changed_ns: int) -> dict[tuple[str, str], list[int]]:
     """Numbers of closed parts, by stem and ending of the file they were parts of."""
     found: dict[tuple[str, str], list[int]] = {}
-    # Of 16,384 ranks nearly all names are of files that grow, events-00000.jsonl: told without a pattern.
-    names = [name for name in os.listdir(folder) if not name.startswith("events-") or "-" in name[7:]]
+    # Of 16,384 ranks nearly all names are of files that grow, events-00000.jsonl, or of hosts: told without a pattern.
+    names = [
+        name
+        for name in os.listdir(folder)
+        if not name.startswith("events-") or ("-" in name[7:] and not name.startswith("events-host-"))
+    ]
     for match in filter(None, map(_PART.fullmatch, names)):
         found.setdefault((match.group(1), match.group(3)), []).append(int(match.group(2)))
     return {name: sorted(numbers) for name, numbers in found.items()}

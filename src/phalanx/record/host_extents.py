@@ -17,11 +17,14 @@ import re
 import secrets
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import orjson
+
+from phalanx.record.rank_table import TABLE, RankTableWriter, SessionSummary
 
 HEAD_BYTES = 256
 UNIT_BYTES = 16 * 2**10  # extents begin at a multiple of this; the first of a session is so long, each later one twice
@@ -76,6 +79,11 @@ class Session:
     def order(self) -> tuple[int, float, str]:
         """Sorts the sessions of a rank: by generation first, since clocks of hosts differ."""
         return self.generation, self.opened_s, self.name
+
+    @property
+    def summary(self) -> SessionSummary:
+        """For the rank table."""
+        return SessionSummary(self.rank, self.generation, self.opened_s, self.name, len(self.extents))
 
 
 def _make_head(session: Session, extent: Extent) -> bytes:
@@ -136,26 +144,27 @@ class ExtentChain:
         self._current: dict[str, str] = {}  # which of them an extent goes on
         self._bases: dict[str, int] = {}
         self._inode = self._size = -1
-        self._is_whole = True  # every head could be read
+        self.is_whole = True  # every head could be read
+        self.extents = 0  # how many there are
 
     def is_current(self, found: os.stat_result) -> bool:
         """Whether a file like this has no extents that are not known: a new one makes it longer."""
-        return found.st_ino == self._inode and found.st_size == self._size and self._is_whole
+        return found.st_ino == self._inode and found.st_size == self._size and self.is_whole
 
     def refresh(self, file: int) -> bool:
         """Follow the chain in an opened file; whether there was anything new."""
         found = os.fstat(file)
         if self.is_current(found):
             return False
-        if found.st_ino != self._inode or found.st_size < self._size or not self._is_whole:
+        if found.st_ino != self._inode or found.st_size < self._size or not self.is_whole:
             # Another file, or a head was damaged or still on its way through a network file system.
-            self.sessions, self._current, self._bases, self.end = {}, {}, {}, 0
-        self._inode, self._size, self._is_whole = found.st_ino, found.st_size, True
+            self.sessions, self._current, self._bases, self.end, self.extents = {}, {}, {}, 0, 0
+        self._inode, self._size, self.is_whole = found.st_ino, found.st_size, True
         at, end, skipped = self.end, found.st_size, 0
         while at < end and skipped < MOST_SKIPPED:
             head = _read_head(os.pread(file, HEAD_BYTES, at))
             if head is None:
-                at, skipped, self._is_whole = at + UNIT_BYTES, skipped + 1, False
+                at, skipped, self.is_whole = at + UNIT_BYTES, skipped + 1, False
                 continue
             self._add_extent(head, at)
             at += head[5]
@@ -164,6 +173,7 @@ class ExtentChain:
 
     def _add_extent(self, head: tuple[int, int, float, str, int, int], begin: int) -> None:
         rank, generation, opened_s, name, at, size = head
+        self.extents += 1
         stem = f"{name} {rank}"
         key = self._current.get(stem, stem)
         known = self.sessions.get(key)
@@ -189,11 +199,24 @@ class HostStream:
         self._chain = ExtentChain(self._session.path)
         self._extent = Extent(0, HEAD_BYTES, 0)  # no room
         self._used = 0
+        known = self._session
+        # An index needs no table of its own: who looks for one knows its session.
+        self._table = (
+            RankTableWriter(
+                os.fspath(Path(path).with_suffix(TABLE)),
+                rank=rank,
+                generation=generation,
+                opened_s=known.opened_s,
+                name=known.name,
+            )
+            if is_lines
+            else None
+        )
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             self._take_extent(0)
         except BaseException:
-            os.close(self._file)
+            self.close()
             raise
 
     @property
@@ -219,7 +242,30 @@ class HostStream:
         self._used += done
         with contextlib.suppress(OSError):  # told with the next write
             os.pwrite(self._file, _used_field(self._used), self._extent.begin)
+            if self._table is not None and not self._table.has_bytes:
+                with self._locked():
+                    self._table.note_bytes()
         return done
+
+    def note_block(self, block: bytes) -> None:
+        """The newest block of the index of what is written here; zeros where it has none. For the rank table."""
+        if self._table is not None:
+            with contextlib.suppress(OSError), self._locked():
+                self._table.note_block(block)
+
+    def forget_block(self) -> None:
+        """Which block of the index is the newest is not known here any more."""
+        if self._table is not None:
+            with contextlib.suppress(OSError), self._locked():
+                self._table.forget_block()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def first_bytes(self, count: int) -> bytes:
         """What the session begins with."""
@@ -235,13 +281,14 @@ class HostStream:
     def close(self) -> None:
         """No more is written."""
         os.close(self._file)
+        if self._table is not None:
+            self._table.close()
 
     def _take_extent(self, need: int) -> None:
         """Take an extent at the end of the chain, for lines of at least `need` bytes."""
         earlier = min(len(self._session.extents), 16)
         size = max(min(UNIT_BYTES << earlier, MOST_EXTENT_BYTES), _rounded_up(HEAD_BYTES + need))
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        try:
+        with self._locked():
             self._chain.refresh(self._file)
             begin, length = self._chain.end, os.fstat(self._file).st_size
             if length > begin:  # a head that cannot be read: leave its owner the room that it may have
@@ -251,7 +298,13 @@ class HostStream:
             if os.pwrite(self._file, head, begin) != len(head):
                 os.ftruncate(self._file, begin)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            if self._table is not None and self._chain.is_whole:
+                self._table.note_extent(
+                    [one.summary for one in self._chain.sessions.values()],
+                    is_first=not self._session.extents,
+                    last_begin=begin,
+                    last_end=begin + size,
+                    extents=self._chain.extents + 1,
+                )
         self._extent, self._used = extent, 0
         self._session.extents.append(extent)

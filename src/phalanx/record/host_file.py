@@ -20,18 +20,26 @@ import stat
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from phalanx.io.files import open_regular
 from phalanx.record.host_extents import EVENTS, HEAD_BYTES, INDEX, ExtentChain, Session, read_used
+from phalanx.record.rank_table import BLOCK_BYTES, TABLE
+
+if TYPE_CHECKING:  # numpy takes half of the time in which a coordinator starts, and that reads no files of hosts
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from phalanx.record.rank_table_reader import RankRows
 
 SHARE = 20  # looking for new extents takes at most one part in so many of a reader's time
 SHARE_NOW = 8  # the same for who must know now: what a look of some milliseconds tells is as old as that anyway
 MANY_FILES = 64  # of fewer, a look costs less than a millisecond, and a busy machine only makes it seem long
+HOSTS_AT_ONCE = 1024  # whose rank tables are held in memory: 6 MB
 
 _HOST_FILE = re.compile(r"events-host-[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.jsonl")
 _RANK_FILE = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?(\.jsonl|\.index)")
@@ -105,31 +113,72 @@ class SessionCounts:
     by_rank: dict[int, int]
 
 
+@dataclass(slots=True, eq=False)
+class HostFile:
+    """What is known of one host's file: by its rank table, or by the heads of its extents where nobody believes it."""
+
+    path: str
+    chain: ExtentChain
+    heads: bytes = b""  # entries of a rank table
+    inode: int = -1  # of a file whose table was believed
+    last_begin: int = 0  # its newest extent by the table
+    last_end: int = 0
+    walked: int = 0  # the look at which the heads were followed last
+
+    def is_current(self, found: os.stat_result) -> bool:
+        """Whether a file like this has no extents that are not known: a new one makes it longer."""
+        if self.inode >= 0:
+            is_inside = self.last_begin + HEAD_BYTES <= found.st_size <= self.last_end
+            return is_inside and found.st_ino == self.inode
+        return self.chain.is_current(found)
+
+
 class HostFiles:
     """The host files of one run folder. Threads may share one."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._lock = threading.Lock()
-        self._chains: dict[str, ExtentChain] = {}
+        self._lock = threading.RLock()
+        self._hosts: list[HostFile] = []
         self._indexes: dict[str, ExtentChain] = {}
-        self._ranks: dict[int, list[Session]] = {}
+        self._rows: RankRows | None = None  # None: there are no host files
+        self._sessions: dict[int, list[Session]] = {}  # of ranks that were asked for since the last change
         self.counts = SessionCounts({})  # as of the last look
-        self._known: frozenset[str] = frozenset()  # files whose sessions are told
+        self._own: frozenset[str] = frozenset()  # names of files that ranks have for themselves
         self._listed: tuple[int, int] = (-1, -1)
         self._looked_s = self._took_s = 0.0
+        self._looks = 0
 
-    def sessions(self, *, now: bool = False) -> dict[int, list[Session]]:
-        """By rank, oldest first; not to be changed. Looks for new ones `now`, or when it has not for a while."""
+    def look(self, *, now: bool = False) -> None:
+        """Look for new sessions `now`, or when nobody has for a while."""
         with self._lock:
             began_s = time.monotonic()
             # Of thousands of hosts, not again before some times as much time has passed as looking takes.
-            wait_s = (SHARE_NOW if now else SHARE) * self._took_s if len(self._chains) > MANY_FILES else -1.0
+            wait_s = (SHARE_NOW if now else SHARE) * self._took_s if len(self._hosts) > MANY_FILES else -1.0
             if not self._looked_s or began_s - self._looked_s > wait_s:
                 self._look_again(now=now)
                 self._looked_s = time.monotonic()
                 self._took_s = self._looked_s - began_s
-            return self._ranks
+
+    def sessions_of(self, rank: int, *, now: bool = False) -> list[Session]:
+        """The sessions of a rank, oldest first; not to be changed. By the heads of the extents, of its hosts alone."""
+        with self._lock:
+            self.look(now=now)
+            if self._rows is None:
+                return []
+            if rank not in self._sessions:
+                hosts = [self._hosts[number] for number in self._rows.files_of(rank)]
+                walked = [self._walk_chain(host) for host in hosts]
+                if any(walked):
+                    self._tell_rows()
+                some = [one for host in hosts for one in host.chain.sessions.values() if one.rank == rank]
+                self._sessions[rank] = sorted(some, key=lambda one: one.order)
+            return self._sessions[rank]
+
+    def ranks_with_bytes(self) -> frozenset[int]:
+        """Ranks of which the tables say that something was written; of the others, look."""
+        with self._lock:
+            return self._rows.with_bytes if self._rows is not None else frozenset()
 
     def index_of(self, session: Session) -> Session | None:
         """Where the index of a session lies."""
@@ -153,29 +202,110 @@ class HostFiles:
                 found[path] = [(one, index) for one, index in pairs if index is not None]
         return found
 
+    def has_own_file(self, rank: int) -> bool:
+        """Whether a rank had a file of its own at the last look."""
+        return f"events-{rank:05d}{EVENTS}" in self._own
+
+    def newest_blocks(self, ranks: Sequence[int]) -> tuple[NDArray[np.bool_], NDArray[np.void]]:
+        """Of which ranks the tables have the newest block of the index, and those blocks; none of the others."""
+        import numpy as np
+
+        from phalanx.record.rank_table_reader import read_blocks
+
+        known = np.zeros(len(ranks), bool)
+        with self._lock:
+            self.look()
+            if self._rows is None:
+                return known, np.zeros(0, f"V{BLOCK_BYTES}")
+            places, files = self._rows.with_blocks(ranks)
+            if self._own:
+                shared = np.array([not self.has_own_file(ranks[place]) for place in places.tolist()], bool)
+                places, files = places[shared], files[shared]
+            needed = np.unique(files).tolist()
+            paths = {number: self._hosts[number].path.removesuffix(EVENTS) + TABLE for number in needed}
+        is_there, blocks = read_blocks(paths, files, np.asarray(ranks, np.int64)[places])
+        known[places[is_there]] = True
+        return known, blocks
+
     def _look_again(self, *, now: bool) -> None:
+        self._looks += 1
+        is_listed_anew = False
         try:
             found = os.stat(self._folder)
             stamp = found.st_ino, found.st_mtime_ns
             # A file system may count changes by the second (events.SETTLED_NS): whoever asks for `now` must know.
             if stamp != self._listed or (now and time.time_ns() - found.st_mtime_ns < 2 * 10**9):
-                names = [name for name in os.listdir(self._folder) if _HOST_FILE.fullmatch(name)]
-                paths = [f"{self._folder}/{name}" for name in names]
-                self._chains = {path: self._chains.get(path) or ExtentChain(path) for path in sorted(paths)}
+                is_listed_anew = self._list_hosts()
                 self._listed = stamp
         except OSError:
-            self._chains = {}
-        changed = [chain for chain in self._chains.values() if _refresh_chain(chain)]
-        if changed or self._known != self._chains.keys():
-            self._known = frozenset(self._chains)
-            ranks: dict[int, list[Session]] = {}
-            for chain in self._chains.values():
-                for session in chain.sessions.values():
-                    ranks.setdefault(session.rank, []).append(session)
-            for some in ranks.values():
-                some.sort(key=lambda one: one.order)
-            self._ranks = dict(sorted(ranks.items()))
-            self.counts = SessionCounts({rank: len(some) for rank, some in self._ranks.items()})
+            is_listed_anew, self._hosts = bool(self._hosts), []
+        if self._refresh_hosts() or is_listed_anew:
+            self._tell_rows()
+
+    def _list_hosts(self) -> bool:
+        """Which files there are; whether they are others than before."""
+        names = [name for name in os.listdir(self._folder) if name.endswith(EVENTS) and name.startswith("events-")]
+        shared = sorted(name for name in names if name.startswith("events-host-") and _HOST_FILE.fullmatch(name))
+        self._own = frozenset(names).difference(shared)
+        before = {host.path: host for host in self._hosts}
+        paths = [f"{self._folder}/{name}" for name in shared]
+        self._hosts = [before.get(path) or HostFile(path, ExtentChain(path)) for path in paths]
+        return paths != list(before)
+
+    def _refresh_hosts(self) -> bool:
+        """Look at the files that have new extents; whether there are any."""
+        changed: list[tuple[HostFile, os.stat_result]] = []
+        for host in self._hosts:
+            with contextlib.suppress(OSError):
+                found = os.stat(host.path, follow_symlinks=False)
+                if not host.is_current(found):
+                    changed.append((host, found))
+        if not changed:
+            return False
+        from phalanx.record.rank_table_reader import believe_tables, heads_of_sessions, read_table
+
+        is_new = False
+        for begin in range(0, len(changed), HOSTS_AT_ONCE):
+            some = changed[begin : begin + HOSTS_AT_ONCE]
+            is_file = [stat.S_ISREG(found.st_mode) for _, found in some]
+            tables = [
+                read_table(host.path.removesuffix(EVENTS) + TABLE) if is_one else b""
+                for (host, _), is_one in zip(some, is_file, strict=True)
+            ]
+            believed = believe_tables(tables, [found.st_size for _, found in some], head_bytes=HEAD_BYTES)
+            for (host, found), table in zip(some, believed, strict=True):
+                if table is not None:
+                    host.heads, host.inode = table.heads, found.st_ino
+                    host.last_begin, host.last_end = table.last_begin, table.last_end
+                    is_new = True
+                elif _refresh_chain(host.chain) or host.inode >= 0:
+                    host.heads = heads_of_sessions(one.summary for one in host.chain.sessions.values())
+                    host.inode, host.walked = -1, self._looks
+                    is_new = True
+        return is_new
+
+    def _walk_chain(self, host: HostFile) -> bool:
+        """Follow the heads of a file, once between two looks; whether they tell of other sessions than its table."""
+        if host.walked == self._looks:
+            return False
+        host.walked = self._looks
+        _refresh_chain(host.chain)
+        if host.inode < 0:
+            return False
+        from phalanx.record.rank_table_reader import heads_of_sessions, tells_of
+
+        sessions = [one.summary for one in host.chain.sessions.values()]
+        if tells_of(host.heads, sessions):
+            return False
+        host.heads, host.inode = heads_of_sessions(sessions), -1
+        return True
+
+    def _tell_rows(self) -> None:
+        from phalanx.record.rank_table_reader import RankRows
+
+        self._rows = RankRows([host.heads for host in self._hosts]) if self._hosts else None
+        self._sessions = {}
+        self.counts = SessionCounts(self._rows.counts if self._rows is not None else {})
 
 
 def _refresh_chain(chain: ExtentChain) -> bool:
@@ -202,13 +332,13 @@ def host_files(folder: str) -> HostFiles:
 def session_counts(folder: Path) -> SessionCounts:
     """Of every rank with events in host files, how many sessions it has: now, or as of the last look."""
     files = host_files(os.fspath(folder))
-    files.sessions(now=True)
+    files.look(now=True)
     return files.counts
 
 
 def closed_sessions(folder: Path, rank: int, *, now: bool = False) -> int:
     """How many numbered parts of a rank's events lie in host files; `now`, or as of the last look."""
-    some = host_files(os.fspath(folder)).sessions(now=now).get(rank, ())
+    some = host_files(os.fspath(folder)).sessions_of(rank, now=now)
     return len(some) - (not os.path.lexists(folder / f"events-{rank:05d}.jsonl")) if some else 0
 
 
@@ -217,19 +347,21 @@ def find_session(path: Path) -> Session | None:
 
     A rank that has a file of its own writes into that: all its sessions are numbered parts then.
     """
-    match = _RANK_FILE.fullmatch(path.name)
+    folder, _, name = os.fspath(path).rpartition("/")  # asked ten thousand times for a page: a Path takes long
+    match = _RANK_FILE.fullmatch(name)
     if match is None:
         return None
-    files = host_files(os.fspath(path.parent))
-    some = files.sessions().get(int(match.group(1)))
+    files = host_files(folder or ".")
+    rank, number, ending = match.groups()
+    some = files.sessions_of(int(rank))
     if not some:
         return None
-    if match.group(2):
-        number = int(match.group(2)) - 1
-        session = some[number] if 0 <= number < closed_sessions(path.parent, int(match.group(1))) else None
+    if number:
+        has_own = os.path.lexists(f"{folder or '.'}/events-{int(rank):05d}{EVENTS}")
+        session = some[int(number) - 1] if 0 < int(number) <= len(some) - (not has_own) else None
     else:
         session = some[-1]
-    return files.index_of(session) if session is not None and match.group(3) == INDEX else session
+    return files.index_of(session) if session is not None and ending == INDEX else session
 
 
 def open_events(path: Path, *, buffering: int = 0) -> EventBytes:
@@ -278,7 +410,7 @@ def stat_events(path: str | Path, *, follow_links: bool = True) -> EventStat | N
 
 def has_events(path: Path) -> bool:
     """Whether there is such a file, or a session that stands for it."""
-    return path.exists() or find_session(path) is not None
+    return os.path.exists(path) or find_session(path) is not None
 
 
 def has_bytes(session: Session) -> bool:
@@ -294,9 +426,11 @@ def has_bytes(session: Session) -> bool:
 
 def total_bytes(folder: Path) -> int:
     """Bytes of all events in the host files of a folder; each file is opened once."""
+    known = host_files(os.fspath(folder))
+    known.look(now=True)
     files: dict[str, list[Session]] = {}
-    for some in host_files(os.fspath(folder)).sessions(now=True).values():
-        for session in some:
+    for rank in known.counts.by_rank:
+        for session in known.sessions_of(rank):
             files.setdefault(session.path, []).append(session)
     total = 0
     for path, some in files.items():
@@ -305,20 +439,20 @@ def total_bytes(folder: Path) -> int:
     return total
 
 
+def table_blocks(folder: str, ranks: Sequence[int]) -> tuple[NDArray[np.bool_], NDArray[np.void]]:
+    """Of which ranks a rank table has the newest block of the newest index, and those blocks as they lie there."""
+    return host_files(folder).newest_blocks(ranks)
+
+
 def index_tails(folder: str, ranks: Iterable[int], *, head: int, size: int, most: int) -> dict[int, bytes]:
     """The last `most` records of `size` bytes of the newest index of each rank that has one in a host's file.
 
     Ranks that have a file of their own are left out: their newest is there. Each file of a host is opened once.
     """
     files = host_files(folder)
-    sessions = files.sessions()
-    if not sessions:
-        return {}
-    try:
-        own = set(os.listdir(folder))
-    except OSError:  # moved away meanwhile
-        return {}
-    newest = [sessions[rank][-1] for rank in ranks if rank in sessions and f"events-{rank:05d}.jsonl" not in own]
+    files.look()
+    shared = [rank for rank in ranks if rank in files.counts.by_rank and not files.has_own_file(rank)]
+    newest = [some[-1] for rank in shared if (some := files.sessions_of(rank))]
     found: dict[int, bytes] = {}
     for path, pairs in files.indexes_of(newest).items():
         with contextlib.suppress(OSError), open_regular(Path(path)) as file:

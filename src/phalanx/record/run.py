@@ -10,8 +10,8 @@ runs/first-run-20261115-054500/
 ├── events-00000.jsonl …     what each rank did (docs/events.md); closed parts are events-00000-0001.jsonl …
 ├── events-00000.index …     where to find it quickly (docs/record.md)
 ├── logs/rank-00000.log …    what each rank printed
-│                            from 1,024 ranks on one file for the ranks of a host: events-host-NAME.jsonl and .index,
-│                            logs/host-NAME.log (host_file.py)
+│                            from 1,024 ranks on one file for the ranks of a host: events-host-NAME.jsonl, .index
+│                            and .ranks (rank_table.py), logs/host-NAME.log (host_file.py)
 ├── errors/rank-00000.json … why a rank failed
 ├── flight/epoch-00001-rank-00000.json … which collectives a rank was in when its membership ended badly
 ├── checkpoints/
@@ -37,7 +37,7 @@ from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.io.checksums import CHECKSUMS
 from phalanx.io.values import at, finite, integer, number
 from phalanx.record.events import EventReader
-from phalanx.record.host_extents import Session, host_file_name
+from phalanx.record.host_extents import host_file_name
 from phalanx.record.host_file import find_session, has_bytes, host_files, total_bytes
 from phalanx.record.run_files import (
     EVENTS,
@@ -259,7 +259,8 @@ class Run:
     def recorded(self) -> Iterator[int]:
         """Ranks whose events are more than a name, in order."""
         folder = os.fspath(self.path)
-        shared: dict[int, list[Session]] | None = None
+        shared = host_files(folder)
+        known: frozenset[int] | None = None
         try:
             live = list_names(self.path).live
         except OSError:
@@ -275,9 +276,9 @@ class Run:
             if own is not None:
                 is_recorded = bool(own.st_size) and stat.S_ISREG(own.st_mode)
             else:
-                if shared is None:
-                    shared = host_files(folder).sessions()
-                is_recorded = any(map(has_bytes, shared.get(rank, ())))
+                if known is None:
+                    known = shared.ranks_with_bytes()
+                is_recorded = rank in known or any(map(has_bytes, shared.sessions_of(rank)))
             if is_recorded:
                 yield rank
 

@@ -94,6 +94,10 @@ class ListedNames:
 @lru_cache(maxsize=4)  # a report asks a dozen times, and of 16,384 ranks each time takes a fiftieth of a second
 def _with_sessions(names: ListedNames, sessions: SessionCounts) -> tuple[dict[int, list[int]], dict[int, int]]:
     """Parts and counts, those in the files of hosts added: every session but the newest is a closed part."""
+    if not names.parts:
+        one: list[int] = []  # the same for all ranks with a single session, 131,072 perhaps: nobody changes it
+        counted = sorted(sessions.by_rank.items())
+        return {rank: list(range(1, count)) if count > 1 else one for rank, count in counted}, sessions.by_rank
     parts, counts = dict(names.parts), dict(names.counts)
     for rank, count in sessions.by_rank.items():
         closed = count - (rank not in names.live)
@@ -118,7 +122,7 @@ def _read_names(folder: str, inode: int, changed_ns: int) -> ListedNames:
     counts: dict[int, int] = {}
     live: set[int] = set()
     for name in names:
-        if not name.startswith("events-") or not name.endswith(".jsonl"):
+        if not name.startswith("events-") or not name.endswith(".jsonl") or name.startswith("events-host-"):
             continue
         if len(name) == 18 and name[7:12].isdecimal() and name.isascii():  # events-00000.jsonl, as nearly all are
             rank = int(name[7:12])
@@ -135,7 +139,7 @@ def _read_names(folder: str, inode: int, changed_ns: int) -> ListedNames:
             closed.append(int(match.group(2)))
         else:
             live.add(rank)
-    settings = tuple(name for name in names if name == "launch.json" or PLAN.fullmatch(name))
+    settings = tuple(name for name in names if name == "launch.json" or (name[:4] == "plan" and PLAN.fullmatch(name)))
     parts = {rank: sorted(found[rank]) for rank in sorted(found)}
     return ListedNames(parts=parts, counts=counts, settings=settings, live=frozenset(live))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -369,6 +370,7 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
             their_keys=found.their_keys,
             settings=found.settings,
             practice_keys=found.practice_keys,
+            open_why=found.open_why,
             data=_foreign_data(found, path),
             unmapped=_without_waivers(found.unmapped),
         )
@@ -386,6 +388,7 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
         their_keys=found.their_keys,
         settings=found.settings,
         practice_keys=found.practice_keys,
+        open_why=found.open_why,
         data=_foreign_data(found, path),
     )
 
@@ -410,7 +413,9 @@ def _foreign_data(found: ConvertedConfig, path: Path) -> DataFacts | None:
     # Paths in a variable that holds several arguments ("$DATA_ARGS") are not seen: then nothing is known.
     whole = found.settings.keys() & {"train_iters", "train_samples"}
     converts = found.settings.keys() >= {"load_dir", "save_dir"}  # a checkpoint into another format: nothing is trained
-    if not other and (not whole or converts or any("data" in name.lower() for name in found.settings)):
+    # Forks have names of their own for it: --train-weighted-split-paths-path, --dataset-config.
+    named = any(re.search(r"data|corpus|blend|split_paths", name.lower().replace("-", "_")) for name in found.settings)
+    if not other and (not whole or converts or named or found.open_why):
         return None
     return DataFacts(named=1 if other else 0, setting=other)
 

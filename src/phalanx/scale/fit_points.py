@@ -27,7 +27,7 @@ from phalanx.scale.published import PUBLISHED
 from phalanx.scale.repeated_data import effective_tokens, fit_repeated
 from phalanx.scale.surface import Surface, SurfaceData
 from phalanx.scale.surface_fit import NAMES, estimate_interval, fit_surface
-from phalanx.units import plural
+from phalanx.units import format_count, plural
 
 Array = NDArray[np.float64]
 
@@ -43,6 +43,8 @@ LEAST_ROWS = {"vpnls": 6, "huber3": 6, "overtrain": 5, "kaplan": 6, "isoflop": 9
 DRAWS = 400
 OUTLIER_SDS = 4.5  # robust standard deviations
 MOST_OUTLIERS = 12
+OUTSIDE = 2.0  # times beyond the sizes of the runs, from which an optimum is no more than a guess
+FLOPS_OFF = 5.0  # times 6·N·D: attention, heads and embeddings explain less
 LEFT_OUT_SHARE = 0.15  # of the rows, where there are no budgets to leave out
 
 
@@ -94,19 +96,23 @@ def check_points(points: ScalingPoints, method: str) -> None:
         if kinds < 3 and not problems:
             what = f"has {plural(kinds, name)}; a law in both N and D needs at least 3 of each"
             problems.append(Problem(where=points.source, what=what, fix=f"add runs with another {name}"))
-    if not problems and _rises(points):
-        what = "its losses rise with compute: the best loss of the larger half is above that of the smaller half"
+    if not problems and (ends := _rising_losses(points)):
+        how = "rise" if ends[1] > ends[0] else "do not fall"
+        what = (
+            f"its losses {how} with compute: the best of the smaller half of the runs is {ends[0]:.4g}, of the larger "
+            f"half {ends[1]:.4g}"
+        )
         fix = "look at the columns (loss in nats, not accuracy; flops, not seconds), and at runs that diverged"
         problems.append(Problem(where=points.source, what=what, fix=fix))
     if problems:
         raise UserError(problems)
 
 
-def _rises(points: ScalingPoints) -> bool:
-    """Whether more compute makes the frontier worse."""
+def _rising_losses(points: ScalingPoints) -> tuple[float, float] | None:
+    """The best losses of the smaller and the larger half, where more compute does not make them better."""
     middle = np.median(points.flops)
     small, large = points.loss[points.flops <= middle], points.loss[points.flops > middle]
-    return bool(len(large) and large.min() >= small.min())
+    return (float(small.min()), float(large.min())) if len(large) and large.min() >= small.min() else None
 
 
 def _fit_surface(points: ScalingPoints, method: str, draws: int, rng: np.random.Generator) -> ScalingFit:
@@ -277,6 +283,12 @@ def _fit_warnings(points: ScalingPoints, made: ScalingFit) -> list[str]:
             "the table does not say which parameters it counts: add --params-counted; "
             "leaving out the head alone moved a from 0.70 to 0.83 (arXiv:2406.19146)"
         )
+    ratio = float(np.median(points.flops / (6.0 * points.params * points.tokens)))
+    if not 1.0 / FLOPS_OFF <= ratio <= FLOPS_OFF:
+        found.append(
+            f"the column flops is {ratio:.3g} times 6·N·D: is it in FLOPs, and are params and tokens counts? "
+            "budgets below are in its unit"
+        )
     decades = float(np.log10(points.flops.max() / points.flops.min()))
     if decades < 1.0:
         found.append(f"the runs span {decades:.1f} decades of compute: exponents are hardly determined below one")
@@ -286,6 +298,17 @@ def _fit_warnings(points: ScalingPoints, made: ScalingFit) -> list[str]:
             f"{agreeing:.0%} of {made.diagnostics.starts} random starts reach this optimum: one start, or a coarse "
             "grid of them, is not enough for this method"
         )
+    best, _ = law_optimum(made.method, made.values(), float(points.flops.max()))
+    for is_outside, side, edge in (
+        (best < points.params.min() / OUTSIDE, "smaller", points.params.min()),
+        (best > points.params.max() * OUTSIDE, "larger", points.params.max()),
+    ):
+        if is_outside:
+            found.append(
+                f"the best size at the largest budget, {format_count(best)}, is far {side} than every run here "
+                f"({format_count(edge)}): losses of their sizes can be predicted, the optimum cannot; train {side} "
+                "models"
+            )
     irreducible = made.parameters.get("E")
     if irreducible is not None and made.method != "kaplan" and irreducible.value < 0.05 * points.loss.min():
         found.append("E is nearly 0: the runs do not reach far enough to see the irreducible loss")

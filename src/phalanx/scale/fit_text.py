@@ -56,7 +56,26 @@ def fit_text(fit: ScalingFit) -> str:
     lines += [f"left out: {one}" for one in note.left_out]
     lines += [f"warning: {one}" for one in fit.warnings]
     lines.append(f"data sha256 {note.sha256}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_answer_lines(fit)])
+
+
+def _answer_lines(fit: ScalingFit) -> list[str]:
+    """What the law was fitted for, in two sentences at the end of the page."""
+    flops = 10.0 * fit.data.flops_range[1]
+    best = optimum_estimates(fit, flops)
+    params, tokens = (_with_range(best[key], as_count=True) for key in ("params", "tokens"))
+    loss = _with_range(best["loss"], as_count=False)
+    lines = [
+        f"With ten times the compute of the largest run ({flops:.2g} FLOP): train {params} parameters on {tokens} "
+        f"tokens, and expect a loss of {loss}."
+    ]
+    tested = fit.diagnostics.left_out_budget
+    if tested is not None:
+        lines.append(
+            f"The largest budget here, predicted from the others, was off by {100 * tested.mean_abs_error:.1f} % on "
+            f"average, {100 * tested.worst_error:+.1f} % at worst."
+        )
+    return lines
 
 
 def _range_text(low: float | None, high: float | None) -> str:

@@ -89,7 +89,7 @@ def fit_isoflop(points: ScalingPoints, *, draws: int, rng: np.random.Generator) 
     y = np.log([one.params for one in used])
     spreads = np.array([math.nan if one.spread is None else one.spread for one in used])
     # Curves of scattered points differ in how sharply they have a minimum; designed ones count alike, as in the paper.
-    weights = 1.0 / (spreads**2 + np.median(spreads) ** 2) if np.isfinite(spreads).all() else np.ones(len(used))
+    weights = _curve_weights(x, y, spreads) if np.isfinite(spreads).all() else np.ones(len(used))
     slope, start, spread, covariance = _fit_line(x, y, weights / weights.mean())
     outliers += _off_line(used, x, y)
     loss = np.array([one.loss for one in used])
@@ -189,6 +189,20 @@ def _fit_line(x: Array, y: Array, weights: Array) -> tuple[float, float, float, 
     variance = float(weights @ rest**2) / max(1, len(x) - 2)
     inverse = np.linalg.inv((columns * root).T @ (columns * root))
     return float(slope), float(start), math.sqrt(variance), variance * inverse
+
+
+def _curve_weights(x: Array, y: Array, spreads: Array) -> Array:
+    """1 / (spread² + τ²), with the variance τ² between curves at which the weighted residuals are as large as they
+    should be (Paule and Mandel 1982): minima scatter more than their own parabolas say.
+    """
+    low, high = 0.0, float(np.var(y))
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        weights = 1.0 / (spreads**2 + middle)
+        slope, start, _, _ = _fit_line(x, y, weights)
+        too_small = float(weights @ (y - start - slope * x) ** 2) > len(x) - 2
+        low, high = (middle, high) if too_small else (low, middle)
+    return np.asarray(1.0 / (spreads**2 + high))
 
 
 def _off_line(used: list[CurveOptimum], x: Array, y: Array) -> list[Outlier]:

@@ -1,4 +1,4 @@
-"""Pictures of a fit: IsoFLOP curves, residuals, and the frontier with its interval, each an SVG file."""
+"""Pictures of a fit: IsoFLOP curves, residuals, and the frontier with its interval."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from phalanx.io.svg import PLANNED_STYLE, PlotLine, line_plot, standalone_svg
+from phalanx.io.svg import PLANNED_STYLE, LinePlot, PlotLine, standalone_svg
 from phalanx.scale.fit_points import optimum_estimates, predicted_losses
 from phalanx.scale.fit_result import ScalingFit
 from phalanx.scale.isoflop import group_budgets
@@ -19,12 +19,17 @@ STYLES = ("1", "2", "3")
 
 def fit_plots(fit: ScalingFit, points: ScalingPoints) -> Mapping[str, str]:
     """File name -> SVG; a picture without data is left out."""
+    return {f"{name}.svg": standalone_svg(one.to_svg()) for name, one in fit_pictures(fit, points).items()}
+
+
+def fit_pictures(fit: ScalingFit, points: ScalingPoints) -> Mapping[str, LinePlot]:
+    """Name -> plot; one without data is left out."""
     made = {
-        "isoflop.svg": _isoflop_plot(fit, points),
-        "residuals.svg": _residual_plot(fit, points),
-        "frontier.svg": _frontier_plot(fit, points),
+        "isoflop": _isoflop_plot(fit, points),
+        "residuals": _residual_plot(fit, points),
+        "frontier": _frontier_plot(fit, points),
     }
-    return {name: standalone_svg(svg) for name, svg in made.items() if svg}
+    return {name: one for name, one in made.items() if not one.is_empty}
 
 
 def _powers_of_ten(unit: str) -> Callable[[float], str]:
@@ -32,7 +37,7 @@ def _powers_of_ten(unit: str) -> Callable[[float], str]:
     return lambda value: f"{10.0**value:.0e} {unit}".replace("e+", "e")
 
 
-def _isoflop_plot(fit: ScalingFit, points: ScalingPoints) -> str:
+def _isoflop_plot(fit: ScalingFit, points: ScalingPoints) -> LinePlot:
     """Loss over size, for budgets spread over those there are: points, and the law dashed."""
     budgets = group_budgets(points)
     if len(budgets) > MOST_CURVES:
@@ -50,22 +55,22 @@ def _isoflop_plot(fit: ScalingFit, points: ScalingPoints) -> str:
         tokens = float(np.median(points.tokens[rows] * points.params[rows]))
         law = [law_loss(fit.method, fit.values(), 10.0**one, tokens / 10.0**one) for one in grid]
         lines.append(PlotLine(label=f"{name}, law", x=grid.tolist(), mean=law, style=PLANNED_STYLE))
-    return line_plot("loss over parameters, by budget", lines, show="{:.2f}".format, show_x=_powers_of_ten("N"))
+    title = "loss over parameters, by budget"
+    return LinePlot(title=title, lines=lines, show="{:.2f}".format, show_x=_powers_of_ten("N"))
 
 
-def _residual_plot(fit: ScalingFit, points: ScalingPoints) -> str:
+def _residual_plot(fit: ScalingFit, points: ScalingPoints) -> LinePlot:
     """Measured over predicted, by compute."""
     x = np.log10(points.flops)
     off = 100.0 * (points.loss / predicted_losses(fit.method, fit.values(), points) - 1.0)
     order = np.argsort(x)
     zero = PlotLine(label="law", x=[float(x.min()), float(x.max())], mean=[0.0, 0.0], style=PLANNED_STYLE)
     dots = PlotLine(label="measured", x=x[order].tolist(), mean=off[order].tolist(), style="1", dots=True)
-    return line_plot(
-        "residuals in per cent, by compute", [zero, dots], show="{:+.1f} %".format, show_x=_powers_of_ten("FLOP")
-    )
+    title = "residuals in per cent, by compute"
+    return LinePlot(title=title, lines=[zero, dots], show="{:+.1f} %".format, show_x=_powers_of_ten("FLOP"))
 
 
-def _frontier_plot(fit: ScalingFit, points: ScalingPoints) -> str:
+def _frontier_plot(fit: ScalingFit, points: ScalingPoints) -> LinePlot:
     """The loss of the best model of each budget, with its interval, two decades beyond the data."""
     low, high = np.log10(points.flops.min()), np.log10(points.flops.max()) + 2.0
     grid = np.linspace(low, high, 25)
@@ -81,4 +86,5 @@ def _frontier_plot(fit: ScalingFit, points: ScalingPoints) -> str:
     x = np.log10(points.flops)
     order = np.argsort(x)
     dots = PlotLine(label="runs", x=x[order].tolist(), mean=points.loss[order].tolist(), style="2", dots=True)
-    return line_plot("frontier: loss over compute", [band, dots], show="{:.2f}".format, show_x=_powers_of_ten("FLOP"))
+    title = "frontier: loss over compute"
+    return LinePlot(title=title, lines=[band, dots], show="{:.2f}".format, show_x=_powers_of_ten("FLOP"))

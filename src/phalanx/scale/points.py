@@ -139,12 +139,20 @@ def read_points(path: Path, options: TableOptions | None = None) -> ScalingPoint
     """The rows of a CSV file; every mistake in it at once, as UserError."""
     options = options or TableOptions()
     text = read_text(path, noun="CSV file", most_bytes=LARGEST_TABLE_BYTES)
+    if not text.strip():
+        raise mistake(str(path), "is empty", fix="a header such as params,tokens,loss, then a row per trained model")
     reader = csv.DictReader(io.StringIO(text, newline=""))
     try:
         columns = [name.strip() for name in csv_columns(reader, str(path))]
         reader.fieldnames = columns
         rows = []
         for row in reader:
+            if more := row.get(None):
+                raise mistake(
+                    f"{path}:{reader.line_num}",
+                    f"has {len(columns) + len(more)} values, but the header names {plural(len(columns), 'column')}",
+                    fix="write decimals with a point (2.5, not 2,5), and quote texts that hold a comma",
+                )
             rows.append((reader.line_num, {key: (value or "").strip() for key, value in row.items() if key}))
             if len(rows) > MOST_ROWS:
                 raise mistake(str(path), f"has more than {MOST_ROWS:,} rows", fix="split it")
@@ -241,6 +249,8 @@ def make_points(
         data=next((one for one in texts.get("data", ()) if one), ""),
     )
     points = _without_repeats(points, options, left_out)
+    if options.drop_highest < 0:
+        raise mistake("--drop-highest", f"{options.drop_highest} is negative", fix="give a number of rows")
     if options.drop_highest:
         if options.drop_highest >= len(points):
             raise mistake("--drop-highest", f"{options.drop_highest} leaves none of {plural(len(points), 'row')}")
@@ -272,7 +282,11 @@ def _read_numbers(
                 column[place] = math.nan
             if needed and not (math.isfinite(column[place]) and column[place] > 0.0):
                 what = f'{known[name]} = "{text[:40]}" is not a positive number'
-                fix = "a diverged run is no point of a law: leave the row out, or set its status to diverged"
+                fix = (
+                    "a diverged run is no point of a law: leave the row out, or set its status to diverged"
+                    if name == "loss"
+                    else "write it as 125000000 or 1.25e8, or leave the row out"
+                )
                 problems.append(Problem(where=f"{source}:{line}", what=what, fix=fix))
         if needed or np.isfinite(column).any():
             values[name] = column

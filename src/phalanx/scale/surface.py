@@ -12,7 +12,7 @@ there, for a batch of problems in one array program.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +73,13 @@ class SurfaceData:
         middle = (float(log_n.mean()), float(log_d.mean()))
         noise = loss if relative else np.full_like(loss, math.exp(float(np.log(loss).mean())))
         return cls(x=log_n - middle[0], y=log_d - middle[1], loss=loss, middle=middle, noise=noise)
+
+    def with_fitted_noise(self, theta: Array) -> SurfaceData:
+        """Noise in proportion to the fitted losses instead: a measured one that is low by chance counts for no more."""
+        level, term_n, term_d = surface_values(theta[None, :], self)
+        fitted = np.log((level + term_n + term_d)[0])
+        # The same geometric mean as before: sums of squares under both noises are compared.
+        return replace(self, noise=np.exp(fitted - fitted.mean() + np.log(self.noise).mean()))
 
     def to_surface(self, theta: Array) -> Surface:
         """Of fitted logarithms."""

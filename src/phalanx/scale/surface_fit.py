@@ -72,6 +72,9 @@ def fit_surface(
     for relative in kinds:
         data = SurfaceData.of(params, tokens, loss, relative=relative)
         found, cost = polish_surface(data, project_grid(data, tied=tied), tied=tied)
+        if relative and method == "vpnls":
+            data = data.with_fitted_noise(found[int(np.argmin(cost))])
+            found, cost = polish_surface(data, found, tied=tied)
         # The likelihood of normal noise with this variance function: the smaller sum of squares, since both noises
         # have the same geometric mean.
         solved.append((float(cost.min()), relative, data, found, cost))
@@ -84,8 +87,10 @@ def fit_surface(
         agreeing = _share_agreeing(tried[len(found) :], theta)
         resampled = _draw_rows(data, theta, draws, rng)
     else:
-        tried, _ = polish_surface(data, grid_starts(data, starts, rng), tied=tied, iterations=200)
-        agreeing = _share_agreeing(tried, theta)
+        agreeing = 1.0
+        if starts:
+            tried, _ = polish_surface(data, grid_starts(data, starts, rng), tied=tied, iterations=200)
+            agreeing = _share_agreeing(tried, theta)
         posterior = sample_posterior([one[2] for one in solved], draws=draws, rng=rng) if draws and not tied else None
         resampled = _flip_residuals(data, theta, draws, rng, tied=tied) if posterior is None else posterior
         if posterior is not None and _is_degenerate(data, theta):
@@ -225,7 +230,8 @@ def estimate_interval(value: float, draws: Array, profile: tuple[float, float] |
     """A number with the interval of its resamples."""
     if not len(draws):
         return FitEstimate(value=value)
-    low, high = np.quantile(draws, [0.5 - SHARE / 2, 0.5 + SHARE / 2])
+    # Weibull's positions, p·(K + 1): between two of K draws lies just the share that is asked for, also of few draws.
+    low, high = np.quantile(draws, [0.5 - SHARE / 2, 0.5 + SHARE / 2], method="weibull")
     # Where the points leave a number nearly open the best fit may lie outside of most draws: it is not excluded.
     return FitEstimate(
         value=value,

@@ -7,8 +7,10 @@ is too narrow where few points leave the law nearly open, as where E could as we
     prior      Jeffreys': √det(JᵀJ) of the derivatives by all five, the one whose intervals hold about as often as they
                say. With a flat prior for E and ln β those of extrapolated losses held 65 % instead of 80
     noise      proportional to the loss or the same everywhere, each weighted by its likelihood
+    grid       turned along the posterior: α and β go together so closely that cells along their own axes are wider
+               than the ridge. Draws leave the lines of the grid, and are weighted by the density where they land
 
-    # G exponents of each kind, P points
+    # K pairs of exponents, P points, G exponents of each kind
 """
 
 from __future__ import annotations
@@ -18,33 +20,63 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.scale.surface import LEAST_EXPONENT, MOST_EXPONENT, Array, SurfaceData
 
-GRID = 56  # exponents of each kind
+GRID = 28  # pairs of exponents along each axis
 FAINT = 14.0  # nats below the peak: the grid need not reach further
-CROWDED = 0.3  # share of the grid that the posterior must span, or it is made finer
+CROWDED = 0.6  # share of the grid that the posterior must span, or it is made finer
 MOST_ZOOMS = 14
-EXACT = 1e-13  # of the sum of squares: what rounding leaves
-RIDGE = 1e-13  # of the trace: keeps columns apart that are nearly the same
-TRIES = 12  # draws of E, A and B made for each one wanted: negative ones are thrown away
+EXACT = 1e-26  # of the sum of squares: what rounding leaves
+TRIES = 8  # draws of E, A and B made for each one wanted: negative ones are thrown away
+_TINY = np.finfo(float).tiny
+_LOWEST, _HIGHEST = math.log(LEAST_EXPONENT), math.log(MOST_EXPONENT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExponentGrid:
-    """The posterior of one noise model on a grid of ln α (rows) and ln β (columns)."""
+    """The posterior of one noise model on a turned grid of (ln α, ln β)."""
 
     data: SurfaceData
-    log_alpha: Array  # (G,)
-    log_beta: Array  # (G,)
-    log_density: Array  # (G, G), up to a constant that all noise models of the same points share
+    pairs: Array  # (K, 2)
+    cell: Array  # (2, 2): the two edges of a cell, as columns
+    log_density: Array  # (K,), up to a constant that all noise models of the same points share
 
     @property
     def log_mass(self) -> float:
         """The integral."""
-        cell = (self.log_alpha[1] - self.log_alpha[0]) * (self.log_beta[1] - self.log_beta[0])
         top = float(self.log_density.max())
-        return top + math.log(float(np.exp(self.log_density - top).sum()) * cell)
+        area = abs(float(np.linalg.det(self.cell)))
+        return top + math.log(float(np.exp(self.log_density - top).sum()) * max(area, _TINY))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProjectedLaws:
+    """Least squares of E, A and B at pairs of exponents."""
+
+    linear: Array  # (K, 3): E, A and B
+    inverse: Array  # (K, 3, 3): R⁻¹ of X = QR, so that (XᵀX)⁻¹ = R⁻¹R⁻ᵀ
+    rest: Array  # (K,): sum of squares that is left
+    log_bent: Array  # (K,): ln det of what the derivatives by ln α and ln β leave outside of X, for A = B = 1
+    free: int  # points less three
+
+    @property
+    def errors(self) -> Array:
+        """Standard errors of E, A and B."""
+        return np.asarray(np.sqrt((self.inverse**2).sum(axis=-1) * (self.rest / self.free)[:, None]))
+
+    @property
+    def terms(self) -> Array:
+        """A and B (K, 2), or their errors where these are larger: the A·B of Jeffreys' prior that the grid takes."""
+        return np.asarray(np.maximum(np.maximum(self.linear, self.errors), _TINY)[:, 1:])
+
+    @property
+    def log_density(self) -> Array:
+        """ln p(α, β | points): E, A, B and the noise's size integrated out, times the prior."""
+        density = -0.5 * self.free * np.log(self.rest) + 0.5 * self.log_bent + np.log(self.terms).sum(axis=-1)
+        # A surface with a negative term is none; where the best of a pair is slightly negative there are still draws.
+        return np.asarray(np.where((self.linear < -4.0 * self.errors).any(axis=-1), -np.inf, density))
 
 
 def sample_posterior(kinds: Sequence[SurfaceData], *, draws: int, rng: np.random.Generator) -> Array | None:
@@ -56,113 +88,119 @@ def sample_posterior(kinds: Sequence[SurfaceData], *, draws: int, rng: np.random
     masses = np.array([one.log_mass for one in grids])
     shares = np.exp(masses - masses.max())
     counts = np.round(TRIES * draws * shares / shares.sum()).astype(int)
-    every = np.concatenate([_draw_surfaces(grid, count, rng) for grid, count in zip(grids, counts, strict=True)])
-    return every[rng.choice(len(every), size=draws, replace=False)] if len(every) >= draws else None
+    made = [_draw_surfaces(grid, int(count), rng) for grid, count in zip(grids, counts, strict=True)]
+    every, weight = np.concatenate([one[0] for one in made]), np.concatenate([one[1] for one in made])
+    if len(every) < draws or not weight.sum() > 0.0:
+        return None
+    return np.asarray(every[_pick_evenly(weight, draws, rng)])
+
+
+def _pick_evenly(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np.intp]:
+    """Rows in proportion to their weight, at even distances along the sum: less noisy than independent picks."""
+    total = np.cumsum(weight)
+    places = (np.arange(count) + rng.random()) / count * total[-1]
+    return np.asarray(np.minimum(np.searchsorted(total, places, side="right"), len(weight) - 1))
 
 
 def _find_grid(data: SurfaceData) -> ExponentGrid:
-    """The grid that just holds the posterior: from all exponents there are, narrowed until it fills its grid."""
-    widest = (math.log(LEAST_EXPONENT), math.log(MOST_EXPONENT))
-    boxes = [widest, widest]
-    for _ in range(MOST_ZOOMS):
-        axes = [np.linspace(low, high, GRID) for low, high in boxes]
-        density = _log_density(data, axes[0], axes[1])
+    """The grid that just holds the posterior: from all exponents there are, turned and narrowed until it fills it."""
+    origin = np.full(2, 0.5 * (_LOWEST + _HIGHEST))
+    axes = np.eye(2) * 0.5 * (_HIGHEST - _LOWEST)
+    line = np.linspace(-1.0, 1.0, GRID)
+    places = np.stack([one.ravel() for one in np.meshgrid(line, line)], axis=1)
+    for zoom in range(MOST_ZOOMS):
+        pairs = origin + places @ axes.T
+        density = _log_density(data, pairs)
         held = density > density.max() - FAINT
-        narrowed, spans = [], []
-        for axis, inside in zip(axes, (held.any(axis=1), held.any(axis=0)), strict=True):
-            places = np.flatnonzero(inside)
-            spans.append((places[-1] - places[0] + 1) / GRID)
-            low, high = max(places[0] - 1, 0), min(places[-1] + 1, GRID - 1)
-            narrowed.append((float(axis[low]), float(axis[high])))
-        if min(spans) > CROWDED or max(high - low for low, high in narrowed) < 1e-7:
+        cell = axes * (line[1] - line[0])
+        spans = np.ptp(places[held], axis=0) / 2.0
+        if (spans.min() > CROWDED and zoom) or np.abs(cell).max() < 1e-9 or not np.isfinite(density.max()):
             break
-        boxes = narrowed
-    return ExponentGrid(data=data, log_alpha=axes[0], log_beta=axes[1], log_density=density)
+        weight = np.exp(np.where(held, density - density.max(), -np.inf))
+        middle = weight @ pairs / weight.sum()
+        # A floor of a cell's own size: a posterior within one cell has no direction yet.
+        spread = ((pairs - middle) * weight[:, None]).T @ (pairs - middle) / weight.sum() + cell @ cell.T
+        _, directions = np.linalg.eigh(spread)
+        along = (pairs[held] - origin) @ directions
+        # Beyond the outermost pairs that are held the posterior may reach by one cell.
+        margin = np.abs(directions.T @ cell).sum(axis=1)
+        low, high = along.min(axis=0) - margin, along.max(axis=0) + margin
+        origin = origin + directions @ (0.5 * (low + high))
+        axes = directions * (0.5 * (high - low))
+    return ExponentGrid(data=data, pairs=pairs, cell=cell, log_density=density)
 
 
-def _normal_equations(data: SurfaceData, log_alpha: Array, log_beta: Array) -> tuple[Array, Array, float]:
-    """JᵀJ (G, G, 5, 5), Xᵀy (G, G, 3) and yᵀy. X are the law's columns 1, N^-α, D^-β over the noise, J those and their
-    derivatives by ln α and ln β, for A = B = 1.
+def _log_density(data: SurfaceData, pairs: Array) -> Array:
+    inside = ((pairs >= _LOWEST) & (pairs <= _HIGHEST)).all(axis=1)
+    density = np.full(len(pairs), -np.inf)
+    if inside.any():
+        density[inside] = _project_laws(data, pairs[inside]).log_density
+    return density
+
+
+def _project_laws(data: SurfaceData, pairs: Array) -> ProjectedLaws:
+    """X are the law's columns 1, N^-α, D^-β over the noise: made orthogonal one after the other, which keeps digits
+    where they are nearly the same.
     """
-    alpha, beta = np.exp(log_alpha)[:, None], np.exp(log_beta)[:, None]
+    alpha, beta = np.exp(pairs[:, :1]), np.exp(pairs[:, 1:])
     ones = 1.0 / data.noise
-    of_size, of_data = np.exp(-alpha * data.x) * ones, np.exp(-beta * data.y) * ones
-    # Columns of the exponents' grid rows, and of its columns: each pair of them is one product of matrices.
-    rows = {1: of_size, 3: -alpha * data.x * of_size}
-    columns = {2: of_data, 4: -beta * data.y * of_data}
-    measured = data.loss * ones
-    normal = np.empty((len(alpha), len(beta), 5, 5))
-    right = np.empty((len(alpha), len(beta), 3))
-    normal[..., 0, 0], right[..., 0] = ones @ ones, ones @ measured
-    right[..., 1], right[..., 2] = (of_size @ measured)[:, None], (of_data @ measured)[None, :]
-    for one, values in rows.items():
-        normal[..., 0, one] = normal[..., one, 0] = (values @ ones)[:, None]
-        for other, more in rows.items():
-            normal[..., one, other] = np.einsum("gp,gp->g", values, more)[:, None]
-        for other, more in columns.items():
-            normal[..., one, other] = normal[..., other, one] = values @ more.T
-    for one, values in columns.items():
-        normal[..., 0, one] = normal[..., one, 0] = (values @ ones)[None, :]
-        for other, more in columns.items():
-            normal[..., one, other] = np.einsum("gp,gp->g", values, more)[None, :]
-    return normal, right, float(measured @ measured)
+    size, tokens = np.exp(-alpha * data.x) * ones, np.exp(-beta * data.y) * ones
+    measured = np.broadcast_to(data.loss * ones, size.shape)
+    bent_size, bent_tokens = -alpha * data.x * size, -beta * data.y * tokens
+
+    def without(column: Array, unit: Array) -> tuple[Array, Array]:
+        """What of a column stands across a unit vector, and its part along it (K,)."""
+        part = np.einsum("kp,kp->k", column, unit)
+        return column - part[:, None] * unit, part
+
+    count = len(pairs)
+    upper = np.zeros((count, 3, 3))
+    parts = np.empty((count, 3))
+    columns = [np.broadcast_to(ones, size.shape), size, tokens]
+    others = [measured, bent_size, bent_tokens]
+    for row in range(3):
+        length = np.sqrt(np.maximum(np.einsum("kp,kp->k", columns[row], columns[row]), _TINY))
+        unit = columns[row] / length[:, None]
+        upper[:, row, row] = length
+        for column in range(row + 1, 3):
+            columns[column], upper[:, row, column] = without(columns[column], unit)
+        others[0], parts[:, row] = without(others[0], unit)
+        others[1:] = [without(one, unit)[0] for one in others[1:]]
+    left, first, second = others
+    gram = [np.einsum("kp,kp->k", one, other) for one, other in ((first, first), (first, second), (second, second))]
+    inverse = np.zeros((count, 3, 3))
+    for row in range(3):
+        inverse[:, row, row] = 1.0 / upper[:, row, row]
+    inverse[:, 0, 1] = -upper[:, 0, 1] * inverse[:, 0, 0] * inverse[:, 1, 1]
+    inverse[:, 1, 2] = -upper[:, 1, 2] * inverse[:, 1, 1] * inverse[:, 2, 2]
+    inverse[:, 0, 2] = -inverse[:, 0, 0] * (upper[:, 0, 1] * inverse[:, 1, 2] + upper[:, 0, 2] * inverse[:, 2, 2])
+    total = float(((data.loss * ones) ** 2).sum())
+    return ProjectedLaws(
+        linear=np.einsum("kij,kj->ki", inverse, parts),
+        inverse=inverse,
+        rest=np.maximum(np.einsum("kp,kp->k", left, left), EXACT * total),
+        log_bent=np.log(np.maximum(gram[0] * gram[2] - gram[1] ** 2, _TINY)),
+        free=max(len(data.loss) - 3, 1),
+    )
 
 
-def _solve_three(normal: Array, right: Array) -> tuple[Array, Array, Array]:
-    """Solutions (…, 3), diagonals of the inverses (…, 3) and ln determinants of symmetric 3x3 systems, by cofactors."""
-    normal = normal + RIDGE * np.einsum("...ii->...", normal)[..., None, None] * np.eye(3)
-    a, b, c = normal[..., 0, 0], normal[..., 0, 1], normal[..., 0, 2]
-    d, e, f = normal[..., 1, 1], normal[..., 1, 2], normal[..., 2, 2]
-    aa, ab, ac = d * f - e * e, c * e - b * f, b * e - c * d
-    bb, bc, cc = a * f - c * c, b * c - a * e, a * d - b * b
-    determinant = np.maximum(a * aa + b * ab + c * ac, np.finfo(float).tiny)
-    x, y, z = right[..., 0], right[..., 1], right[..., 2]
-    solved = np.stack([aa * x + ab * y + ac * z, ab * x + bb * y + bc * z, ac * x + bc * y + cc * z], axis=-1)
-    inverse = np.maximum(np.stack([aa, bb, cc], axis=-1), 0.0)
-    return solved / determinant[..., None], inverse / determinant[..., None], np.log(determinant)
-
-
-def _log_density(data: SurfaceData, log_alpha: Array, log_beta: Array) -> Array:
-    """ln p(α, β | points): E, A, B and the noise's size integrated out, times the prior."""
-    normal, right, total = _normal_equations(data, log_alpha, log_beta)
-    linear, inverse, determinant = _solve_three(normal[..., :3, :3], right)
-    # Cancellation leaves about 1e-13 of yᵀy: below that points are exact.
-    rest = np.maximum(total - np.einsum("abi,abi->ab", linear, right), EXACT * total)
-    free = max(len(data.loss) - 3, 1)
-    errors = np.sqrt(inverse * (rest / free)[..., None])
-    _, every = np.linalg.slogdet(normal + RIDGE * np.einsum("abii->ab", normal)[..., None, None] * np.eye(5))
-    largest = np.maximum(np.maximum(linear, errors), np.finfo(float).tiny)
-    terms = np.log(largest[..., 1:]).sum(axis=-1)  # A·B of Jeffreys' prior
-    density = -0.5 * free * np.log(rest) - 0.5 * determinant + 0.5 * np.where(np.isfinite(every), every, -700.0) + terms
-    # A surface with a negative term is none; where the best of a pair is slightly negative there are still draws.
-    return np.asarray(np.where((linear < -4.0 * errors).any(axis=-1), density.min() - 10.0 * FAINT, density))
-
-
-def _draw_surfaces(grid: ExponentGrid, count: int, rng: np.random.Generator) -> Array:
-    """At most `count` draws of the five logarithms: those whose E, A and B are positive, weighted by the prior."""
+def _draw_surfaces(grid: ExponentGrid, count: int, rng: np.random.Generator) -> tuple[Array, Array]:
+    """At most `count` draws of the five logarithms, those whose E, A and B are positive, and their weights."""
+    nothing = np.empty((0, 5)), np.empty(0)
     if count < 1:
-        return np.empty((0, 5))
-    weight = np.exp(grid.log_density - grid.log_density.max()).ravel()
-    cells = rng.choice(len(weight), size=count, p=weight / weight.sum())
-    rows, columns = np.unravel_index(cells, grid.log_density.shape)
-    steps = [axis[1] - axis[0] for axis in (grid.log_alpha, grid.log_beta)]
-    # Within a cell the density is flat: draws need not sit on the grid's lines.
-    log_alpha = grid.log_alpha[rows] + steps[0] * (rng.random(count) - 0.5)
-    log_beta = grid.log_beta[columns] + steps[1] * (rng.random(count) - 0.5)
-    normal, right, total = _normal_equations(grid.data, grid.log_alpha, grid.log_beta)
-    normal, right = normal[rows, columns, :3, :3], right[rows, columns]
-    best, inverse, _ = _solve_three(normal, right)
-    rest = np.maximum(total - np.einsum("ki,ki->k", best, right), EXACT * total)
-    free = max(len(grid.data.loss) - 3, 1)
-    spread = np.sqrt(rest / rng.chisquare(free, size=count))
-    # XᵀX = LLᵀ: L⁻ᵀz has its inverse as covariance.
-    lower = np.linalg.cholesky(normal + RIDGE * np.einsum("kii->k", normal)[:, None, None] * np.eye(3))
-    linear = best + spread[:, None] * np.linalg.solve(lower.transpose(0, 2, 1), rng.normal(size=(count, 3, 1)))[..., 0]
-    kept = (linear > 0.0).all(axis=1)
-    if not kept.any():
-        return np.empty((0, 5))
-    # The grid took A·B of the best surface of each pair into the prior: draws are weighted by their own instead.
-    usual = np.maximum(np.maximum(best, np.sqrt(inverse * (rest / free)[:, None])), np.finfo(float).tiny)
-    prior = (linear[kept, 1:] / usual[kept, 1:]).prod(axis=1)
-    found = np.column_stack([np.log(linear[kept]), log_alpha[kept], log_beta[kept]])
-    return found[rng.choice(len(found), size=len(found), p=prior / prior.sum())]
+        return nothing
+    picked = _pick_evenly(np.exp(grid.log_density - grid.log_density.max()), count, rng)
+    pairs = grid.pairs[picked] + (rng.random((count, 2)) - 0.5) @ grid.cell.T
+    inside = ((pairs >= _LOWEST) & (pairs <= _HIGHEST)).all(axis=1)
+    pairs, picked = pairs[inside], picked[inside]
+    if not len(pairs):
+        return nothing
+    found = _project_laws(grid.data, pairs)
+    spread = np.sqrt(found.rest / rng.chisquare(found.free, size=len(pairs)))
+    linear = found.linear + spread[:, None] * np.einsum("kij,kj->ki", found.inverse, rng.normal(size=(len(pairs), 3)))
+    # The cell was picked by the density in its middle, and the grid took A·B of the best surface of each pair into the
+    # prior: draws are weighted by what holds for them.
+    with np.errstate(invalid="ignore"):
+        weight = np.exp(found.log_density - grid.log_density[picked]) * (linear[:, 1:] / found.terms).prod(axis=1)
+    kept = (linear > 0.0).all(axis=1) & np.isfinite(weight)
+    return np.column_stack([np.log(linear[kept]), pairs[kept]]), weight[kept]

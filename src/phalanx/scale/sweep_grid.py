@@ -18,11 +18,15 @@ from phalanx.job.model import TOKENS_PER_PARAMETER, ModelShape
 from phalanx.job.parameter_counts import count_parameters
 from phalanx.job.schema import Job
 from phalanx.scale.sweep_shapes import distinct_shapes, refuse_unscalable
+from phalanx.units import format_count
 
 METHODS = ("isoflop", "wsd")
 BUDGETS = 5  # of a range LO..HI
 SPREAD = 4.0  # sizes reach from a fourth to four times the present optimum of a budget, unless asked otherwise
 LEAST_STEPS = 20  # of a run: fewer say nothing
+# Below it small models have not begun to learn from context: on the offline corpus, runs of 50 to 135 steps end at 5.3
+# nats, the entropy of single tokens, whatever their size. No power law has such a step.
+ENOUGH_STEPS = 400
 MOST_RUNS = 10_000
 WARMUP = 0.1  # of the tokens of the shortest run of a size, at most; the job's own where that is less
 # Step Law (arXiv:2503.04715), medians of 1,000 bootstrap fits; fitted to 60M to 1B parameters without the embeddings.
@@ -202,31 +206,38 @@ def _sized_job(job: Job, shape: ModelShape, *, tokens: float, longest: float, sh
 
 
 def learning_rate_and_batch(job: Job, shape: ModelShape, tokens: float) -> tuple[float, float]:
-    """Peak learning rate and tokens per step of one size.
+    """Peak learning rate and tokens per step of one run.
 
-    With muP or CompleteP they are the job's: that is what these are for. Else Step Law's; outside the sizes it was
-    fitted to only its exponents are taken, through the job's own learning rate and batch.
+    By Step Law. Outside the sizes it was fitted to only its exponents are taken, through the job's own learning rate,
+    batch, size and tokens. muP and CompleteP carry the rate over to other widths and depths, not to longer training:
+    there the exponents of the tokens alone are taken. With one batch for all, short runs are short of steps, which
+    looks like a law that levels off (docs/decisions/0043-a-sweep-follows-tokens.md).
     """
-    if job.scale.parametrization != "standard":
-        return job.optim.lr, float(job.batch.global_tokens)
     size = _without_embeddings(shape)
-    if STEP_LAW_RANGE[0] <= size <= STEP_LAW_RANGE[1]:
+    is_carried = job.scale.parametrization != "standard"
+    if STEP_LAW_RANGE[0] <= size <= STEP_LAW_RANGE[1] and not is_carried:
         return LR_FACTOR * size**LR_SIZE * tokens**LR_TOKENS, BATCH_FACTOR * tokens**BATCH_TOKENS
-    own_size = _without_embeddings(job.model)
-    own_tokens = TOKENS_PER_PARAMETER * count_parameters(job.model).total
-    if job.data.tokens != "auto":
-        own_tokens = job.data.tokens
-    ratio = (size / own_size) ** LR_SIZE * (tokens / own_tokens) ** LR_TOKENS
+    more_tokens = tokens / own_tokens(job)
+    larger = 1.0 if is_carried else size / _without_embeddings(job.model)
+    ratio = larger**LR_SIZE * more_tokens**LR_TOKENS
     lr = job.optim.lr * min(max(ratio, 1.0 / FARTHEST_LR), FARTHEST_LR)
-    return lr, job.batch.global_tokens * (tokens / own_tokens) ** BATCH_TOKENS
+    return lr, job.batch.global_tokens * more_tokens**BATCH_TOKENS
+
+
+def own_tokens(job: Job) -> float:
+    """The tokens that the job's own learning rate and batch are for."""
+    if job.data.tokens != "auto":
+        return float(job.data.tokens)
+    return float(TOKENS_PER_PARAMETER * count_parameters(job.model).total)
 
 
 def rates_text(job: Job) -> str:
     """Where learning rates and batches come from, for the page."""
     if job.scale.parametrization != "standard":
         return (
-            f"learning rate {job.optim.lr:g} and {job.batch.global_tokens:,} tokens per step, carried over by "
-            f"{job.scale.parametrization}"
+            f"learning rate {job.optim.lr:g} and {job.batch.global_tokens:,} tokens per step at "
+            f"{format_count(own_tokens(job))} tokens, carried over to other sizes by {job.scale.parametrization} and "
+            "to other numbers of tokens by the exponents of Step Law (arXiv:2503.04715)"
         )
     return (
         "learning rate and batch by Step Law (arXiv:2503.04715); outside 50M to 1.1B parameters by its exponents, "

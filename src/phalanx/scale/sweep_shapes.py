@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from phalanx.errors import Problem, UserError, mistake
@@ -19,8 +19,9 @@ FARTHEST = 1.35
 # Width over depth of public models grows slowly with size: 64 in GPT-2 small, 128 in GPT-3 175B and Llama 3 405B
 # (Kaplan et al. 2020, section 3.1: within a factor of four of the best ratio the loss is within 1 %).
 ASPECT_EXPONENT = 0.1
-HEAD_WEIGHT = 0.04  # heads half as wide, or keys shared by half as many of them, as much as a size 4 % off
-ASPECT_WEIGHT = 0.1  # an aspect ratio 2 times off counts as much as a size 7 % off
+HEAD_WEIGHT = 0.15  # heads half as wide, or keys shared by half as many of them, as much as a size 16 % off
+ASPECT_WEIGHT = 0.3  # an aspect ratio 2 times off counts as much as a size 35 % off: the law is of one family of shapes
+LEAST_LAYERS = 2  # one layer alone cannot copy from context (induction takes two): another family of models
 
 
 def refuse_unscalable(shape: ModelShape) -> None:
@@ -34,8 +35,8 @@ def refuse_unscalable(shape: ModelShape) -> None:
             raise mistake(key, what, fix="sweep a dense model of the same family")
 
 
-def shape_near(wanted: float, like: ModelShape) -> ModelShape:
-    """The shape of about `wanted` parameters, all of them counted, in the proportions of `like`.
+def shape_near(wanted: float, like: ModelShape, *, taken: Collection[int] = ()) -> ModelShape:
+    """The shape of about `wanted` parameters, all of them counted, in the proportions of `like`; not of a `taken` size.
 
     Width is a whole number of heads; depth, heads and the width of a head are chosen; ffn / hidden, the ratio of query
     to key-value heads, vocabulary and everything else stay.
@@ -45,7 +46,7 @@ def shape_near(wanted: float, like: ModelShape) -> ModelShape:
     ... )
     >>> small = shape_near(100_000, llama)
     >>> small.hidden, small.layers, count_parameters(small).total
-    (48, 3, 105552)
+    (64, 2, 131392)
     """
     size = count_parameters(like).total
     aspect = like.hidden / like.layers * (wanted / size) ** ASPECT_EXPONENT
@@ -56,9 +57,16 @@ def shape_near(wanted: float, like: ModelShape) -> ModelShape:
         heads = abs(math.log2(shape.head_dim / like.head_dim)) + abs(math.log2(groups))
         return off + ASPECT_WEIGHT * abs(math.log2(shape.hidden / shape.layers / aspect)) + HEAD_WEIGHT * heads
 
-    best = min(_candidate_shapes(wanted, like), key=distance, default=None)
-    if best is None or max(ratio := count_parameters(best).total / wanted, 1 / ratio) > FARTHEST:
-        least = count_parameters(_made_shape(like, head_dim=HEAD_DIMS[0], heads=1, layers=1)).total
+    found = [
+        one
+        for one in _candidate_shapes(wanted, like)
+        if (total := count_parameters(one).total) not in taken and 1 / FARTHEST <= total / wanted <= FARTHEST
+    ]
+    best = min(found, key=distance, default=None)
+    if best is None:
+        least = count_parameters(
+            _made_shape(like, head_dim=HEAD_DIMS[0], heads=1, layers=min(LEAST_LAYERS, like.layers))
+        ).total
         raise UserError(
             [
                 Problem(
@@ -73,6 +81,7 @@ def shape_near(wanted: float, like: ModelShape) -> ModelShape:
 
 
 def _candidate_shapes(wanted: float, like: ModelShape) -> Iterator[ModelShape]:
+    least = min(LEAST_LAYERS, like.layers)
     head_dims = sorted({*HEAD_DIMS, like.head_dim})
     for head_dim in (one for one in head_dims if one <= like.head_dim):
         for heads in range(1, MOST_HEADS + 1):
@@ -83,7 +92,7 @@ def _candidate_shapes(wanted: float, like: ModelShape) -> Iterator[ModelShape]:
             if outside > wanted * FARTHEST:
                 break
             near = (wanted - outside) / per_layer
-            for layers in {max(1, math.floor(near)), max(1, math.ceil(near))}:
+            for layers in {max(least, math.floor(near)), max(least, math.ceil(near))}:
                 if layers <= MOST_LAYERS:
                     yield replace(one, layers=layers)
 
@@ -100,8 +109,13 @@ def distinct_shapes(wanted: Sequence[float], like: ModelShape) -> list[ModelShap
     """One shape per wanted size, none twice, smallest first; raises UserError where several sizes come to one shape."""
     found: dict[int, ModelShape] = {}
     for size in wanted:
-        shape = shape_near(size, like)
-        found.setdefault(count_parameters(shape).total, shape)
+        try:
+            shape = shape_near(size, like, taken=found)
+        except UserError:
+            if not found:
+                raise  # not even one
+            continue
+        found[count_parameters(shape).total] = shape
     if len(found) < len(wanted):
         raise mistake(
             "--sizes",

@@ -21,14 +21,18 @@ class DrillHooks:
 
     records_samples = False  # whether step events list the samples they learnt from
 
-    def joining(self, generation: int, rank: int) -> None:
-        """Before this rank of a new generation meets the others."""
+    def joining(self, generation: int, rank: int, world: int) -> None:
+        """Before this rank of a new generation meets the others; `world` counts the ranks of the job."""
 
     def restoring(self, generation: int, rank: int) -> None:
         """Before it takes up its state."""
 
     def step_begins(self, step: int) -> None:
         """Before the batch is fetched."""
+
+    def targets(self, step: int, targets: Tensor) -> Tensor:
+        """The targets that this rank learns from in a step, in place of its own."""
+        return targets
 
     def gradients(self, step: int, grads: Sequence[Tensor]) -> None:
         """The summed gradients this rank holds, before their norm is agreed on; may be changed in place."""

@@ -25,7 +25,7 @@ from phalanx.train.data.batches import IGNORED
 from phalanx.train.expert_balance import ExpertBalance
 from phalanx.train.guard.compiled import TrialPass, drawn_so_far
 from phalanx.train.guard.spikes import SpikeDetector
-from phalanx.train.kernels.engine_kernels import choose_optimizer_kernel
+from phalanx.train.kernels.engine_kernels import StepKernels, choose_kernels
 from phalanx.train.micro_batches import MicroBatches, TokenSum, summed_loss
 from phalanx.train.model_stages import (
     ModelStage,
@@ -105,9 +105,9 @@ class Engine:
             allow_code=settings.allow_code,
             scales=self._scales,
         )
-        self.optimizer_kernel = None
+        self.kernels = StepKernels()
         if across is None:  # other replicas could not be asked what they measured
-            self.optimizer_kernel = choose_optimizer_kernel(self.optimizer, device, world=self.dims.world)
+            self.kernels = choose_kernels(self.optimizer, self._stage_models(), settings, device, world=self.dims.world)
         self.peer_state: list[
             TensorShard
         ] = []  # what peers on slow links share beside it: slow_links/outer_optimizer.py

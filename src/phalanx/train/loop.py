@@ -69,6 +69,7 @@ def take_step(training: TrainingContext) -> StepReport:
     training.callbacks.call("on_step_begin", training)  # within the step: what a drill slows down is slow
     with timer.data():
         tokens, targets = (torch.from_numpy(rows) for rows in training.batches.get(step))
+        targets = training.control.hooks.targets(step, targets)
     seen = training.batch_plan.tokens_before(step + 1)
     training.lr = learning_rate(training.job.optim, tokens_seen=seen, total_tokens=training.plan.duration.tokens)
     copied_step = checkpoints.copied_step  # of which this rank's request speaks

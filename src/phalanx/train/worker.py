@@ -161,7 +161,7 @@ class Rank:
     def _train_membership(self, membership: HostMembership, rank: int) -> tuple[str, int]:
         hooks = drill_hooks_of(self.run, rank, self.link.slot)
         self.link.may_beat = hooks.heartbeat_allowed
-        hooks.joining(membership.generation, rank)
+        hooks.joining(membership.generation, rank, membership.world)
         across = self._across_replicas(membership, rank)
         inner = (across.position, across.replicas.size) if across is not None else (rank, membership.world)
         # Before anybody is waited for: a new process makes its CUDA context while the others leave what they were at.

@@ -24,7 +24,7 @@ from phalanx.rules.foreign.detect import trainer_of_file
         ),
         ("x.yaml", "trainer:\n  a: 1\nmodel:\n  b: 2\ndata:\n  c: 3\n", "nearest: "),
         ("x.json", '{"fp16": true, "learning_rate": 1, "gradient_accumulation_steps": 2}', "not a configuration"),
-        ("x.sh", "echo hello\npython train.py --lr 1\n", "no command in it has two Megatron arguments"),
+        ("x.sh", "echo hello\npython train.py --lr 1\n", "no command in it has two arguments of Megatron"),
         ("recipe.py", "from torchtitan.trainer import Trainer\n", "without a recipe"),
     ],
 )

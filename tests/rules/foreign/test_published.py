@@ -30,6 +30,18 @@ class Published:
 
 CASES = (
     Published(
+        file="ms-swift_qwen3_8b.sh",
+        trainer="ms-swift",
+        cluster="8xH100:1",
+        layout="TP2·CP1·PP1·DP4 (ZeRO-1, EP1) mbs2 selective",
+    ),
+    Published(
+        file="transformers_llama2_7b.sh",
+        trainer="transformers",
+        cluster="8xA100:1",
+        layout="TP1·CP1·PP1·DP8 (ZeRO-2, EP1) mbs4 full",
+    ),
+    Published(
         file="torchtitan_llama3_8b.toml",
         trainer="torchtitan",
         cluster="8xH100:8",

@@ -21,6 +21,8 @@ from phalanx.train.drill.inject import DrillFault, Injector
 from phalanx.train.drill_hooks import DrillHooks, drill_hooks_of
 from phalanx.train.parallel.tensor_shard import TensorShard
 
+WORLD = 2
+
 
 class Clock:
     """A clock that only the test moves, and those who sleep."""
@@ -57,7 +59,7 @@ def injector(run: Run, *texts: str, rank: int = 1, epoch: int = 1) -> Injector:
     firings.write_schedule(run, parse_faults(texts))
     hooks = drill_hooks_of(run, rank, 5)
     assert isinstance(hooks, Injector)
-    hooks.joining(epoch, rank)
+    hooks.joining(epoch, rank, WORLD)
     return hooks
 
 
@@ -107,7 +109,7 @@ def test_a_fault_hits_its_rank_at_its_step_once(run: Run, clock: Clock) -> None:
 def test_only_in_its_epoch(run: Run) -> None:
     hooks = injector(run, "raise:epoch=2")
     hooks.step_begins(0)
-    hooks.joining(2, 1)
+    hooks.joining(2, 1, WORLD)
     with pytest.raises(DrillFault):
         hooks.step_begins(0)
 
@@ -137,7 +139,7 @@ def test_seconds_count_from_the_first_step(run: Run, clock: Clock) -> None:
         ("kill:step=2", lambda hooks: hooks.step_begins(2)),
         ("kill:point=save-manifest", lambda hooks: hooks.save_point("manifest")),
         ("kill:point=collective,step=1", lambda hooks: (hooks.step_begins(1), time.sleep(600))),
-        ("crash-loop", lambda hooks: hooks.joining(3, 1)),
+        ("crash-loop", lambda hooks: hooks.joining(3, 1, WORLD)),
     ],
 )
 def test_a_kill_is_a_kill_and_its_note_is_there(run: Run, text: str, touch: object) -> None:

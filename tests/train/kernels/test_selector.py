@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from phalanx.train.kernels import selector
+from phalanx.hardware.kernel_choices import MOST_BYTES, kernel_cache_folder, read_choices
 from phalanx.train.kernels.operations import load_all
 from phalanx.train.kernels.selector import (
     BUILTIN,
@@ -16,9 +16,7 @@ from phalanx.train.kernels.selector import (
     choose_measured,
     choose_variant,
     is_right,
-    kernel_cache_folder,
     measure_variants,
-    read_choices,
 )
 
 CPU = torch.device("cpu")
@@ -58,7 +56,7 @@ def test_nothing_slower_than_the_builtin_is_taken() -> None:
         json.dumps({"format": 1, "choices": {KEY: {"variant": 3, "times_ms": {}}}}),
         json.dumps({"format": 1, "choices": {KEY: {"variant": "triton", "times_ms": {"triton": "fast"}}}}),
         json.dumps({"format": 1, "choices": {KEY: {"variant": "rm -rf", "times_ms": {}}}}),
-        "9" * (selector.MOST_BYTES + 1),
+        "9" * (MOST_BYTES + 1),
     ],
 )
 def test_a_damaged_file_is_measured_again(tmp_path, text: str) -> None:
@@ -85,3 +83,13 @@ def test_a_wrong_variant_is_never_taken_and_a_cpu_measures_nothing() -> None:
     assert not is_right(wrong, "fast", torch.float32, CPU)
     assert "fast" not in measure_variants(wrong, {"tokens": 4, "width": 8}, torch.float32, CPU)
     assert choose_variant(op, op.shapes[0], torch.bfloat16, CPU, folder=None).times_ms == {}
+
+
+def test_a_full_gpu_takes_the_builtin() -> None:
+    from dataclasses import replace
+
+    def refuse(*_: object) -> tuple[torch.Tensor, ...]:
+        raise torch.OutOfMemoryError("full")
+
+    times = measure_variants(replace(load_all()["rope"], make_inputs=refuse), {"batch": 1}, torch.bfloat16, CPU)
+    assert choose(None, times)[0].describe() == "norm: builtin"

@@ -143,13 +143,19 @@ def test_a_quorum_goes_on_without_a_late_peer(trials) -> None:
             with hub.lock:
                 assert number != 1 or hub.lock.wait_for(lambda: 1 in hub.committed, timeout=60)
 
-        def wait_for_late(number: int, hub: LocalHub = hub) -> None:
+        def wait_for_late(step: int, hub: LocalHub = hub) -> None:
+            """Before the step of the next exchange: a peer that knows a quorum there brings what it has by then."""
             with hub.lock:
-                assert number != 2 or hub.lock.wait_for(lambda: "peer-2" in hub.calls.get(2, {}), timeout=60)
+                assert step != 3 or hub.lock.wait_for(lambda: "peer-2" in hub.calls.get(2, {}), timeout=60)
 
         groups[2].before_round = wait
-        groups[0].before_round = groups[1].before_round = wait_for_late
-        peers = join_all([lambda group=group, plan=plan: trials.start(plan, group) for group in groups])
+        holds = [wait_for_late, wait_for_late, None]
+        peers = join_all(
+            [
+                lambda group=group, hold=hold, plan=plan: trials.start(plan, group, at_step=hold)
+                for group, hold in zip(groups, holds, strict=True)
+            ]
+        )
         assert [one.state for one in peers] == ["done"] * 3
         rounds = [one["weights"] for one in peers[2].events("exchange") if one["kind"] == "weights"]
         assert sorted(rounds[0]) == ["peer-0", "peer-1"]

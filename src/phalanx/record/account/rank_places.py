@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +46,15 @@ class RankPlaces:
         return self.hosts.get(rank, "")
 
     def same_work(self, ranks: Iterable[int]) -> list[list[int]]:
-        """Ranks in groups that do the same work: those of a pipeline stage."""
-        groups: dict[int, list[int]] = {}
+        """Ranks in groups that do the same work, in ascending order: those of a pipeline stage."""
         size = math.prod(max(1, integer(self.layout, axis) or 1) for axis in AXES[:3])  # of a pipeline stage
-        for rank in ranks:
-            groups.setdefault(rank // size, []).append(rank)
-        return list(groups.values())
+        known, begin = sorted(ranks), 0
+        groups = []
+        while begin < len(known):  # not rank by rank: there may be 131,072, and a report asks five times
+            stop = bisect_left(known, (known[begin] // size + 1) * size, begin)
+            groups.append(known[begin:stop])
+            begin = stop
+        return groups
 
 
 def rank_places(plan: Mapping[str, Any], supervisor: Sequence[Event]) -> RankPlaces:

@@ -10,6 +10,8 @@ of 3,079 jobs at ByteDance slow machines explained 1.7 % of those that straggled
 
 from __future__ import annotations
 
+import heapq
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -191,7 +193,7 @@ def reason_of(mine: OwnTime, others: OwnTime) -> str:
 
 def _slowest_ranks(found: StragglerScores, where: RankPlaces) -> list[int]:
     """The slowest ranks of all, and beside each some of its peers, evenly spread."""
-    slowest = sorted(found.score, key=lambda rank: -found.score[rank])[:CLOSER]
+    slowest = heapq.nlargest(CLOSER, found.score, key=found.score.__getitem__)
     picked = set(slowest)
     for group in where.same_work(sorted(found.score)):
         if picked.intersection(group):
@@ -208,7 +210,7 @@ def score_ranks(known: RankWork, where: RankPlaces) -> StragglerScores:
         at_rows = [rows[rank] for rank in group]
         own, held = known.own_s[at_rows], known.held_s[at_rows]
         medians, limits = _scores_and_limits(own, least=HELD_UP if held.any() else STRAGGLES)
-        score |= {rank: float(value) for rank, value in zip(group, medians, strict=True) if np.isfinite(value)}
+        score |= {rank: value for rank, value in zip(group, medians.tolist(), strict=True) if math.isfinite(value)}
         if own.shape[1] >= LEAST_STEPS:
             slow = medians > limits
             if held.any():  # who is slow even when he has a core

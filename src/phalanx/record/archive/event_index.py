@@ -34,7 +34,7 @@ from phalanx.record.archive.blocks import (
 )
 from phalanx.record.archive.series import SERIES
 from phalanx.record.host_extents import HostStream
-from phalanx.record.host_file import index_tails, open_events, opened_size, stat_events
+from phalanx.record.host_file import index_tails, open_events, opened_size, stat_events, table_blocks
 
 SUFFIX = ".index"
 VERSION = 1
@@ -55,6 +55,8 @@ class IndexWriter:
         self._inode = inode  # of the file that is written: another may get its name
         self._stream = stream
         self._into: HostStream | None = None
+        self._tail = b""  # the last records of a host's index
+        self._is_torn = False  # a record in that is not whole: which of those behind it are read, readers find out
         self._file = -1
         self._lines: list[tuple[Mapping[str, Any], int]] = []  # not yet known to be on the disk
         self._maker: BlockMaker | None = None
@@ -114,12 +116,18 @@ class IndexWriter:
             pass
 
     def _append_to_host(self, events: HostStream, data: bytes) -> None:
+        records, was_torn = data, self._is_torn
         if self._into is None:
             self._into = events.open_index()
             data = _make_head(events.first_bytes(SIGNATURE)) + data
-        done = 0
+        events.forget_block()  # a process that is killed here leaves a table that says: look into the index
+        done, self._is_torn = 0, True
         while done < len(data):  # a full disk leaves a torn record: those behind it are refused, and the events read
             done += self._into.write(data[done:])
+        self._is_torn = was_torn
+        if not was_torn:
+            self._tail = (self._tail + records)[-TAIL * SIZE :]
+            events.note_block(newest_in_tails([self._tail]).tobytes())
 
 
 def _open_prepared(events: Path) -> int:
@@ -223,15 +231,41 @@ TAIL = 4  # records at the end of an index of which one is a block: the others a
 def newest_blocks(folder: str, ranks: Sequence[int]) -> NDArray[np.void]:
     """The newest block with steps in the index of each of these ranks; zeros (no steps) where none is believed.
 
-    Of many: one small read each, less than a tenth of a millisecond. The columns are those of this version.
+    Of ranks that share files, by the tables of their hosts; of the others one small read each, less than a tenth of a
+    millisecond. The columns are those of this version.
     """
-    shared = index_tails(folder, ranks, head=HEAD_BYTES, size=SIZE, most=TAIL)
-    tails = [shared[rank] if rank in shared else _read_tail(f"{folder}/events-{rank:05d}{SUFFIX}") for rank in ranks]
-    whole = (tail[: len(tail) // SIZE * SIZE].rjust(TAIL * SIZE, b"\0") for tail in tails)
-    records = np.frombuffer(b"".join(whole), BLOCK).reshape(len(ranks), TAIL)
-    good = (record_checks(records.reshape(-1)) == records.reshape(-1)["check"]).reshape(records.shape)
-    good &= (records["type"] == BLOCK_TYPE) & (records["steps"] > 0) & (records["start"] < records["end"])
     found = np.zeros(len(ranks), BLOCK)
+    known, blocks = table_blocks(folder, ranks)
+    if len(blocks):
+        found.view(f"V{SIZE}")[known] = blocks
+        found[~(_are_newest(found))] = np.zeros(1, BLOCK)
+    rest = np.flatnonzero(~known)
+    if len(rest):
+        found[rest] = _newest_by_indexes(folder, [ranks[at] for at in rest.tolist()])
+    return found
+
+
+def _newest_by_indexes(folder: str, ranks: Sequence[int]) -> NDArray[np.void]:
+    shared = index_tails(folder, ranks, head=HEAD_BYTES, size=SIZE, most=TAIL)
+    return newest_in_tails(
+        [shared[rank] if rank in shared else _read_tail(f"{folder}/events-{rank:05d}{SUFFIX}") for rank in ranks]
+    )
+
+
+def _are_newest(records: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Which of them are blocks with steps."""
+    good = record_checks(records) == records["check"]
+    return np.asarray(
+        good & (records["type"] == BLOCK_TYPE) & (records["steps"] > 0) & (records["start"] < records["end"])
+    )
+
+
+def newest_in_tails(tails: Sequence[bytes]) -> NDArray[np.void]:
+    """The newest block with steps among the last records of each index; zeros where there is none."""
+    whole = (tail[: len(tail) // SIZE * SIZE].rjust(TAIL * SIZE, b"\0") for tail in tails)
+    records = np.frombuffer(b"".join(whole), BLOCK).reshape(len(tails), TAIL)
+    good = _are_newest(records.reshape(-1)).reshape(records.shape)
+    found = np.zeros(len(tails), BLOCK)
     rows = np.flatnonzero(good.any(axis=1))
     newest = TAIL - 1 - np.argmax(good[rows, ::-1], axis=1)
     found[rows] = records[rows, newest]

@@ -66,6 +66,7 @@ class RankFile:
         self._path = path
         self._cache = cache
         self._numbers = list(closed)
+        self._next = (0, path)  # number and path of the part that comes next
         self._parts = [EventFile(part_path(path, number)) for number in self._numbers]
         self._live = EventFile(path)
         self._starts: tuple[Start, ...] = ()
@@ -91,7 +92,10 @@ class RankFile:
         return self.changed
 
     def _next_part(self) -> Path:
-        return part_path(self._path, self._numbers[-1] + 1 if self._numbers else 1)
+        number = self._numbers[-1] + 1 if self._numbers else 1
+        if self._next[0] != number:  # asked for with every row of a mesh
+            self._next = number, part_path(self._path, number)
+        return self._next[1]
 
     def _follow_rotation(self) -> None:
         """What grew until now may have been closed under another name: what was read of it stays read.

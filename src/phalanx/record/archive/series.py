@@ -176,6 +176,8 @@ def join_spans(parts: Sequence[Spans]) -> Spans:
     """All spans in order of their steps."""
     if not parts:
         return Spans.none()
+    if len(parts) == 1 and (parts[0].first[1:] >= parts[0].first[:-1]).all():  # as of most ranks: a mesh has thousands
+        return parts[0]
     fields = ("first", "last", "t", "low", "high", "total", "count")
     whole = {name: np.concatenate([getattr(part, name) for part in parts]) for name in fields}
     order = np.argsort(whole["first"], kind="stable")

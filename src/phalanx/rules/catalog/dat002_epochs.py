@@ -14,6 +14,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     """Tokens of the job over those of the corpus."""
     data, plan = evidence.data, evidence.plan
     tokens = plan.duration.tokens if plan is not None else evidence.the_job.data.tokens
+    if evidence.is_foreign and not evidence.stated("data.tokens"):
+        return exempt("how many tokens the job trains on does not follow from the file")
     if data is None or not data.tokens or not isinstance(tokens, int):
         return exempt("how many tokens the corpus has is not known here")
     epochs, most = tokens / data.tokens, limits.number("most_epochs")

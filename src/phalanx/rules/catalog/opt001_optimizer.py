@@ -104,7 +104,8 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
             impact=LEARNS,
             fix="a few per cent of the tokens, or 2,000 steps; the threshold is ours",
         )
-    if warmup > 0 or job.train.weights or not evidence.stated("optim.lr") or evidence.find_setting(*STARTED):
+    elsewhere = bool(evidence.open_why or evidence.find_setting(*STARTED))
+    if warmup > 0 or job.train.weights or not evidence.stated("optim.lr") or elsewhere:
         return
     absent = evidence.practice.trainer == "megatron" and not any("warmup" in name for name in evidence.settings)
     if not (evidence.stated(key) and (evidence.is_foreign or evidence.written(key))) and not absent:

@@ -21,9 +21,26 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     silent = all(one.what.startswith("does not say") for one in evidence.refusals)
     if evidence.plan is None and silent:  # else the planner has judged the layout: TOP001, BAT001
         broken += _divisors(evidence)
+    idle = tuple(_without_effect(evidence))
     if len(broken) <= limits.number("most_broken"):
-        return (passed("nothing that the trainer itself refuses", value=len(broken), threshold=0),)
-    return tuple(failed(what, at=f"setting:{name}", impact=NO_START, fix=fix) for name, what, fix in broken)
+        return idle or (passed("nothing that the trainer itself refuses", value=len(broken), threshold=0),)
+    found = (failed(what, at=f"setting:{name}", impact=NO_START, fix=fix) for name, what, fix in broken)
+    return (*found, *idle)
+
+
+def _without_effect(evidence: Evidence) -> Iterator[Outcome]:
+    """What DeepSpeed passes over without a word: it is valid only with stage 3 (runtime/zero/config.py)."""
+    name = "zero_optimization.offload_param.device"
+    offload, stage = evidence.find_setting(name), _whole(evidence, "zero_optimization.stage")
+    asked = offload is not None and str(offload.value) not in ("none", "auto")
+    if evidence.practice.trainer == "deepspeed" and asked and stage < 3:
+        yield failed(
+            f"offload_param has no effect: it needs ZeRO stage 3, and the stage is {stage}",
+            at=f"setting:{name}",
+            severity="warning",
+            impact=Impact(note="no time lost, but the weights stay in the devices' memory"),
+            fix="zero_optimization.stage = 3, or leave offload_param out",
+        )
 
 
 def _whole(evidence: Evidence, *names: str) -> int:
@@ -58,13 +75,7 @@ def _deepspeed(evidence: Evidence) -> Iterator[Broken]:
     elif total and (micro or passes) and total % max(1, micro * max(1, passes)):
         what = f"train_batch_size {total:,} is no multiple of micro-batch {max(1, micro)} × {max(1, passes)} passes"
         yield "train_batch_size", what, "make the three fit: batch = micro × accumulation × data ranks"
-    stage, offload = (
-        _whole(evidence, "zero_optimization.stage"),
-        evidence.find_setting("zero_optimization.offload_param.device"),
-    )
-    if offload is not None and str(offload.value) not in ("none", "auto") and stage < 3:
-        what = f"offload_param needs ZeRO stage 3, and the stage is {stage}"
-        yield "zero_optimization.offload_param.device", what, "zero_optimization.stage = 3, or leave offload_param out"
+    stage = _whole(evidence, "zero_optimization.stage")
     if evidence.find_setting("zero_optimization.stage") is not None and not 0 <= stage <= 3:
         yield "zero_optimization.stage", f"there is no ZeRO stage {stage}", "0, 1, 2 or 3"
 
@@ -81,10 +92,13 @@ def _megatron(evidence: Evidence) -> Iterator[Broken]:
         yield name, "an interleaved schedule needs a pipeline, and there is one stage", "leave it out, or add stages"
     # Megatron-DeepSpeed has experts of its own: it asserts nothing of the kind, and a dense model has one expert.
     own = not evidence.setting_flag("deepspeed") and evidence.find_setting("deepspeed_config", "zero_stage") is None
+    own = own and not evidence.open_why
     if experts > 1 and tensor > 1 and own and not evidence.setting_flag("sequence_parallel"):
         what = f"experts with {tensor} tensor ranks and without sequence parallelism"
         yield "num_experts", what, "add sequence parallelism (--sequence-parallel)"
-    described = evidence.find_setting("num_layers") is not None  # else the model's own class says how many experts
+    described = (
+        evidence.find_setting("num_layers") is not None and not evidence.open_why
+    )  # else the model's own class says how many experts
     if _whole(evidence, "expert_model_parallel_size") > 1 and not experts and described:
         yield "expert_model_parallel_size", "expert ranks for a model without experts", "leave it out, or name experts"
     if experts and (top := _whole(evidence, "moe_router_topk")) > experts:
@@ -98,7 +112,9 @@ def _arguments(evidence: Evidence) -> Iterator[Broken]:
     has = evidence.find_setting
     if has("train_iters") and has("train_samples"):
         yield "train_samples", "--train-iters and --train-samples exclude each other", "give one of the two"
-    if has("save") and not has("save_interval") and has("tensor_model_parallel_size"):  # else another program's --save
+    whole = not evidence.open_why  # nothing that does not stand there can be given
+    # Without a split it may be another program's --save.
+    if whole and has("save") and not has("save_interval") and has("tensor_model_parallel_size"):
         yield "save", "--save without --save-interval", "give --save-interval"
     lowest, peak = evidence.setting_number("min_lr"), evidence.setting_number("lr")
     if lowest is not None and peak is not None and lowest > peak:
@@ -108,11 +124,11 @@ def _arguments(evidence: Evidence) -> Iterator[Broken]:
         what = f"sequences of {length:,} tokens and {reach:,} positions"
         yield "seq_length", what, "--max-position-embeddings of at least the sequence length"
     shards = evidence.setting_flag("use_distributed_optimizer") or evidence.setting_flag("use_megatron_fsdp")
-    if evidence.setting_flag("overlap_param_gather") and not shards:
+    if whole and evidence.setting_flag("overlap_param_gather") and not shards:
         what = "--overlap-param-gather without a distributed optimizer"
         yield "overlap_param_gather", what, "add --use-distributed-optimizer"
     full = has("recompute_granularity")
-    if full is not None and str(full.value) == "full" and not has("recompute_method"):
+    if whole and full is not None and str(full.value) == "full" and not has("recompute_method"):
         what = "--recompute-granularity full without --recompute-method"
         yield "recompute_granularity", what, "--recompute-method uniform --recompute-num-layers 1"
 
@@ -143,6 +159,8 @@ def _divisors(evidence: Evidence) -> Iterator[Broken]:
         size = _whole(evidence, name)
         if size and divisor > 0 and size % divisor and not (name == "num_query_groups" and size < divisor):
             yield name, f"{name} {size:,} does not divide by {divisor} {noun}", f"a multiple of {divisor}"
+    if evidence.practice.trainer == "nemo" and evidence.find_setting("tensor_model_parallel_size") is None:
+        return  # the checkpoint or the recipe that the file starts from says how it is split
     world, group = evidence.known_devices, tensor * stages * context
     if world and group > 0 and world % group:
         what = f"{world:,} devices do not divide by tensor {tensor} × pipeline {stages} × context {context}"
@@ -168,7 +186,8 @@ Trainers check their arguments after the devices are taken: Megatron's `validate
 """,
     how="""
 Of every trainer: fp16 and bf16 are not both on. DeepSpeed: `train_batch_size = micro × accumulation × data ranks`,
-`offload_param` with stage 3 alone. Megatron and NeMo: an interleaved schedule has two stages or more; experts with
+`offload_param` with stage 3 alone (a warning: below it has no effect). Megatron and NeMo: an interleaved schedule has
+two stages or more; experts with
 tensor ranks need sequence parallelism; no expert ranks without experts. Megatron-LM also: `--train-iters` or
 `--train-samples`, `--save` with `--save-interval`, `--min-lr` not above `--lr`, as many positions as tokens of a
 sequence, `--overlap-param-gather` with a distributed optimizer, a method for full recomputation. Where there is no

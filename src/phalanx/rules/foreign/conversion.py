@@ -12,6 +12,7 @@ from phalanx.job.key_rules import shown_value, value_kind
 
 MOST = 1e18  # beyond any count of tokens
 UNSET = "a variable that nothing sets"
+SEEDS = 10**9  # a job has no larger one: which it is does not change the work of a step
 NEVER = 0  # steps between checkpoints where none are made
 
 Fate = Literal["mapped", "irrelevant", "unmapped"]

@@ -28,6 +28,7 @@ from phalanx.rules.foreign import (
     nemo,
     olmo_core,
     torchtitan,
+    trainer_scripts,
 )
 from phalanx.rules.foreign.config_files import read_tree
 from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, ReadConfig, their_keys, value_text
@@ -57,6 +58,7 @@ class ConvertedConfig:
     their_keys: Mapping[str, str]  # job key -> the key that says it in this trainer's files
     settings: Mapping[str, ForeignSetting]  # every setting, by its own name and by the reader's word for it
     practice_keys: Mapping[str, str]  # field of `practice` -> the setting that changed it
+    open_why: str  # why what the file leaves out may still be given; empty where it may not
 
 
 def convert_config(
@@ -191,6 +193,7 @@ def _converted_config(
         unknown=dict(config.unknown),
         their_keys=their_keys(config.theirs, title=config.title, arguments=trainer.name == "megatron"),
         settings=_raw_settings(config),
+        open_why=config.open_why,
         practice_keys={
             one.text.removeprefix("practice: "): key
             for key, one in config.settled.items()
@@ -480,6 +483,22 @@ TRAINERS = {
             read=_read_file,
             translate=finetuning.translate_llama_factory,
             example="a YAML with model_name_or_path and finetuning_type",
+        ),
+        Trainer(
+            name="transformers",
+            title="transformers' Trainer",
+            framework="accelerate",
+            read=trainer_scripts.read_trainer_script,
+            translate=trainer_scripts.translate_transformers,
+            example="a script with --per_device_train_batch_size and --deepspeed ds_config.json",
+        ),
+        Trainer(
+            name="ms-swift",
+            title="ms-swift",
+            framework="megatron-core",
+            read=trainer_scripts.read_swift_script,
+            translate=trainer_scripts.translate_swift,
+            example="a script that starts swift sft or megatron sft",
         ),
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -93,7 +94,7 @@ SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("dist.distributed_timeout_minutes",),
     ),
 }
-# What is near to one of them, and is another tool's.
+# What is near to one of them, and is another tool's; a sign that begins with ! must not be there.
 OTHERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "a compose file": (("services.",),),
     "a Kubernetes manifest": (("apiVersion", "kind"),),
@@ -108,7 +109,22 @@ OTHERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("trainer.", "model.preprocessor."),
         ("trainer.", "model.train_ds.", "model.encoder."),
         ("trainer.", "model.sample_rate"),
+        ("trainer.", "model.unet."),
+        ("trainer.", "model.unet_config."),
+        ("trainer.", "model.first_stage_config."),
+        ("trainer.", "model.vision."),
+        ("trainer.", "model.noise_cond_aug"),
+        ("trainer.", "model.conditioner_config."),
     ),
+    "NeMo-Framework-Launcher's conversion or evaluation": (
+        ("run.convert_name", "!trainer."),
+        ("run.eval_name", "!trainer."),
+        ("model.checkpoint_folder", "model.hparams_file", "!trainer."),
+    ),
+    "ms-swift": (("model", "tuner_type"), ("model", "train_type", "dataset")),
+    "verl": (("actor_rollout_ref.",), ("_target_", "strategy"), ("trainer.", "algorithm.adv_estimator")),
+    "Primus": (("work_group", "modules."), ("modules.pre_trainer.",)),
+    "FlagScale": (("experiment.", "experiment.task.type"), ("system.", "model.", "data.")),
     "torchtune": (("tokenizer._component_",), ("model._component_",)),
     "LLM evaluation harness": (("task", "dataset_path", "doc_to_text"),),
 }
@@ -155,12 +171,53 @@ def trainer_of_file(path: Path) -> str:
     head = read_head(path, MOST_LOOKED)
     # Two of Megatron's flags; a job file with such a line would not be TOML.
     text = head.decode("utf-8", errors="replace").replace("_", "-")
+    lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    if path.suffix in SCRIPTS and (family := family_of_script(lines)):
+        return family
     has_flags = sum(flag in text for flag in FLAGS) >= 2
-    if has_flags and _only_generates(text):
+    if path.suffix in SCRIPTS and (other := _script_of_others(lines)):
+        return _refuse_script(path, other)
+    if has_flags and (_only_generates(text) or _only_other_programs(lines)):
         return _refuse_inference(path)
-    if not has_flags and path.suffix in (".sh", ".slurm", ".sbatch", ".bash"):
-        return _refuse_script(path)
+    if not has_flags and path.suffix in SCRIPTS:
+        return _refuse_script(path, "")
     return "megatron" if has_flags else ""
+
+
+SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
+_SWIFT = re.compile(r"(?<![\w./-])(?:\S*/)?(?:swift|megatron)[ \t\\\n]+(?:sft|pt|rlhf)\b(?![\w./-])")
+# Arguments of Hugging Face's Trainer; the text has dashes for underscores.
+_TRAINER = ("--per-device-train-batch-size", "--gradient-accumulation-steps", "--num-train-epochs", "--output-dir")
+_OTHERS_SCRIPTS = {
+    "verl": re.compile(r"\bverl\.trainer\b|\brecipe\.\w+\.main|actor-rollout-ref\."),
+    "OpenRLHF": re.compile(r"\bopenrlhf\.(cli|train)"),
+    "NeMo's tests of Python recipes": re.compile(r"tests/collections/\w+/\S*\.py"),
+}
+# Programs that a launch script also starts, and that train nothing.
+_OTHER_PROGRAM = re.compile(
+    r"infer|generat|evaluat|(^|[-])eval|convert|(^|[-])server|export|quantiz|(^|[-])ptq|preprocess|(^|[-])merge|chat"
+)
+_PROGRAM = re.compile(r"([\w-]+)\.py\b")
+
+
+def family_of_script(lines: str) -> str:
+    """ms-swift by its verbs, Hugging Face's Trainer by its arguments; underscores are dashes here."""
+    if _SWIFT.search(lines):
+        return "ms-swift"
+    has_flags = sum(flag in lines for flag in FLAGS) >= 2
+    trains = sum(flag in lines for flag in _TRAINER) >= 2 and _TRAINER[0] in lines
+    return "transformers" if trains and not has_flags and not _script_of_others(lines) else ""
+
+
+def _script_of_others(lines: str) -> str:
+    return next((name for name, sign in _OTHERS_SCRIPTS.items() if sign.search(lines)), "")
+
+
+def _only_other_programs(lines: str) -> bool:
+    """Whether every Python program that a script names is one that trains nothing, by its name."""
+    programs = {name for name in _PROGRAM.findall(lines) if not re.fullmatch(r"setup|--init--", name)}
+    trains = [name for name in programs if re.search(r"train|tune|sft", name) or not _OTHER_PROGRAM.search(name)]
+    return bool(programs) and not trains
 
 
 def _toml_keys(path: Path) -> set[str]:
@@ -175,6 +232,8 @@ def _toml_keys(path: Path) -> set[str]:
 
 
 def _has_key(keys: Collection[str], sign: str) -> bool:
+    if sign.startswith("!"):
+        return not _has_key(keys, sign[1:])
     return any(key.startswith(sign) for key in keys) if sign.endswith(".") else sign in keys
 
 
@@ -208,6 +267,7 @@ GENERATES = (
     "--inference-dynamic",
     "--max-tokens-to-oom",
     "--task-list",
+    "--max-new-tokens",
 )
 TRAINS = ("--train-iters", "--train-samples", "--train-data", "--lr-decay", "--lr-warmup", "--save-interval")
 
@@ -234,11 +294,13 @@ def _refuse_inference(path: Path) -> str:
     raise TrainsNothingError(told.problems)
 
 
-def _refuse_script(path: Path) -> str:
+def _refuse_script(path: Path, other: str) -> str:
+    looks = f"it looks like {other}" if other else "no command in it has two arguments of Megatron or of the Trainer"
     raise mistake(
         str(path),
-        "is not a configuration that Phalanx recognises: no command in it has two Megatron arguments",
-        why="of shell scripts, only those that start Megatron-LM or Megatron-DeepSpeed can be read",
+        f"is not a configuration that Phalanx recognises: {looks}",
+        why="of shell scripts, those are read that start Megatron-LM, Megatron-DeepSpeed, ms-swift or transformers' "
+        "Trainer",
         fix="check the configuration file that the script names",
     )
 

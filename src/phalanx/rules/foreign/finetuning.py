@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from phalanx.errors import UserError
 from phalanx.rules.foreign.config_files import read_tree
-from phalanx.rules.foreign.conversion import Conversion, Leaf
+from phalanx.rules.foreign.conversion import SEEDS, Conversion, Leaf
+from phalanx.rules.foreign.named_files import find_named_file
 from phalanx.rules.foreign.presets import read_named_model
 
 ADAPTER = "only an adapter is trained; the plan prices all weights: an upper bound"
@@ -130,11 +132,41 @@ def translate_llama_factory(config: Conversion) -> None:
     config.settle_rest(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
 
 
+def translate_trainer(config: Conversion, *, micro: tuple[str, int], length: str, recomputes: bool) -> None:
+    """What Hugging Face's TrainingArguments say; `recomputes` is whether it does unless told otherwise."""
+    config.set_value("parallel.mode", "fixed", note=f"{config.title} searches nothing")
+    _read_sharding(config)
+    _read_batch(config, micro[0], length, default=micro[1])
+    on = config.read_flag("gradient_checkpointing")
+    kind = "full" if (recomputes if on is None else on) else "none"
+    config.set_value("parallel.recompute", kind, "gradient_checkpointing")
+    _read_precision(config)
+    _read_optimizer(config)
+
+
+STAGE = "ds.zero_optimization.stage"  # of the JSON that a script names
+
+
+def _json_stage(config: Conversion, name: str) -> int | None:
+    """Its stage: read with the script, lying beside the file, or by the name that ms-swift has for its own."""
+    if (leaf := config.leaves.get(STAGE)) is not None and not leaf.unknown:
+        return config.read_whole(STAGE)
+    if leaf is None and any(key.startswith("ds.") for key in config.leaves):
+        return 0
+    if config.title == "ms-swift" and (own := re.fullmatch(r"zero([0-3])(_offload)?", name)):
+        return int(own.group(1))
+    return _stage_of(Path(config.file).parent, name)
+
+
 def _read_sharding(config: Conversion) -> None:
     """DeepSpeed's JSON where it lies beside the file, FSDP's words, or plain data parallelism."""
     named = config.find_leaf("deepspeed")
+    if named is not None and named.unknown:
+        config.read_word("deepspeed")
+        config.set_value("parallel.zero", 0, "deepspeed")
+        return
     if named is not None and str(named.value) not in ("", "False"):
-        stage = _stage_of(Path(config.file).parent, str(named.value))
+        stage = _json_stage(config, str(named.value))
         if stage is None:
             why = f"{str(named.value)[:80]} is not in this folder"
             config.read_as["deepspeed"] = Leaf(key=named.key, value=named.value, line=named.line, unknown=why)
@@ -147,14 +179,15 @@ def _read_sharding(config: Conversion) -> None:
         else:
             config.set_value("parallel.zero", stage, "deepspeed", note=f"stage {stage} of that file")
         return
-    words = " ".join(config.read_word(key) for key in config.leaves if key == "fsdp" or key.startswith("fsdp."))
-    sections = any(key == "fsdp" or key.startswith(("fsdp_config.", "fsdp_version")) for key in config.leaves)
+    given = {key.removeprefix("--"): key for key in config.leaves}  # of a script, arguments
+    words = " ".join(config.read_word(key) for key in given if key == "fsdp" or key.startswith("fsdp."))
+    sections = any(key == "fsdp" or key.startswith(("fsdp_config.", "fsdp_version")) for key in given)
     if words or sections:
         kind = config.read_word("fsdp_config.fsdp_sharding_strategy") or config.read_word(
             "fsdp_config.sharding_strategy"
         )
         keeps = "shard_grad_op" in words + kind or config.read_flag("fsdp_config.reshard_after_forward") is False
-        names = tuple(key for key in config.leaves if key == "fsdp" or key.startswith("fsdp"))
+        names = tuple(key for key in given if key == "fsdp" or key.startswith("fsdp"))
         config.set_value("parallel.zero", 2 if keeps else 3, *names, note="FSDP")
         return
     config.set_value("parallel.zero", 0, "deepspeed", note="neither DeepSpeed nor FSDP: plain data parallelism")
@@ -162,8 +195,8 @@ def _read_sharding(config: Conversion) -> None:
 
 def _stage_of(folder: Path, name: str) -> int | None:
     try:
-        path = (folder / name).resolve()
-        if not path.is_relative_to(folder.resolve()) or not path.is_file() or path.suffix != ".json":
+        path = find_named_file(folder, name)
+        if path is None or path.suffix != ".json":
             return None
         leaf = read_tree(path).get("zero_optimization.stage")
     except (UserError, OSError, ValueError):
@@ -171,20 +204,20 @@ def _stage_of(folder: Path, name: str) -> int | None:
     return leaf.value if leaf is not None and isinstance(leaf.value, int) else 0 if leaf is None else None
 
 
-def _read_batch(config: Conversion, micro_key: str, length_key: str) -> None:
-    micro = config.read_whole(micro_key) or 1
+def _read_batch(config: Conversion, micro_key: str, length_key: str, *, default: int = 1) -> None:
+    micro = config.read_whole(micro_key) or default
     passes = config.read_whole("gradient_accumulation_steps") or 1
     config.set_value("batch.micro", micro, micro_key)
     note = f"{micro} × {passes} passes"
     config.set_value("batch.per_replica", micro * passes, micro_key, "gradient_accumulation_steps", note=note)
-    if length := config.read_whole(length_key):
+    if length_key and (length := config.read_whole(length_key)):
         config.set_value("data.sequence", length, length_key)
     if (steps := config.read_whole("max_steps")) and steps > 0:
         config.set_value("data.steps", steps, "max_steps")
     if (every := config.read_whole("save_steps")) and every > 0:
         config.set_value("checkpoint.steps", every, "save_steps")
     if (seed := config.read_whole("seed")) is not None:
-        config.set_value("data.seed", abs(seed), "seed")
+        config.set_value("data.seed", abs(seed) % SEEDS, "seed")
 
 
 def _read_precision(config: Conversion) -> None:

@@ -16,7 +16,7 @@ from phalanx.rules.facts.trainers import Practice
 from phalanx.rules.foreign.conversion import Conversion, JobSetting, value_text
 from phalanx.units import parse_count
 
-NEEDED = ("layers", "hidden", "heads", "vocab")
+NEEDED = ("layers", "hidden", "heads", "vocab", "ffn")
 GIVE_CLUSTER = "give --cluster, as --cluster 8xH100:16"
 GIVE_MODEL = "give --set model.preset=llama-3-8b, or --set model.hf_config=config.json"
 STAND_IN = "a stand-in: the file does not say"
@@ -68,11 +68,11 @@ def _set_sequence(config: Conversion) -> None:
     known = known_presets()[name].train.get("sequence") if isinstance(name, str) and name in known_presets() else None
     note = f"not said: that of {name}" if known else "not said: the default of Phalanx"
     reach = config.int_of("model.max_positions", -1)
-    if not known and reach == 0:
-        config.values.pop("model.max_positions")
     if not known and reach > 0:
         known, note = reach, "not said: as many as there are learned positions"
     config.values["data.sequence"] = JobSetting(value=known or Data().sequence, note=note)
+    if reach == 0:  # neither is said: a table that holds the sequence
+        config.values["model.max_positions"] = JobSetting(value=known or Data().sequence, note=note)
 
 
 def _data_ranks(config: Conversion, devices: int) -> int:

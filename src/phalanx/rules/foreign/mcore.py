@@ -6,7 +6,7 @@ Names are Megatron-LM's arguments with underscores (megatron/training/arguments.
 from __future__ import annotations
 
 from phalanx.rules.facts.trainers import MEGATRON
-from phalanx.rules.foreign.conversion import NEVER, UNSET, Conversion
+from phalanx.rules.foreign.conversion import NEVER, SEEDS, UNSET, Conversion
 from phalanx.rules.foreign.mcore_model import translate_shape
 from phalanx.rules.foreign.mcore_telemetry import read_telemetry
 
@@ -143,7 +143,7 @@ def _read_batch(config: Conversion) -> None:
     elif steps := config.read_whole("train_iters"):
         config.set_value("data.steps", steps, "train_iters")
     if (seed := config.read_whole("seed")) is not None:
-        config.set_value("data.seed", abs(seed), "seed")
+        config.set_value("data.seed", abs(seed) % SEEDS, "seed")
     config.set_value("batch.ramp_of", _read_ramp(config), "rampup_batch_size") if config.has_leaf(
         "rampup_batch_size"
     ) else None

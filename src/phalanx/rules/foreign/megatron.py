@@ -173,21 +173,22 @@ def read_config(path: Path, variables: Mapping[str, str]) -> ReadConfig:
 
 def translate_config(config: Conversion) -> None:
     """Fill the conversion."""
-    config.names |= {_canonical_key(key): key for key in config.leaves if key.startswith("--") and " " not in key}
-    _read_machines(config)
+    config.names |= {canonical_key(key): key for key in config.leaves if key.startswith("--") and " " not in key}
+    read_machines(config)
     words = {"ring": "ring", "tree": "tree", "nvls": "nvls", "nvlstree": "nvls"}
     if (word := config.read_word("env.NCCL_ALGO")) in words:
         config.set_value("comm.algorithm", words[word], "env.NCCL_ALGO")
     mcore.translate_config(config)
     _read_deepspeed(config)
     config.settle_rest(
-        irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: _canonical_key(key) if key.startswith("--") else key
+        irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: canonical_key(key) if key.startswith("--") else key
     )
 
 
-def _canonical_key(key: str) -> str:
-    """
-    >>> _canonical_key("--tensor-model-parallel-size")
+def canonical_key(key: str) -> str:
+    """The argument's name with underscores, of several spellings one.
+
+    >>> canonical_key("--tensor-model-parallel-size")
     'tensor_model_parallel_size'
     """
     name = key.removeprefix("--").replace("-", "_").lower()
@@ -235,7 +236,8 @@ def _read_deepspeed(config: Conversion) -> None:
             config.skip_leaf(key, "as the arguments say, or a detail of DeepSpeed")
 
 
-def _read_machines(config: Conversion) -> None:
+def read_machines(config: Conversion) -> None:
+    """Hosts and devices of each, as the launcher or Slurm is told."""
     for name in ("nnodes", "num_nodes"):  # a range such as 1:4 is elastic
         if (leaf := config.find_leaf(name)) is not None and not str(leaf.value).isdigit() and not leaf.unknown:
             config.leave_unmapped(name, "not one number of hosts")

@@ -55,6 +55,11 @@ def _read_model(config: Conversion) -> None:
     for theirs, ours in SHAPE.items():
         if size := config.read_whole(f"{m}{theirs}"):
             config.set_value(f"model.{ours}", size, f"{m}{theirs}")
+    if config.read_flag(f"{m}is_starcoder2_config") and not config.has_leaf(f"{m}intermediate_size"):
+        inner = config.read_whole(f"{m}n_inner") or 4 * config.int_of("model.hidden", 0)
+        config.set_value("model.ffn", inner, f"{m}n_inner", note="four times the hidden size")
+        if shared := config.read_whole(f"{m}num_kv_heads"):
+            config.set_value("model.kv_heads", shared, f"{m}num_kv_heads")
     if (tied := config.read_flag(f"{m}tie_word_embeddings")) is not None:
         config.set_value("model.tied", tied, f"{m}tie_word_embeddings")
     if experts := config.read_whole(f"{m}moe_config.num_experts") or config.read_whole(f"{m}num_local_experts"):

@@ -265,8 +265,11 @@ def _read_trainer(config: Conversion) -> None:
     if not config.has_leaf("save") and config.has_leaf("save_interval"):
         config.rename_leaf("save", config.read_as["save_interval"].key, "checkpoints")
     for key in (f"{callback}save_top_k", "log.ckpt.save_top_k"):
-        if (config.read_whole(key) or 0) > 0:
-            config.rename_leaf("most_recent_k", key)
+        kept = config.read_whole(key) or 0
+        # The last one is kept beside them, unless save_last is off (nemo/utils/exp_manager.py: CallbackParams).
+        last = config.read_flag(key.replace("save_top_k", "save_last")) is not False
+        if kept > 0 and config.read_flag("exp_manager.create_checkpoint_callback") is not False:
+            config.rename_leaf("most_recent_k", key, kept + last)
 
 
 def _optimizer_of_one(config: Conversion) -> None:

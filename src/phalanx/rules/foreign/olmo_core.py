@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.rules.foreign.conversion import NEVER, Conversion
+from phalanx.rules.foreign.conversion import NEVER, SEEDS, Conversion
 
 # (layers, hidden, heads, key-value heads, feed-forward) of TransformerConfig's factories (nn/transformer/config.py).
 SHAPES: dict[str, tuple[int, int, int, int, int]] = {
@@ -150,7 +150,7 @@ def _read_batch(config: Conversion) -> None:
     elif amount and unit == "steps":
         config.set_value("data.steps", amount, f"{T}max_duration._args_.0")
     if (seed := config.read_whole("data_loader.seed")) is not None:
-        config.set_value("data.seed", abs(seed), "data_loader.seed")
+        config.set_value("data.seed", abs(seed) % SEEDS, "data_loader.seed")
 
 
 def _read_precision(config: Conversion) -> None:

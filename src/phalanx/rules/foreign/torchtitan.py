@@ -7,7 +7,8 @@ on the command line, are what is read here.
 
 from __future__ import annotations
 
-from phalanx.rules.foreign.conversion import NEVER, Conversion
+from phalanx.job.model import known_presets
+from phalanx.rules.foreign.conversion import NEVER, SEEDS, Conversion
 from phalanx.rules.foreign.torchtitan_old import rename_old_keys
 from phalanx.rules.foreign.torchtitan_python import rename_python_keys
 
@@ -181,15 +182,25 @@ def _read_recompute(config: Conversion) -> None:
     mode = config.read_word("activation_checkpoint.mode") or "selective"
     option = config.read_word("activation_checkpoint.selective_ac_option")
     if mode == "selective" and option.isdigit() and int(option) >= 1:
-        note = f"every layer of {option}, whole"
-        config.set_value("parallel.recompute", "full", "activation_checkpoint.mode", note=note)
-        config.leave_unmapped(
-            "activation_checkpoint.selective_ac_option", "the job counts layers per stage, not every n-th"
-        )
+        _recompute_every(config, int(option))
     else:
         words = {"full": "full", "none": "none", "selective": "selective", "memory_budget": "selective"}
         config.set_value("parallel.recompute", words.get(mode, "selective"), "activation_checkpoint.mode")
         config.mark_used("activation_checkpoint.selective_ac_option", by="parallel.recompute")
+
+
+def _recompute_every(config: Conversion, every: int) -> None:
+    """Every n-th layer whole: so many of each stage, where the model's layers are known."""
+    names = ("activation_checkpoint.selective_ac_option", "activation_checkpoint.mode")
+    preset = known_presets().get(str(config.job_value("model.preset") or ""))
+    layers = config.int_of("model.layers", int(preset.shape["layers"]) if preset is not None else 0)
+    each = layers // config.int_of("parallel.pipeline") // every
+    note = "every layer, whole" if every == 1 else f"every {every}th layer, whole"
+    if every > 1 and not each:
+        config.unknown["parallel.recompute"] = f"every {every}th layer of a model whose layers are not known"
+    config.set_value("parallel.recompute", "full", *names, note=note)
+    if every > 1 and each:
+        config.set_value("parallel.recompute_layers", each, *names, note=note)
 
 
 def _read_batch(config: Conversion) -> None:
@@ -218,7 +229,9 @@ def _read_batch(config: Conversion) -> None:
     if (seed := config.read_whole("training.seed")) is not None or (
         seed := config.read_whole("debug.seed")
     ) is not None:
-        config.set_value("data.seed", abs(seed), "training.seed" if config.has_leaf("training.seed") else "debug.seed")
+        config.set_value(
+            "data.seed", abs(seed) % SEEDS, "training.seed" if config.has_leaf("training.seed") else "debug.seed"
+        )
     for key in ("training.deterministic", "debug.deterministic"):
         config.leave_unmapped(
             key, "the same bits on the same ranks; numerics.reproducible means on any number of ranks"

@@ -200,11 +200,12 @@ class LogStream:
             restore for one in ranks for restore in one.restores
         ]
         has_saves = self._all.saves.is_reported or restores
+        world = self._world_size()
         return replace(
             made,
             monitor=self._all.monitors.facts(
                 [one.monitor_gaps for one in ranks if "monitor" in one.kinds],
-                peak=max((one.peak_bytes for one in ranks if one.rank < self._world_size()), default=0.0),
+                peak=max((one.peak_bytes for one in ranks if one.rank < world), default=0.0),
                 retries=sum(retries) if retries else None,
                 energy_j=sum(one.meter.energy_j for one in ranks) * len(self._recorded) / max(1, len(ranks)),
             ),
@@ -253,7 +254,8 @@ class LogStream:
 
     def _rank_imbalance(self) -> float | None:
         """The slowest rank's own time over the mean of those that do the same work, in the worst group."""
-        there = [one for one in self._ranks.values() if one.rank < self._world_size()]
+        world = self._world_size()
+        there = [one for one in self._ranks.values() if one.rank < world]
         own = {one.rank: (one.took_s - one.waited_s) / one.steps for one in there if one.steps}
         known = {rank: own_s for rank, own_s in own.items() if own_s > 0.0}
         where = rank_places({"layout": _plan_layout(self.run)}, self._history.supervisor())

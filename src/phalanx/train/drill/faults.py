@@ -1,6 +1,8 @@
 """One fault: what happens, to whom, when; as a text on the command line and as JSON in the run.
 
 kill:rank=2,step=5        hang:rank=1+3,step=4        kill:rank=0,point=save-manifest        host:host=1,at_s=3
+
+Drills of peers on slow links (--peers) have kinds of their own: kill:peer=2,step=5,for_s=3        partition:peer=3+4
 """
 
 from __future__ import annotations
@@ -143,6 +145,57 @@ FAULT_KINDS: dict[str, FaultKind] = {
     ),
 }
 
+# Of peers on slow links. Peers are numbered from 1, as their names are; several are hit together: peer=2+3.
+PEER_FAULTS: dict[str, FaultKind] = {
+    "kill": FaultKind(
+        meaning="SIGKILL of a peer; started again after for_s", keys=("peer", "for_s", *_OUTSIDE), inside=False
+    ),
+    "leave": FaultKind(
+        meaning="a peer is asked to leave (Ctrl-C); started again after for_s",
+        keys=("peer", "for_s", *_OUTSIDE),
+        inside=False,
+    ),
+    "hang": FaultKind(
+        meaning="SIGSTOP of a peer; SIGCONT after for_s", keys=("peer", "for_s", *_OUTSIDE), inside=False
+    ),
+    "partition": FaultKind(
+        meaning="nothing passes between the named peers and the others for for_s",
+        keys=("peer", "for_s", *_OUTSIDE),
+        inside=False,
+    ),
+    "slow-link": FaultKind(
+        meaning="what a peer sends and is sent arrives sleep_s late for for_s",
+        keys=("peer", "for_s", "sleep_s", *_OUTSIDE),
+        inside=False,
+        ends=False,
+    ),
+    "busy-core": FaultKind(
+        meaning="a peer is stopped for a share of the time, as if others used its core, for for_s",
+        keys=("peer", "share", "for_s", *_OUTSIDE),
+        inside=False,
+        ends=False,
+    ),
+    "slow": FaultKind(
+        meaning="a peer comes sleep_s late to every round for for_s",
+        keys=("peer", "sleep_s", "for_s", *_OUTSIDE),
+        ends=False,
+    ),
+    "nan": FaultKind(meaning="a peer's update holds NaN", keys=("peer", *_OUTSIDE)),
+    "poison": FaultKind(
+        meaning="a peer's update is 1,000 times too large, or with how=loss turned round so that the loss rises",
+        keys=("peer", "how", *_OUTSIDE),
+        hows=("norm", "loss"),
+    ),
+    "liar": FaultKind(
+        meaning="a peer claims to have learnt from more samples than it has, or states a norm that is too small",
+        keys=("peer", "how", *_OUTSIDE),
+        hows=("samples", "norm"),
+    ),
+    "clock-skew": FaultKind(
+        meaning="the clocks of a peer are skew_s off from its start on", keys=("peer", "skew_s"), ends=False
+    ),
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
@@ -151,6 +204,7 @@ class Fault:
     kind: str
     id: int = 0
     rank: tuple[int, ...] = ()  # counted modulo the ranks there are then
+    peer: tuple[int, ...] = ()  # numbers from 1; not empty in a drill of peers, and only there
     slot: int | None = None  # whoever has this slot, whatever its rank
     host: int = 0
     step: int | None = None
@@ -161,13 +215,14 @@ class Fault:
     for_s: float = 0.0  # 0: for good
     sleep_s: float = 0.0
     share: float = 0.0
+    skew_s: float = 0.0
     seed: int = 0
     times: int = 1
 
     @property
     def of(self) -> FaultKind:
         """What its kind means."""
-        return FAULT_KINDS[self.kind]
+        return (PEER_FAULTS if self.peer else FAULT_KINDS)[self.kind]
 
     @property
     def text(self) -> str:
@@ -177,18 +232,20 @@ class Fault:
         'kill:rank=2+3,step=5'
         """
         written = ((item.name, getattr(self, item.name)) for item in fields(self) if item.name not in ("kind", "id"))
-        words = [f"{key}={_value_text(value)}" for key, value in written if value != _unset_value(self.kind, key)]
+        words = [f"{key}={_value_text(value)}" for key, value in written if self._is_said(key, value)]
         return self.kind + (":" + ",".join(words) if words else "")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; only what is not as usual."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        kept = {
-            key: value
-            for key, value in values.items()
-            if key in ("kind", "id") or value != _unset_value(self.kind, key)
-        }
+        kept = {key: value for key, value in values.items() if key in ("kind", "id") or self._is_said(key, value)}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
+
+    def _is_said(self, key: str, value: Any) -> bool:
+        """Whether a key is written out: where it is not as usual, and whom of the peers it hits."""
+        usual = _usual_values(self.kind, self.of)
+        unset = usual[key] if key in usual else next(item.default for item in fields(Fault) if item.name == key)
+        return bool(value != unset or (key == "peer" and value))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fault:
@@ -196,36 +253,39 @@ class Fault:
         words = {key: _value_text(tuple(v) if isinstance(v, list) else v) for key, v in values.items()}
         kind, number = words.pop("kind", ""), words.pop("id", "0")
         return parse_fault(
-            f"{kind}:" + ",".join(f"{key}={value}" for key, value in words.items()), id=_whole_number(number, "id")
+            f"{kind}:" + ",".join(f"{key}={value}" for key, value in words.items()),
+            id=_whole_number(number, "id"),
+            kinds=PEER_FAULTS if "peer" in words else FAULT_KINDS,
         )
 
 
-def parse_fault(text: str, *, id: int = 0) -> Fault:
+def parse_fault(text: str, *, id: int = 0, kinds: Mapping[str, FaultKind] = FAULT_KINDS) -> Fault:
     """A fault from `kind:key=value,key=value`; raises UserError that says what can be written."""
     kind, _, rest = text.strip().partition(":")
-    if kind not in FAULT_KINDS:
-        close = nearest(kind, FAULT_KINDS)
+    if kind not in kinds:
+        close = nearest(kind, kinds)
         raise mistake(
             f"--fault {text[:80]}",
             f"{kind[:40]!r} is not a fault that can be injected",
-            fix=f"did you mean {close}?" if close else f"use one of {', '.join(FAULT_KINDS)}",
+            fix=f"did you mean {close}?" if close else f"use one of {', '.join(kinds)}",
         )
     given: dict[str, str] = {}
     for word in (word for word in rest.split(",") if word.strip()):
         key, equals, value = word.partition("=")
-        given[_check_key(text, kind, key.strip(), bool(equals))] = value.strip()
-    values = {**_usual_values(kind), **{key: _read_value(text, kind, key, value) for key, value in given.items()}}
-    _check_fault(text, kind, values)
+        given[_check_key(text, kind, key.strip(), bool(equals), kinds[kind].keys)] = value.strip()
+    of = kinds[kind]
+    values = {**_usual_values(kind, of), **{key: _read_value(text, of, key, value) for key, value in given.items()}}
+    _check_fault(text, of, values)
     return Fault(kind=kind, id=id, **values)
 
 
-def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
+def parse_faults(texts: Iterable[str], *, kinds: Mapping[str, FaultKind] = FAULT_KINDS) -> tuple[Fault, ...]:
     """Numbered faults; all mistakes are reported at once."""
     found: list[Fault] = []
     problems: list[Problem] = []
     for number, text in enumerate(texts):
         try:
-            found.append(parse_fault(text, id=number))
+            found.append(parse_fault(text, id=number, kinds=kinds))
         except UserError as error:
             problems += error.problems
     if problems:
@@ -233,8 +293,7 @@ def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
     return tuple(found)
 
 
-def _check_key(text: str, kind: str, key: str, has_value: bool) -> str:
-    allowed = FAULT_KINDS[kind].keys
+def _check_key(text: str, kind: str, key: str, has_value: bool, allowed: tuple[str, ...]) -> str:
     if key in allowed and has_value:
         return key
     close = nearest(key, allowed)
@@ -245,17 +304,20 @@ def _check_key(text: str, kind: str, key: str, has_value: bool) -> str:
     )
 
 
-def _usual_values(kind: str) -> dict[str, Any]:
+def _usual_values(kind: str, of: FaultKind) -> dict[str, Any]:
     """What is meant when nothing is said."""
-    of = FAULT_KINDS[kind]
     usual: dict[str, Any] = {}
+    if "peer" in of.keys:
+        usual["peer"] = (2,)
+    if "skew_s" in of.keys:
+        usual["skew_s"] = -1e8  # three years behind
     if "rank" in of.keys:
         usual["rank"] = (1,)
     if of.host:
         usual["host"] = 1
     if of.hows:
         usual["how"] = of.hows[0]
-    if "for_s" in of.keys and kind not in ("hang", "mute"):  # those two last until somebody ends the rank
+    if "for_s" in of.keys and kind not in ("hang", "mute", "kill", "leave"):  # those last
         usual["for_s"] = 5.0
     if "sleep_s" in of.keys:
         usual["sleep_s"] = 0.1
@@ -266,34 +328,29 @@ def _usual_values(kind: str) -> dict[str, Any]:
     return usual
 
 
-def _unset_value(kind: str, key: str) -> Any:
-    """The value a key has when it is not written."""
-    usual = _usual_values(kind)
-    return usual[key] if key in usual else next(item.default for item in fields(Fault) if item.name == key)
-
-
-def _read_value(text: str, kind: str, key: str, value: str) -> Any:
+def _read_value(text: str, of: FaultKind, key: str, value: str) -> Any:
     try:
         return _READ[key](value, key)
     except ValueError as error:
-        raise mistake(f"--fault {text[:80]}", str(error), fix=_example_text(kind, key)) from None
+        raise mistake(f"--fault {text[:80]}", str(error), fix=_example_text(of, key)) from None
 
 
-def _example_text(kind: str, key: str) -> str:
+def _example_text(of: FaultKind, key: str) -> str:
     if key == "how":
-        return f"use one of {', '.join(FAULT_KINDS[kind].hows)}"
+        return f"use one of {', '.join(of.hows)}"
     if key == "point":
         return f"use one of {', '.join(POINTS)}"
-    examples = {"rank": "write rank=2, or rank=1+3 for two at once", "share": "write share=0.05"}
+    examples = {name: f"write {name}=2, or {name}=1+3 for two at once" for name in ("rank", "peer")}
+    examples |= {"share": "write share=0.05", "skew_s": "write skew_s=-3600"}
     return examples.get(key, f"write {key}=2")
 
 
-def _check_fault(text: str, kind: str, values: Mapping[str, Any]) -> None:
+def _check_fault(text: str, of: FaultKind, values: Mapping[str, Any]) -> None:
     where = f"--fault {text[:80]}"
-    if values.get("how") and values["how"] not in FAULT_KINDS[kind].hows:
-        raise mistake(where, f"how={values['how'][:40]} is unknown", fix=_example_text(kind, "how"))
+    if values.get("how") and values["how"] not in of.hows:
+        raise mistake(where, f"how={values['how'][:40]} is unknown", fix=_example_text(of, "how"))
     if values.get("point") and values["point"] not in POINTS:
-        raise mistake(where, f"point={values['point'][:40]} is unknown", fix=_example_text(kind, "point"))
+        raise mistake(where, f"point={values['point'][:40]} is unknown", fix=_example_text(of, "point"))
     if values.get("step") is not None and values.get("at_s") is not None:
         raise mistake(where, "step and at_s exclude each other", fix="give one of them")
 
@@ -318,6 +375,10 @@ def _seconds_value(value: str, key: str) -> float:
     return number
 
 
+def _skew_value(value: str, key: str) -> float:
+    return -_seconds_value(value[1:], key) if value.startswith("-") else _seconds_value(value, key)
+
+
 def _share_value(value: str, key: str) -> float:
     number = _seconds_value(value, key)
     if number > 1:
@@ -339,6 +400,7 @@ _READ: dict[str, Callable[[str, str], Any]] = {
     **dict.fromkeys(("host", "slot", "step", "epoch", "seed", "times"), _whole_number),
     **dict.fromkeys(("at_s", "for_s", "sleep_s"), _seconds_value),
     **dict.fromkeys(("point", "how"), _word),
-    "rank": _rank_list,
+    **dict.fromkeys(("rank", "peer"), _rank_list),
+    "skew_s": _skew_value,
     "share": _share_value,
 }

@@ -10,13 +10,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from phalanx.record.run import Run
+from phalanx.train.data.batches import IGNORED
 from phalanx.train.drill import firings
 from phalanx.train.drill.faults import Fault
 from phalanx.train.drill_hooks import DrillHooks
@@ -40,6 +41,8 @@ class Injector(DrillHooks):
         self._run, self._slot, self._rank = run, slot, rank
         self._faults = [fault for fault in faults if fault.of.inside]
         self._generation = self._step = -1
+        self._world = 0
+        self._left_out: Mapping[str, Sequence[int]] = run.launch().get("left_out") or {}  # step -> ranks
         self._began_s, self._step_s = 0.0, FIRST_STEP_S
         self._clock: float | None = None
         self._slowed: list[tuple[float, float]] = []  # (until, seconds per step)
@@ -54,9 +57,9 @@ class Injector(DrillHooks):
 
     # ---- the hooks -------------------------------------------------------------------------------------------------
 
-    def joining(self, generation: int, rank: int) -> None:
-        """Before this rank of a new generation meets the others."""
-        self._generation, self._rank, self._step = generation, rank, -1
+    def joining(self, generation: int, rank: int, world: int) -> None:
+        """Before this rank of a new generation meets the others; `world` counts the ranks of the job."""
+        self._generation, self._rank, self._world, self._step = generation, rank, world, -1
         self._held = {}
         self._act_at("init")
 
@@ -80,6 +83,10 @@ class Injector(DrillHooks):
                 _flip_state(self._held[fault.how], seed=fault.seed)
         self._sleep_slowed()
         self._began_s = time.monotonic()
+
+    def targets(self, step: int, targets: torch.Tensor) -> torch.Tensor:
+        """In a replay none counts where the model replica of this rank had been left out."""
+        return torch.full_like(targets, IGNORED) if self._rank in self._left_out.get(str(step), ()) else targets
 
     def gradients(self, step: int, grads: Sequence[torch.Tensor]) -> None:
         """The summed gradients this rank holds, before their norm is agreed on."""
@@ -141,7 +148,8 @@ class Injector(DrillHooks):
         """Which of the fault's ranks we are; numbers beyond the world count round, so that a shrunken job is hit."""
         if fault.slot is not None:
             return fault.slot if fault.slot == self._slot else None
-        world = dist.get_world_size() if dist.is_initialized() else 0
+        # Not torch's world size: where lost replicas are left out, each of them is a world of its own.
+        world = self._world if dist.is_initialized() else 0
         return next((rank for rank in fault.rank if (rank % world if world else rank) == self._rank), None)
 
     def _claim_fault(self, fault: Fault) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from phalanx.plan.layout import Layout
+from phalanx.plan.model_replicas import ModelReplicas
 from phalanx.record.drill_record import REFUSED
 from phalanx.record.events import Event
 from phalanx.train.drill.faults import FAULT_KINDS, Fault
@@ -14,6 +16,7 @@ from phalanx.train.drill.judge import Verdict, evidence_text
 from phalanx.train.drill.step_history import DrillHistory, GenerationHistory, StepExecution
 from phalanx.units import plural
 
+LEFT_OUT_S = 1.0  # the coordinator decides on a failure and on who is left out in one go; its clock is one
 TAKES_HOST = ("host", "freeze", "partition")  # out of reach of the others, with all that its memory holds
 
 
@@ -30,10 +33,10 @@ class FaultOutcome:
     note: str
     detected_s: float | None  # until an incident was noticed
     blamed: int | None  # the rank that the incident names
-    recovered_s: float | None  # until all ranks of a later generation had committed a step
+    recovered_s: float | None  # until all ranks of a later generation had committed a step, or the other replicas one
     steps_lost: int | None  # held in memory on all ranks, and yet behind what was restored
     steps_redone: int | None  # finished by all ranks, not yet held, and done again
-    source: str  # of that restore: memory, disk or start
+    source: str  # of that restore: memory, disk or start; "left out": the others trained on without the replica
     world: int | None  # ranks afterwards
     judged: bool = True  # False: nobody noticed it, and the run ended before somebody had to
 
@@ -172,7 +175,8 @@ def _fault_outcome(
 ) -> FaultOutcome:
     generation = _generation_of(history, fired)
     later = None
-    if incident is not None:
+    left_out = _left_out_event(history, incident) if incident is not None else None
+    if incident is not None and left_out is None:
         # A process that is replaced while a generation is made takes its place in that one.
         ended = int(incident.get("epoch", generation)) - (incident["event"] == "replacement")
         later = _next_generation(history, fired, ended)
@@ -182,6 +186,9 @@ def _fault_outcome(
         held = [one.held for one in later.undone if not _went_with_host(history, fired, one.generation, later)]
         lost = max(0, max(held, default=0) - later.restore_step)
         redone = sum(one.complete for one in later.undone)  # one that was cut short was never done
+    if left_out is not None:
+        lost = redone = 0  # the others hold the newest state, and repeat the step that came to nothing
+        first = _step_without(history, left_out)
     return FaultOutcome(
         fault=texts.get(fired.id, fired.kind),
         kind=fired.kind,
@@ -195,9 +202,29 @@ def _fault_outcome(
         recovered_s=first.ended_s - fired.t_s if first is not None else None,
         steps_lost=lost,
         steps_redone=redone,
-        source=later.source if later is not None else "",
-        world=later.world if later is not None else None,
+        source="left out" if left_out is not None else later.source if later is not None else "",
+        world=later.world if later is not None else _num_present(history, left_out) if left_out is not None else None,
     )
+
+
+def _left_out_event(history: DrillHistory, incident: Event) -> Event | None:
+    """The coordinator's word that the replica of an incident was left out; None where everything was rebuilt."""
+    replicas = (one for one in history.replicas if one.get("state") == "left out")
+    near = (one for one in replicas if one.get("epoch") == incident.get("epoch"))
+    return next((one for one in near if 0.0 <= float(one["t"]) - float(incident["t"]) <= LEFT_OUT_S), None)
+
+
+def _num_present(history: DrillHistory, left_out: Event) -> int | None:
+    """Ranks that trained on."""
+    generation = history.generation(int(left_out["epoch"]))
+    return generation.world - ModelReplicas.of(Layout(**generation.layout)).size if generation is not None else None
+
+
+def _step_without(history: DrillHistory, left_out: Event) -> StepExecution | None:
+    """The first step that ended after a replica was left out."""
+    generation = history.generation(int(left_out["epoch"]))
+    steps = sorted(generation.steps.items()) if generation is not None else []
+    return next((one for _, one in steps if one.ended_s > float(left_out["t"])), None)
 
 
 def _went_with_host(history: DrillHistory, fired: Firing, number: int, later: GenerationHistory) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -29,6 +28,7 @@ LONG_S = 3600  # longer than any of these runs
 LEAST_DISK_BYTES = 1 << 20
 ENDING = "the run ended well"  # the judge's verdict, which expects a run that is done
 Expect = Callable[[DrillResult, DrillHistory], str]  # what is wrong beyond the judge's verdicts; empty when nothing is
+LEFT_OUT_STEPS = 300  # enough for the replica to be back well before the end
 
 
 def _judge_drill(found: tuple[DrillResult, DrillHistory], *expects: Expect, state: str = "done") -> OutsideFinding:
@@ -199,38 +199,16 @@ def _stop_on_full_disk(stage: OutsideStage) -> OutsideFinding:
 
 
 def _left_out_replica(stage: OutsideStage) -> OutsideFinding:
-    """A rank of the second of two model replicas is killed; not a drill of `stage.drill`: tokens are left out."""
-    runs, killed = stage.folder / "runs-replicas", list[int]()
-    words = ["train", str(stage.job), "--steps", "100000", "--runs", str(runs), "--no-probe", "--no-check"]
-    words += ["--set", "parallel.shard=2", "--set", 'fault.on_loss="leave-out"', "--set", "comm.init_timeout_s=300"]
+    """A rank of the second of two model replicas is killed."""
 
-    def events_of_kind(kind: str) -> list[dict[str, object]]:
-        found = next(iter(runs.glob("*/supervisor.jsonl")), None)
-        return [event for event in read_events(found)[0] if event["event"] == kind] if found is not None else []
+    def is_back(result: DrillResult, history: DrillHistory) -> str:
+        states = [(one["replica"], one["state"]) for one in history.replicas]
+        if states != [(1, "left out"), (1, "rejoined")]:
+            return f"of replicas was told: {states}"
+        return "" if len(history.generations) == 1 else f"{len(history.generations) - 1} times everything was rebuilt"
 
-    def num_steps() -> int:
-        run = next((Run(path=path) for path in runs.glob("outside-*")), None)
-        return len(stage.losses(run)) if run is not None and run.events(0).exists() else 0
-
-    def is_back() -> bool:
-        if not killed and num_steps() >= 4:
-            members = [one for event in events_of_kind("epoch") for one in event["members"] if one["rank"] == 3]  # type: ignore[attr-defined]
-            os.kill(int(members[-1]["pid"]), signal.SIGKILL)
-            killed.append(num_steps())
-        if len(killed) == 1 and len(events_of_kind("replica")) >= 2:
-            killed.append(num_steps() + 4)  # and some more steps with all of them
-        return len(killed) == 2 and num_steps() >= killed[1]
-
-    done = stage.command(*words, until=is_back, signals=[signal.SIGINT])
-    states, generations = (
-        [(one["replica"], one["state"]) for one in events_of_kind("replica")],
-        len(events_of_kind("epoch")),
-    )
-    wrong = [] if states == [(1, "left out"), (1, "rejoined")] else [f"of replicas was told: {states}"]
-    wrong += [f"{generations - 1} times everything was rebuilt"] if generations != 1 else []
-    wrong += [f"exit code {done.code}: {done.last}"] if done.code != 130 else []
-    good = f"replica 1 was left out and is back, the other kept its groups for {num_steps()} steps"
-    return OutsideFinding(ok=not wrong, reason="; ".join(wrong) or good, steps_lost=0)
+    words = ["parallel.shard=2", 'fault.on_loss="leave-out"', "comm.init_timeout_s=300"]
+    return _judge_drill(stage.drill(["kill:rank=3,step=8"], overrides=words, steps=LEFT_OUT_STEPS), is_back)
 
 
 # ---- damage to live state --------------------------------------------------------------------------------------------

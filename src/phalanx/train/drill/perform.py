@@ -26,6 +26,7 @@ from phalanx.train.drill.faults import EVERY_TIME, Fault, parse_fault
 from phalanx.train.drill.judge import ExpectedSamples, Verdict
 from phalanx.train.drill.network import DrillNetwork
 from phalanx.train.drill.outcomes import FaultOutcome, fault_outcomes, judge_noticed, judge_refused
+from phalanx.train.drill.replica_history import ReplicaPresence, judge_replica_history, left_out_ranks
 from phalanx.train.drill.step_history import DrillHistory, layout_sequence, read_history
 from phalanx.units import plural
 
@@ -95,10 +96,12 @@ def perform_drill(
     scene.tell(f"  run: {run.path}")
     ended = _run_drill(scene, run, faults)
     history = read_history(run)
+    presence = ReplicaPresence.of(history) if scene.plan.job.fault.on_loss == "leave-out" else None
+    left_out = left_out_ranks(history, presence) if presence is not None else {}
     replayed = None
     if scene.replay and history.chain:
-        is_alike = reference is not None and layout_sequence(history) == layout_sequence(reference)
-        replayed = reference if is_alike else _replay_drill(scene, run, history)
+        is_alike = reference is not None and layout_sequence(history) == layout_sequence(reference) and not left_out
+        replayed = reference if is_alike else _replay_drill(scene, run, history, left_out)
     shots = firings.read_firings(run)
     # With how = "raise" saves fail, and events are written as ever.
     lasted_s = {fault.id: fault.for_s for fault in faults if fault.kind == "disk-full" and fault.how == "limit"}
@@ -107,7 +110,11 @@ def perform_drill(
         for one in shots
         if one.id in lasted_s
     ]
-    verdicts = judge.judge_history(history, expected=expected_samples(scene.plan), replay=replayed, full=full)
+    expected = expected_samples(scene.plan)
+    if presence is not None:
+        verdicts = judge_replica_history(history, presence, expected=expected, replay=replayed)
+    else:
+        verdicts = judge.judge_history(history, expected=expected, replay=replayed, full=full)
     patience_s = scene.plan.job.fault.dead_after_s + NOTICE_S
     found = fault_outcomes(history, faults, shots, patience_s=patience_s)
     verdicts.append(judge_noticed(found, asked=len(faults), patience_s=patience_s, drawn=scene.drawn))
@@ -213,11 +220,18 @@ def _drill_hosts(scene: DrillSettings, net: DrillNetwork | None) -> tuple[HostSp
     )
 
 
-def _replay_drill(scene: DrillSettings, run: Run, history: DrillHistory) -> DrillHistory:
-    """The same job with the same member sequence and no fault but those that all ranks agreed to skip."""
+def _replay_drill(
+    scene: DrillSettings, run: Run, history: DrillHistory, left_out: Mapping[str, Sequence[int]]
+) -> DrillHistory:
+    """The same job with the same member sequence and no fault but those that all ranks agreed to skip.
+
+    Ranks that were `left_out` of a step take part in it, and learn nothing from it.
+    """
     poisoned = [one.step for one in history.chain if one.skipped and _not_finite(one.ranks.values())]
     faults = [parse_fault(f"nan:rank=0,step={step}", id=number) for number, step in enumerate(poisoned)]
-    again = _make_run(scene, run.path / "replay", faults, {"formations": layout_sequence(history)})
+    again = _make_run(
+        scene, run.path / "replay", faults, {"formations": layout_sequence(history), "left_out": left_out}
+    )
     scene.tell(f"  replay of {plural(len(history.chain), 'step')} without faults")
     until = len(history.chain) if history.end is None or history.end.get("state") != "done" else None
     _run_drill(dataclasses.replace(scene, minutes=0.0), again, (), until_step=until)

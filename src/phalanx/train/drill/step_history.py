@@ -81,6 +81,7 @@ class GenerationHistory:
     steps: dict[int, StepExecution] = field(default_factory=dict)
     undone: list[StepExecution] = field(default_factory=list)  # of earlier generations, by this one's restore
     kept: dict[int, str] = field(default_factory=dict)  # checkpoint step -> lineage, as this generation found it
+    rejoined: set[int] = field(default_factory=set)  # ranks of model replicas that were left out and came back
 
     @property
     def membership_key(self) -> str:
@@ -97,6 +98,7 @@ class DrillHistory:
     incidents: list[Event]
     replacements: list[Event]  # processes that were lost while they left a generation that had ended
     quarantines: list[Event]
+    replicas: list[Event]  # model replicas that were left out or came back, as the coordinator told it
     checkpoints: list[Event]  # commits, as ranks told them
     ranks: list[Event]  # every event of every rank, in the order of time
     end: Event | None
@@ -142,6 +144,7 @@ def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: 
         incidents=[],
         replacements=[],
         quarantines=[],
+        replicas=[],
         checkpoints=[],
         ranks=reported,
         end=None,
@@ -153,6 +156,8 @@ def build_history(supervisor: Iterable[Event], ranks: Iterable[Event], *, torn: 
         generation = by_number.get(int(event.get("epoch", -1)))
         if event["event"] == "step" and generation is not None:
             _add_step(generation, event)
+        elif event["event"] == "ready" and generation is not None and event.get("source") == "replica":
+            generation.rejoined.add(int(event["rank"]))  # takes the state of those that train: nothing is restored
         elif event["event"] == "ready" and generation is not None:
             # What a rank found counts, not what it was told to take: a damaged copy makes all of them go further back.
             source = str(event.get("source") or generation.source)
@@ -179,6 +184,8 @@ def _read_supervisor(history: DrillHistory, events: Iterable[Event]) -> None:
                 history.incidents.append(event)
             case "replacement":
                 history.replacements.append(event)
+            case "replica":
+                history.replicas.append(event)
             case "quarantine":
                 history.quarantines.append(event)
             case "end":

@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from phalanx.hardware.kernel_choices import kernel_cache_folder
 from phalanx.plan.lean_step import loss_chunk
-from phalanx.train.kernels.selector import BUILTIN, KernelChoice, kernel_cache_folder
+from phalanx.train.kernels.model_kernels import LayerKernels, choose_layer_kernels
+from phalanx.train.kernels.selector import BUILTIN, KernelChoice
 from phalanx.train.optim.adamw import AdamW
 from phalanx.train.optim.base import Optimizer
+from phalanx.train.rank_settings import Settings
 from phalanx.units import format_bytes
 
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepKernels:
+    """What a step's optimizer and layers run by; None where nothing was chosen."""
+
+    optimizer: KernelChoice | None = None
+    layers: LayerKernels | None = None
+
+    def describe(self) -> list[str]:
+        """For a person."""
+        lines = self.layers.describe() if self.layers is not None else []
+        return [*lines, self.optimizer.describe()] if self.optimizer is not None else lines
+
+
+def choose_kernels(
+    optimizer: Optimizer, models: Sequence[nn.Module], settings: Settings, device: torch.device, *, world: int
+) -> StepKernels:
+    """Choose before the first step; every rank calls this."""
+    folder = kernel_cache_folder(os.environ)
+    return StepKernels(
+        optimizer=choose_optimizer_kernel(optimizer, device, world=world),
+        layers=choose_layer_kernels(models, settings, device, world=world, folder=folder),
+    )
 
 
 def choose_optimizer_kernel(optimizer: Optimizer, device: torch.device, *, world: int) -> KernelChoice | None:
@@ -53,6 +83,4 @@ def kernel_lines(engine: Engine) -> list[str]:
     if settings.drops_product(shape, device):
         saved = tokens * shape.ffn * size * len(engine.parts[0].model.layers)
         lines.append(f"MLP: backward makes gate · up again instead of keeping {format_bytes(saved)}")
-    if engine.optimizer_kernel is not None:
-        lines.append(engine.optimizer_kernel.describe())
-    return lines
+    return [*lines, *engine.kernels.describe()]

@@ -51,7 +51,7 @@ class KernelOp:
     timed_in_place: Mapping[str, Callable[..., object]] = field(default_factory=dict)
 
 
-# Filled by the modules of this folder when they are imported (`kernels.catalog.load_all` imports them).
+# Filled by the modules of this folder when they are imported (`operations.load_all` imports them).
 KERNELS: dict[str, KernelOp] = {}
 
 

@@ -148,9 +148,18 @@ def _norm_gradients(
     return _backward(grad, more, x, weight_D, scale)
 
 
-def _backward(grad: Tensor, more: Tensor | None, x: Tensor, weight_D: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def norm_gradients(grad: Tensor, x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of x and the weight where forward kept no scales: they are made again from the rows."""
+    return _backward(grad, None, x, weight_D, None, eps)
+
+
+def _backward(
+    grad: Tensor, more: Tensor | None, x: Tensor, weight_D: Tensor, scale: Tensor | None, eps: float = EPS
+) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     if not can_launch(grad, x, weight_D) or width > WIDEST_ROW:
+        if scale is None:
+            scale = _plain_forward(x, None, weight_D, eps)[2]
         return _plain_gradients(grad, more, x, weight_D, scale)
     x, grad = x.contiguous(), grad.contiguous()
     rows, block = x.numel() // width, triton.next_power_of_2(width)
@@ -161,8 +170,9 @@ def _backward(grad: Tensor, more: Tensor | None, x: Tensor, weight_D: Tensor, sc
     by_weight = torch.empty((bands, width), dtype=torch.float32, device=x.device)
     with on_device(x):
         _norm_band[(bands,)](
-            grad, grad if more is None else more.contiguous(), x, weight_D.contiguous(), scale, by_x, by_weight,
-            rows, width, triton.cdiv(rows, bands), ADDS=more is not None, BLOCK=block, num_warps=warps,
+            grad, grad if more is None else more.contiguous(), x, weight_D.contiguous(),
+            by_weight if scale is None else scale, by_x, by_weight, rows, width, triton.cdiv(rows, bands), eps,
+            ADDS=more is not None, SCALED=scale is not None, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return by_x, by_weight.sum(0).to(weight_D.dtype)
 
@@ -242,8 +252,8 @@ if triton is not None:
         tl.store(scales + row, scale)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _norm_band(grad, more, x, weight, scales, by_x, by_weight, rows, width, band,  # type: ignore[no-untyped-def]
-                   ADDS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    def _norm_band(grad, more, x, weight, scales, by_x, by_weight, rows, width, band, eps,  # type: ignore[no-untyped-def]
+                   ADDS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
         column = tl.arange(0, BLOCK)
         inside = column < width
         by = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -252,8 +262,12 @@ if triton is not None:
         for row in range(first, tl.minimum(first + band, rows)):
             place = tl.cast(row, tl.int64) * width + column
             d = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
-            scale = tl.load(scales + row)
-            n = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * scale
+            value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+            if SCALED:  # noqa: SIM108 (Triton leaves out the branch that is not taken)
+                scale = tl.load(scales + row)
+            else:
+                scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + eps)
+            n = value * scale
             inner = d * by
             result = scale * (inner - n * (tl.sum(inner * n, axis=0) / width))
             if ADDS:

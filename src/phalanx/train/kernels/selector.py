@@ -9,29 +9,23 @@ runs.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import stat
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.io.files import load_json, read_bounded, replace_text
+from phalanx.hardware.kernel_choices import chosen_variants, kernel_cache_folder, read_choices, write_choice
+from phalanx.io.files import read_bounded
 from phalanx.train.kernels.kernel_op import Inputs, KernelOp, Shape
 
 BUILTIN = "builtin"
 WORTH = 0.98  # of the built-in's time: a smaller gain is within what two timings of one variant differ by
-FORMAT = 1
-MOST_BYTES = 4 * 2**20
-MOST_KEPT = 4096
 FLUSHED_BYTES = 256 * 2**20  # written between two timings: more than any L2 cache
 # So often: a GPU that is busy for half a millisecond (an H200) lets the host get ahead, as in a training step. A call
 # that takes the host longer than that is as slow as the host.
@@ -55,7 +49,7 @@ class KernelChoice:
         >>> KernelChoice(op="adamw", variant="builtin", times_ms={}).describe()
         'adamw: builtin'
         """
-        if self.variant not in self.times_ms:
+        if not math.isfinite(self.times_ms.get(self.variant, math.inf)):
             return f"{self.op}: {self.variant}"
         others = ", ".join(f"{name} {took:.2f} ms" for name, took in self.times_ms.items() if name != self.variant)
         return f"{self.op}: {self.variant}, {self.times_ms[self.variant]:.2f} ms" + (f" ({others})" if others else "")
@@ -78,12 +72,19 @@ def choose_measured(
 ) -> KernelChoice:
     """The fastest of some variants by milliseconds that `measure` finds, or found in an earlier run."""
     entry = read_choices(folder).get(key)
-    if entry is not None and entry["variant"] in variants:
+    if entry is not None and entry["variant"] in variants and entry.get("of") == list(variants):
         return KernelChoice(op=name, variant=entry["variant"], times_ms=entry["times_ms"], is_remembered=True)
     times_ms = measure()
     choice = KernelChoice(op=name, variant=fastest_variant(times_ms), times_ms=times_ms)
-    remember_choice(key, choice, folder)
+    remember_choice(key, choice, variants, folder)
     return choice
+
+
+def chosen_here(ops: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """By operation, what was taken on this machine's GPU so far; PyTorch's own on a machine without one."""
+    if not torch.cuda.is_available():
+        return dict.fromkeys(ops, f"{BUILTIN} (CPU)")
+    return chosen_variants(read_choices(kernel_cache_folder(environ)), device=torch.cuda.get_device_name())
 
 
 def fastest_variant(times_ms: Mapping[str, float]) -> str:
@@ -128,53 +129,10 @@ def _package_versions() -> str:
     return " ".join(found)
 
 
-# What was measured before. ------------------------------------------------------------------------------------------
-
-
-def kernel_cache_folder(environ: Mapping[str, str]) -> Path | None:
-    """Where measurements are kept; None for a user without a home: the current folder may be a stranger's."""
-    home = environ.get("HOME", "")
-    cache = environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if home else "")
-    return Path(cache) / "phalanx" / "kernels" if os.path.isabs(cache) else None
-
-
-def read_choices(folder: Path | None) -> dict[str, dict[str, Any]]:
-    """Choices by key: what is damaged, not ours or of another format counts as never measured."""
-    if folder is None:
-        return {}
-    path = folder / "choices.json"
-    try:
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
-            return {}
-        stored = load_json(path, MOST_BYTES)
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(stored, dict) or stored.get("format") != FORMAT or not isinstance(stored.get("choices"), dict):
-        return {}
-    return {key: entry for key, entry in stored["choices"].items() if _is_entry(entry)}
-
-
-def _is_entry(entry: object) -> bool:
-    if not isinstance(entry, dict) or not isinstance(entry.get("variant"), str):
-        return False
-    times = entry.get("times_ms")
-    return isinstance(times, dict) and all(
-        isinstance(took, int | float) and math.isfinite(took) and took > 0 for took in times.values()
-    )
-
-
-def remember_choice(key: str, choice: KernelChoice, folder: Path | None) -> None:
-    """Put a choice beside the others; the oldest give way."""
-    if folder is None:
-        return
-    known = read_choices(folder)
-    known.pop(key, None)
-    known[key] = {"variant": choice.variant, "times_ms": dict(choice.times_ms)}
-    kept = dict(list(known.items())[-MOST_KEPT:])
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        replace_text(folder / "choices.json", json.dumps({"format": FORMAT, "choices": kept}, indent=1))
+def remember_choice(key: str, choice: KernelChoice, variants: Sequence[str], folder: Path | None) -> None:
+    """Keep a choice, and between which it was."""
+    entry = {"variant": choice.variant, "times_ms": dict(choice.times_ms), "of": list(variants)}
+    write_choice(key, entry, folder)
 
 
 # Measuring. ---------------------------------------------------------------------------------------------------------
@@ -182,8 +140,11 @@ def remember_choice(key: str, choice: KernelChoice, folder: Path | None) -> None
 
 def measure_variants(op: KernelOp, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Milliseconds of every variant that is right: forward, and backward where the operation has gradients."""
-    inputs = op.make_inputs(shape, dtype, device, 0)
     times: dict[str, float] = {}
+    try:
+        inputs = op.make_inputs(shape, dtype, device, 0)
+    except torch.OutOfMemoryError:  # a job that fills the GPU trains all the same
+        return {BUILTIN: math.inf}
     for name in op.variants:
         if name != BUILTIN and not is_right(op, name, dtype, device):
             continue

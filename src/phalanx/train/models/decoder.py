@@ -64,6 +64,7 @@ class Decoder(nn.Module):
         held = range(shape.layers) if layers is None else layers
         self.shape = shape
         self.positions: Tensor | None = None  # positions_S of the tokens held here; None means 0 .. S-1
+        self.rope_kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # where one was chosen
         self.embed = Embedding(shape) if first else None
         self.layers = nn.ModuleDict({str(layer): Block(shape, layer) for layer in held})
         self.norm = norm_of(shape) if last else None
@@ -98,6 +99,8 @@ class Decoder(nn.Module):
         if self.embed is not None:
             x = self.embed(x, positions_S)
         rope = rope_tables(self.shape, positions_S, x.dtype) if self.shape.positions == "rope" else None
+        if rope is not None:
+            rope.kernel = self.rope_kernel
         for block in self.layers.values():
             x = block(x, rope)
         if self.norm is not None and self.head is not None:

@@ -19,6 +19,23 @@ from phalanx.train.kernels.swiglu import gated_down
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+def by_kernel(*tensors: Tensor) -> bool:
+    """Whether a kernel that the selector chose may run here: no compiler fuses it, and no tensor is split."""
+    return not torch.compiler.is_compiling() and all(type(one) in (Tensor, nn.Parameter) for one in tensors)
+
+
+class SelectedNorm(nn.RMSNorm):
+    """RMSNorm by PyTorch's kernel, or by one that was measured to be faster (kernels/model_kernels.py)."""
+
+    kernel: Callable[[Tensor, Tensor, float], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x / rms(x) · weight."""
+        if self.kernel is None or self.eps is None or not by_kernel(x, self.weight):
+            return super().forward(x)
+        return self.kernel(x, self.weight, self.eps)
+
+
 def causal_attention(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
     """softmax(q kᵀ / √H) v over earlier positions, by PyTorch's fused kernels."""
     grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
@@ -38,8 +55,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(shape.hidden, key, bias=bias)
         self.wv = nn.Linear(shape.hidden, key, bias=bias)
         self.wo = nn.Linear(query, shape.hidden, bias=shape.bias)
-        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
-        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        self.q_norm = SelectedNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = SelectedNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
         self.core: Core = causal_attention
 
     def forward(self, x_BSD: Tensor, rope: Rope | None) -> Tensor:
@@ -82,6 +99,7 @@ class Mlp(nn.Module):
         self.up = nn.Linear(hidden, ffn, bias=bias)
         self.down = nn.Linear(ffn, hidden, bias=bias)
         self.act = ACTIVATIONS[activation]
+        self.kernel: Callable[[Tensor, Tensor], Tensor] | None = None  # of act(gate) · up, where one was chosen
         self.drops_product = False  # backward makes act(gate) · up again instead of keeping it
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -91,7 +109,12 @@ class Mlp(nn.Module):
             assert self.gate is not None
             down_BSD = gated_down(self.gate(x_BSD), up_BSF, self.down.weight)
             return down_BSD if self.down.bias is None else down_BSD + self.down.bias
-        inner_BSF = self.act(up_BSF) if self.gate is None else self.act(self.gate(x_BSD)) * up_BSF
+        if self.gate is None:
+            inner_BSF = self.act(up_BSF)
+        elif self.kernel is not None and by_kernel(up_BSF):
+            inner_BSF = self.kernel(self.gate(x_BSD), up_BSF)
+        else:
+            inner_BSF = self.act(self.gate(x_BSD)) * up_BSF
         out_BSD: Tensor = self.down(inner_BSF)
         return out_BSD
 
@@ -101,7 +124,7 @@ class Mlp(nn.Module):
 
 def norm_of(shape: ModelShape) -> nn.Module:
     """The norm every part of this model uses."""
-    kind = nn.LayerNorm if shape.norm == "layer" else nn.RMSNorm
+    kind = nn.LayerNorm if shape.norm == "layer" else SelectedNorm
     return kind(shape.hidden, eps=shape.norm_eps)
 
 
@@ -141,9 +164,12 @@ class Rope:
     def __init__(self, *, cos_SR: Tensor, sin_SR: Tensor) -> None:
         self.cos_SR = cos_SR
         self.sin_SR = sin_SR
+        self.kernel: Core | None = None  # where one was chosen: (heads, cosines, sines) -> turned heads
 
     def turn(self, x_BSNH: Tensor) -> Tensor:
         """Rotate every pair of every head by its position's angle."""
+        if self.kernel is not None and by_kernel(x_BSNH):
+            return self.kernel(x_BSNH, self.cos_SR, self.sin_SR)
         cos_S1R, sin_S1R = self.cos_SR[:, None, :], self.sin_SR[:, None, :]
         left, right = x_BSNH.chunk(2, dim=-1)
         turned = torch.cat((left * cos_S1R - right * sin_S1R, right * cos_S1R + left * sin_S1R), dim=-1)

@@ -118,7 +118,7 @@ class AdamW:
                 for name in (BUILTIN, "triton")
             }
 
-        key = choice_key("adamw step", shape, torch.float32, device)
+        key = choice_key("adamw", shape, torch.float32, device)
         return choose_measured("AdamW", key, (BUILTIN, "triton"), measure, folder=folder)
 
     def state(self) -> list[TensorShard]:

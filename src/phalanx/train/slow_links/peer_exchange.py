@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -81,6 +82,7 @@ class AgreedRound:
     seconds: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
+    digest: str = ""  # of the mean's bytes: the same on every peer, or something is wrong
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -264,4 +266,5 @@ def _agreed_round(result: RoundResult) -> AgreedRound:
         seconds=result.seconds,
         bytes_sent=result.bytes_sent,
         bytes_received=result.bytes_received,
+        digest=hashlib.sha256(result.vector.data).hexdigest()[:32] if result.vector is not None else "",
     )

@@ -54,6 +54,7 @@ class SessionFacts:
     up_mbps: float | None = None
     down_mbps: float | None = None
     client_only: bool = False
+    routes: tuple[tuple[str, str, int], ...] = ()  # id, host, port: ways to peers other than what they advertise
 
     @property
     def bandwidth(self) -> Bandwidth | None:
@@ -134,6 +135,7 @@ class PeerSession:
         self._tell: Callable[[PeerEvent], None] | None = None
         self._early: list[PeerEvent] = []
         self._before = read_status(run)
+        self._routes: dict[str, Address] = {peer: (host, port) for peer, host, port in self.facts.routes}
         self.screen: Callable[[str, Vector], str | None] = lambda peer, vector: None
         self.group: PeerGroup = PeerGroup(
             identity,
@@ -146,6 +148,7 @@ class PeerSession:
             events=self._on_event,
             heartbeat_s=sync.heartbeat_s,
             dead_after_s=sync.dead_after_s,
+            routes=self._routes,
             screen=(lambda peer, vector: self.screen(peer, vector)) if sync.screening == "loss" else None,
         )
         self.more_status: Callable[[], dict[str, Any]] = dict
@@ -158,7 +161,11 @@ class PeerSession:
         """Where the others may be: those this peer was told of, and members that it knew before it was restarted."""
         members = self._before.get("members", [])
         own = self.group.id
-        known = [tuple(one["address"]) for one in members if one.get("id") != own and not one.get("client_only")]
+        known = [
+            self._routes.get(str(one.get("id")), tuple(one["address"]))
+            for one in members
+            if one.get("id") != own and not one.get("client_only")
+        ]
         return tuple(dict.fromkeys([*self.facts.addresses, *((str(host), int(port)) for host, port in known)]))
 
     def tell_events(self, tell: Callable[[PeerEvent], None]) -> None:

@@ -297,6 +297,7 @@ class PeerTraining(Callback):
                 seconds=agreed.seconds,
                 bytes_sent=agreed.bytes_sent,
                 bytes_received=agreed.bytes_received,
+                digest=agreed.digest,
                 credit=self.credit,
             )
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx.record.events import EventWriter
+    from phalanx.train.slow_links.peer_exchange import GroupLink
     from phalanx.train.slow_links.peer_training import PeerTraining
 
 
@@ -65,7 +66,7 @@ def join_training(
         )
 
     training = PeerTraining(
-        session.group,
+        _drilled_group(session),
         plan.job.sync,
         addresses=session.addresses(),
         founds=not session.facts.addresses,
@@ -78,9 +79,22 @@ def join_training(
     return training
 
 
+def _drilled_group(session: PeerSession) -> GroupLink:
+    """The group itself, but for drills."""
+    if session.run.launch().get("drill") is not True:
+        return session.group
+    from phalanx.train.drill.peer_inject import faulty_group
+
+    return faulty_group(session.run, session.group)
+
+
 def train_peer(run: Run, *, stop: Callable[[], bool], allow_code: bool = False) -> str:
     """Train in this process until the run is done or `stop` says so; how it ended."""
     plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
+    if run.launch().get("drill") is True:
+        from phalanx.train.drill.peer_inject import shift_clocks
+
+        shift_clocks(run)
     session = PeerSession(run, plan.job)
     try:
         from phalanx.train.lone_rank import train_lone_rank  # after the group is open: torch takes seconds to import

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from phalanx.rules.foreign.named_files import find_named_file
 from phalanx.rules.foreign.shell import commands
 from phalanx.rules.foreign.shell.arithmetic import UnknownNumberError
 from phalanx.rules.foreign.shell.assignment import assign_variable
@@ -180,18 +181,10 @@ class Interpreter:
         return None if path is None else commands.read_small(path)
 
     def local_path(self, name: str) -> Path | None:
-        """The file of a name, where it lies within the folder; nothing outside of it is looked at."""
-        if self.folder is None or not is_known(name) or not name or "\x00" in name or len(name) > 1_000:
+        """The file of a name, where it lies within the folder or its repository; nothing outside is looked at."""
+        if self.folder is None or not is_known(name):
             return None
-        root = self.folder.resolve()
-        for base in (Path(), self.folder, Path(self.file).parent):
-            try:
-                path = (base / name).resolve()
-                if path.is_relative_to(root) and path.is_file():
-                    return path
-            except (OSError, RuntimeError, ValueError):
-                continue
-        return None
+        return find_named_file(self.folder, name, Path(), self.folder, Path(self.file).parent)
 
     def write_file(self, name: str, text: str, *, append: bool) -> None:
         """Remember what a file would hold."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from phalanx.rules.foreign.shell.partial_text import is_known
 
 MOST_PATTERN = 200  # characters
+_PLAIN = re.compile(r"[\w./:=,-]*")
 MOST_STARS = 4  # more of them make a match slow on a hostile text
 
 
@@ -20,6 +22,8 @@ def matches_pattern(text: str, pattern: str) -> bool | None:
         return True
     if not is_known(pattern) or not is_known(text):
         return True if pattern == "*" else None
+    if _PLAIN.fullmatch(pattern):  # most arms of a case: --lr)
+        return pattern == text
     found = _compiled(pattern)
     return None if found is None else found.fullmatch(text) is not None
 
@@ -49,6 +53,7 @@ def substitute_pattern(text: str, old: str, new: str, *, every: bool, anchor: st
     return None if found is None else found.sub(lambda _: new, text, count=0 if every else 1)
 
 
+@lru_cache(maxsize=512)
 def _compiled(pattern: str, *, anchor: str = "") -> re.Pattern[str] | None:
     if len(pattern) > MOST_PATTERN or pattern.count("*") > MOST_STARS or not is_known(pattern):
         return None

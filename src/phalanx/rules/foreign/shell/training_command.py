@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,9 +34,24 @@ TRAINING = frozenset(
         "train_samples",
     ]
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandSigns:
+    """By what the training command of a family is known among all that a script starts."""
+
+    names: frozenset[str]  # arguments, of which it has at least two
+    verbs: frozenset[tuple[str, str]] = frozenset()  # or a program and its verb, as `swift sft`
+    asked: frozenset[str] = frozenset({"train_iters", "train_samples", "train_tokens", "lr"})  # goes before the others
+    switches: frozenset[str] = SWITCHES  # arguments that take no word
+
+
+MEGATRON_SIGNS = CommandSigns(names=TRAINING)
 _FLAG = re.compile(r"--?[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
 _SBATCH = re.compile(r"^#SBATCH\s+(--[a-z-]+|-[A-Za-z])[= ]\s*(\S+)", re.MULTILINE)
 _SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-p": "--partition", "-J": "--job-name", "-t": "--time"}
+# `--save <PATH TO FOLDER>`: to be filled in by the reader; a shell takes it for two redirections and starts nothing.
+_PLACEHOLDER = re.compile(r"(?<![<\w])<([A-Za-z][\w ./-]{0,60}[\w]|[A-Z])>(?=[\s\"'\\/,;]|$)", re.MULTILINE)
 _MODULES = ("torch.distributed.launch", "torch.distributed.run", "torch.distributed.elastic")
 MOST_FORKS = 24
 
@@ -74,12 +90,15 @@ def canonical_flag(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_").lower()
 
 
-def read_script(path: Path, given: Mapping[str, str], *, folder: Path | None = None) -> ScriptReading:
+def read_script(
+    path: Path, given: Mapping[str, str], *, folder: Path | None = None, signs: CommandSigns = MEGATRON_SIGNS
+) -> ScriptReading:
     """Follow a script; raises UserError for one that no shell would read."""
     text = read_text(path, noun="configuration")
     if len(text) > MOST_SCRIPT:
         raise mistake(str(path), f"is longer than {MOST_SCRIPT:,} characters", why="no training script is")
     text = text.replace(OPEN, "?").replace(CLOSE, "?").replace("\r\n", "\n")
+    text = _PLACEHOLDER.sub(lambda hit: "${" + re.sub(r"\W+", "_", hit.group(1)) + "}", text)
     batch = _batch_options(text)
     shell = Interpreter(file=str(path), folder=path.parent if folder is None else folder, given=dict(given))
     _set_slurm(shell, batch)
@@ -90,7 +109,7 @@ def read_script(path: Path, given: Mapping[str, str], *, folder: Path | None = N
         raise mistake(
             str(path), "takes more steps than a launch script does", why="loops are followed, not run"
         ) from error
-    commands = _training_commands(shell.started, shell.unknowns)
+    commands = _training_commands(shell.started, shell.unknowns, signs)
     if wrong is not None and not commands:
         raise mistake(
             f"{path}:{wrong.line}", f"is not a script that a shell reads: {wrong.what}", fix="check it with bash -n"
@@ -131,24 +150,38 @@ def _set_slurm(shell: Interpreter, batch: Mapping[str, tuple[str, int]]) -> None
                 shell.state.variables.setdefault(name, value)
 
 
-def _training_commands(started: Sequence[StartedCommand], unknowns: UnknownTable) -> list[TrainingCommand]:
-    found = [_split_command(one, unknowns) for one in started if not one.argv[0].startswith("--")]
+def _training_commands(
+    started: Sequence[StartedCommand], unknowns: UnknownTable, signs: CommandSigns
+) -> list[TrainingCommand]:
+    found = [_split_command(one, unknowns, signs) for one in started if not one.argv[0].startswith("--")]
     bare = [one for one in started if one.argv[0].startswith("--")]
     if bare:  # a list of arguments without a program
         words = tuple(word for one in bare for word in one.argv)
         first = bare[0]
         whole = StartedCommand(argv=words, line=first.line, environment=first.environment, files=first.files)
-        found.append(_split_command(whole, unknowns))
-    training = [one for one in found if len(_names(one) & TRAINING) >= 2]
-    asked = [one for one in training if any(_names(one) & {"train_iters", "train_samples", "train_tokens", "lr"})]
+        found.append(_split_command(whole, unknowns, signs))
+    if signs.verbs:
+        return [one for one in found if verb_of(one.command.argv, signs.verbs) is not None]
+    training = [one for one in found if len(_names(one) & signs.names) >= 2]
+    asked = [one for one in training if _names(one) & signs.asked]
     return asked or training
+
+
+def verb_of(argv: Sequence[str], verbs: frozenset[tuple[str, str]]) -> tuple[str, str] | None:
+    """The program and verb of a command that has one of them side by side.
+
+    >>> verb_of(["env", "A=1", "/opt/bin/swift", "sft", "--model", "x"], frozenset({("swift", "sft")}))
+    ('swift', 'sft')
+    """
+    pairs = ((one.rpartition("/")[2], two) for one, two in itertools.pairwise(argv))
+    return next((pair for pair in pairs if pair in verbs), None)
 
 
 def _names(command: TrainingCommand) -> set[str]:
     return {canonical_flag(flag) for arguments in command.program for flag in arguments}
 
 
-def _split_command(command: StartedCommand, unknowns: UnknownTable) -> TrainingCommand:
+def _split_command(command: StartedCommand, unknowns: UnknownTable, signs: CommandSigns) -> TrainingCommand:
     variants = _variants(command.argv, unknowns)
     split = [_program_at(words) for words in variants]
     open_why = ""
@@ -159,21 +192,36 @@ def _split_command(command: StartedCommand, unknowns: UnknownTable) -> TrainingC
             if flag and cause is None:  # --$FORMAT: which flag it is nobody knows
                 cause = unknowns.first(word)
                 open_why = open_why or (cause.why if cause is not None else "")
-            elif cause is not None and cause.kind != "unset" and not _is_value(words, word):
+            elif cause is not None and cause.kind != "unset" and not _is_value(words, word, signs.switches):
                 open_why = open_why or cause.why
+    if not open_why and not signs.verbs and (wrapper := _wrapper_of(command.argv, split)):
+        open_why = f"{wrapper} is not Megatron's own program, and may add any"
     return TrainingCommand(
-        program=tuple(parse_flags(words[at:]) for words, at in zip(variants, split, strict=True)),
+        program=tuple(
+            parse_flags(words[at:], switches=signs.switches) for words, at in zip(variants, split, strict=True)
+        ),
         launcher=tuple(parse_flags(words[:at], launcher=True) for words, at in zip(variants, split, strict=True)),
         command=command,
         open_why=open_why,
     )
 
 
-def _is_value(words: Sequence[str], word: str) -> bool:
+def _wrapper_of(argv: Sequence[str], split: Sequence[int]) -> str:
+    """The script or program that a command hands its arguments to, where it starts no program of Python itself."""
+    if any(split) or argv[0].startswith("--"):
+        return ""
+    before = list(itertools.takewhile(lambda word: not word.startswith("--"), argv))
+    scripts = [word for word in before if word.endswith((".sh", ".bash", "-cli")) and is_known(word)]
+    if before and before[0].startswith("./") and is_known(before[0]):
+        scripts.append(before[0])
+    return scripts[0][:80] if scripts else ""
+
+
+def _is_value(words: Sequence[str], word: str, switches: frozenset[str]) -> bool:
     """Whether a word follows a flag that takes one."""
     place = words.index(word)
     before = words[place - 1] if place else ""
-    return bool(_FLAG.fullmatch(before)) and "=" not in before and canonical_flag(before) not in SWITCHES
+    return bool(_FLAG.fullmatch(before)) and "=" not in before and canonical_flag(before) not in switches
 
 
 def _variants(argv: Sequence[str], unknowns: UnknownTable) -> list[list[str]]:
@@ -183,6 +231,9 @@ def _variants(argv: Sequence[str], unknowns: UnknownTable) -> list[list[str]]:
     """
     base = list(argv)
     found: list[list[str]] = []
+    if len(base) >= 1 and (whole := _whole_commands(base[0], unknowns)):  # ${CMD}, made in one of several ways
+        found = [[*choice, *base[1:]] for choice in whole[1:]]
+        base = [*whole[0], *base[1:]]
     for _ in range(MOST_FORKS):
         place = next((at for at, word in enumerate(base) if _choices_of(word, unknowns)), -1)
         if place < 0:
@@ -192,6 +243,15 @@ def _variants(argv: Sequence[str], unknowns: UnknownTable) -> list[list[str]]:
         base = [*base[:place], *choices[0], *base[place + 1 :]]
     # Ways that were left behind at an early fork still hold later ones: they take these in their first way.
     return [_first_ways(words, unknowns) for words in [base, *found]]
+
+
+def _whole_commands(word: str, unknowns: UnknownTable) -> list[list[str]]:
+    """The command lines that one word in the place of a program may stand for."""
+    cause = unknowns.alone(word)
+    if cause is None or cause.kind != "either":
+        return []
+    choices = [[part for one in choice for part in one.split()] for choice in cause.choices]
+    return choices if any(part.startswith("-") for choice in choices for part in choice) else []
 
 
 def _first_ways(words: list[str], unknowns: UnknownTable) -> list[str]:
@@ -236,7 +296,7 @@ def _program_at(words: Sequence[str]) -> int:
     return 0
 
 
-def parse_flags(words: Sequence[str], *, launcher: bool = False) -> Arguments:
+def parse_flags(words: Sequence[str], *, launcher: bool = False, switches: frozenset[str] = SWITCHES) -> Arguments:
     """Flags with their words, as argparse groups them; of a flag given twice the last one holds."""
     found: Arguments = {}
     spelled: dict[str, str] = {}  # canonical -> as it was last written
@@ -249,7 +309,7 @@ def parse_flags(words: Sequence[str], *, launcher: bool = False) -> Arguments:
             found[flag] = (value,) if equals else ()
             if equals:
                 flag = ""
-        elif flag and canonical_flag(flag) not in SWITCHES:
+        elif flag and canonical_flag(flag) not in switches:
             found[flag] = (*found[flag], word)
             if launcher:
                 flag = ""

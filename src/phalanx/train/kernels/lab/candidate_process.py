@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib.abc
-import importlib.util
+import importlib
 import json
-import linecache
 import mmap
 import os
 import resource
@@ -23,7 +21,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -33,6 +30,7 @@ from torch import Tensor
 from phalanx.train.kernels.lab.arena import NOTES_AT, NOTES_BYTES, Place, map_cuda, view_place
 from phalanx.train.kernels.lab.file_rights import readable_folders, restrict_files
 from phalanx.train.kernels.lab.syscall_filter import forbid_calls
+from phalanx.train.kernels.source_module import load_source
 
 MESSAGE_BYTES = 64 * 1024
 # What a kernel may import; loaded before files are forbidden.
@@ -240,33 +238,8 @@ class _BadResultError(Exception):
     """A kernel's result is not what the contract asks for."""
 
 
-class _CandidateLoader(importlib.abc.InspectLoader):
-    """Runs a module from its text; Triton asks for the lines of its kernels again."""
-
-    FILE = "candidate.py"
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def get_source(self, fullname: str) -> str:
-        """The text."""
-        return self._text
-
-    def get_code(self, fullname: str) -> CodeType:
-        """Compiled, under a file name that the lines are known by."""
-        return self.source_to_code(self._text, self.FILE)  # type: ignore[return-value, unused-ignore]
-
-
 def _load_kernel(source: str) -> Callable[..., Any]:
-    file = _CandidateLoader.FILE
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    spec = importlib.util.spec_from_loader("candidate", _CandidateLoader(source), origin=file)
-    assert spec is not None
-    assert spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    module.__file__ = file
-    sys.modules["candidate"] = module
-    spec.loader.exec_module(module)
+    module = load_source("candidate", source)
     kernel = getattr(module, "kernel", None)
     if not callable(kernel):
         raise _BadResultError("defines no function kernel")

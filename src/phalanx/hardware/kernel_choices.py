@@ -1,0 +1,107 @@
+"""What was measured of kernels on this machine, in the user's cache: which variant is fastest, and who won a search.
+
+Two files, both without code: choices.json has the selector's choices (train/kernels/selector.py), winners.json the
+values that `phalanx evolve kernels` found for a template of ours. What is damaged, not ours or of another format counts
+as never measured; what cannot be written is not remembered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.io.files import load_json, replace_text
+
+FORMAT = 1
+MOST_BYTES = 4 * 2**20
+MOST_KEPT = 4096
+CHOICES, WINNERS = "choices.json", "winners.json"
+
+
+def kernel_cache_folder(environ: Mapping[str, str]) -> Path | None:
+    """Where measurements are kept; None for a user without a home: the current folder may be a stranger's."""
+    home = environ.get("HOME", "")
+    cache = environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if home else "")
+    return Path(cache) / "phalanx" / "kernels" if os.path.isabs(cache) else None
+
+
+def read_choices(folder: Path | None) -> dict[str, dict[str, Any]]:
+    """Choices by key (operation | sizes | type | device | versions)."""
+    return {key: entry for key, entry in _read_file(folder, CHOICES).items() if _is_choice(entry)}
+
+
+def write_choice(key: str, entry: Mapping[str, Any], folder: Path | None) -> None:
+    """Put a choice beside the others; the oldest give way."""
+    _write_file(folder, CHOICES, {**{one: old for one, old in read_choices(folder).items() if one != key}, key: entry})
+
+
+def read_winners(folder: Path | None) -> dict[str, dict[str, Any]]:
+    """Values of a template by key; whoever takes them checks that they are of its lists."""
+    return {key: entry for key, entry in _read_file(folder, WINNERS).items() if isinstance(entry, dict)}
+
+
+def write_winner(key: str, genome: Mapping[str, Any], folder: Path | None) -> None:
+    """The same for the winner of a search."""
+    _write_file(folder, WINNERS, {**{one: old for one, old in read_winners(folder).items() if one != key}, key: genome})
+
+
+def chosen_variants(choices: Mapping[str, Mapping[str, Any]], *, device: str) -> dict[str, str]:
+    """By operation, what was chosen on devices whose name begins so.
+
+    >>> measured = {"rope | a=1 | bf16 | H200 x | v": {"variant": "triton"}, "rope | a=2 | bf16 | H200 x | v":
+    ...     {"variant": "builtin"}, "rope | a=3 | bf16 | H200 x | v": {"variant": "triton"}}
+    >>> chosen_variants(measured, device="H200"), chosen_variants(measured, device="B200")
+    ({'rope': 'triton 2 of 3, builtin 1 of 3'}, {})
+    """
+    counts: dict[str, Counter[str]] = {}
+    for key, entry in choices.items():
+        parts = key.split(" | ")
+        if len(parts) == 5 and parts[3].startswith(device):
+            counts.setdefault(parts[0], Counter())[entry["variant"]] += 1
+    return {
+        op: ", ".join(
+            name if len(found) == 1 else f"{name} {count} of {found.total()}" for name, count in found.most_common()
+        )
+        for op, found in counts.items()
+    }
+
+
+def _is_choice(entry: object) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("variant"), str):
+        return False
+    times = entry.get("times_ms")
+    return isinstance(times, dict) and all(
+        isinstance(took, int | float) and math.isfinite(took) and took > 0 for took in times.values()
+    )
+
+
+def _read_file(folder: Path | None, name: str) -> dict[str, Any]:
+    if folder is None:
+        return {}
+    path = folder / name
+    try:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+            return {}
+        stored = load_json(path, MOST_BYTES)
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(stored, dict) or stored.get("format") != FORMAT or not isinstance(stored.get("choices"), dict):
+        return {}
+    return dict(stored["choices"])
+
+
+def _write_file(folder: Path | None, name: str, entries: Mapping[str, Any]) -> None:
+    if folder is None:
+        return
+    kept = dict(list(entries.items())[-MOST_KEPT:])
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_text(folder / name, json.dumps({"format": FORMAT, "choices": kept}, indent=1))

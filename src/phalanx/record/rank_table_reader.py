@@ -1,0 +1,187 @@
+"""Rank tables of many hosts read at once, and which of them are believed (rank_table.py).
+
+Apart from the writer's side, since this needs numpy, which takes half of the time in which a coordinator starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.record.rank_table import (
+    BLOCK_BYTES,
+    CHECK_WEIGHTS,
+    ENTRY_BYTES,
+    ENTRY_HEAD_BYTES,
+    MAGIC,
+    MOST_TABLE_BYTES,
+    SessionSummary,
+    pack_entry,
+    table_of_sessions,
+)
+
+READ_BYTES = 12 * 2**10  # the table of 16 ranks; asking for more takes as long as reading it
+MOST_SESSIONS = 2**20  # of a rank in one file; more are not believed without their heads
+MOST_RANK = 10**7
+
+HEAD = np.dtype(
+    [
+        ("check", "<u8"), ("magic", "<u8"), ("rank", "<u8"), ("sessions", "<u8"), ("generation", "<i8"),
+        ("opened_s", "<f8"), ("name", "S16"), ("extents", "<u8"), ("has_bytes", "<u8"), ("is_block_known", "<u8"),
+        ("file_extents", "<u8"), ("last_begin", "<u8"), ("last_end", "<u8"), ("spare", "<u8", (2,)),
+    ]
+)  # fmt: skip
+ENTRY = np.dtype([("head", HEAD), ("block", f"V{BLOCK_BYTES}")])
+_WEIGHTS = np.array(CHECK_WEIGHTS, dtype=np.uint64)
+
+Heads = NDArray[np.void]
+Integers = NDArray[np.int64]
+
+
+def read_table(path: str) -> bytes:
+    """A table as it lies on the disk; nothing where there is none, or no whole entries."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return b""
+    try:
+        data = os.read(file, READ_BYTES)
+        if len(data) == READ_BYTES:
+            while len(data) < MOST_TABLE_BYTES and (more := os.read(file, 32 * READ_BYTES)):
+                data += more
+    except OSError:
+        return b""
+    finally:
+        os.close(file)
+    return data if len(data) % ENTRY_BYTES == 0 else b""
+
+
+def _heads_of(data: bytes) -> Heads:
+    """The heads of entries, without the blocks: a sixth of the bytes."""
+    rows = np.frombuffer(data, np.uint8).reshape(-1, ENTRY_BYTES)[:, :ENTRY_HEAD_BYTES]
+    return np.ascontiguousarray(rows).view(HEAD)[:, 0]
+
+
+def _are_whole(heads: Heads) -> NDArray[np.bool_]:
+    words = heads.view("<u8").reshape(len(heads), ENTRY_HEAD_BYTES // 8)
+    return np.asarray((words[:, 1:] @ _WEIGHTS == words[:, 0]) & (heads["magic"] == MAGIC))
+
+
+@dataclass(frozen=True, slots=True)
+class BelievedTable:
+    """A table that fits its file of events: the heads of its entries, and the newest extent of the file."""
+
+    heads: bytes
+    last_begin: int
+    last_end: int
+
+
+def believe_tables(tables: Sequence[bytes], sizes: Sequence[int], *, head_bytes: int) -> list[BelievedTable | None]:
+    """Of each table whether it is to be believed, by the size of the file of events beside it."""
+    found: list[BelievedTable | None] = [None] * len(tables)
+    there = [number for number, data in enumerate(tables) if data]
+    if not there:
+        return found
+    heads = _heads_of(b"".join([tables[number] for number in there]))
+    lengths = np.array([len(tables[number]) // ENTRY_BYTES for number in there])
+    stops = np.cumsum(lengths)
+    starts = stops - lengths
+    good = _are_whole(heads) & (heads["rank"] < MOST_RANK) & (heads["sessions"] <= MOST_SESSIONS)
+    good &= (heads["sessions"] > 0) & (heads["extents"] >= heads["sessions"]) & (heads["extents"] < 2**40)
+    # A rank is told once.
+    keys = np.repeat(np.arange(len(there)), lengths) * MOST_RANK + np.minimum(heads["rank"], MOST_RANK).astype(np.int64)
+    order = np.argsort(keys, kind="stable")
+    good[order[1:][keys[order[1:]] == keys[order[:-1]]]] = False
+    fits = np.logical_and.reduceat(good, starts)
+    newest_begin = np.maximum.reduceat(heads["last_begin"], starts)
+    newest_end = np.maximum.reduceat(heads["last_end"], starts)
+    fits &= np.add.reduceat(heads["extents"], starts) == np.maximum.reduceat(heads["file_extents"], starts)
+    size = np.array([sizes[number] for number in there], np.uint64)
+    # A newer extent would begin where the newest one ends, and make the file longer.
+    fits &= (newest_begin + np.uint64(head_bytes) <= size) & (size <= newest_end)
+    data = heads.tobytes()
+    for at in np.flatnonzero(fits).tolist():
+        own = data[int(starts[at]) * ENTRY_HEAD_BYTES : int(stops[at]) * ENTRY_HEAD_BYTES]
+        found[there[at]] = BelievedTable(own, int(newest_begin[at]), int(newest_end[at]))
+    return found
+
+
+def heads_of_sessions(sessions: Iterable[SessionSummary]) -> bytes:
+    """What the table of a file would tell, by the heads of its extents."""
+    return b"".join(map(pack_entry, table_of_sessions(sessions)))
+
+
+def tells_of(heads: bytes, sessions: Iterable[SessionSummary]) -> bool:
+    """Whether heads of entries tell of these sessions: as many of each rank."""
+    known = np.frombuffer(heads, HEAD)
+    return dict(zip(known["rank"].tolist(), known["sessions"].tolist(), strict=True)) == Counter(
+        one.rank for one in sessions
+    )
+
+
+class RankRows:
+    """Which ranks have sessions in which files, of all hosts together."""
+
+    def __init__(self, heads_of_files: Sequence[bytes]) -> None:
+        heads = np.frombuffer(b"".join(heads_of_files), HEAD)
+        lengths = [len(data) // ENTRY_HEAD_BYTES for data in heads_of_files]
+        files = np.repeat(np.arange(len(lengths)), lengths)
+        rank = heads["rank"].astype(np.int64)
+        order = np.argsort(rank, kind="stable")
+        is_last = np.append(np.diff(rank[order]) > 0, True) if len(rank) else np.zeros(0, bool)
+        if not is_last.all():  # ranks that moved: the newest session last
+            order = np.lexsort((heads["name"], heads["opened_s"], heads["generation"], rank))
+        heads = heads[order]
+        self._rank, self._file = rank[order], files[order]
+        self._is_known = heads["is_block_known"] == 1
+        self._newest = np.flatnonzero(is_last)  # rows of the newest session of each rank
+        self._unique = self._rank[self._newest]
+        starts = np.append(0, self._newest[:-1] + 1) if len(self._newest) else self._newest
+        sessions = np.add.reduceat(heads["sessions"], starts) if len(starts) else heads["sessions"]
+        self.counts: dict[int, int] = dict(zip(self._unique.tolist(), sessions.tolist(), strict=True))
+        self.with_bytes = frozenset(self._rank[heads["has_bytes"] == 1].tolist())  # for the others, look
+
+    def files_of(self, rank: int) -> list[int]:
+        """The numbers of the files that have sessions of a rank."""
+        first, stop = np.searchsorted(self._rank, (rank, rank + 1))
+        found: list[int] = self._file[first:stop].tolist()
+        return found
+
+    def with_blocks(self, ranks: Sequence[int]) -> tuple[Integers, Integers]:
+        """Of these ranks, the places of those whose newest block is in a table, and the files of those tables."""
+        asked = np.asarray(ranks, np.int64)
+        if not len(self._unique) or not len(asked):
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        at = np.minimum(np.searchsorted(self._unique, asked), len(self._unique) - 1)
+        row = self._newest[at]
+        places = np.flatnonzero((self._unique[at] == asked) & self._is_known[row])
+        return places, self._file[row[places]]
+
+
+def read_blocks(
+    paths: Mapping[int, str], files: Integers, ranks: Integers
+) -> tuple[NDArray[np.bool_], NDArray[np.void]]:
+    """The newest block of each rank out of the table in the file beside it; of those whose entry is still there."""
+    if not len(files):
+        return np.zeros(0, bool), np.zeros(0, f"V{BLOCK_BYTES}")
+    numbers = np.unique(files)
+    tables = [read_table(paths[number]) for number in numbers.tolist()]
+    entries = np.frombuffer(b"".join(tables), np.uint8).reshape(-1, ENTRY_BYTES)
+    heads = np.ascontiguousarray(entries[:, :ENTRY_HEAD_BYTES]).view(HEAD)[:, 0]
+    good = _are_whole(heads) & (heads["is_block_known"] == 1) & (heads["rank"] < MOST_RANK)
+    lengths = [len(data) // ENTRY_BYTES for data in tables]
+    rows = np.flatnonzero(good)
+    keys = np.repeat(numbers, lengths)[rows] * MOST_RANK + heads["rank"][rows].astype(np.int64)
+    rows, keys = rows[np.argsort(keys)], np.sort(keys)
+    wanted = files * MOST_RANK + ranks
+    at = np.minimum(np.searchsorted(keys, wanted), max(0, len(keys) - 1))
+    is_there = keys[at] == wanted if len(keys) else np.zeros(len(wanted), bool)
+    blocks = (
+        entries[:, ENTRY_HEAD_BYTES:][rows[at[is_there]]] if is_there.any() else np.zeros((0, BLOCK_BYTES), np.uint8)
+    )
+    return is_there, np.ascontiguousarray(blocks).view(f"V{BLOCK_BYTES}")[:, 0]

@@ -1,0 +1,37 @@
+"""A file that a configuration names: within its folder or the repository it is part of, and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def find_named_file(folder: Path, name: str, *bases: Path) -> Path | None:
+    """The file, told from one of the bases, from the folder, or from a folder above it in the same repository.
+
+    Scripts are also started from a folder above theirs; where several files could be meant there, none is taken.
+    """
+    if not name or "\x00" in name or len(name) > 1_000:
+        return None
+    try:
+        root = folder.resolve()
+    except (OSError, RuntimeError, ValueError):
+        return None
+    for base in (*bases, folder):
+        if (path := _file_within(base, name, root)) is not None:
+            return path
+    repository = _repository_of(root)
+    above = {path for base in root.parents if (path := _file_within(base, name, repository)) is not None}
+    return above.pop() if len(above) == 1 else None
+
+
+def _file_within(base: Path, name: str, root: Path) -> Path | None:
+    try:
+        path = (base / name).resolve()
+        return path if path.is_relative_to(root) and path.is_file() else None
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
+def _repository_of(folder: Path) -> Path:
+    """The root of the checkout that a folder is part of; the folder itself where it is part of none."""
+    return next((place for place in (folder, *folder.parents) if (place / ".git").exists()), folder)

@@ -1,0 +1,146 @@
+"""Scripts that start Hugging Face's Trainer, and those of ms-swift: a model by name, and who shards it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx.errors import mistake
+from phalanx.rules.foreign import mcore
+from phalanx.rules.foreign.conversion import Conversion, Leaf, ReadConfig
+from phalanx.rules.foreign.finetuning import ADAPTER, IRRELEVANT, UNMAPPED, translate_trainer
+from phalanx.rules.foreign.megatron import IRRELEVANT as MEGATRON_IRRELEVANT
+from phalanx.rules.foreign.megatron import UNMAPPED as MEGATRON_UNMAPPED
+from phalanx.rules.foreign.megatron import canonical_key, read_machines
+from phalanx.rules.foreign.presets import read_named_model
+from phalanx.rules.foreign.shell.training_command import CommandSigns, leaves_of_script, read_script, verb_of
+from phalanx.rules.foreign.shell.written_json import named_json
+
+NO_SWITCHES: frozenset[str] = frozenset()  # a flag may be followed by True or False
+TRAINER_SIGNS = CommandSigns(
+    names=frozenset({"per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "output_dir"}),
+    asked=frozenset({"per_device_train_batch_size"}),
+    switches=NO_SWITCHES,
+)
+MEGATRON_VERBS = frozenset(("megatron", verb) for verb in ("sft", "pt", "rlhf"))
+SWIFT_SIGNS = CommandSigns(
+    names=frozenset(),
+    verbs=MEGATRON_VERBS | frozenset(("swift", verb) for verb in ("sft", "pt", "rlhf")),
+    switches=NO_SWITCHES,
+)
+MEGATRON_VERB = "verb.megatron"  # a leaf of our own: ms-swift's Megatron commands have other words and defaults
+DTYPE = "that of the model's config.json (torch_dtype)"
+
+
+def read_trainer_script(path: Path, variables: Mapping[str, str]) -> ReadConfig:
+    """The arguments of the command that starts a program with the Trainer's arguments."""
+    return _read_command(path, variables, TRAINER_SIGNS, "starts no program with arguments of Hugging Face's Trainer")
+
+
+def read_swift_script(path: Path, variables: Mapping[str, str]) -> ReadConfig:
+    """The arguments of `swift sft`, `megatron sft` and their like; both kinds in one script cannot be read as one."""
+    return _read_command(path, variables, SWIFT_SIGNS, "starts no training of ms-swift")
+
+
+def _read_command(path: Path, variables: Mapping[str, str], signs: CommandSigns, nothing: str) -> ReadConfig:
+    reading = read_script(path, variables, signs=signs)
+    verbs = {verb_of(one.command.argv, MEGATRON_VERBS) is not None for one in reading.commands}
+    if not reading.commands or len(verbs) > 1:
+        what = nothing if not reading.commands else "starts both swift and megatron"
+        raise mistake(str(path), what, fix="check the script that starts the training")
+    leaves = leaves_of_script(reading)
+    named = named_json(reading, leaves)
+    if signs.verbs and verbs.pop():
+        leaves[MEGATRON_VERB] = Leaf(key=MEGATRON_VERB, value=True, line=reading.commands[0].command.line)
+    open_why = next((one.open_why for one in reading.commands if one.open_why), "")
+    return ReadConfig(leaves=leaves | named, open_why=open_why)
+
+
+def translate_transformers(config: Conversion) -> None:
+    """Fill the conversion from the words of transformers.TrainingArguments."""
+    _name_leaves(config)
+    read_named_model(config, "model_name_or_path")
+    translate_trainer(
+        config,
+        micro=("per_device_train_batch_size", 8),
+        length=next((n for n in ("model_max_length", "max_seq_length", "max_length") if config.has_leaf(n)), ""),
+        recomputes=False,
+    )
+    _settle_rest(config)
+
+
+def translate_swift(config: Conversion) -> None:
+    """ms-swift: Megatron's words with other defaults, or the Trainer's."""
+    _name_leaves(config)
+    read_named_model(config, "model")
+    if MEGATRON_VERB in config.leaves:
+        _translate_megatron(config)
+    else:
+        translate_trainer(config, micro=("per_device_train_batch_size", 1), length="max_length", recomputes=True)
+        _read_dtype(config)
+        if not config.has_leaf("gradient_accumulation_steps"):  # so many that a step has 16 sequences
+            config.values.pop("batch.per_replica", None)
+    _settle_rest(config)
+
+
+def _name_leaves(config: Conversion) -> None:
+    config.names |= {canonical_key(key): key for key in config.leaves if key.startswith("--") and " " not in key}
+    for theirs, ours in (("env.NPROC_PER_NODE", "nproc_per_node"), ("env.NNODES", "nnodes")):
+        config.rename_leaf(ours, theirs)
+    read_machines(config)
+
+
+# Defaults of docs/source_en/Megatron-SWIFT/Command-line-parameters.md, where they differ from Megatron's.
+SWIFT_DEFAULTS: Mapping[str, tuple[str, object]] = {
+    "use_distributed_optimizer": ("parallel.zero", 1),
+    "recompute_granularity": ("parallel.recompute", "selective"),
+    "global_batch_size": ("batch.global_sequences", 16),
+    "save_interval": ("checkpoint.steps", 500),
+    "weight_decay": ("optim.weight_decay", 0.1),
+    "lr_decay_style": ("optim.schedule", "cosine"),
+    "adam_beta2": ("optim.betas", [0.9, 0.95]),
+}
+
+
+def _translate_megatron(config: Conversion) -> None:
+    config.rename_leaf("save_interval", config.names.get("save_steps", ""))
+    config.rename_leaf("save", config.names.get("output_dir", ""))
+    config.rename_leaf("seq_length", config.names.get("max_length", ""))
+    absent = [name for name in SWIFT_DEFAULTS if not config.has_leaf(name) and not config.open_why]
+    mcore.translate_config(config, whole=False)
+    sharded = any(config.read_flag(name) for name in ("use_megatron_fsdp", "use_custom_fsdp"))
+    for name in absent:
+        key, value = SWIFT_DEFAULTS[name]
+        if not (sharded and key == "parallel.zero"):
+            config.set_value(key, value, name, note="default of ms-swift")
+    wait_s = min(config.read_number("ddp_timeout") or 18e6, 1e7)  # the schema's longest
+    for key in ("comm.init_timeout_s", "train.timeout_s"):
+        config.set_value(
+            key, wait_s, "ddp_timeout", note="" if config.has_leaf("ddp_timeout") else "default of ms-swift"
+        )
+    if "global_batch_size" in absent:
+        config.values.pop("batch.per_replica", None)
+    _read_dtype(config)
+
+
+def _read_dtype(config: Conversion) -> None:
+    """bf16 or fp16 as the model has it, unless the command says."""
+    words = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp32"}
+    said = words.get(config.read_word("torch_dtype"))
+    eight = config.has_leaf("fp8_format")
+    told = eight or config.read_flag("bf16") or config.read_flag("fp16")
+    if said and not told:
+        config.set_value("precision.compute", said, "torch_dtype")
+    elif not told:
+        config.set_value("precision.compute", "bf16", "torch_dtype")
+        config.unknown["precision.compute"] = DTYPE
+
+
+def _settle_rest(config: Conversion) -> None:
+    config.leave_unmapped("tuner_type", ADAPTER)
+    config.leave_unmapped("train_type", ADAPTER)
+    config.settle_rest(
+        irrelevant={**MEGATRON_IRRELEVANT, **IRRELEVANT, "verb.": "which command it is"},
+        unmapped={**MEGATRON_UNMAPPED, **UNMAPPED},
+        seen=lambda key: canonical_key(key) if key.startswith("--") else key,
+    )

@@ -1,0 +1,344 @@
+"""A drill of peers on slow links from beginning to end: their processes, the faults, the verdicts, what is printed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.elastic.local_launch import collected_signals
+from phalanx.io.tables import text_table
+from phalanx.io.toml import to_toml
+from phalanx.job.load import job_to_dict
+from phalanx.plan.plan import Plan
+from phalanx.record.events import read_events
+from phalanx.record.provenance import job_provenance
+from phalanx.record.run import Run, create_run
+from phalanx.train.data.batches import BatchPlan
+from phalanx.train.drill import firings
+from phalanx.train.drill.drill_report import MOST_ROWS
+from phalanx.train.drill.faults import PEER_FAULTS, Fault, parse_fault
+from phalanx.train.drill.judge import Verdict, evidence_text
+from phalanx.train.drill.peer_cables import PeerCables
+from phalanx.train.drill.peer_driver import DrilledPeer, PeerDriver, drilled_peers
+from phalanx.train.drill.peer_judge import PeerFaultOutcome, PeerRecord, judge_named, judge_peers, peer_outcomes
+from phalanx.train.drill.perform import judge_injected
+from phalanx.train.drill.schedule import poisson_times
+from phalanx.train.slow_links.peer_launch import make_trial
+from phalanx.units import MINUTE_S, first_few, format_seconds, plural
+
+SETTLE_S = 180.0  # that all peers may take to meet again after the last fault
+BACK_OFF_S = 120.0  # starts of processes
+LINKS = ("partition", "slow-link")
+OTHERS = "others"  # folder of the other peers' runs, in that of the first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerDrillSettings:
+    """What a drill of peers runs on."""
+
+    plan: Plan
+    runs: Path
+    peers: int
+    minutes: float = 0.0
+    drawn: bool = False  # the faults were drawn by chance
+    allow_code: bool = False
+    tell: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerDrillNumbers:
+    """What was measured."""
+
+    wall_s: float
+    peers: int
+    rounds: int
+    steps: int
+    faults: int
+    members: float  # of a round, on average
+    longest_s: float  # between two rounds
+    met_s: float | None  # until all peers were in one round after the last fault
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerDrillResult:
+    """A drill of peers that was done and judged."""
+
+    run: Run
+    state: str
+    message: str
+    outcomes: tuple[PeerFaultOutcome, ...]
+    not_fired: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+    numbers: PeerDrillNumbers
+
+    @property
+    def ok(self) -> bool:
+        """Whether every verdict holds; one that could not be judged does not."""
+        return all(verdict.ok for verdict in self.verdicts)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a verdict that could be judged does not hold."""
+        return any(verdict.judged and not verdict.ok for verdict in self.verdicts)
+
+    def __str__(self) -> str:
+        return render_peer_drill(self)
+
+
+def perform_peer_drill(scene: PeerDrillSettings, faults: Sequence[Fault]) -> PeerDrillResult:
+    """Train with all peers on this machine, with the faults, and judge what they recorded."""
+    runs = _make_runs(scene, faults)
+    scene.tell(f"  run: {runs[0].path}")
+    peers, sync = drilled_peers(runs), scene.plan.job.sync
+    began_s = time.time()
+    with ExitStack() as stack:
+        cables = None
+        if any(fault.kind in LINKS for fault in faults):
+            cables = stack.enter_context(PeerCables({peer.number: _target(peer) for peer in peers}))
+        driver = PeerDriver(
+            peers,
+            faults,
+            cables=cables,
+            minutes=scene.minutes,
+            settle_s=SETTLE_S,
+            patience_s=scene.plan.job.comm.init_timeout_s + 2 * sync.dead_after_s + BACK_OFF_S,
+            allow_code=scene.allow_code,
+            tell=scene.tell,
+        )
+        asked = stack.enter_context(collected_signals())
+        driver.run(lambda: bool(asked))
+        interrupted = asked[-1] if asked else None
+    if interrupted is not None:
+        signal.raise_signal(interrupted)
+        raise KeyboardInterrupt
+    end_s = time.time()
+    skewed = {number for fault in faults if fault.kind == "clock-skew" for number in fault.peer}
+    records = [
+        PeerRecord(
+            number=peer.number,
+            id=peer.id,
+            events=read_events(peer.run.events(0))[0] if peer.run.events(0).exists() else [],
+            has_true_clock=peer.number not in skewed,
+        )
+        for peer in peers
+    ]
+    return _judge(scene, faults, peers, records, driver, began_s=began_s, end_s=end_s)
+
+
+def _target(peer: DrilledPeer) -> Callable[[], tuple[str, int] | None]:
+    return lambda: peer.address
+
+
+def _make_runs(scene: PeerDrillSettings, faults: Sequence[Fault]) -> list[Run]:
+    """One run folder per peer; those of the others lie in the first one's, so that the evidence is in one place."""
+    plan, job = scene.plan, job_to_dict(scene.plan.job)
+    runs: list[Run] = []
+    for number in range(1, scene.peers + 1):
+        root = runs[0].path / OTHERS if runs else scene.runs
+        stem = plan.job.name if number == 1 else f"{plan.job.name[:54]}-peer-{number}"
+        run = create_run(root, stem, job_toml=to_toml(job), job=job, plan_json=plan.to_json())
+        run.set_launch(
+            v=1,
+            world=plan.layout.devices,
+            layout=plan.layout.name,
+            started=round(time.time(), 3),
+            data_s=0.0,
+            allow_code=scene.allow_code,
+            drill=True,
+            peer_number=number,
+            provenance=job_provenance(job),
+        )
+        mine = [fault for fault in faults if number == 1 or (fault.of.inside and number in fault.peer)]
+        firings.write_schedule(run, mine)
+        runs.append(run)
+    make_trial(runs[0], runs[1:])
+    return runs
+
+
+# ---- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def _judge(
+    scene: PeerDrillSettings,
+    faults: Sequence[Fault],
+    peers: Sequence[DrilledPeer],
+    records: Sequence[PeerRecord],
+    driver: PeerDriver,
+    *,
+    began_s: float,
+    end_s: float,
+) -> PeerDrillResult:
+    job = scene.plan.job
+    shots = [shot for peer in peers for shot in firings.read_firings(peer.run)]
+    found = peer_outcomes(records, faults, shots)
+    batches = BatchPlan.of(job.batch, sequence=job.data.sequence, tokens=scene.plan.duration.tokens)
+    sizes = {step: batches.at(step)[1] for step in range(scene.plan.duration.steps)}
+    verdicts = judge_peers(records, sequence=job.data.sequence, batches=sizes)
+    lasting = {fault.text: fault.for_s for fault in faults}
+    verdicts.append(judge_named(records, found, dead_after_s=job.sync.dead_after_s, end_s=end_s, lasting=lasting))
+    if scene.minutes:
+        verdicts.append(_judge_met(driver))
+    ending, state = _judge_ending(peers, faults, driver)
+    verdicts.append(ending)
+    counts = Counter(shot.id for shot in shots)
+    if not scene.drawn:
+        verdicts.append(judge_injected(faults, counts))
+    return PeerDrillResult(
+        run=peers[0].run,
+        state=state,
+        message=driver.stuck,
+        outcomes=tuple(found),
+        not_fired=tuple(fault.text for fault in faults if not counts[fault.id]),
+        verdicts=tuple(verdicts),
+        numbers=_numbers(records, found, driver, wall_s=end_s - began_s),
+    )
+
+
+def _judge_met(driver: PeerDriver) -> Verdict:
+    name, met_s = "all peers meet again", driver.met_s
+    if met_s is None:
+        return Verdict(name=name, ok=False, evidence=f"not within {SETTLE_S:g} s of the last fault's end")
+    return Verdict(name=name, ok=True, evidence=f"in one round {format_seconds(met_s)} after the last fault's end")
+
+
+def _judge_ending(peers: Sequence[DrilledPeer], faults: Sequence[Fault], driver: PeerDriver) -> tuple[Verdict, str]:
+    """Everybody who was not sent away for good trained to the end, or left when it was asked to."""
+    wrong, states = [driver.stuck] if driver.stuck else [], Counter[str]()
+    back = {number for fault in faults if fault.kind in ("kill", "leave") and fault.for_s for number in fault.peer}
+    for peer in peers:
+        state = str(peer.run.status().get("state"))
+        states[state] += 1
+        if peer.is_gone or peer.is_held:
+            continue
+        code = peer.process.returncode if peer.process is not None else None
+        if state not in ("done", "stopped") or code != 0:
+            late = " (it came back when the others had ended)" if peer.number in back else ""
+            wrong.append(f"peer {peer.number} is {state}, exit code {code}: {peer.run.status().get('message')}{late}")
+    text = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+    state = "stuck" if driver.stuck else str(peers[0].run.status().get("state"))
+    return Verdict(name="the run ended well", ok=not wrong, evidence=evidence_text(text, wrong)), state
+
+
+def _numbers(
+    records: Sequence[PeerRecord], found: Sequence[PeerFaultOutcome], driver: PeerDriver, *, wall_s: float
+) -> PeerDrillNumbers:
+    events = [event for record in records if record.has_true_clock for event in record.of("exchange")]
+    firsts: dict[int, float] = {}
+    sizes: dict[int, int] = {}
+    for event in events:
+        number = int(event["round"])
+        firsts[number] = min(firsts.get(number, float("inf")), float(event["t"]))
+        sizes[number] = len(event["members"])
+    times = sorted(firsts.values())
+    gaps = [later - before for before, later in itertools.pairwise(times)]
+    steps = [int(event["step"]) + 1 for record in records for event in record.of("step")]
+    return PeerDrillNumbers(
+        wall_s=wall_s,
+        peers=len(records),
+        rounds=len(sizes),
+        steps=max(steps, default=0),
+        faults=len(found),
+        members=sum(sizes.values()) / len(sizes) if sizes else 0.0,
+        longest_s=max(gaps, default=0.0),
+        met_s=driver.met_s,
+    )
+
+
+# ---- faults by chance ------------------------------------------------------------------------------------------------
+
+
+def draw_peer_faults(
+    *, peers: int, rate_per_min: float, minutes: float, seed: int, dead_after_s: float
+) -> tuple[Fault, ...]:
+    """Peers that come and go: the same for the same seed. A majority is always there, and so is the first peer's side.
+
+    Nothing begins in the last tenth, so that all meet again before the end.
+    """
+    source = random.Random(seed)
+    busy: dict[int, float] = {}  # peer -> when it is back
+    found: list[Fault] = []
+    for at_s in poisson_times(source, rate_per_min=rate_per_min, until_s=0.9 * minutes * MINUTE_S):
+        kind = source.choice(("kill", "hang", "leave", "hang", "partition", "slow-link", "nan", "poison", "liar"))
+        free = [number for number in range(1, peers + 1) if busy.get(number, 0.0) <= at_s]
+        away = sum(until > at_s for until in busy.values())
+        most = (peers - 1) // 2 - away  # fewer than half are away at any time
+        if most < 1 or not free:
+            continue
+        if kind == "partition":
+            free = [number for number in free if number > 1]
+        count = min(most, len(free), source.choice((1, 1, 2, 3)) if kind == "partition" else 1)
+        if count < 1:
+            continue
+        whom = sorted(source.sample(free, count))
+        length_s = round(source.choice((0.4, 1.5, 3.0)) * dead_after_s, 1)
+        keys = {"peer": "+".join(map(str, whom)), "at_s": f"{at_s:.2f}"}
+        if "for_s" in PEER_FAULTS[kind].keys:
+            keys["for_s"] = f"{length_s:g}"
+        if kind == "slow-link":
+            keys["sleep_s"] = "0.2"
+        words = ",".join(f"{key}={value}" for key, value in keys.items())
+        found.append(parse_fault(f"{kind}:{words}", id=len(found), kinds=PEER_FAULTS))
+        if kind in ("kill", "leave", "hang", "partition"):
+            # A process that starts again imports torch first, for half a minute on a busy machine.
+            start_s = 30.0 if kind in ("kill", "leave") else dead_after_s
+            busy |= dict.fromkeys(whom, at_s + length_s + start_s)
+    return tuple(found)
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def render_peer_drill(result: PeerDrillResult) -> str:
+    """Faults, verdicts and numbers."""
+    numbers = result.numbers
+    length = f"{plural(numbers.rounds, 'round')}, {plural(numbers.steps, 'step')}, {format_seconds(numbers.wall_s)}"
+    head = (
+        f"{plural(len(result.outcomes), 'fault')}, {plural(numbers.peers, 'peer')}, {length}; run state: {result.state}"
+    )
+    rows = [(verdict.word, verdict.name, verdict.evidence) for verdict in result.verdicts]
+    lines = [head, *_fault_lines(result.outcomes)]
+    if result.not_fired:
+        lines.append(f"  not injected, because the run had ended: {first_few(result.not_fired, 4)}")
+    lines += ["verdicts", *text_table(rows, indent=2)]
+    longest = format_seconds(numbers.longest_s)
+    lines.append(f"rounds had {numbers.members:.1f} peers on average; longest time between two: {longest}")
+    return "\n".join(lines)
+
+
+def _fault_lines(found: Sequence[PeerFaultOutcome]) -> list[str]:
+    if not found:
+        return []
+    if len(found) <= MOST_ROWS:
+        head = ("fault", "step", "noticed", "next round", "its peers", "back after")
+        rows = [
+            (
+                one.fault,
+                str(one.step),
+                _seconds(one.noticed_s),
+                _seconds(one.stalled_s),
+                "" if one.members is None else str(one.members),
+                _seconds(one.back_s),
+            )
+            for one in found
+        ]
+        return [f"  {line}" for line in text_table([head, *rows], right=(1, 2, 3, 4, 5))]
+    titles = ("fault", "injected", "noticed", "next round at worst", "back at worst")
+    kinds: list[tuple[str, ...]] = []
+    for kind in dict.fromkeys(one.kind for one in found):
+        mine = [one for one in found if one.kind == kind]
+        noticed = sum(one.noticed_s is not None for one in mine)
+        worst = [max((v for v in values if v is not None), default=None) for values in (
+            [one.stalled_s for one in mine], [one.back_s for one in mine])]  # fmt: skip
+        kinds.append((kind, f"{len(mine)}×", f"{noticed}×", _seconds(worst[0]), _seconds(worst[1])))
+    return [f"  {line}" for line in text_table([titles, *kinds], right=(1, 2, 3, 4))]
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else format_seconds(value)

@@ -1,0 +1,173 @@
+"""Faults from inside a peer: a group that is late, poisons what it sends, or lies about it; and wrong clocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from phalanx.peers.attempt import Attempt
+from phalanx.peers.facts import Address, MemberView, PeerProgress, PeerState, RoundResult, Vector
+from phalanx.record.run import Run
+from phalanx.train.drill import firings
+from phalanx.train.drill.faults import Fault
+
+if TYPE_CHECKING:
+    from phalanx.peers.codecs import Sender
+    from phalanx.train.slow_links.peer_exchange import GroupLink
+
+FACTOR = 1000.0  # of what is too large
+TURNED = -4.0  # times an update that is to raise the loss: small enough for the limit on norms
+
+
+class FaultyGroup:
+    """A `GroupLink` that does what the faults of a drill ask of this peer, and else what the group behind it does."""
+
+    def __init__(self, run: Run, group: GroupLink, faults: Sequence[Fault], *, number: int) -> None:
+        self._run, self._group, self._number = run, group, number
+        self._faults = [fault for fault in faults if fault.of.inside and fault.kind != "clock-skew"]
+        self._step = -1
+        self._late: list[tuple[float, float]] = []  # (until, seconds in every round)
+        self._spoilt: tuple[int, list[Fault]] = (-1, [])  # a round, and what is wrong with each call for it
+
+    @property
+    def id(self) -> str:
+        """Of this peer."""
+        return self._group.id
+
+    def join(self, addresses: Sequence[Address] = (), *, timeout_s: float = 30.0, first_round: int = 0) -> MemberView:
+        """As the group does."""
+        return self._group.join(addresses, timeout_s=timeout_s, first_round=first_round)
+
+    def view(self) -> MemberView:
+        """As the group does."""
+        return self._group.view()
+
+    def report(self, progress: PeerProgress) -> None:
+        """Tells this peer's step, by which faults are due."""
+        self._step = progress.step
+        self._group.report(progress)
+
+    def progress(self) -> dict[str, PeerProgress]:
+        """As the group does."""
+        return self._group.progress()
+
+    def average(
+        self,
+        round_number: int,
+        vector: Vector,
+        weight: float,
+        codec: str | Sender = "fp32",
+        *,
+        timeout_s: float = 60.0,
+        quorum: int | None = None,
+        grace_s: float | None = None,
+    ) -> RoundResult:
+        """The round, with what the faults make of this peer's update."""
+        if vector.size > 1 and self._spoilt[0] != round_number:
+            self._spoilt = (round_number, list(self._due_faults(round_number)))
+        understates = False
+        for fault in self._spoilt[1] if vector.size > 1 else ():  # asked again for the same round, it is as bad
+            match fault.kind:
+                case "slow":
+                    self._late.append((time.monotonic() + fault.for_s, fault.sleep_s))
+                case "nan":
+                    vector = np.array(vector, copy=True)
+                    vector[0] = np.nan
+                case "poison":
+                    vector = vector * (FACTOR if fault.how == "norm" else TURNED)
+                case "liar" if fault.how == "norm":
+                    understates = True
+                case _:
+                    weight *= FACTOR
+        for until_s, sleep_s in self._late:
+            if time.monotonic() < until_s:
+                time.sleep(sleep_s)
+        with _larger_than_stated(self._group.id) if understates else nullcontext():
+            return self._group.average(
+                round_number, vector, weight, codec, timeout_s=timeout_s, quorum=quorum, grace_s=grace_s
+            )
+
+    def serve_state(self, provider: Callable[[], PeerState | None]) -> None:
+        """As the group does."""
+        self._group.serve_state(provider)
+
+    def fetch_state(self, into: Callable[[str, bytes], None], *, timeout_s: float = 600.0) -> int:
+        """As the group does."""
+        return self._group.fetch_state(into, timeout_s=timeout_s)
+
+    def leave(self) -> None:
+        """As the group does."""
+        self._group.leave()
+
+    def close(self) -> None:
+        """As the group does."""
+        self._group.close()
+
+    def _due_faults(self, round_number: int) -> Iterator[Fault]:
+        for fault in list(self._faults):
+            if fault.at_s is not None:
+                began_s = firings.drill_clock(self._run)
+                is_due = began_s is not None and time.time() >= began_s + fault.at_s
+            else:
+                is_due = self._step >= (fault.step or 0)
+            if is_due:
+                self._faults.remove(fault)
+                place = {"rank": self._number, "step": self._step, "note": f"round {round_number}"}
+                if firings.claim_firing(self._run, fault, whom=self._number, **place):
+                    yield fault
+
+
+@contextmanager
+def _larger_than_stated(me: str) -> Iterator[None]:
+    """What this process sends of its updates is larger than the norm that it has stated for them."""
+    honest = Attempt.encode_piece
+
+    def lying(attempt: Attempt, start: int) -> bytes:
+        if attempt.me != me or attempt.outgoing is None:
+            return honest(attempt, start)
+        true, attempt.outgoing = attempt.outgoing, attempt.outgoing * FACTOR
+        try:
+            return honest(attempt, start)
+        finally:
+            attempt.outgoing = true
+
+    setattr(Attempt, "encode_piece", lying)  # noqa: B010 — a method of a class that others use too
+    try:
+        yield
+    finally:
+        setattr(Attempt, "encode_piece", honest)  # noqa: B010
+
+
+def own_faults(run: Run) -> list[Fault]:
+    """Faults that hit the peer of this run from inside; none outside of drills.
+
+    Two conditions, so that a file that strays into a run folder never hurts a real run.
+    """
+    launch = run.launch()
+    if launch.get("drill") is not True or not firings.schedule_path(run).is_file():
+        return []
+    number = int(launch.get("peer_number", 0))
+    found = [fault for fault in firings.read_schedule(run) if number in fault.peer and fault.of.inside]
+    return [replace(fault, peer=(number,)) for fault in found]
+
+
+def faulty_group(run: Run, group: GroupLink) -> GroupLink:
+    """The group of this peer as its drill wants it; the group itself outside of drills."""
+    faults = own_faults(run)
+    return FaultyGroup(run, group, faults, number=faults[0].peer[0]) if faults else group
+
+
+def shift_clocks(run: Run) -> None:
+    """This process thinks that it is earlier or later, where its drill says so; before anything reads a clock."""
+    for fault in own_faults(run):
+        number = fault.peer[0]
+        if fault.kind == "clock-skew":
+            firings.claim_firing(run, replace(fault, times=1), whom=number, rank=number, note=f"{fault.skew_s:+g} s")
+            for name in ("time", "monotonic"):
+                clock = getattr(time, name)
+                setattr(time, name, lambda clock=clock: clock() + fault.skew_s)  # noqa: B023 — each kind once

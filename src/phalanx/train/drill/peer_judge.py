@@ -1,0 +1,243 @@
+"""The judge of a drill of peers: from their records alone, was a round committed twice, lost, or spoilt? Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.record.events import Event
+from phalanx.train.drill.faults import Fault
+from phalanx.train.drill.firings import Firing
+from phalanx.train.drill.judge import Verdict, evidence_text
+from phalanx.units import plural
+
+SCREENED = ("nan", "poison", "liar")  # their updates must be left out
+LOSES = ("kill", "leave", "hang", "partition")  # others go on without them
+NAMED = ("lost", "left", "evicted")  # events that name a peer that is gone
+PARTS = ("step", "kind", "members", "weights", "dropped", "digest")  # of a round, the same for everybody
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerRecord:
+    """What one peer recorded, in order of time."""
+
+    number: int
+    id: str
+    events: Sequence[Event]
+    has_true_clock: bool = True
+
+    def of(self, kind: str) -> list[Event]:
+        """Its events of one kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerFaultOutcome:
+    """One firing and what came of it; None where nothing of the kind followed."""
+
+    fault: str
+    kind: str
+    peers: tuple[int, ...]
+    fired_s: float
+    step: int
+    noticed_s: float | None  # until another peer recorded who is gone, or a round that left the update out
+    stalled_s: float | None  # until another peer committed a round
+    members: int | None  # in that round
+    back_s: float | None  # until all that were hit took part in a round again
+    round: int = -1  # whose update was spoilt
+
+
+def rounds_of(records: Sequence[PeerRecord]) -> dict[int, list[tuple[PeerRecord, Event]]]:
+    """Every record of every round, by its number."""
+    found: dict[int, list[tuple[PeerRecord, Event]]] = defaultdict(list)
+    for record in records:
+        for event in record.of("exchange"):
+            found[int(event["round"])].append((record, event))
+    return dict(sorted(found.items()))
+
+
+def judge_peers(records: Sequence[PeerRecord], *, sequence: int, batches: Mapping[int, int]) -> list[Verdict]:
+    """Everything that can be said of the rounds; `batches` are the samples of each step's global batch."""
+    rounds = rounds_of(records)
+    return [
+        judge_one_result(rounds),
+        judge_no_gap(records, rounds),
+        judge_credit(rounds, sequence=sequence),
+        judge_batches(rounds, sequence=sequence, batches=batches),
+    ]
+
+
+def judge_one_result(rounds: Mapping[int, Sequence[tuple[PeerRecord, Event]]]) -> Verdict:
+    """No two peers hold different results of one round: two halves never both commit it."""
+    wrong, compared = [], 0
+    for number, entries in rounds.items():
+        compared += sum(bool(event.get("digest")) for _, event in entries)
+        first = entries[0][1]
+        for record, event in entries[1:]:
+            differs = [part for part in PARTS if event.get(part) != first.get(part)]
+            if differs:
+                wrong.append(f"round {number}: peers {entries[0][0].number} and {record.number} differ in {differs[0]}")
+                break
+    many = sum(len({record.number for record, _ in entries}) > 1 for entries in rounds.values())
+    if rounds and not compared:
+        wrong.append("there is no digest to compare")
+    text = f"{plural(len(rounds), 'round')}, {compared:,} digests, {many:,} rounds recorded by several peers"
+    return Verdict(name="one digest per round", ok=bool(rounds) and not wrong, evidence=evidence_text(text, wrong))
+
+
+def judge_no_gap(records: Sequence[PeerRecord], rounds: Mapping[int, Sequence[tuple[PeerRecord, Event]]]) -> Verdict:
+    """Rounds follow each other; a peer misses some only where it says that it took the others' state."""
+    numbers = sorted(rounds)
+    wrong = [f"round {a + 1} to {b - 1} recorded by nobody" for a, b in itertools.pairwise(numbers) if b > a + 1]
+    taken = 0
+    for record in records:
+        last: int | None = None
+        for event in record.events:
+            if event["event"] == "ready" or (event["event"] == "peer" and event.get("kind") == "caught-up"):
+                taken += event["event"] == "peer"
+                last = None
+            elif event["event"] == "exchange":
+                number = int(event["round"])
+                if last is not None and number != last + 1:
+                    wrong.append(f"peer {record.number}: round {number} after {last}")
+                last = number
+    text = f"rounds {numbers[0]} to {numbers[-1]}, state taken {taken:,} times" if numbers else "no round"
+    return Verdict(name="no round is missing", ok=bool(numbers) and not wrong, evidence=evidence_text(text, wrong))
+
+
+def judge_credit(rounds: Mapping[int, Sequence[tuple[PeerRecord, Event]]], *, sequence: int) -> Verdict:
+    """What peers know of all rounds so far is the sum of all rounds: nobody goes on without one that was committed."""
+    wrong, compared = [], 0
+    sums: dict[str, int] = defaultdict(int)
+    for number, entries in rounds.items():
+        first = entries[0][1]
+        if first["kind"] != "meet":
+            for peer, tokens in first["weights"].items():
+                sums[peer] += round(tokens / sequence)
+        expected = {peer: count for peer, count in sums.items() if count}
+        for record, event in entries:
+            compared += 1
+            if {peer: count for peer, count in event["credit"].items() if count} != expected:
+                wrong.append(f"round {number}: peer {record.number} counts other samples than were committed")
+    text = f"{compared:,} records hold the {sum(sums.values()):,} samples of all rounds before"
+    return Verdict(
+        name="nothing committed is lost", ok=bool(compared) and not wrong, evidence=evidence_text(text, wrong)
+    )
+
+
+def judge_batches(
+    rounds: Mapping[int, Sequence[tuple[PeerRecord, Event]]], *, sequence: int, batches: Mapping[int, int]
+) -> Verdict:
+    """Every synchronous step counted its global batch, whoever was lost or dropped in it; the last may be cut short."""
+    counted: dict[int, int] = defaultdict(int)
+    for entries in rounds.values():
+        event = entries[0][1]
+        if event["kind"] == "gradient":
+            counted[int(event["step"])] += sum(round(tokens / sequence) for tokens in event["weights"].values())
+    wrong = [
+        f"step {step} counted {count:,} of {batches[step]:,} samples"
+        for step, count in sorted(counted.items())[:-1]
+        if count != batches.get(step)
+    ]
+    text = f"{plural(len(counted), 'synchronous step')}, {sum(counted.values()):,} samples"
+    return Verdict(name="every sample counts once", ok=not wrong, evidence=evidence_text(text, wrong))
+
+
+def peer_outcomes(
+    records: Sequence[PeerRecord], faults: Sequence[Fault], shots: Sequence[Firing]
+) -> list[PeerFaultOutcome]:
+    """Every firing in the order of time."""
+    by_id = {fault.id: fault for fault in faults}
+    found = []
+    for shot in sorted(shots, key=lambda one: one.t_s):
+        fault = by_id[shot.id]
+        hit = (shot.rank,) if fault.of.inside else fault.peer
+        ids = {record.id for record in records if record.number in hit}
+        # Of a network that breaks in two either side may be the one that goes on.
+        others = [record for record in records if record.number not in hit or fault.kind == "partition"]
+        found.append(_outcome(fault, shot, hit, ids, [record for record in others if record.has_true_clock]))
+    return found
+
+
+def _outcome(
+    fault: Fault, shot: Firing, hit: tuple[int, ...], ids: set[str], others: Sequence[PeerRecord]
+) -> PeerFaultOutcome:
+    named = [float(event["t"]) for record in others for event in record.events if _names(event, fault, ids, shot)]
+    later = [(float(event["t"]), event) for record in others for event in record.of("exchange")]
+    rounds = sorted((pair for pair in later if pair[0] > shot.t_s), key=lambda pair: pair[0])
+    gone_s = min(named, default=shot.t_s)
+    after = [(t, event) for t, event in rounds if _is_without(fault, ids, set(event["members"]))]
+    back = [t for t, event in rounds if t > gone_s and ids < set(event["members"])]
+    return PeerFaultOutcome(
+        fault=fault.text,
+        kind=fault.kind,
+        peers=hit,
+        fired_s=shot.t_s,
+        step=shot.step,
+        noticed_s=min(named) - shot.t_s if named else None,
+        stalled_s=after[0][0] - shot.t_s if after else None,
+        members=len(after[0][1]["members"]) if after else None,
+        back_s=back[0] - shot.t_s if back else None,
+        round=int(shot.note.removeprefix("round ")) if shot.note.startswith("round ") else -1,
+    )
+
+
+def _is_without(fault: Fault, ids: set[str], members: set[str]) -> bool:
+    """Whether a round is one of those that went on, of a fault that others go on without somebody."""
+    if fault.kind == "partition":
+        return members <= ids or not members & ids
+    return fault.kind not in LOSES or not members & ids
+
+
+def _names(event: Event, fault: Fault, ids: set[str], shot: Firing) -> bool:
+    if float(event["t"]) < shot.t_s - 1.0:  # a peer fires, then sends; clocks are this machine's
+        return False
+    if fault.kind in SCREENED:
+        spoilt = event["event"] == "exchange" and f"round {event['round']}" == shot.note
+        return spoilt and bool(ids & set(event.get("dropped") or ()))
+    if event["event"] != "peer" or fault.kind not in LOSES:
+        return False
+    if fault.kind == "partition" and event.get("kind") == "no-majority":
+        return True
+    return event.get("kind") in NAMED and (fault.kind == "partition" or event.get("peer") in ids)
+
+
+def judge_named(
+    records: Sequence[PeerRecord],
+    found: Sequence[PeerFaultOutcome],
+    *,
+    dead_after_s: float,
+    end_s: float,
+    lasting: Mapping[str, float],
+) -> Verdict:
+    """Who is gone, or sends what must not count, is named; and nobody else was left out of a round.
+
+    What heals before `dead_after_s` is over (`lasting`, by the text of a fault; 0 is for good) needs no notice.
+    """
+    rounds, ids = rounds_of(records), {record.number: record.id for record in records}
+    must, late, wrong = [], 0, []
+    for one in found:
+        if one.kind not in (*SCREENED, *LOSES) or (
+            one.kind in ("hang", "partition") and 0.0 < lasting.get(one.fault, 0.0) <= 2 * dead_after_s
+        ):
+            continue
+        counted = rounds[one.round][0][1]["weights"].get(ids[one.peers[0]]) if one.round in rounds else None
+        if one.kind in SCREENED and counted:
+            wrong.append(f"{one.fault}: round {one.round} counts it")
+        is_late = one.fired_s > end_s - 2 * dead_after_s
+        if one.noticed_s is None and not counted and (is_late or one.kind in SCREENED):
+            late += 1  # the run ended, or the peer was out of its round for another reason
+        else:
+            must.append(one)
+    wrong += [f"{one.fault} was named by nobody" for one in must if one.noticed_s is None]
+    faulty = {number for one in found if one.kind in SCREENED for number in one.peers}
+    numbers = {record.id: record.number for record in records}
+    for number, entries in rounds.items():
+        for peer, why in (entries[0][1].get("dropped") or {}).items():
+            if numbers.get(peer) not in faulty:
+                wrong.append(f"round {number} left out peer {numbers.get(peer)}, which did nothing wrong: {why}")
+    text = f"{len(must) - len(wrong):,} of {plural(len(must), 'fault')} that must be noticed"
+    text += f", {late:,} that nobody had to notice" if late else ""
+    return Verdict(name="dropped peers are named", ok=not wrong, evidence=evidence_text(text, wrong))

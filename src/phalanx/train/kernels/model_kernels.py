@@ -1,0 +1,144 @@
+"""Which kernels the layers of a model run by: chosen by measurement at the job's own shapes, before the first step.
+
+Compiled blocks stay as they are: the compiler fuses norms, rotations and activations with what stands beside them, and
+a kernel of our own would only stand in its way. What no compiler sees is chosen: the last norm always, and of blocks
+that are not compiled every norm, rotation and gated product. The loss in parts is there for its memory, which the plan
+counts on: it is measured and told, not chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.job.model import ModelShape
+from phalanx.train.kernels.evolved_norm import evolved_norm, find_winner, winner_name, with_winner
+from phalanx.train.kernels.kernel_op import KernelOp, Shape
+from phalanx.train.kernels.operations import load_all
+from phalanx.train.kernels.rms_norm import rms_norm
+from phalanx.train.kernels.rope import rotate_heads
+from phalanx.train.kernels.selector import BUILTIN, KernelChoice, choose_variant
+from phalanx.train.kernels.swiglu import swiglu
+from phalanx.train.models.decoder import Decoder
+from phalanx.train.models.layers import Mlp, SelectedNorm
+from phalanx.train.rank_settings import Settings
+
+TYPES = (torch.bfloat16, torch.float32)
+NORM, ROPE, SWIGLU, LOSS = "rms-norm", "rope", "swiglu", "linear-cross-entropy"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerKernels:
+    """What was chosen for a model's layers, by operation."""
+
+    choices: Mapping[str, KernelChoice]
+    compiled: bool  # blocks are: only the last norm was chosen
+
+    def describe(self) -> list[str]:
+        """For a person.
+
+        >>> took = {"builtin": 0.3, "triton": 0.2}
+        >>> norm = KernelChoice(op="rms-norm", variant="triton", times_ms=took)
+        >>> LayerKernels(choices={"rms-norm": norm}, compiled=True).describe()
+        ['last rms-norm: triton, 0.20 ms (builtin 0.30 ms)', 'norms, rope and swiglu of blocks: fused by the compiler']
+        """
+        lines = []
+        for op, choice in self.choices.items():
+            lines.append(f"last {choice.describe()}" if op == NORM and self.compiled else choice.describe())
+        return [*lines, "norms, rope and swiglu of blocks: fused by the compiler"] if self.compiled else lines
+
+
+def asked_shapes(shape: ModelShape, settings: Settings, device: torch.device) -> dict[str, Shape]:
+    """Sizes of the operations of a rank's step that no compiler sees."""
+    layout = settings.layout
+    sequence = settings.sequence // layout.context
+    tokens = layout.micro_batch * sequence
+    asked: dict[str, Shape] = {}
+    if shape.norm == "rms":
+        asked[NORM] = {"tokens": tokens, "width": shape.hidden}
+    if not settings.compile:
+        if shape.positions == "rope":
+            sizes = {"batch": layout.micro_batch, "sequence": sequence, "heads": shape.heads, "head": shape.head_dim}
+            asked[ROPE] = sizes
+        if (
+            shape.gated
+            and shape.activation == "silu"
+            and not shape.is_moe
+            and not settings.drops_product(shape, device)
+        ):
+            asked[SWIGLU] = {"tokens": tokens, "width": shape.ffn}
+    if settings.chunks_loss(shape, device):
+        asked[LOSS] = {"tokens": tokens, "width": shape.hidden, "vocab": shape.vocab}
+    return asked
+
+
+def choose_layer_kernels(
+    models: Sequence[nn.Module], settings: Settings, device: torch.device, *, world: int, folder: Path | None
+) -> LayerKernels | None:
+    """Measure, or remember, and let the layers take it; every rank calls this, and all take what rank 0 chose.
+
+    None on a CPU, for tensors that are split, and for a network of the user's own.
+    """
+    dtype = settings.compute_dtype
+    decoders = [one for one in models if isinstance(one, Decoder)]
+    if device.type != "cuda" or settings.layout.tensor > 1 or dtype not in TYPES or not decoders:
+        return None
+    shape = decoders[0].shape
+    asked = asked_shapes(shape, settings, device)
+    winner = find_winner(NORM, shape.hidden, dtype, device, folder) if NORM in asked else ""
+    if world > 1 and not _all_have(winner, device):
+        winner = ""
+    ops = {name: op for name, op in load_all().items() if name in asked}
+    if winner:
+        ops[NORM] = with_winner(ops[NORM], winner)
+    choices: dict[str, KernelChoice] = {}
+    for name, op in ops.items():
+        if world == 1 or dist.get_rank() == 0:
+            choices[name] = choose_variant(op, asked[name], dtype, device, folder=folder)
+        if world > 1:
+            choices[name] = _agreed(op, choices.get(name), device)
+    torch.cuda.reset_peak_memory_stats(device)  # what was measured is no part of a step
+    chosen = LayerKernels(choices=choices, compiled=settings.compile)
+    use_kernels(decoders, chosen, winner)
+    return chosen
+
+
+def _all_have(winner: str, device: torch.device) -> bool:
+    """Whether every rank found the same winner in its cache."""
+    mark = float(int(winner_name(winner).removeprefix("evolved-"), 16) % 2**20) if winner else -1.0
+    found = torch.tensor([mark, -mark], dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MIN)
+    return bool(found[0] == -found[1]) and mark >= 0.0
+
+
+def _agreed(op: KernelOp, choice: KernelChoice | None, device: torch.device) -> KernelChoice:
+    names = list(op.variants)
+    place = torch.tensor([names.index(choice.variant) if choice is not None else 0], device=device)
+    dist.broadcast(place, 0)
+    return choice if choice is not None else KernelChoice(op=op.name, variant=names[int(place)], times_ms={})
+
+
+def use_kernels(models: Sequence[Decoder], chosen: LayerKernels, winner: str = "") -> None:
+    """Give the layers what was chosen; builtin is what they do anyway."""
+    variant = {op: choice.variant for op, choice in chosen.choices.items()}
+    norms: dict[str, Callable[..., Any]] = {"triton": rms_norm}
+    if winner:
+        norms[winner_name(winner)] = evolved_norm(winner)
+    norm = norms.get(variant.get(NORM, BUILTIN))
+    for model in models:
+        if isinstance(model.norm, SelectedNorm):
+            model.norm.kernel = norm
+        if chosen.compiled:
+            continue
+        model.rope_kernel = rotate_heads if variant.get(ROPE) == "triton" else None
+        for one in model.modules():
+            if isinstance(one, SelectedNorm) and one.normalized_shape == (model.shape.hidden,):
+                one.kernel = norm
+            elif isinstance(one, Mlp):
+                one.kernel = swiglu if variant.get(SWIGLU) == "triton" else None

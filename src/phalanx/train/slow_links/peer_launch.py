@@ -1,0 +1,61 @@
+"""Processes of peers of one rank, and the run folders of several peers on one machine: a trial, or a drill."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from phalanx.io.codec import json_text
+from phalanx.io.files import replace_text
+from phalanx.peers.allowlist import AllowList
+from phalanx.peers.facts import Address
+from phalanx.peers.identity import PeerIdentity
+from phalanx.record.run import Run
+from phalanx.train.slow_links.peer_session import SESSION, SessionFacts, peers_folder, read_session, write_session
+
+WORKER = ("-m", "phalanx.train.slow_links.peer_worker")
+
+
+def start_process(run: Run, *, allow_code: bool, sharers: int = 1) -> subprocess.Popen[bytes]:
+    """The process of a peer of one rank; what it prints is in the log of its rank 0."""
+    consent = ["--allow-code"] if allow_code else []
+    log = run.rank_log(0)
+    log.parent.mkdir(exist_ok=True)
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, *WORKER, str(run.path), str(os.getpid()), *consent],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,  # Ctrl-C reaches it through us, once
+            env=_environ(os.environ, sharers),
+        )
+
+
+def _environ(environ: Mapping[str, str], sharers: int) -> dict[str, str]:
+    threads = str(max(1, len(os.sched_getaffinity(0)) // sharers))
+    return {**dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads), **environ}
+
+
+def set_addresses(run: Run, addresses: Sequence[Address], routes: Mapping[str, Address] | None = None) -> None:
+    """Where a peer finds the others when it starts; `routes` where they are to be reached by other ways."""
+    facts = read_session(run)
+    ways = facts.routes if routes is None else tuple((peer, *address) for peer, address in sorted(routes.items()))
+    replaced = replace(facts, addresses=tuple(addresses), routes=ways)
+    replace_text(peers_folder(run) / SESSION, json_text(replaced, indent=1) + "\n")
+
+
+def make_trial(first: Run, others: list[Run]) -> None:
+    """Identities and sessions of a new trial; who owns it, and who belongs to it, is in the owner's launch."""
+    owner = PeerIdentity.create("peer-1")
+    identities = [PeerIdentity.create(f"peer-{place}") for place in range(2, 2 + len(others))]
+    allowed = AllowList.create(owner, first.run_id, [one.certificate_pem for one in identities])
+    write_session(first, owner, allowed, SessionFacts(group=first.run_id))
+    for run, identity in zip(others, identities, strict=True):
+        facts = SessionFacts(group=first.run_id, addresses=(("127.0.0.1", 1),))  # replaced once the first one listens
+        write_session(run, identity, allowed, facts)
+        run.set_launch(**{**run.launch(), "is_trial": True})
+    first.set_launch(**{**first.launch(), "is_trial": True, "trial": [run.path.name for run in others]})
