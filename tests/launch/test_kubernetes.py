@@ -251,6 +251,16 @@ def test_a_name_that_exists_is_never_written_over(server: KubeServer) -> None:
             "waiting",
             "its time limit is over; phalanx requeue",
         ),
+        (  # activated again: Kueue leaves its word of the eviction until there is quota
+            {"evicted": ("Deactivated", "limit"), "pending": ("Pending", "insufficient unused quota for cpu")},
+            "waiting",
+            "queue team-a has no quota left",
+        ),
+        (
+            {"evicted": ("Preempted", "by b"), "pending": ("Pending", "insufficient unused quota for cpu")},
+            "waiting",
+            "another job took its quota or nodes (by b)",
+        ),
         ({"workload": False}, "waiting", "Kueue has not taken notice of it in queue team-a"),
         ({"pod": {"unschedulable": "0/3 nodes"}}, "waiting", "no node can take pod p-0: 0/3 nodes"),
         ({"pod": {"waiting": "ImagePullBackOff"}}, "waiting", "the image img cannot be pulled"),
