@@ -18,7 +18,14 @@ from pathlib import Path
 import yaml
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from kube_managers import PROGRAMS, apply_webhooks, manager_configuration, write_certificate, write_configuration
+from kube_managers import (
+    KUEUE_CERTIFICATE,
+    PROGRAMS,
+    apply_webhooks,
+    manager_configuration,
+    write_certificate,
+    write_configuration,
+)
 from process_kubelet import write_kubeconfig
 from slurm_cluster import free_ports, wait_for
 
@@ -38,7 +45,11 @@ def missing_control_plane(*programs: str) -> str:
     if not folder:
         return "KUBEBUILDER_ASSETS names no folder with etcd and kube-apiserver"
     lost = [name for name in ("etcd", "kube-apiserver", *programs) if not os.access(Path(folder) / name, os.X_OK)]
-    return f"KUBEBUILDER_ASSETS has no {', '.join(lost)}" if lost else ""
+    if lost:
+        return f"KUBEBUILDER_ASSETS has no {', '.join(lost)}"
+    if "kueue-manager" in programs and not KUEUE_CERTIFICATE.exists():
+        return f"kueue-manager reads a certificate from {KUEUE_CERTIFICATE.parent}: make tls.crt and tls.key there"
+    return ""
 
 
 class ControlPlane:
