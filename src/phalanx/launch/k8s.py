@@ -227,8 +227,10 @@ class KubernetesSystem:
             try:
                 found |= self._list_place(*place_key, listed)
             except UserError as error:
+                if getattr(error.__cause__, "status", 0) != 403:
+                    raise
                 refused[place_key] = error
-        if refused and len(refused) == len(places):
+        if refused and not found:
             raise next(iter(refused.values()))
         for place_key in refused:  # a team that the user has left hides no job of another
             for record in places[place_key]:
@@ -255,10 +257,8 @@ class KubernetesSystem:
             main = by_name.get(record.id)
             workload = find_workload(workloads, main) if main is not None else None
             state, said = job_state(main, workload, running.get(record.id, 0))
-            if main is None and (told := str(Run(path=Path(record.run)).status().get("state"))) in (
-                "stopped",
-                "failed",
-            ):
+            told = str(Run(path=Path(record.run)).status().get("state")) if main is None else ""
+            if told in ("stopped", "failed"):
                 state, said = STATES[told], told
             place = _read_place(record) or {}
             restarts = int(((main or {}).get("status") or {}).get("restarts") or 0)
