@@ -131,8 +131,13 @@ def repeat_first(data: bytearray) -> None:
     data[-ENTRY_BYTES:] = data[:ENTRY_BYTES]
 
 
+# In heads and in blocks, by turns.
 FLIPS = [
-    flip(8 * ENTRY_BYTES * (number % 4) + random.Random(number).randrange(8 * ENTRY_HEAD_BYTES)) for number in range(24)
+    flip(
+        8 * ENTRY_BYTES * (number % 4)
+        + random.Random(number).randrange(8 * (ENTRY_BYTES, ENTRY_HEAD_BYTES)[number % 2])
+    )
+    for number in range(16)
 ]
 
 

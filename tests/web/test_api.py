@@ -335,7 +335,8 @@ def test_a_sweep_has_a_page_with_its_fit(tmp_path: Path) -> None:
     with dashboard(tmp_path) as found:
         listing = found.get("/scaling").body.decode()
         assert 'href="scaling/sweep%20%3Cone%3E">sweep &lt;one&gt;<' in listing
-        page = found.get("/scaling/sweep%20%3Cone%3E")
+        while (page := found.get("/scaling/sweep%20%3Cone%3E")).status == 503:  # each waits a while for the fit
+            assert "still being fitted" in page.body.decode()
         assert page.status == 200
         assert "COMPUTE-OPTIMAL MODELS" in page.body.decode()
         assert "<one>" not in page.body.decode()

@@ -357,7 +357,10 @@ def test_what_loops_are_compiled_from_is_in_the_key_of_their_caches(
     held = [cell.cell_contents for cell in roce_kernel.advance.py_func.__closure__]
     assert held == [
         stamp_of(
-            *(str(folder / f"{name}.py") for name in ("roce_kernel", "parts", "roce_senders", "roce_state", "state"))
+            *(
+                str(folder / f"{name}.py")
+                for name in ("roce_kernel", "parts", "roce_senders", "roce_state", "engine_state")
+            )
         )
     ]
     # A constant from elsewhere, as numba sees it: compiled again only because the stamp differs.

@@ -125,6 +125,7 @@ class PeerTrials:
         addresses=(),
         stop_after: int = 0,
         at_step: Callable[[int], None] | None = None,
+        patience_s: float = 30.0,
     ) -> Outcome:
         """Train one peer here; alone, and as ever, without a group."""
         if run is None:
@@ -134,7 +135,7 @@ class PeerTrials:
         events = EventWriter(run.events(0), rank=0)
         peers = None
         if group is not None:
-            peers = PeerTraining(group, plan.job.sync, addresses=addresses, patience_s=30.0)
+            peers = PeerTraining(group, plan.job.sync, addresses=addresses, patience_s=patience_s)
             outcome.peers = group.training = peers
         control = RankControl(stop=lambda: False, progress=lambda step, phase: None, peers=peers)
         callbacks = [KeepWeights(outcome, stop_after=stop_after, at_step=at_step)]

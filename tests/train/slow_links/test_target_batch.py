@@ -9,6 +9,8 @@ import pytest
 from local_group import LocalGroup, LocalHub
 from peer_trials import join_all
 
+from phalanx.errors import SystemFailure
+
 SYNC = 'mode = "target-batch"\npeers = 3'
 
 
@@ -97,3 +99,16 @@ def test_resumed_is_uninterrupted(trials) -> None:
     assert [one.state for one in first] == ["stopped"] * 3
     second = trials.train(plan, 3, runs=[one.run for one in first])
     assert all((second[1].weights[name] == whole[1].weights[name]).all() for name in whole[1].weights)
+    for peers in (1, 2):  # of three: the others may train on where nobody reaches them
+        hub = LocalHub()
+        calls = [
+            lambda place=place, hub=hub: trials.start(
+                plan, LocalGroup(hub, f"peer-{place}"), run=first[place].run, patience_s=1.0
+            )
+            for place in range(peers)
+        ]
+        if peers == 1:
+            with pytest.raises(SystemFailure, match="1 of the 3 peers of the last round came within 1 s"):
+                join_all(calls)
+        else:
+            assert [one.state for one in join_all(calls)] == ["done"] * 2

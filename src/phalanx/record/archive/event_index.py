@@ -238,7 +238,10 @@ def newest_blocks(folder: str, ranks: Sequence[int]) -> NDArray[np.void]:
     known, blocks = table_blocks(folder, ranks)
     if len(blocks):
         found.view(f"V{SIZE}")[known] = blocks
-        found[~(_are_newest(found))] = np.zeros(1, BLOCK)
+        wrong = ~_are_newest(found)
+        # Zeros say that a rank has no block; anything else that is none is damage, and its index is read.
+        known &= ~(wrong & found.view(np.uint8).reshape(len(found), SIZE).any(axis=1))
+        found[wrong] = np.zeros(1, BLOCK)
     rest = np.flatnonzero(~known)
     if len(rest):
         found[rest] = _newest_by_indexes(folder, [ranks[at] for at in rest.tolist()])

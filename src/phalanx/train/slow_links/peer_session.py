@@ -168,6 +168,10 @@ class PeerSession:
         ]
         return tuple(dict.fromkeys([*self.facts.addresses, *((str(host), int(port)) for host, port in known)]))
 
+    def is_allowed(self, peer: str) -> bool:
+        """Whether the owner's list has a peer: it was not revoked."""
+        return any(fingerprint.startswith(peer) for fingerprint in self._allowed.fingerprints())
+
     def tell_events(self, tell: Callable[[PeerEvent], None]) -> None:
         """Where events of the group go; those that came before are told now."""
         early, self._early, self._tell = self._early, [], tell

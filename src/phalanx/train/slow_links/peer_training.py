@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import SystemFailure
+from phalanx.errors import Problem, SystemFailure
 from phalanx.job.schema import Job
 from phalanx.job.sync_section import SyncSettings
 from phalanx.network.slow_codecs import FEEDBACK_CODECS
 from phalanx.peers.facts import Address, MemberView, PeerProgress, Vector
+from phalanx.peers.view_agreement import is_majority
 from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.train.callbacks import Callback
 from phalanx.train.data.batches import BatchPlan
@@ -38,6 +39,7 @@ from phalanx.train.slow_links.peer_state import StateServer, copy_state, take_st
 from phalanx.train.slow_links.peer_vector import VectorMap, spread_object
 from phalanx.train.slow_links.sample_deal import Ranges, count_samples, deal_samples, uncounted_samples
 from phalanx.train.slow_links.update_screening import LossScreen
+from phalanx.units import plural
 
 if TYPE_CHECKING:
     from phalanx.train.step_result import StepReport
@@ -61,11 +63,12 @@ class PeerTraining(Callback):
         *,
         addresses: Sequence[Address] = (),
         founds: bool = False,
+        is_allowed: Callable[[str], bool] = lambda peer: True,
         stop: Callable[[], bool] = lambda: False,
         patience_s: float = 60.0,
     ) -> None:
         self._link, self._sync, self._addresses = link, sync, tuple(addresses)
-        self._founds = founds or not addresses
+        self._founds, self._is_allowed = founds or not addresses, is_allowed
         self._stop, self._patience_s = stop, patience_s
         self._server = StateServer()
         # The ranks of a mesh copy the state together, so only one that is alone is copied while it waits.
@@ -147,6 +150,7 @@ class PeerTraining(Callback):
             is_elsewhere = self._join_group(self._link).next_round != self.exchange.round
             if not is_elsewhere:
                 self._wait_for_peers()
+                self._check_majority()
                 is_elsewhere = self._link.view().next_round > self.exchange.round
         if spread_object(is_elsewhere):
             return self.catch_up(training)
@@ -190,6 +194,26 @@ class PeerTraining(Callback):
             if len(view.members) >= self._sync.peers or view.next_round > self.exchange.round:
                 return
             time.sleep(POLL_S)
+
+    def _check_majority(self) -> None:
+        """Raise SystemFailure unless most of those that a restarted peer was with are here, or already train on.
+
+        Else the others may be training where it cannot reach them, and the same rounds would be committed twice.
+        """
+        assert self._link is not None
+        view, known = self._link.view(), [one for one in self.members if self._is_allowed(one)]
+        here = [one.id for one in view.members]
+        if view.next_round > self.exchange.round or not known or is_majority(known, here) or self._stop():
+            return
+        raise SystemFailure(
+            Problem(
+                where="peers",
+                what=f"{len(set(known) & set(here))} of the {plural(len(known), 'peer')} of the last round came "
+                f"within {self._patience_s:g} s",
+                why="the others may be training on where this peer cannot reach them",
+                fix="start the others, or join one of them; for those gone for good, phalanx peers revoke RUN PEER",
+            )
+        )
 
     def catch_up(self, training: TrainingContext, why: str = "") -> int:
         """Take the newest state of the group; the steps that it has done. Every rank of the peer calls this."""

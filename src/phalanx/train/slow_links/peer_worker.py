@@ -70,6 +70,7 @@ def join_training(
         plan.job.sync,
         addresses=session.addresses(),
         founds=not session.facts.addresses,
+        is_allowed=session.is_allowed,
         stop=stop,
         patience_s=patience_s,
     )
