@@ -18,13 +18,20 @@ from pathlib import Path
 import yaml
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from kube_managers import PROGRAMS, apply_webhooks, manager_configuration, write_certificate, write_configuration
+from kube_managers import (
+    KUEUE_CERTIFICATE,
+    PROGRAMS,
+    apply_webhooks,
+    manager_configuration,
+    write_certificate,
+    write_configuration,
+)
 from process_kubelet import write_kubeconfig
 from slurm_cluster import free_ports, wait_for
 
 from phalanx.errors import PhalanxError
 from phalanx.launch.kube.access import read_access
-from phalanx.launch.kube.client import KubeClient, KubeRefusal
+from phalanx.launch.kube.client import KubeClient, KubeRefusal, has_condition
 
 TOKEN = "admin-of-this-test"
 PEOPLE = {"guest-token": "guest", "ada-token": "ada@example.org", "ben-token": "ben@example.org"}
@@ -38,7 +45,11 @@ def missing_control_plane(*programs: str) -> str:
     if not folder:
         return "KUBEBUILDER_ASSETS names no folder with etcd and kube-apiserver"
     lost = [name for name in ("etcd", "kube-apiserver", *programs) if not os.access(Path(folder) / name, os.X_OK)]
-    return f"KUBEBUILDER_ASSETS has no {', '.join(lost)}" if lost else ""
+    if lost:
+        return f"KUBEBUILDER_ASSETS has no {', '.join(lost)}"
+    if "kueue-manager" in programs and not KUEUE_CERTIFICATE.exists():
+        return f"kueue-manager reads a certificate from {KUEUE_CERTIFICATE.parent}: make tls.crt and tls.key there"
+    return ""
 
 
 class ControlPlane:
@@ -122,11 +133,16 @@ class ControlPlane:
         """Kinds of JobSet and Kueue, without their controllers."""
         client = self.client()
         root = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+        names: list[str] = []
         for path in paths:
             for document in yaml.safe_load_all(path.read_text()):
                 if document and document["kind"] == "CustomResourceDefinition":
                     document["spec"].pop("conversion", None)  # a webhook that is not here
-                    client.apply(f"{root}/{document['metadata']['name']}", document, manager="test", force=True)
+                    name = f"{root}/{document['metadata']['name']}"
+                    client.apply(name, document, manager="test", force=True)
+                    names.append(name)
+        # A manager that starts before its kinds are served gives up.
+        wait_for(lambda: all(has_condition(client.get(one), "Established") for one in names), "the CRDs")
 
     def make_claim(self, namespace: str) -> None:
         """The claim `runs`, bound to a volume of its own on this machine: pods of the namespace can be placed."""

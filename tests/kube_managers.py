@@ -1,7 +1,9 @@
 """The managers of JobSet and Kueue beside a control plane: processes of this machine, their webhooks on the loopback.
 
 KUBEBUILDER_ASSETS holds them as `jobset-manager` and `kueue-manager`, and their webhook configurations, as their
-projects publish them, as `webhooks/jobset.yaml` and `webhooks/kueue.yaml`.
+projects publish them, as `webhooks/jobset.yaml` and `webhooks/kueue.yaml`. Kueue 0.19 reads tls.crt and tls.key of its
+metrics from a fixed place when it does not make its certificates itself, also where no metrics are served; no key of
+its configuration changes that: they must be there, self-signed ones do.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from phalanx.launch.kube.client import KubeClient
 
 PROGRAMS = ("jobset-manager", "kueue-manager")
+KUEUE_CERTIFICATE = Path("/etc/kueue/metrics/certs/tls.crt")
 DAY = datetime.timedelta(days=1)
 
 

@@ -13,6 +13,7 @@ from tiny_dataset import write_dataset
 from tiny_job import ON_KUBERNETES, tiny_job
 
 import phalanx
+from phalanx.launch.book import LaunchRecord, record_launch
 from phalanx.launch.k8s import KubernetesSystem
 from phalanx.launch.kube import client as kube_client
 from phalanx.launch.kube.wait_reasons import QUOTA, KubeFacts, explain_job
@@ -98,6 +99,27 @@ def test_submit_list_logs_requeue_cancel(server: KubeServer) -> None:
     assert str(phalanx.why(job)) == f"{job} is cancelled: it was cancelled; phalanx requeue {job} resumes it"
     with pytest.raises(phalanx.UserError, match="has already ended"):
         phalanx.cancel(job)
+
+
+def test_a_namespace_that_refuses_hides_no_job_of_another(server: KubeServer, tmp_path: Path) -> None:
+    for name in ("mine", "left"):
+        server.put(f"/api/v1/namespaces/{name}", {"kind": "Namespace"})
+        run = request(name, namespace=name).run
+        Path(run, "plan.json").write_text("{}")
+        Run(path=Path(run)).set_status("created")
+        record_launch(LaunchRecord(id=name, system="k8s", name=name, run=run), os.environ)
+        system().submit([request(name, namespace=name)])
+
+    def refuse(names: str) -> None:
+        server.faults = [Fault("GET", f"/namespaces/({names})/jobsets$", 403, "Forbidden", "no", times=2)]
+
+    refuse("left")
+    said = {one.id: (one.state, one.said) for one in phalanx.queue(on="k8s").jobs}
+    assert said["mine"][0] == "waiting"
+    assert said["left"][1] == "namespace left refused; the run says created"
+    refuse("left|mine")
+    with pytest.raises(phalanx.UserError, match="may not do this"):
+        phalanx.queue(on="k8s")
 
 
 def running() -> dict[str, Any]:
@@ -250,6 +272,16 @@ def test_a_name_that_exists_is_never_written_over(server: KubeServer) -> None:
             {"active": False, "evicted": ("DeactivatedDueToMaximumExecutionTimeExceeded", "exceeding the maximum")},
             "waiting",
             "its time limit is over; phalanx requeue",
+        ),
+        (  # activated again: Kueue leaves its word of the eviction until there is quota
+            {"evicted": ("Deactivated", "limit"), "pending": ("Pending", "insufficient unused quota for cpu")},
+            "waiting",
+            "queue team-a has no quota left",
+        ),
+        (
+            {"evicted": ("Preempted", "by b"), "pending": ("Pending", "insufficient unused quota for cpu")},
+            "waiting",
+            "another job took its quota or nodes (by b)",
         ),
         ({"workload": False}, "waiting", "Kueue has not taken notice of it in queue team-a"),
         ({"pod": {"unschedulable": "0/3 nodes"}}, "waiting", "no node can take pod p-0: 0/3 nodes"),

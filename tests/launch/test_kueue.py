@@ -53,16 +53,16 @@ JOB = tiny_job(
     plugins={"callbacks": ["pace.py:Pace"]},
     launch={**ON_KUBERNETES, "topology": ["topology/block", "topology/rack"]},
 )
-# Steps take half a second, so that something can happen between them, until a file called "fast" is there.
+# Steps take two seconds, so that pods can start between them, until a file called "fast" is there.
 PACE = """\
 import os, time
 from phalanx.train.callbacks import Callback
 class Pace(Callback):
     def on_step_begin(self, training):
         if not os.path.exists(os.path.join(os.path.dirname(__file__), "fast")):
-            time.sleep(0.5)
+            time.sleep(2.0)
 """
-STEPS = 40
+STEPS = 160
 PATIENCE_S = 900.0
 PREFLIGHT = "phalanx.preflight"
 WANTED = ("kube-controller-manager", "kube-scheduler", *PROGRAMS)
@@ -157,6 +157,11 @@ def digests(run: Run) -> dict[int, Any]:
     return {event["step"]: event["digest"] for event in events if event["event"] == "step" and event.get("digest")}
 
 
+def worlds(run: Run) -> list[int]:
+    """How many ranks trained, one after the other."""
+    return [int(event["world"]) for event in read_events(run.supervisor)[0] if event["event"] == "epoch"]
+
+
 def await_done(job: str) -> None:
     def is_done() -> bool:
         [one] = [row for row in phalanx.queue(on="k8s").jobs if row.id == job]
@@ -209,11 +214,12 @@ def test_a_killed_pod_and_a_lost_node_are_replaced_alone_and_change_no_digest(
     )
     replaced = pod_of(1)
     assert replaced["spec"]["nodeName"] == killed["spec"]["nodeName"]  # Kueue's assignment stands
+    wait_for(lambda: worlds(run) == [2, 1, 2], "the replaced pod to train again", patience_s=PATIENCE_S)
     steps = last_step(run)
     wait_for(lambda: last_step(run) > steps + 2, "steps after the lost pod", patience_s=PATIENCE_S)
 
     lost = replaced["spec"]["nodeName"]
-    assert cluster.kubelet.lose_node(lost) == [replaced["metadata"]["name"]]
+    assert replaced["metadata"]["name"] in cluster.kubelet.lose_node(lost)
     wait_for(
         lambda: (
             pod_of(1)["metadata"]["uid"] in cluster.kubelet.running
@@ -223,6 +229,7 @@ def test_a_killed_pod_and_a_lost_node_are_replaced_alone_and_change_no_digest(
         patience_s=PATIENCE_S,
     )
     assert pod_of(1)["spec"]["nodeName"] not in (lost, survivor["spec"]["nodeName"])
+    wait_for(lambda: worlds(run) == [2, 1, 2, 1, 2], "the pod on another node to train", patience_s=PATIENCE_S)
     steps = last_step(run)
     wait_for(lambda: last_step(run) > steps + 2, "steps after the lost node", patience_s=PATIENCE_S)
     assert survivor["metadata"]["uid"] in cluster.kubelet.running  # it kept its process all the time

@@ -222,8 +222,20 @@ class KubernetesSystem:
             else:
                 key = (place["context"], place["namespace"], place["kind"])
                 places.setdefault(key, []).append(record)
-        for (context, namespace, kind), listed in places.items():
-            found |= self._list_place(context, namespace, kind, listed)
+        refused: dict[tuple[str, str, str], UserError] = {}
+        for place_key, listed in places.items():
+            try:
+                found |= self._list_place(*place_key, listed)
+            except UserError as error:
+                if getattr(error.__cause__, "status", 0) != 403:
+                    raise
+                refused[place_key] = error
+        if refused and not found:
+            raise next(iter(refused.values()))
+        for place_key in refused:  # a team that the user has left hides no job of another
+            for record in places[place_key]:
+                with suppress(UserError):
+                    found[record.id] = _from_run_folder(record, unseen=place_key[1])
         return [found[one.id] for one in records if one.id in found]
 
     def _list_place(
@@ -245,10 +257,8 @@ class KubernetesSystem:
             main = by_name.get(record.id)
             workload = find_workload(workloads, main) if main is not None else None
             state, said = job_state(main, workload, running.get(record.id, 0))
-            if main is None and (told := str(Run(path=Path(record.run)).status().get("state"))) in (
-                "stopped",
-                "failed",
-            ):
+            told = str(Run(path=Path(record.run)).status().get("state")) if main is None else ""
+            if told in ("stopped", "failed"):
                 state, said = STATES[told], told
             place = _read_place(record) or {}
             restarts = int(((main or {}).get("status") or {}).get("restarts") or 0)
@@ -455,9 +465,11 @@ def _read_place(record: LaunchRecord) -> dict[str, str] | None:
     return found if found["kind"] in MAIN_KINDS and NAMESPACE.fullmatch(found["namespace"]) else None
 
 
-def _from_run_folder(record: LaunchRecord) -> QueuedJob:
+def _from_run_folder(record: LaunchRecord, *, unseen: str = "") -> QueuedJob:
+    """Where nothing was submitted, or the cluster does not show its namespace `unseen`."""
     said = str(open_run(record.run).status().get("state") or "")
     word = "manifests written" if said in UNTOUCHED else said
+    word = f"namespace {unseen} refused; the run says {said}" if unseen else word
     return _queued(record, STATES.get(said, RUNNING), word, {})
 
 

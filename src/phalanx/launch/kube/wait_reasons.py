@@ -97,6 +97,7 @@ EVICTED = {
     "Deactivated": ("it was deactivated ({message})", "phalanx requeue {id} activates it again"),
     "MaximumExecutionTimeExceeded": ("its time limit is over", "phalanx requeue {id} resumes it"),
 }
+LIFTED = ("Deactivated", "ClusterQueueStopped", "LocalQueueStopped")  # what an operator or user takes back
 IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
 SETUP = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError", "ContainerCannotRun")
 
@@ -124,7 +125,7 @@ def job_state(main: Mapping[str, Any] | None, workload: Mapping[str, Any] | None
             return DONE, kind
     if (ended := has_condition(main, "Failed")) is not None:
         return FAILED, f"Failed, {ended.get('reason') or 'no reason'}"
-    if (evicted := has_condition(workload, "Evicted")) is not None and not has_condition(workload, "Admitted"):
+    if (evicted := _eviction(workload)) is not None and not has_condition(workload, "Admitted"):
         return WAITING, f"Evicted, {evicted.get('reason')}"
     if has_condition(main, "Suspended") or main.get("spec", {}).get("suspend"):
         held = has_condition(workload, "QuotaReserved", "False")
@@ -168,7 +169,7 @@ def _why_not_admitted(facts: KubeFacts, word: str) -> tuple[str, str]:
         reason, cure = _eviction_row(str(told.get("reason") or ""), EVICTED["Deactivated"])
         return reason.format(message=_message(told)), cure.format(**fill)
     pending = has_condition(facts.workload, "QuotaReserved", "False")
-    evicted = has_condition(facts.workload, "Evicted")
+    evicted = _eviction(facts.workload)
     if evicted is not None and (word.startswith("Evicted") or pending is None):
         unknown = ("Kueue took its quota away ({message})", "wait, or phalanx requeue {id}")
         reason, cure = _eviction_row(str(evicted.get("reason") or ""), unknown)
@@ -188,6 +189,16 @@ def _why_not_admitted(facts: KubeFacts, word: str) -> tuple[str, str]:
     message = _message(pending)
     reason, cure = _quota_row(str(pending.get("reason") or ""), message)
     return reason.format(message=message, queue=queue), cure.format(queue=queue, id=facts.id)
+
+
+def _eviction(workload: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Why Kueue took its quota, while that holds it. The condition stays until there is quota again, also when the job
+    has been activated or its queue goes on since: then what it waits for now says more."""
+    evicted = has_condition(workload, "Evicted")
+    if workload is None or evicted is None or workload.get("spec", {}).get("active") is False:
+        return evicted
+    is_lifted = str(evicted.get("reason") or "").startswith(LIFTED)
+    return None if is_lifted and has_condition(workload, "QuotaReserved", "False") else evicted
 
 
 def _eviction_row(said: str, other: tuple[str, str]) -> tuple[str, str]:
