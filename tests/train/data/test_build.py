@@ -116,7 +116,7 @@ def test_a_large_vocabulary_is_stored_wide(tmp_path: Path, make: Make, dataset: 
 KILLED = """
 import sys
 from pathlib import Path
-from phalanx.train.data import build as module
+from phalanx.train.data import build_dataset as module
 from phalanx.train.data.build_dataset import TextOrigin, Recipe, build_dataset
 from phalanx.train.data.progress import BuildProgress
 module.BATCH_BYTES = 4000
