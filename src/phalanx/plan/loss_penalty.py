@@ -28,6 +28,12 @@ MEASURED_NATS = {
     ("updates", 20, "topk-2bit", False): 2.5657,
     ("updates", 20, "topk-2bit", True): 2.5495,
 }
+# With a warm-up, other models and seeds (benchmarks/2026-11-17-slow-links-drills.md, 2026-11-18-peers-quality.md).
+OTHER_RUNS = {
+    "fp32": "other runs of ours lost 1.2, 1.2 and 2.5 %",
+    "int8": "other runs of ours lost 1.3 % twice",
+    "topk-2bit": "other runs of ours lost 9 and 14 %",
+}
 PUBLISHED = {
     "fp32": "none up to H = 500 with 8 workers on C4 (DiLoCo, arXiv:2311.08105, abstract)",
     "bf16": "none for 16-bit updates (OpenDiLoCo, arXiv:2407.07852, abstract)",
@@ -65,7 +71,7 @@ def expected_penalty(sync: SyncSettings, *, warm: bool) -> LossPenalty:
         return LossPenalty(percent=_percent(found), source=OURS, note=note)
     known = MEASURED_NATS.get(("updates", sync.inner_steps, family, warm))
     if known is not None:
-        return LossPenalty(percent=_percent(known), source=OURS)
+        return LossPenalty(percent=_percent(known), source=OURS, note=OTHER_RUNS[family] if warm else "")
     if not warm and family in ("fp32", "int8"):
         # Cold starts at H = 10, 20 and 50 lost 2.6 to 4.7 %, without an order in H.
         nearest = min((10, 20, 50), key=lambda steps: abs(steps - sync.inner_steps))
