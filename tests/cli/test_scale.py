@@ -61,6 +61,8 @@ def test_all_pictures_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     call = ["scale", "fit", str(table), "--draws", "0", "--plots"]
     assert main([*call, str(tmp_path / "law.png")]) == 0
     assert png_size((tmp_path / "law.png").read_bytes())[0] == 1280
+    assert main([*call, str(tmp_path / "law.gif")]) == 2
+    assert ".gif is no format of these pictures\n  name a folder, or a .svg or .png file\n" in capsys.readouterr().err
     assert main([*call, str(tmp_path / "law.svg")]) == 0
     assert (tmp_path / "law.svg").read_text().count("<svg ") == 3  # the frame and two plots: no IsoFLOP curves here
     assert f"wrote {tmp_path / 'law.svg'}" in capsys.readouterr().err

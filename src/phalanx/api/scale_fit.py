@@ -48,6 +48,10 @@ class FittedLaw(PublicResult):
 
         target, made = Path(path), fit_pictures(self.fit, self.points)
         kind = target.suffix.lower()
+        if kind in OTHER_PICTURES:
+            raise mistake(
+                str(target), f"{kind} is no format of these pictures", fix="name a folder, or a .svg or .png file"
+            )
         if kind == ".png":
             _write_picture(target, png_of_plots(list(made.values())))
             return (target.name,)
@@ -72,6 +76,9 @@ class FittedLaw(PublicResult):
     def write(self, path: str | Path) -> None:
         """Write the file that `allocate` and `predict` read."""
         write_text(Path(path), json_text(self.fit, indent=1) + "\n", fix="name another --out")
+
+
+OTHER_PICTURES = frozenset({".gif", ".jpg", ".jpeg", ".pdf", ".webp", ".eps", ".ps", ".tiff", ".bmp"})
 
 
 def _write_picture(path: Path, data: bytes) -> None:

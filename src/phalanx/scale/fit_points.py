@@ -309,6 +309,11 @@ def _fit_warnings(points: ScalingPoints, made: ScalingFit) -> list[str]:
                 f"({format_count(edge)}): losses of their sizes can be predicted, the optimum cannot; train {side} "
                 "models"
             )
+    if made.method == "vpnls" and (outliers := len(made.diagnostics.outliers)):
+        found.append(
+            f"least squares follows the {plural(outliers, 'outlier')} named above: compare with --method huber3, which "
+            "does not, or leave rows out that you do not trust"
+        )
     irreducible = made.parameters.get("E")
     if irreducible is not None and made.method != "kaplan" and irreducible.value < 0.05 * points.loss.min():
         found.append("E is nearly 0: the runs do not reach far enough to see the irreducible loss")
