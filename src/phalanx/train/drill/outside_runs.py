@@ -28,7 +28,7 @@ LONG_S = 3600  # longer than any of these runs
 LEAST_DISK_BYTES = 1 << 20
 ENDING = "the run ended well"  # the judge's verdict, which expects a run that is done
 Expect = Callable[[DrillResult, DrillHistory], str]  # what is wrong beyond the judge's verdicts; empty when nothing is
-LEFT_OUT_STEPS = 300  # enough for the replica to be back well before the end
+LEFT_OUT_STEPS = 120  # enough for the replica to be back well before the end
 
 
 def _judge_drill(found: tuple[DrillResult, DrillHistory], *expects: Expect, state: str = "done") -> OutsideFinding:
