@@ -42,6 +42,11 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     venv.mkdir(parents=True)
     (venv / "pyvenv.cfg").touch()
     (venv / "ds.json").write_text(json.dumps(DEEPSPEED), encoding="utf-8")
+    for name in ("events-00000.jsonl", "events-host-node-7.jsonl"):  # runs: of a rank's file, of a host's
+        run = tmp_path / "runs" / name.removesuffix(".jsonl")
+        run.mkdir(parents=True)
+        (run / name).touch()
+        (run / "ds.json").write_text(json.dumps(DEEPSPEED), encoding="utf-8")
     (tmp_path / ".phalanx.toml").write_text(
         '[check]\ncluster = "8xH100:16"\nselect = ["TOP", "BAT"]\n'
         '[[check.path]]\nmatch = "conf/*"\nset = ["model.preset=llama-3-8b", "data.sequence=8192"]\n',

@@ -283,7 +283,7 @@ def fix(
 
 
 def _refuse_unmendable(path: Path, source: str) -> None:
-    from phalanx.record.run_files import EVENTS
+    from phalanx.record.run_files import has_events
     from phalanx.rules.foreign.detect import trainer_of_file
 
     def refuse(what: str, fix: str) -> None:
@@ -296,7 +296,7 @@ def _refuse_unmendable(path: Path, source: str) -> None:
     if path.is_file() and (source or trainer_of_file(path)):
         refuse("is a configuration of another trainer", "phalanx import writes it as a job file")
     folder = path.resolve().parent
-    if folder.is_dir() and any(EVENTS.fullmatch(name) for name in os.listdir(folder)):
+    if folder.is_dir() and has_events(os.listdir(folder)):
         refuse("belongs to a run and says how it was started", "edit the job file that it was started from")
 
 

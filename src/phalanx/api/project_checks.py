@@ -161,12 +161,12 @@ def check_project(
 
 def _is_project_folder(path: Path) -> bool:
     """Whether a target is a folder of files to look for, and not a run."""
-    from phalanx.record.run_files import EVENTS
+    from phalanx.record.run_files import has_events
 
     if not path.is_dir():
         return False
     names = {one.name for one in path.iterdir()}
-    return not ("plan.json" in names or "status.json" in names or any(EVENTS.fullmatch(one) for one in names))
+    return not ("plan.json" in names or "status.json" in names or has_events(names))
 
 
 def _project_rules(

@@ -41,7 +41,7 @@ SHARE_NOW = 8  # the same for who must know now: what a look of some millisecond
 MANY_FILES = 64  # of fewer, a look costs less than a millisecond, and a busy machine only makes it seem long
 HOSTS_AT_ONCE = 1024  # whose rank tables are held in memory: 6 MB
 
-_HOST_FILE = re.compile(r"events-host-[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.jsonl")
+HOST_FILE = re.compile(r"events-host-[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.jsonl")
 _RANK_FILE = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?(\.jsonl|\.index)")
 
 
@@ -245,7 +245,7 @@ class HostFiles:
     def _list_hosts(self) -> bool:
         """Which files there are; whether they are others than before."""
         names = [name for name in os.listdir(self._folder) if name.endswith(EVENTS) and name.startswith("events-")]
-        shared = sorted(name for name in names if name.startswith("events-host-") and _HOST_FILE.fullmatch(name))
+        shared = sorted(name for name in names if name.startswith("events-host-") and HOST_FILE.fullmatch(name))
         self._own = frozenset(names).difference(shared)
         before = {host.path: host for host in self._hosts}
         paths = [f"{self._folder}/{name}" for name in shared]

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,11 +17,16 @@ from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.io.files import FileTooLargeError, load_json, replace_text
 from phalanx.io.values import at, integer
 from phalanx.record.events import SETTLED_NS
-from phalanx.record.host_file import SessionCounts, session_counts
+from phalanx.record.host_file import HOST_FILE, SessionCounts, session_counts
 
 EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
 PLAN = re.compile(r"plan(?:-\d{1,9})?\.json")
 BEYOND = 10**9  # more ranks than any run has
+
+
+def has_events(names: Iterable[str]) -> bool:
+    """Whether one of these names is a file of a run's events: those of a rank, or of all ranks of a host."""
+    return any(EVENTS.fullmatch(name) or HOST_FILE.fullmatch(name) for name in names)
 
 
 def read_json(path: Path) -> dict[str, Any]:

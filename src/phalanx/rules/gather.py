@@ -20,7 +20,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.plan_cache import cached_plan
 from phalanx.record.drill_record import drill_subject
 from phalanx.record.run import Run, open_run
-from phalanx.record.run_files import EVENTS, read_json
+from phalanx.record.run_files import has_events, read_json
 from phalanx.rules.evidence import Evidence, Unmapped
 from phalanx.rules.facts.data_facts import DataFacts, folder_facts, megatron_facts, named_facts
 from phalanx.rules.facts.drill_facts import DrillFacts, find_drills
@@ -143,7 +143,7 @@ def _run_at(path: Path) -> Run:
     try:
         return open_run(path)
     except UserError:
-        if any(EVENTS.fullmatch(name) for name in os.listdir(path)):
+        if has_events(os.listdir(path)):
             return Run(path=path)
         raise
 

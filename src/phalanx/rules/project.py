@@ -198,11 +198,11 @@ def find_files(folder: Path, config: ProjectConfig) -> FoundFiles:
 
 
 def _walk_files(folder: Path) -> Iterator[Path]:
-    from phalanx.record.run_files import EVENTS
+    from phalanx.record.run_files import has_events
 
     for root, folders, files in os.walk(folder):
         depth = len(Path(root).relative_to(folder).parts)
-        is_run = any(EVENTS.fullmatch(name) for name in files)
+        is_run = has_events(files)
         kept = [
             name
             for name in sorted(folders)

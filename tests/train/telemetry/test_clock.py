@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import HashStore
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
+from phalanx.train.drill.machine_faults import BusyCore
 from phalanx.train.telemetry.clock import CoreWait, DeviceClock, HostClock, time_gathers
 from phalanx.train.telemetry.collective_tap import marked_waits
 
@@ -35,7 +36,7 @@ class Time:
 def test_on_a_cpu_what_is_not_waiting_is_own_time(compiled: bool, compute_s: float, wait_s: float):
     """Compiled code waits where nobody hears it: there the processor's time is the work."""
     wall, worked = Time(), Time()
-    clock = HostClock(now=wall, worked=worked, compiled=compiled)
+    clock = HostClock(now=wall, worked=worked, compiled=compiled, sees_standstill=False)
     wall.now = worked.now = 100.0
     clock.begin()
     with clock.phase("forward"):
@@ -50,6 +51,34 @@ def test_on_a_cpu_what_is_not_waiting_is_own_time(compiled: bool, compute_s: flo
     found = clock.end()
     assert (found.compute_s, found.wait_s, found.cpu_s) == (compute_s, wait_s, 2.0)
     assert [(p.kind, p.start_s, p.duration_s) for p in found.phases] == [("forward", 0, 2), ("optimizer", 3, 0.5)]
+
+
+WAITS = """
+import sys, time
+from phalanx.train.telemetry.clock import HostClock
+clock = HostClock(compiled=sys.argv[1] == "compiled")
+clock.begin()
+print("begun", flush=True)
+with clock.stall():
+    until_s = time.monotonic() + 1.0
+    while time.monotonic() < until_s:
+        time.sleep(0.005)
+found = clock.end()
+print(found.compute_s / (found.compute_s + found.wait_s))
+"""
+
+
+@pytest.mark.parametrize("code", ["eager", "compiled"])
+def test_who_is_stopped_inside_a_wait_does_not_wait_for_others(code: str):
+    with subprocess.Popen([sys.executable, "-c", WAITS, code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        busy = BusyCore(process.pid, 0.75)
+        try:
+            share = float(process.stdout.readline())
+        finally:
+            busy.close()
+    assert share > 0.3  # 0.75 of the time it stood still; without a standstill seen it is a few thousandths
 
 
 def test_waits_for_collectives_are_heard_in_the_thread_of_the_step_alone():

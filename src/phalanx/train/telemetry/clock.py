@@ -1,9 +1,10 @@
 """How long a rank computes in a step and how long it waits, and when its forwards and backwards were.
 
 On a CPU a rank waits while it is inside a wait for a collective, and all else is its own time, with or without a core:
-a rank whose core is shared, or that is stopped, holds up the others as much as one that computes slowly. Beside it
-stands the processor time of the same stretch, so that the two can be told apart. Compiled code waits where nobody hears
-it: there the thread's own time is the work, and all else is waiting. A GPU works while the host has long gone on, so
+a rank whose core is shared, or that is stopped, holds up the others as much as one that computes slowly, also where
+that happens inside a wait (standstill.py). Beside it stands the processor time of the same stretch, so that the two can
+be told apart. Compiled code waits where nobody hears it: there the thread's own time is the work, and all else is
+waiting in which the process could have run. A GPU works while the host has long gone on, so
 marks are laid into its stream (CUDA events) and read after the step's one read of numbers, when all of them have
 passed: nothing waits for a mark. Approximate on GPUs: the optimizer's time is that of the step before, whose marks are
 read a step later; a gathered weight's copy into place counts as waiting; a device that idles because the host is slow
@@ -27,6 +28,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from phalanx.train.telemetry.collective_tap import marked_waits
+from phalanx.train.telemetry.standstill import Standstill
 
 WORK = ("forward", "backward", "other", "optimizer")  # phases in which a rank works; between them it waits
 
@@ -101,6 +103,7 @@ class HostClock:
         worked: Callable[[], float] = time.thread_time,
         *,
         compiled: bool = False,
+        sees_standstill: bool = True,
     ) -> None:
         self._now, self._worked, self._compiled = now, worked, compiled
         self._core_wait = CoreWait()
@@ -108,6 +111,8 @@ class HostClock:
         self._began_core_s: float | None = None
         self._phases: list[StepPhase] = []
         self._stall = _HostStall(self)
+        self._standstill = Standstill(_is_waiting(self._stall, compiled=compiled)) if sees_standstill else None
+        self._began_stood_s = 0.0
 
     def observe_waits(self) -> AbstractContextManager[None]:
         """Around a step."""
@@ -116,6 +121,9 @@ class HostClock:
     def begin(self) -> None:
         """The step begins."""
         self._phases, self._waited_s = [], 0.0
+        if self._standstill is not None:
+            self._standstill.begin()
+        self._began_stood_s = self._stood_s()
         self._began_core_s = self._core_wait()
         self._began_s, self._began_worked_s = self._now(), self._worked()
 
@@ -140,6 +148,7 @@ class HostClock:
         cpu_s, wall_s = self._worked() - self._began_worked_s, self._now() - self._began_s
         core_s, before_s = self._core_wait(), self._began_core_s
         wait_s = max(0.0, wall_s - cpu_s) if self._compiled else min(self._waited_s, wall_s)
+        wait_s = max(0.0, wait_s - (self._stood_s() - self._began_stood_s))
         return StepTime(
             compute_s=wall_s - wait_s,
             wait_s=wait_s,
@@ -148,6 +157,9 @@ class HostClock:
             core_wait_s=core_s - before_s if core_s is not None and before_s is not None else None,
         )
 
+    def _stood_s(self) -> float:
+        return self._standstill.stood_s if self._standstill is not None else 0.0
+
 
 class _HostStall:
     """Adds up what a HostClock's rank waits; a wait inside a wait counts once."""
@@ -155,6 +167,11 @@ class _HostStall:
     def __init__(self, clock: HostClock) -> None:
         self._clock = weakref.proxy(clock)
         self._depth, self._began_s = 0, 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the rank waits now."""
+        return self._depth > 0
 
     def __enter__(self) -> None:
         if not self._depth:
@@ -165,6 +182,11 @@ class _HostStall:
         self._depth -= 1
         if not self._depth:
             self._clock._waited_s += self._clock._now() - self._began_s
+
+
+def _is_waiting(stall: _HostStall, *, compiled: bool) -> Callable[[], bool]:
+    """Whether a standstill would be taken for waiting: in a wait, and in compiled code anywhere."""
+    return lambda: compiled or stall.is_open
 
 
 class Mark(Protocol):
