@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from phalanx.api.checking import rules as rules
     from phalanx.api.checkpoints import checkpoints, export
     from phalanx.api.clusters import accelerators, cluster, describe_cluster, probe
-    from phalanx.api.drills import drill, drill_suite, read_drill_record
+    from phalanx.api.drill_records import read_drill_record
+    from phalanx.api.drills import drill, drill_suite
     from phalanx.api.job_schemas import job_schema
     from phalanx.api.jobs import import_job, load, show
     from phalanx.api.launching import cancel, logs, queue, requeue, why
@@ -68,7 +69,8 @@ _HOMES = {
     "phalanx.api.checking": ("check", "explain", "fix", "rules"),
     "phalanx.api.checkpoints": ("checkpoints", "export"),
     "phalanx.api.clusters": ("accelerators", "cluster", "describe_cluster", "probe"),
-    "phalanx.api.drills": ("drill", "drill_suite", "read_drill_record"),
+    "phalanx.api.drill_records": ("read_drill_record",),
+    "phalanx.api.drills": ("drill", "drill_suite"),
     "phalanx.api.job_schemas": ("job_schema",),
     "phalanx.api.jobs": ("import_job", "load", "show"),
     "phalanx.api.launching": ("cancel", "launch", "logs", "queue", "requeue", "why"),

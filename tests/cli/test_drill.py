@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from tiny_dataset import write_dataset
 
-from phalanx.api.drills import DrillCall, _shrink_faults, keep_record
+from phalanx.api.drill_records import keep_record
+from phalanx.api.drills import DrillCall, _shrink_faults
 from phalanx.cli.main import main
 from phalanx.cli.output import note
 from phalanx.hardware.cluster import resolve_cluster

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from phalanx.api.drills import WHERE, DrillCall, DrillPage, drill_plan, keep_record
+from phalanx.api.drill_records import keep_record
+from phalanx.api.drills import WHERE, DrillCall, DrillPage, drill_plan
 from phalanx.errors import mistake
 from phalanx.units import plural
 

@@ -1,0 +1,98 @@
+"""Records of drills: signed and written after each, read and checked again by whoever relies on one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.api.results import PublicResult, warn
+from phalanx.errors import SystemFailure
+from phalanx.io.codec import json_values
+from phalanx.units import plural
+
+if TYPE_CHECKING:
+    from phalanx.api.drills import DrillCall
+    from phalanx.plan.plan import Plan
+    from phalanx.train.drill.faults import Fault
+    from phalanx.train.drill.peer_drill import PeerDrillResult
+    from phalanx.train.drill.perform import DrillResult as DrillOutcome
+
+
+def keep_record(
+    call: DrillCall, faults: Sequence[Fault], outcome: DrillOutcome | PeerDrillResult, plan: Plan, **more: object
+) -> Path:
+    """Sign and write the record; a copy of one in which every verdict holds goes to the user's store."""
+    from phalanx.io.files import write_text
+    from phalanx.job.load import job_to_dict
+    from phalanx.record.drill_record import drill_subject, key_path, store_path
+    from phalanx.rules.profiles import profile_of
+    from phalanx.train.drill.drill_report import drill_key, store_record, write_record
+
+    body = {
+        "run": outcome.run.name,
+        "job": call.job,
+        "seed": call.seed if call.chaos else None,
+        "agents": call.hosts,  # the name since 0.4: older records have it too
+        "spares": call.spares,
+        "faults": [fault.text for fault in faults],
+        "state": outcome.state,
+        "ok": outcome.ok,
+        "outcomes": json_values(outcome.outcomes),
+        "verdicts": json_values(outcome.verdicts),
+        "numbers": json_values(outcome.numbers),
+        "profile": profile_of(plan.cluster).name,  # the record counts for this alone, and for this job
+        "subject": drill_subject(job_to_dict(plan.job), asdict(plan.layout), base=Path(call.job).parent),
+        **more,
+    }
+    path = write_record(outcome.run, body, drill_key(key_path(os.environ)))
+    if outcome.ok:
+        try:
+            store_record(path, store_path(os.environ))
+        except SystemFailure as error:  # the record itself is written: its result is worth more than the copy
+            warn(error.problems, call.tell)
+    if call.out is not None:
+        write_text(call.out, path.read_text(encoding="utf-8"))
+    return path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class DrillRecord(PublicResult):
+    """A record of a drill: whether its signature and evidence are unchanged, and which verdicts failed."""
+
+    path: Path
+    record: dict[str, Any]
+    wrong: tuple[str, ...]
+    failed: tuple[str, ...]
+
+    def __str__(self) -> str:
+        counts = f"{plural(len(self.record['faults']), 'fault')}, {plural(len(self.record['files']), 'file')}"
+        found = self.wrong or ("signature and evidence are unchanged",)
+        failed = f"  failed verdicts: {', '.join(self.failed) or 'none'}"
+        return "\n".join([f"{self.path}: {counts}", *(f"  {text}" for text in found), failed])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record and what is wrong with it."""
+        ok = not self.wrong and not self.failed
+        return {"ok": ok, "wrong": list(self.wrong), "failed": list(self.failed), "record": json_values(self.record)}
+
+    @property
+    def exit_code(self) -> int:
+        """0 for a record that holds, 1 for one that was changed or in which a verdict failed."""
+        return 1 if self.wrong or self.failed else 0
+
+
+def read_drill_record(path: str | Path) -> DrillRecord:
+    """Read the record of a drill, and check its signature and the digests of its evidence.
+
+    >>> read_drill_record("drill.json").wrong  # doctest: +SKIP
+    ()
+    """
+    from phalanx.record.drill_record import check_record, key_path
+    from phalanx.train.drill.drill_report import drill_key
+
+    record, wrong = check_record(Path(path), drill_key(key_path(os.environ)))
+    failed = tuple(str(verdict["name"]) for verdict in record["verdicts"] if not verdict["ok"])
+    return DrillRecord(path=Path(path), record=record, wrong=tuple(wrong), failed=failed)
