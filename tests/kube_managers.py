@@ -2,8 +2,8 @@
 
 KUBEBUILDER_ASSETS holds them as `jobset-manager` and `kueue-manager`, and their webhook configurations, as their
 projects publish them, as `webhooks/jobset.yaml` and `webhooks/kueue.yaml`. Kueue 0.19 reads tls.crt and tls.key of its
-metrics from a fixed place below /etc when it does not make its certificates itself, also where no metrics are served; no
-key of its configuration changes that. It runs with an /etc of its own, so that nothing is written to this machine's.
+metrics from a fixed place below /etc when it does not make its certificates itself, also where no metrics are served;
+no key of its configuration changes that. It runs with an /etc of its own: nothing is written to this machine's.
 """
 
 from __future__ import annotations
