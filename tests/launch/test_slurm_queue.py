@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,8 @@ from tiny_dataset import write_dataset
 from tiny_job import tiny_job
 
 import phalanx
+from phalanx.launch.book import LaunchRecord, record_launch
+from phalanx.record.run import Run
 
 JOB = tiny_job(
     model={"layers": 2},
@@ -66,6 +70,8 @@ def test_bad_requests_are_refused_with_the_cure_and_leave_nothing_behind(slurm: 
     assert "launch.options: --nodes is set by Phalanx" in refused(folder, overrides=['launch.options=["--nodes=9"]'])
     gpus = refused(folder, queue="wide", cluster="8xH100:1")
     assert gpus.startswith("partition wide: its nodes have 0 GPUs each, but the plan needs 8")
+    image = refused(folder, queue="wide", overrides=["launch.image=registry.example#phalanx:1"])
+    assert image.startswith("launch.image registry.example#phalanx:1: srun of this cluster has no option")
     assert slurm.run("squeue", "-h") == before
 
 
@@ -133,6 +139,43 @@ def test_a_group_is_an_array_with_one_table_and_cancelling_leaves_no_process(slu
     assert {one.state for one in phalanx.queue(group="sweep-7").jobs} == {"cancelled"}
 
 
+# In place of a Python that trains: 40 trainings take minutes, and test_slurm_runs.py has real ones. Number 7 fails.
+STAND_IN = """\
+#!/bin/bash
+case "$4" in
+describe) echo "x $SLURMD_NODENAME 127.0.0.1" ;;
+serve) echo '{"state": "done"}' >"${@: -1}/status.json" ;;
+conclude) case "$5" in *tiny-7-*) echo '{}' >"$5/status.json"; echo "phalanx: failed: no luck" >&2; exit 3 ;; esac ;;
+esac
+"""
+
+
+def test_an_array_of_forty_jobs_runs_each_in_its_own_folder(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "stand-in").write_text(STAND_IN)
+    (folder / "stand-in").chmod(0o755)
+    jobs = [folder / f"job-{number}.toml" for number in range(40)]
+    for number, path in enumerate(jobs):
+        path.write_text(JOB.replace('"tiny"', f'"tiny-{number}"'))
+    done = phalanx.launch(
+        jobs,
+        group="sweep-40",
+        queue="low",
+        overrides=[f"launch.python={folder / 'stand-in'}"],
+        runs=folder / "runs",
+        progress=False,
+        check=False,
+        wait=True,
+    )
+    array = done.ids[0].partition("_")[0]
+    assert done.ids == tuple(f"{array}_{number}" for number in range(40))  # one submission
+    table = phalanx.queue(group="sweep-40")
+    assert [one.name for one in table.jobs if one.state != "done"] == ["tiny-7"]
+    assert (done.exit_code, str(table).splitlines()[-1]) == (3, "39 done, 1 failed")
+    assert phalanx.why(f"{array}_7").explanation.reason == "no luck"
+    for number, request in enumerate(done.requests):
+        assert [path.name for path in (Path(request.run) / "logs").glob("*.log")] == [f"slurm-{array}_{number}.log"]
+
+
 def test_without_slurm_the_verbs_say_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     command = [sys.executable, "-m", "phalanx", "launch", str(folder / "job.toml"), "--no-check", "--queue", "wide"]
@@ -146,6 +189,20 @@ def test_without_slurm_the_verbs_say_so(folder: Path, monkeypatch: pytest.Monkey
     with pytest.raises(phalanx.UserError, match="Slurm's command sinfo is not on this machine") as caught:
         phalanx.cluster_health(on="slurm")
     assert "--on local" not in str(caught.value)  # which has no nodes to look after
+    # Launched elsewhere, with this folder in sight: what the run says is worth more than that Slurm is not here.
+    run = Run(path=folder / "there")
+    run.path.mkdir()
+    (run.path / "plan.json").write_text("{}")
+    run.set_status("failed", message="rank 3 ran out of memory")
+    record_launch(LaunchRecord(id="12", system="slurm", name="tiny", run=str(run.path)), os.environ)
+    said = str(phalanx.why("12"))
+    assert said.startswith("12 is failed: its run folder says failed: rank 3 ran out of memory (Slurm's commands are")
+    assert f"phalanx watch {run.path} follows it from here" in said
+    with pytest.raises(phalanx.UserError, match="Slurm's command squeue is not on this machine"):
+        phalanx.cancel("12")
+    shutil.rmtree(run.path)
+    with pytest.raises(phalanx.UserError, match="its run folder cannot be read from here either"):
+        phalanx.why("12")
     for verb in ("why", "cancel", "requeue", "logs"):
         with pytest.raises(phalanx.UserError, match="no launched job has the id '4711'"):
             getattr(phalanx, verb)("4711")
