@@ -54,7 +54,7 @@ def cluster_queue(cores: str) -> dict[str, Any]:
 
 
 def launch(**more: Any) -> Any:
-    options = {"hosts": 2, "progress": False, "check": False, **more}
+    options = {"hosts": 2, "progress": False, "check": False, "runs": ".", **more}  # with the data, on the claim
     return phalanx.launch("job.toml", **options)
 
 
@@ -166,7 +166,16 @@ def test_a_cluster_that_cannot_take_it_is_said_before_anything_is_made(server: K
     said = str(caught.value)
     assert "--queue team-b: namespace default has no such LocalQueue\n  did you mean team-a?" in said
     assert "launch.claim rusn: namespace default has no such PersistentVolumeClaim\n  did you mean runs?" in said
-    assert not list(Path("runs").glob("*"))
+    assert not list(Path().glob("tiny-*"))
+    with pytest.raises(phalanx.UserError) as caught:
+        launch(runs="runs")
+    runs = Path("runs").absolute()
+    assert str(caught.value).startswith(
+        f"data.path {Path('data').absolute()}: would not be seen by the pods\n"
+        f"  the claim is mounted where --runs is, {runs}, and pods see nothing else of this machine\n"
+        f"  put it below {runs} "
+    )
+    assert not runs.exists()
     assert system().check([request()]) == []
     assert "asks for 4 nodes with 1 cpu, but the cluster has 3" in refused(spares=2)
     said = refused(spares=3)

@@ -403,7 +403,7 @@ def _explain_from_folder(record: LaunchRecord) -> JobExplanation:
 
 
 def _check_storage(request: LaunchRequest, hostnames: Iterable[str]) -> list[Problem]:
-    """The run folder, the checkpoints and Python lie where other nodes can see them, as far as this one can tell."""
+    """Run folder, checkpoints, data and Python lie where other nodes can see them, as far as this one can tell."""
     problems = []
     elsewhere = [name for name in hostnames if name.partition(".")[0] != platform.node().partition(".")[0]]
     python = request.agent[0]
@@ -415,9 +415,9 @@ def _check_storage(request: LaunchRequest, hostnames: Iterable[str]) -> list[Pro
                 fix="set launch.python to one that all nodes see",
             )
         )
-    places = {"--runs": request.run, "checkpoint.path": request.checkpoint}
-    places |= {} if request.settings.image else {"launch.python": python}
-    for name, place in places.items():
+    places = [("--runs", request.run), ("checkpoint.path", request.checkpoint), *request.inputs]
+    places += [] if request.settings.image else [("launch.python", python)]
+    for name, place in places:
         if (
             elsewhere
             and "://" not in place

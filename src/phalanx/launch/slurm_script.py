@@ -149,9 +149,10 @@ def _sbatch_option(option: str) -> str:
 
 
 def _container_options(request: LaunchRequest) -> str:
-    """Options of pyxis; the run folder is always there."""
+    """Options of pyxis; the run folder, the data and the weights are always there."""
     settings = request.settings
     if not settings.image:
         return ""
-    mounts = ",".join(dict.fromkeys((f"{request.run}:{request.run}", *settings.mounts)))
+    needed = [request.run, *(path for _, path in request.inputs)]
+    mounts = ",".join(dict.fromkeys((*(f"{path}:{path}" for path in needed), *settings.mounts)))
     return f" --container-image={shlex.quote(settings.image)} --container-mounts={shlex.quote(mounts)}"
