@@ -101,6 +101,27 @@ def test_submit_list_logs_requeue_cancel(server: KubeServer) -> None:
         phalanx.cancel(job)
 
 
+def test_a_run_is_said_to_be_cancelled_before_its_objects_are_gone(
+    server: KubeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = launch()
+    [job], run = done.ids, Run(path=Path(done.requests[0].run))
+    told: list[str] = []
+
+    def delete(self: kube_client.KubeClient, path: str) -> bool:
+        told.append(run.status()["state"])
+        raise phalanx.SystemFailure(phalanx.errors.Problem(where="API", what="went away"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kube_client.KubeClient, "delete", delete)
+        with pytest.raises(phalanx.SystemFailure, match="went away"):
+            phalanx.cancel(job)
+    assert (told, run.status()["state"]) == (["stopped"], "created")  # and not cancelled, when it was not
+    del server.objects[f"{JOBSETS}/{job}"]
+    run.set_status("stopped", message="cancelled")
+    assert [(one.state, one.said) for one in phalanx.queue().jobs] == [("cancelled", "stopped")]
+
+
 def test_a_namespace_that_refuses_hides_no_job_of_another(server: KubeServer, tmp_path: Path) -> None:
     for name in ("mine", "left"):
         server.put(f"/api/v1/namespaces/{name}", {"kind": "Namespace"})

@@ -74,9 +74,7 @@ class SlurmSystem:
 
     def check(self, requests: Sequence[LaunchRequest], *, submits: bool = True) -> list[str]:
         """Hold the requests against partition, nodes, GPUs, time limit, storage and Python of the live cluster."""
-        lines = self.ask("scontrol", "show", "partition", "--oneliner").splitlines()
-        tables = [_key_values(line) for line in lines]
-        partitions = {one["PartitionName"]: one for one in tables if "PartitionName" in one}
+        partitions = self.partitions()
         problems: list[Problem] = []
         remarks: list[str] = []
         for request in requests:
@@ -84,7 +82,7 @@ class SlurmSystem:
                 (name for name, one in partitions.items() if one.get("Default") == "YES"), ""
             )
             if wanted not in partitions:
-                problems.append(_unknown_partition(wanted, partitions))
+                problems.append(unknown_partition(wanted, partitions))
                 break
             found, said = self._check_partition(request, wanted, partitions[wanted])
             problems += found
@@ -92,6 +90,11 @@ class SlurmSystem:
         if problems:
             raise UserError(list(dict.fromkeys(problems)))
         return list(dict.fromkeys(remarks))
+
+    def partitions(self) -> dict[str, dict[str, str]]:
+        """What scontrol says of each partition."""
+        lines = self.ask("scontrol", "show", "partition", "--oneliner").splitlines()
+        return {one["PartitionName"]: one for one in map(_key_values, lines) if "PartitionName" in one}
 
     def _check_partition(
         self, request: LaunchRequest, name: str, partition: Mapping[str, str]
@@ -433,7 +436,8 @@ def _check_storage(request: LaunchRequest, hostnames: Iterable[str]) -> list[Pro
     return problems
 
 
-def _unknown_partition(wanted: str, partitions: Mapping[str, object]) -> Problem:
+def unknown_partition(wanted: str, partitions: Mapping[str, object]) -> Problem:
+    """There is none of that name, or no default; with the nearest."""
     known = ", ".join(sorted(partitions))
     if not wanted:
         return Problem(where="--queue", what="this cluster has no default partition", fix=f"name one of {known}")
