@@ -19,10 +19,12 @@ import yaml
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from kube_managers import (
-    KUEUE_CERTIFICATE,
+    KUEUE_CERTIFICATES,
     PROGRAMS,
     apply_webhooks,
     manager_configuration,
+    may_mount,
+    with_certificates,
     write_certificate,
     write_configuration,
 )
@@ -47,8 +49,8 @@ def missing_control_plane(*programs: str) -> str:
     lost = [name for name in ("etcd", "kube-apiserver", *programs) if not os.access(Path(folder) / name, os.X_OK)]
     if lost:
         return f"KUBEBUILDER_ASSETS has no {', '.join(lost)}"
-    if "kueue-manager" in programs and not KUEUE_CERTIFICATE.exists():
-        return f"kueue-manager reads a certificate from {KUEUE_CERTIFICATE.parent}: make tls.crt and tls.key there"
+    if "kueue-manager" in programs and not KUEUE_CERTIFICATES.is_dir() and not may_mount():
+        return f"kueue-manager reads a certificate from {KUEUE_CERTIFICATES}: make tls.crt and tls.key there"
     return ""
 
 
@@ -59,6 +61,7 @@ class ControlPlane:
         self.base, self.assets, self.managers = base, Path(os.environ["KUBEBUILDER_ASSETS"]), managers
         self.kubeconfig = base / "kubeconfig"
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._logs: dict[int, Path] = {}
 
     def start(self) -> None:
         etcd, peer, secure, *others = free_ports(5 + 2 * len(PROGRAMS))
@@ -112,7 +115,9 @@ class ControlPlane:
             webhook, health = ports[2 * number : 2 * number + 2]
             made = manager_configuration(program, webhook=webhook, health=health, certificates=self.base / "webhooks")
             path = write_configuration(self.base / f"{program}.json", made)
-            self._spawn(program, f"--config={path}", f"--kubeconfig={self.kubeconfig}")
+            needs_place = program == "kueue-manager" and not KUEUE_CERTIFICATES.is_dir()
+            before = with_certificates(self.base / "etc") if needs_place else []
+            self._spawn(program, f"--config={path}", f"--kubeconfig={self.kubeconfig}", before=before)
             url = f"http://127.0.0.1:{health}/readyz"
             wait_for(lambda url=url: self._answers(url), f"{program}", patience_s=600)
             name = program.removesuffix("-manager")
@@ -182,12 +187,15 @@ class ControlPlane:
 
     def _assert_alive(self) -> None:
         for process in self._processes:
-            assert process.poll() is None, (self.base / f"{Path(process.args[0]).name}.log").read_text()[-3000:]
+            assert process.poll() is None, self._logs[process.pid].read_text()[-3000:]
 
-    def _spawn(self, program: str, *options: str) -> None:
-        with open(self.base / f"{program}.log", "ab") as log:
-            command = [str(self.assets / program), *options]
-            self._processes.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
+    def _spawn(self, program: str, *options: str, before: Sequence[str] = ()) -> None:
+        path = self.base / f"{program}.log"
+        with open(path, "ab") as log:
+            command = [*before, str(self.assets / program), *options]
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        self._processes.append(process)
+        self._logs[process.pid] = path
 
     def stop(self) -> None:
         for process in reversed(self._processes):

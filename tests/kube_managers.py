@@ -2,8 +2,8 @@
 
 KUBEBUILDER_ASSETS holds them as `jobset-manager` and `kueue-manager`, and their webhook configurations, as their
 projects publish them, as `webhooks/jobset.yaml` and `webhooks/kueue.yaml`. Kueue 0.19 reads tls.crt and tls.key of its
-metrics from a fixed place when it does not make its certificates itself, also where no metrics are served; no key of
-its configuration changes that: they must be there, self-signed ones do.
+metrics from a fixed place below /etc when it does not make its certificates itself, also where no metrics are served;
+no key of its configuration changes that. It runs with an /etc of its own: nothing is written to this machine's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import base64
 import datetime
 import ipaddress
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from phalanx.launch.kube.client import KubeClient
 
 PROGRAMS = ("jobset-manager", "kueue-manager")
-KUEUE_CERTIFICATE = Path("/etc/kueue/metrics/certs/tls.crt")
+KUEUE_CERTIFICATES = Path("/etc/kueue/metrics/certs")
 DAY = datetime.timedelta(days=1)
 
 
@@ -43,6 +46,25 @@ def write_certificate(folder: Path) -> str:
     (folder / "tls.crt").write_bytes(made.public_bytes(pem))
     (folder / "tls.key").write_bytes(key.private_bytes(pem, plain, serialization.NoEncryption()))
     return base64.b64encode(made.public_bytes(pem)).decode()
+
+
+def own_mounts() -> list[str]:
+    """The command that gives a program mounts of its own: as root, or as root of a user namespace."""
+    return ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
+
+
+def may_mount() -> bool:
+    """Whether this machine lets us."""
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run([*own_mounts(), "true"], capture_output=True, check=False).returncode == 0
+
+
+def with_certificates(folder: Path) -> list[str]:
+    """The beginning of a command that finds a new certificate at Kueue's fixed place; the rest of /etc is empty there,
+    and the loopback is all that Kueue talks to."""
+    write_certificate(folder / KUEUE_CERTIFICATES.relative_to("/etc"))
+    return [*own_mounts(), "sh", "-c", 'mount --bind "$0" /etc && exec "$@"', str(folder)]
 
 
 def manager_configuration(program: str, *, webhook: int, health: int, certificates: Path) -> dict[str, Any]:

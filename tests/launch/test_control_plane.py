@@ -34,7 +34,7 @@ JOB = tiny_job(
     launch={**ON_KUBERNETES, "flavour": "job"},
 )
 EXAMPLES = Path(__file__).parents[2] / "examples"
-OPTIONS: dict[str, Any] = {"hosts": 2, "progress": False, "check": False}
+OPTIONS: dict[str, Any] = {"hosts": 2, "progress": False, "check": False, "runs": "."}  # with the data, on the claim
 
 pytestmark = [
     pytest.mark.slow,
@@ -83,7 +83,7 @@ def test_refusals_of_a_real_server(plane: ControlPlane, folder: Path, monkeypatc
         monkeypatch.setenv("KUBECONFIG", str(other))
         with pytest.raises(phalanx.UserError, match=said):
             phalanx.launch("job.toml", **OPTIONS)
-    assert not list((folder / "runs").glob("*"))
+    assert not list(folder.glob("tiny-*"))
     assert plane.client().list_objects("/api/v1/namespaces/default/secrets")[0] == []
 
 
@@ -143,7 +143,7 @@ def test_a_killed_pod_is_replaced_alone_and_cancel_leaves_nothing(plane: Control
     kubelet.start(cpus="1")
     try:
         [job] = phalanx.launch("job.toml", **OPTIONS).ids
-        run = Run(path=next((folder / "runs").iterdir()))
+        run = Run(path=next(folder.glob("tiny-*")))
         assert os.path.exists(run.path / "kubernetes.json")
         wait_for(lambda: last_step(run) >= 3, "steps of two pods", patience_s=900)
         assert phalanx.why(job).explanation.reason == "on 2 pods"

@@ -54,7 +54,7 @@ def cluster_queue(cores: str) -> dict[str, Any]:
 
 
 def launch(**more: Any) -> Any:
-    options = {"hosts": 2, "progress": False, "check": False, **more}
+    options = {"hosts": 2, "progress": False, "check": False, "runs": ".", **more}  # with the data, on the claim
     return phalanx.launch("job.toml", **options)
 
 
@@ -99,6 +99,27 @@ def test_submit_list_logs_requeue_cancel(server: KubeServer) -> None:
     assert str(phalanx.why(job)) == f"{job} is cancelled: it was cancelled; phalanx requeue {job} resumes it"
     with pytest.raises(phalanx.UserError, match="has already ended"):
         phalanx.cancel(job)
+
+
+def test_a_run_is_said_to_be_cancelled_before_its_objects_are_gone(
+    server: KubeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = launch()
+    [job], run = done.ids, Run(path=Path(done.requests[0].run))
+    told: list[str] = []
+
+    def delete(self: kube_client.KubeClient, path: str) -> bool:
+        told.append(run.status()["state"])
+        raise phalanx.SystemFailure(phalanx.errors.Problem(where="API", what="went away"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kube_client.KubeClient, "delete", delete)
+        with pytest.raises(phalanx.SystemFailure, match="went away"):
+            phalanx.cancel(job)
+    assert (told, run.status()["state"]) == (["stopped"], "created")  # and not cancelled, when it was not
+    del server.objects[f"{JOBSETS}/{job}"]
+    run.set_status("stopped", message="cancelled")
+    assert [(one.state, one.said) for one in phalanx.queue().jobs] == [("cancelled", "stopped")]
 
 
 def test_a_namespace_that_refuses_hides_no_job_of_another(server: KubeServer, tmp_path: Path) -> None:
@@ -166,7 +187,16 @@ def test_a_cluster_that_cannot_take_it_is_said_before_anything_is_made(server: K
     said = str(caught.value)
     assert "--queue team-b: namespace default has no such LocalQueue\n  did you mean team-a?" in said
     assert "launch.claim rusn: namespace default has no such PersistentVolumeClaim\n  did you mean runs?" in said
-    assert not list(Path("runs").glob("*"))
+    assert not list(Path().glob("tiny-*"))
+    with pytest.raises(phalanx.UserError) as caught:
+        launch(runs="runs")
+    runs = Path("runs").absolute()
+    assert str(caught.value).startswith(
+        f"data.path {Path('data').absolute()}: would not be seen by the pods\n"
+        f"  the claim is mounted where --runs is, {runs}, and pods see nothing else of this machine\n"
+        f"  put it below {runs} "
+    )
+    assert not runs.exists()
     assert system().check([request()]) == []
     assert "asks for 4 nodes with 1 cpu, but the cluster has 3" in refused(spares=2)
     said = refused(spares=3)

@@ -104,7 +104,7 @@ class Cluster:
 
     def launch(self, team: str, **options: Any) -> tuple[str, Run]:
         self.become(team)
-        wanted = {"hosts": 2, "steps": STEPS, "runs": self.folder / "runs", "progress": False, "check": False}
+        wanted = {"hosts": 2, "steps": STEPS, "runs": self.folder, "progress": False, "check": False}
         done = phalanx.launch(self.folder / "job.toml", queue=team, allow_code=True, again=True, **wanted | options)
         return done.ids[0], Run(path=Path(done.requests[0].run))
 

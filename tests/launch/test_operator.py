@@ -269,6 +269,8 @@ def test_slurm_drains_nodes_that_runs_excluded_and_brakes(
     def reason_of(node: str) -> str:
         return slurm.run("sinfo", "-h", "-N", "-n", node, "-o", "%E").splitlines()[0]
 
+    with pytest.raises(phalanx.UserError, match="--queue wid: this cluster has no such partition\n  did you mean wide"):
+        phalanx.cluster_health(on="slurm", queue="wid")
     try:
         exclude("1", nodes[0], slot=1)  # one slot, not the host
         assert phalanx.cluster_health(on="slurm", apply=True).exit_code == 0

@@ -120,7 +120,7 @@ def test_a_lost_pod_comes_back_and_preempted_pods_go_on(tmp_path: Path, monkeypa
     (tmp_path / "job.toml").write_text(JOB)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data-home"))
     monkeypatch.chdir(tmp_path)
-    done = phalanx.launch("job.toml", on="k8s", hosts=2, progress=False, check=False, submit=False)
+    done = phalanx.launch("job.toml", on="k8s", hosts=2, runs=tmp_path, progress=False, check=False, submit=False)
     [job], run = done.ids, Run(path=Path(done.requests[0].run))
     assert phalanx.why(job).explanation.reason == "no pod has begun"
     assert [(one.state, one.said) for one in phalanx.queue().jobs] == [("waiting", "manifests written")]

@@ -106,6 +106,16 @@ def test_settings_come_from_the_call_then_the_job_then_the_user_then_the_site(tm
     for wrong, said in ((["A"], "is not NAME=VALUE"), (["A B=1"], "is not NAME=VALUE")):
         with pytest.raises(phalanx.UserError, match=said):
             launch_settings(LaunchChoice(environ=tuple(wrong)), {})
+    for given, said in (
+        ({"time_s": 0.0}, "--time-s 0.0: is not above 0\n  use a number above 0 and up to 1e+09"),
+        ({"time_s": float("nan")}, "--time-s nan: is not a finite number"),
+        ({"hosts": 0}, "--hosts 0: is below 1\n  use 1 or more"),
+        ({"queue": "a;b"}, "--queue a;b: has the wrong form"),
+    ):
+        with pytest.raises(phalanx.UserError) as caught:
+            launch_settings(LaunchChoice(), {}, **given)
+        assert str(caught.value).startswith(said)
+        assert "auto" not in str(caught.value)  # which the command line does not take
 
 
 def test_hosts_are_ordered_by_topology_and_too_few_end_the_launch(tmp_path: Path) -> None:
@@ -117,6 +127,43 @@ def test_hosts_are_ordered_by_topology_and_too_few_end_the_launch(tmp_path: Path
         own_address("ib7")
     with pytest.raises(phalanx.SystemFailure, match="1 of 2 hosts answered: n1"):
         prepare_run(Run(path=tmp_path), ["module said hello", "x n1 10.0.0.1", "y n2 nonsense"], hosts=2, slots=1)
+    run = Run(path=tmp_path)
+    with pytest.raises(phalanx.SystemFailure, match="1 of 2 hosts answered: n1; n2: has no address on ib7"):
+        prepare_run(run, ["! n2: has no address on ib7", "x n1 10.0.0.1"], hosts=2, slots=1)
+    # What `phalanx why` answers with, and a run that is complete stays so.
+    assert run.status()["message"] == "1 of 2 hosts answered: n1; n2: has no address on ib7"
+    run.set_status("done")
+    prepare_run(run, [], hosts=2, slots=1)
+    assert run.status()["state"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("signal", "wanted"),
+    [("", ["prepare", "serve", "conclude"]), ("USR1", ["prepare", "serve", "conclude"]), ("TERM", ["prepare"])],
+)
+def test_signals_while_the_nodes_gather_are_not_lost(
+    plan: phalanx.Plan, tmp_path: Path, signal: str, wanted: list[str]
+) -> None:
+    """The time limit asks for a checkpoint as soon as there is a run, a preemption sends the job back to the queue."""
+    (tmp_path / "logs").mkdir()
+    stand_ins = {
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; [ "$5" != describe ] || [ -z "$SIGNAL" ] ||'
+        ' kill -s "$SIGNAL" "$PPID"; exec "$@"',
+        "python": 'cd "$RUN_FOLDER"; [ "$4" = describe ] || echo "$4" >>called; [ "$4" != prepare ] || rm -f stop',
+        "squeue": "echo RUNNING",
+        "scontrol": 'echo "$@" >>"$RUN_FOLDER/asked"',
+        "sleep": "true",
+    }
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    asked = request_for(plan, run=str(tmp_path), python=str(tmp_path / "python"))
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SIGNAL": signal, "RUN_FOLDER": str(tmp_path)}
+    script = batch_script([asked], SlurmFacts())
+    done = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=False)
+    assert (tmp_path / "called").read_text().split() == wanted, done.stderr
+    assert (tmp_path / "stop").exists() == (signal == "USR1")
+    assert (done.returncode, (tmp_path / "asked").exists()) == ((75, True) if signal == "TERM" else (0, False))
 
 
 def test_only_who_was_interrupted_wants_to_go_on(tmp_path: Path) -> None:

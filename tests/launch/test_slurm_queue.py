@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +18,8 @@ from tiny_dataset import write_dataset
 from tiny_job import tiny_job
 
 import phalanx
+from phalanx.launch.book import LaunchRecord, record_launch
+from phalanx.record.run import Run
 
 JOB = tiny_job(
     model={"layers": 2},
@@ -61,11 +66,14 @@ def test_bad_requests_are_refused_with_the_cure_and_leave_nothing_behind(slurm: 
         "partition pair: tiny asks for 3 nodes (2 of them spare), but a job gets at most 2\n"
         "  use fewer --hosts or --spares, or another --queue"
     )
-    assert "is local to each node: elsewhere would not see it" in refused(folder, queue="far")
+    for place in ("--runs", "data.path"):
+        assert re.search(rf"{place} /\S+: is local to each node: elsewhere would", refused(folder, queue="far"))
     assert "is not a Python interpreter on this machine" in refused(folder, overrides=["launch.python=/nowhere/python"])
     assert "launch.options: --nodes is set by Phalanx" in refused(folder, overrides=['launch.options=["--nodes=9"]'])
     gpus = refused(folder, queue="wide", cluster="8xH100:1")
     assert gpus.startswith("partition wide: its nodes have 0 GPUs each, but the plan needs 8")
+    image = refused(folder, queue="wide", overrides=["launch.image=registry.example#phalanx:1"])
+    assert image.startswith("launch.image registry.example#phalanx:1: srun of this cluster has no option")
     assert slurm.run("squeue", "-h") == before
 
 
@@ -102,35 +110,61 @@ def test_why_names_the_reason_of_waiting_and_the_cure(slurm: SlurmCluster, folde
         slurm.run("scancel", busy, *expected.values())
 
 
-def test_a_group_is_an_array_with_one_table_and_cancelling_leaves_no_process(slurm: SlurmCluster, folder: Path) -> None:
-    jobs = []
-    for number in range(3):
-        path = folder / f"job-{number}.toml"
-        path.write_text(JOB.replace('"tiny"', f'"tiny-{number}"').replace("2560", "256000000"))
-        jobs.append(path)
-    wanted = {"runs": folder / "runs dir", "progress": False, "check": False, "queue": "wide"}
-    done = phalanx.launch(jobs, group="sweep-7", **wanted)
-    array = done.ids[0].partition("_")[0]
-    assert done.ids == tuple(f"{array}_{number}" for number in range(3))
-    table = phalanx.queue(group="sweep-7")
-    assert [(one.id, one.name, one.group) for one in table.jobs] == [
-        (f"{array}_{number}", f"tiny-{number}", "sweep-7") for number in range(3)
-    ]
-    assert "3 " in str(table).splitlines()[-1]
-
-    def agents() -> list[Any]:
-        return slurm.processes(done.requests[0].run)
+def test_cancelling_leaves_no_process(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "job.toml").write_text(JOB.replace("2560", "256000000"))
+    done = launch(folder, queue="wide", runs=folder / "runs dir")
+    [job], run = done.ids, done.requests[0].run
 
     def is_agent(process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended after it was listed
             return "phalanx.train.agent" in " ".join(process.cmdline())
         return False
 
-    wait_for(lambda: any(is_agent(one) for one in agents()), "an agent", patience_s=600)
-    for job in done.ids:
-        phalanx.cancel(job)
-    wait_for(lambda: not agents(), "the processes to be gone", patience_s=120)
-    assert {one.state for one in phalanx.queue(group="sweep-7").jobs} == {"cancelled"}
+    wait_for(lambda: any(is_agent(one) for one in slurm.processes(run)), "an agent", patience_s=600)
+    phalanx.cancel(job)
+    wait_for(lambda: not slurm.processes(run), "the processes to be gone", patience_s=120)
+    [row] = [one for one in phalanx.queue(on="slurm").jobs if one.id == job]
+    assert row.state == "cancelled"
+
+
+# In place of a Python that trains: 40 trainings take minutes, and test_slurm_runs.py has real ones. Number 7 fails.
+STAND_IN = """\
+#!/bin/bash
+case "$4" in
+describe) echo "x $SLURMD_NODENAME 127.0.0.1" ;;
+serve) echo '{"state": "done"}' >"${@: -1}/status.json" ;;
+conclude) case "$5" in *tiny-7-*) echo '{}' >"$5/status.json"; echo "phalanx: failed: no luck" >&2; exit 3 ;; esac ;;
+esac
+"""
+
+
+def test_a_group_of_forty_is_one_array_with_one_table_and_a_folder_each(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "stand-in").write_text(STAND_IN)
+    (folder / "stand-in").chmod(0o755)
+    jobs = [folder / f"job-{number}.toml" for number in range(40)]
+    for number, path in enumerate(jobs):
+        path.write_text(JOB.replace('"tiny"', f'"tiny-{number}"'))
+    done = phalanx.launch(
+        jobs,
+        group="sweep-40",
+        queue="low",
+        overrides=[f"launch.python={folder / 'stand-in'}"],
+        runs=folder / "runs dir",
+        progress=False,
+        check=False,
+        wait=True,
+    )
+    array = done.ids[0].partition("_")[0]
+    assert done.ids == tuple(f"{array}_{number}" for number in range(40))  # one submission
+    table = phalanx.queue(group="sweep-40")
+    assert [(one.id, one.name, one.group) for one in table.jobs] == [
+        (f"{array}_{number}", f"tiny-{number}", "sweep-40") for number in range(40)
+    ]
+    assert [one.name for one in table.jobs if one.state != "done"] == ["tiny-7"]
+    assert (done.exit_code, str(table).splitlines()[-1]) == (3, "39 done, 1 failed")
+    assert phalanx.why(f"{array}_7").explanation.reason == "no luck"
+    for number, request in enumerate(done.requests):
+        assert [path.name for path in (Path(request.run) / "logs").glob("*.log")] == [f"slurm-{array}_{number}.log"]
 
 
 def test_without_slurm_the_verbs_say_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +174,25 @@ def test_without_slurm_the_verbs_say_so(folder: Path, monkeypatch: pytest.Monkey
     assert (done.returncode, done.stdout) == (2, "")
     assert "--on slurm: Slurm's command scontrol is not on this machine" in done.stderr
     assert not (folder / "runs").exists()
-    asked = subprocess.run([*command[:3], "queue", "--on", "slurm"], capture_output=True, text=True, check=False)
-    assert asked.returncode == 2
-    assert "Slurm's command squeue is not on this machine" in asked.stderr
+    with pytest.raises(phalanx.UserError, match="Slurm's command squeue is not on this machine"):
+        phalanx.queue(on="slurm")
     with pytest.raises(phalanx.UserError, match="Slurm's command sinfo is not on this machine") as caught:
         phalanx.cluster_health(on="slurm")
     assert "--on local" not in str(caught.value)  # which has no nodes to look after
+    # Launched elsewhere, with this folder in sight: what the run says is worth more than that Slurm is not here.
+    run = Run(path=folder / "there")
+    run.path.mkdir()
+    (run.path / "plan.json").write_text("{}")
+    run.set_status("failed", message="rank 3 ran out of memory")
+    record_launch(LaunchRecord(id="12", system="slurm", name="tiny", run=str(run.path)), os.environ)
+    said = str(phalanx.why("12"))
+    assert said.startswith("12 is failed: its run folder says failed: rank 3 ran out of memory (Slurm's commands are")
+    assert f"phalanx watch {run.path} follows it from here" in said
+    with pytest.raises(phalanx.UserError, match="Slurm's command squeue is not on this machine"):
+        phalanx.cancel("12")
+    shutil.rmtree(run.path)
+    with pytest.raises(phalanx.UserError, match="its run folder cannot be read from here either"):
+        phalanx.why("12")
     for verb in ("why", "cancel", "requeue", "logs"):
         with pytest.raises(phalanx.UserError, match="no launched job has the id '4711'"):
             getattr(phalanx, verb)("4711")

@@ -113,6 +113,7 @@ def launch(
                 group=group,
                 spares=spares,
                 allow_code=allow_code,
+                inputs=_input_places(one),
             )
             for one, setting, folder in zip(prepared, settings, folders, strict=True)
         ]
@@ -269,6 +270,20 @@ def _plan_job(
     plan, resolved, _ = plan_call(call, here=False)
     check_before_training(resolved, plan, refuse=check, tell=silent if not check else tell)
     return _Prepared(plan=plan, resolved=resolved, call=call, name=name or plan.job.name)
+
+
+def _input_places(one: _Prepared) -> list[tuple[str, str]]:
+    """What every host reads beside the run folder, by the key of the job that names it."""
+    from phalanx.job.dataset import cache_folder, corpus_folder
+
+    job, base = one.plan.job, one.resolved.path.parent
+    found = [("data.path", str((base / path).resolve())) for path in job.data.paths]
+    if job.data.corpus and not found:
+        cached = corpus_folder(job.data.corpus, cache_folder(os.environ), vocab=job.model.vocab)
+        found.append(("data.corpus", str(cached.absolute())))
+    if job.train.weights:
+        found.append(("train.weights", str((base / job.train.weights).resolve())))
+    return found
 
 
 def _open_system(name: str) -> LaunchSystem:

@@ -25,6 +25,7 @@ from phalanx.launch.kube.job_objects import (
     main_document,
     main_path,
     read_manifest,
+    said_to_be_cancelled,
 )
 from phalanx.launch.kube.preflight import KUEUE, check_cluster
 from phalanx.launch.kube.refusals import explain_refusal
@@ -354,11 +355,8 @@ class KubernetesSystem:
         [one] = self.list_jobs([record.id])
         if one.state in OVER and one.said != "not in the cluster":
             raise mistake(job, "has already ended", fix=f"phalanx why {job} says how")
-        self._delete_job(record, place)
-        with suppress(PhalanxError):
-            run = open_run(record.run)
-            if run.status().get("state") not in ("done", "failed", "stopped"):
-                run.set_status("stopped", message="cancelled", exit_code=130)
+        with said_to_be_cancelled(Run(path=Path(record.run))):
+            self._delete_job(record, place)
 
     def _delete_job(self, record: LaunchRecord, place: Mapping[str, str]) -> None:
         client, namespace = self._client(place["context"]), place["namespace"]

@@ -35,12 +35,15 @@ from phalanx.elastic.transports import interface_addresses
 from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError, mistake
 from phalanx.hardware.discover import discover
 from phalanx.io.values import text as text_value
+from phalanx.io.visible import one_line
 from phalanx.launch.system import REQUEUE
 from phalanx.record.run import Run, open_run
 from phalanx.units import plural
 
 WANTS_TO_GO_ON = "requeue"  # in the stop file: the system interrupts the run, nobody wants it to end
 HELD_S = 30.0  # for the coordinator of an interrupted launch to lose its lease
+CONCLUDED = "phalanx: "  # before the last words of a launch in its log
+REFUSED = "! "  # before what a host says that cannot take part
 HOST = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,252}")
 
 
@@ -117,23 +120,23 @@ def prepare_run(run: Run, lines: Sequence[str], *, hosts: int, slots: int) -> No
 
     Raises SystemFailure when fewer than `hosts` are there.
     """
+    if run.status().get("state") == "done":
+        return
     found: dict[str, HostLine] = {}
     for line in lines:
         with contextlib.suppress(ValueError):  # what a module or a login message printed between them
             one = HostLine.parse(line)
             found[one.name] = one
     if len(found) < hosts:
-        here = ", ".join(found) or "none"
+        refused = [one_line(line.removeprefix(REFUSED))[:200] for line in lines if line.startswith(REFUSED)]
+        said = f"; {refused[0]}" if refused else ""
+        what = f"{len(found)} of {plural(hosts, 'host')} answered: {', '.join(found) or 'none'}{said}"
+        why = "" if refused else "the others do not see this folder, or have no Phalanx at the same path"
+        fix = "put the run folder and Python on storage that all hosts share (--runs, launch.python)"
+        run.set_status("failed", message=what, exit_code=3)  # for `phalanx why`
         raise SystemFailure(
-            Problem(
-                where=str(run.path),
-                what=f"{len(found)} of {plural(hosts, 'host')} answered: {here}",
-                why="the others do not see this folder, or have no Phalanx at the same path",
-                fix="put the run folder and Python on storage that all hosts share (--runs, launch.python)",
-            )
+            Problem(where=str(run.path), what=what, why=why, fix=fix if not refused else "the log above says more")
         )
-    if run.status().get("state") == "done":
-        return
     ordered = sorted(found.values(), key=lambda one: one.order)
     _prepare_when_free(run, [HostSpec(name=one.name, slots=slots, address=one.address) for one in ordered])
 
@@ -264,12 +267,14 @@ def main(arguments: Sequence[str]) -> int:
             return serve_host(run, os.environ, allow_code=args.allow_code)
         elif args.what == "conclude":
             code, said = conclude_run(run)
-            print(f"phalanx: {said}", file=sys.stderr)
+            print(f"{CONCLUDED}{said}", file=sys.stderr)
             return code
         else:
             return _run_here(run, os.environ, args)
     except PhalanxError as error:
         print(error, file=sys.stderr, flush=True)
+        if args.what == "describe":  # to whoever prepares the run
+            print(f"{REFUSED}{own_host(os.environ)}: {one_line(error.problems[0].what)}", flush=True)
         return error.exit_code
     return 0
 

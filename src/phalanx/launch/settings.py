@@ -78,6 +78,7 @@ def launch_settings(job: LaunchChoice, environ: Mapping[str, str], **chosen: Any
     sites = [read_site_file(path) for path in site_files(environ)]
     sources = [job, *(site.launch for site in sites)]
     values = {name: value for name, value in chosen.items() if value not in (None, "", ())}
+    _check_chosen(values)
     for name in (item.name for item in fields(LaunchChoice)):
         given = [value for source in sources if (value := getattr(source, name)) not in ("", (), AUTO, False)]
         if given and name not in (*values, "environ"):
@@ -88,6 +89,19 @@ def launch_settings(job: LaunchChoice, environ: Mapping[str, str], **chosen: Any
     found = LaunchSettings(**values, environ=variables, preamble=preambles[0] if preambles else ())
     _check_settings(found)
     return found
+
+
+def _check_chosen(values: Mapping[str, Any]) -> None:
+    """What the command line gives keeps the rules of the job's keys; raises UserError."""
+    rules = {item.name: rule_of(item.metadata) for item in fields(LaunchChoice)}
+    for name in ("queue", "hosts", "time_s"):  # the others are names, which are compared with those that there are
+        try:
+            rules[name].read(values.get(name, AUTO if name != "queue" else ""))
+        except WrongValue as error:
+            option = f"--{name.replace('_', '-')} {str(values[name])[:40]}"
+            raise mistake(
+                option, str(error), fix=(error.fix or f"use {rules[name].expects}").removesuffix(', or "auto"')
+            ) from error
 
 
 def site_files(environ: Mapping[str, str]) -> list[Path]:

@@ -18,7 +18,7 @@ from phalanx.io.files import replace_text
 from phalanx.io.values import text
 from phalanx.io.visible import one_line
 from phalanx.launch.book import LaunchRecord, find_record, read_records
-from phalanx.launch.node import WANTS_TO_GO_ON
+from phalanx.launch.node import CONCLUDED, WANTS_TO_GO_ON
 from phalanx.launch.resource_request import LaunchRequest
 from phalanx.launch.slurm_reasons import ENDS, explain_reason
 from phalanx.launch.slurm_script import SlurmFacts, batch_script
@@ -65,15 +65,16 @@ class SlurmSystem:
     @property
     def is_here(self) -> bool:
         """Whether Slurm's commands are on this machine."""
-        return shutil.which("sbatch", path=self._environ.get("PATH")) is not None
+        return self._has_command("sbatch")
+
+    def _has_command(self, name: str) -> bool:
+        return shutil.which(name, path=self._environ.get("PATH")) is not None
 
     # ---- before a job is submitted ----------------------------------------------------------------------------------
 
     def check(self, requests: Sequence[LaunchRequest], *, submits: bool = True) -> list[str]:
         """Hold the requests against partition, nodes, GPUs, time limit, storage and Python of the live cluster."""
-        lines = self.ask("scontrol", "show", "partition", "--oneliner").splitlines()
-        tables = [_key_values(line) for line in lines]
-        partitions = {one["PartitionName"]: one for one in tables if "PartitionName" in one}
+        partitions = self.partitions()
         problems: list[Problem] = []
         remarks: list[str] = []
         for request in requests:
@@ -81,7 +82,7 @@ class SlurmSystem:
                 (name for name, one in partitions.items() if one.get("Default") == "YES"), ""
             )
             if wanted not in partitions:
-                problems.append(_unknown_partition(wanted, partitions))
+                problems.append(unknown_partition(wanted, partitions))
                 break
             found, said = self._check_partition(request, wanted, partitions[wanted])
             problems += found
@@ -89,6 +90,11 @@ class SlurmSystem:
         if problems:
             raise UserError(list(dict.fromkeys(problems)))
         return list(dict.fromkeys(remarks))
+
+    def partitions(self) -> dict[str, dict[str, str]]:
+        """What scontrol says of each partition."""
+        lines = self.ask("scontrol", "show", "partition", "--oneliner").splitlines()
+        return {one["PartitionName"]: one for one in map(_key_values, lines) if "PartitionName" in one}
 
     def _check_partition(
         self, request: LaunchRequest, name: str, partition: Mapping[str, str]
@@ -123,6 +129,7 @@ class SlurmSystem:
                 )
             )
         problems += _check_storage(request, {one["hostname"] for one in nodes})
+        problems += self._check_image(request.settings.image)
         limit = _slurm_seconds(partition.get("MaxTime", ""))
         self._facts = SlurmFacts(leaf_nodes=self._leaf_nodes(), most_time_s=limit)
         if request.time_limit_s > limit:
@@ -131,6 +138,20 @@ class SlurmSystem:
                 f"{request.name} saves a checkpoint, is requeued and resumes"
             )
         return problems, remarks
+
+    def _check_image(self, image: str) -> list[Problem]:
+        """srun can start containers, and an image that is a file is there."""
+        if not image:
+            return []
+        where = f"launch.image {image}"
+        if "--container-image" not in self.ask("srun", "--help"):
+            what = "srun of this cluster has no option --container-image"
+            fix = "name a Python that all nodes see (launch.python) instead, or ask the operator for pyxis"
+            return [Problem(where=where, what=what, why="pyxis and enroot add it", fix=fix)]
+        if image.startswith(("/", "./", "../")) and not Path(image).is_file():
+            fix = "enroot import makes one; an image of a registry is written as registry.example#name:tag"
+            return [Problem(where=where, what="there is no such file", fix=fix)]
+        return []
 
     def _nodes(self, partition: str) -> list[dict[str, str]]:
         lines = self.ask("sinfo", "-h", "-N", "-p", partition, "-o", "%N|%T|%G|%n").splitlines()
@@ -202,6 +223,8 @@ class SlurmSystem:
     def explain(self, job: str) -> JobExplanation:
         """The sentence for a job that waits, runs or has ended."""
         record = self._record(job)
+        if not self._has_command("squeue"):
+            return _explain_from_folder(record)
         row = self._squeue().get(record.id)
         one = _queued_job(record, row)
         queue = one.queue or record.queue or "its queue"
@@ -222,6 +245,8 @@ class SlurmSystem:
             reason, cure = (part.format(id=record.id) for part in ENDS[word])
             return reason, cure
         again = f"phalanx logs {record.id} shows its last lines; phalanx requeue {record.id} resumes it"
+        if log.startswith(CONCLUDED):  # our own last words, which know of the time limit too
+            return log.removeprefix(CONCLUDED).removeprefix("failed: "), again
         with suppress(PhalanxError):
             said = text(open_run(record.run).status(), "message").splitlines()[:1]
             if said and said[0]:
@@ -286,7 +311,7 @@ class SlurmSystem:
 
     def ask(self, *command: str, given: str = "") -> str:
         """What one of Slurm's commands answers; raises UserError without Slurm, SystemFailure when it fails."""
-        if shutil.which(command[0], path=self._environ.get("PATH")) is None:
+        if not self._has_command(command[0]):
             raise no_slurm(command[0])
         try:
             done = subprocess.run(
@@ -316,13 +341,13 @@ class SlurmSystem:
         return done.stdout
 
 
-def no_slurm(command: str) -> UserError:
+def no_slurm(command: str, *, fix: str = "run this there, or add Slurm's folder to PATH") -> UserError:
     """Slurm is not installed here."""
     return mistake(
         "--on slurm",
         f"Slurm's command {command} is not on this machine",
         why="a login node of the cluster has it",
-        fix="run this there, or add Slurm's folder to PATH",
+        fix=fix,
     )
 
 
@@ -364,8 +389,24 @@ def _queued_job(record: LaunchRecord, row: Mapping[str, str] | None) -> QueuedJo
     )
 
 
+def _explain_from_folder(record: LaunchRecord) -> JobExplanation:
+    """What the run folder tells where Slurm cannot be asked."""
+    with suppress(PhalanxError):
+        status = open_run(record.run).status()
+        told = text(status, "state")
+        said = "".join(f": {line}" for line in text(status, "message").splitlines()[:1])
+        return JobExplanation(
+            id=record.id,
+            state=RUN_STATES.get(told, RUNNING if told == "running" else WAITING),
+            reason=f"its run folder says {told or 'nothing yet'}{said} (Slurm's commands are not on this machine)",
+            cure=f"phalanx watch {record.run} follows it from here; phalanx why {record.id} on a login node, or with "
+            "Slurm's folder in PATH, asks Slurm",
+        )
+    raise no_slurm("squeue", fix="run this there: its run folder cannot be read from here either")
+
+
 def _check_storage(request: LaunchRequest, hostnames: Iterable[str]) -> list[Problem]:
-    """The run folder, the checkpoints and Python lie where other nodes can see them, as far as this one can tell."""
+    """Run folder, checkpoints, data and Python lie where other nodes can see them, as far as this one can tell."""
     problems = []
     elsewhere = [name for name in hostnames if name.partition(".")[0] != platform.node().partition(".")[0]]
     python = request.agent[0]
@@ -377,9 +418,9 @@ def _check_storage(request: LaunchRequest, hostnames: Iterable[str]) -> list[Pro
                 fix="set launch.python to one that all nodes see",
             )
         )
-    places = {"--runs": request.run, "checkpoint.path": request.checkpoint}
-    places |= {} if request.settings.image else {"launch.python": python}
-    for name, place in places.items():
+    places = [("--runs", request.run), ("checkpoint.path", request.checkpoint), *request.inputs]
+    places += [] if request.settings.image else [("launch.python", python)]
+    for name, place in places:
         if (
             elsewhere
             and "://" not in place
@@ -395,7 +436,8 @@ def _check_storage(request: LaunchRequest, hostnames: Iterable[str]) -> list[Pro
     return problems
 
 
-def _unknown_partition(wanted: str, partitions: Mapping[str, object]) -> Problem:
+def unknown_partition(wanted: str, partitions: Mapping[str, object]) -> Problem:
+    """There is none of that name, or no default; with the nearest."""
     known = ", ".join(sorted(partitions))
     if not wanted:
         return Problem(where="--queue", what="this cluster has no default partition", fix=f"name one of {known}")
@@ -427,10 +469,14 @@ def _slurm_seconds(word: str) -> float:
 
 
 def _last_said(run: Path) -> str:
-    """The last line that the batch script printed."""
+    """The last line that the batch script printed and that says what went wrong."""
     for path in sorted((run / "logs").glob("slurm-*.log"), reverse=True):
         with suppress(OSError):
             lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            # What is indented explains the line above it; Slurm's own words tell of the end, not of its cause.
+            lines = [
+                one for one in lines if not one.startswith((" ", "srun: error", "slurmstepd", "Terminated", "Try "))
+            ]
             if lines:
                 return one_line(lines[-1])[:300]
     return ""

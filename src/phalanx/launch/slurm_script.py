@@ -76,22 +76,34 @@ node=({python} -P -m {module})
 on_every_node() {{ srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0{container} "$@"; }}
 on_first_node() {{ {first_node}"$@"; }}
 
+back_to_queue() {{  # Slurm ends this script when the job is back in the queue; one that is cancelled is not running
+    [ "$(squeue --noheader --job "$SLURM_JOB_ID" --format=%T)" = RUNNING ] &&
+        scontrol requeue "$SLURM_JOB_ID" && sleep 120
+}}
+
+# USR1 comes before the time limit, TERM with a preemption: also while the nodes gather, when there is nothing to save.
+told=nothing
+trap 'told=limit' USR1
+trap 'told=preempted' TERM
+
 # Every node says where it is in the network, and proves that it sees the run; ranks are numbered in this order.
 on_every_node "${{node[@]}}" describe "$RUN" --interface {interface} >"$RUN/logs/hosts.txt"
-on_first_node "${{node[@]}}" prepare "$RUN" --hosts {hosts} --slots {slots} <"$RUN/logs/hosts.txt" || exit
+on_first_node "${{node[@]}}" prepare "$RUN" --hosts {hosts} --slots {slots} <"$RUN/logs/hosts.txt"
+code=$?
+if [ "$told" = preempted ]; then back_to_queue; exit {requeue}; fi
+if [ "$code" != 0 ]; then exit "$code"; fi
 
-# USR1 comes before the time limit: the run saves and ends. TERM comes with a preemption, to the agents, too.
+# From now on USR1 makes the run save and end. TERM comes to the agents, too.
 trap 'echo {stop} >"$RUN/stop"' USR1
 trap : TERM
+if [ "$told" = limit ]; then echo {stop} >"$RUN/stop"; fi
 on_every_node "${{node[@]}}" serve {serve} "$RUN" &
 agents=$!
 while kill -0 "$agents" 2>/dev/null; do wait "$agents"; done  # a signal ends wait, not the agents
 
 on_first_node "${{node[@]}}" conclude "$RUN"
 code=$?
-if [ "$code" = {requeue} ] && [ "$(squeue --noheader --job "$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
-    scontrol requeue "$SLURM_JOB_ID" && sleep 120  # Slurm ends this script when the job is back in the queue
-fi
+if [ "$code" = {requeue} ]; then back_to_queue; fi
 exit "$code"
 """
 
@@ -137,9 +149,10 @@ def _sbatch_option(option: str) -> str:
 
 
 def _container_options(request: LaunchRequest) -> str:
-    """Options of pyxis; the run folder is always there."""
+    """Options of pyxis; the run folder, the data and the weights are always there."""
     settings = request.settings
     if not settings.image:
         return ""
-    mounts = ",".join(dict.fromkeys((f"{request.run}:{request.run}", *settings.mounts)))
+    needed = [request.run, *(path for _, path in request.inputs)]
+    mounts = ",".join(dict.fromkeys((*(f"{path}:{path}" for path in needed), *settings.mounts)))
     return f" --container-image={shlex.quote(settings.image)} --container-mounts={shlex.quote(mounts)}"

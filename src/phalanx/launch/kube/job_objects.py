@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
@@ -10,9 +11,12 @@ import yaml
 
 from phalanx.io.files import read_text
 from phalanx.launch.kube.client import Document, kind_path, plural_of
+from phalanx.record.run import Run
 
 MANIFEST = "kubernetes.yaml"  # in the run folder, with the key
 MAIN_KINDS = ("JobSet", "TrainJob", "Job")
+RUN_ENDS = ("done", "failed", "stopped")  # states of a run that say how it ended
+CANCELLED_BY_USER = "cancelled"
 
 
 def read_manifest(run: Path) -> list[Document]:
@@ -45,3 +49,24 @@ def grace_s(document: Document) -> float:
         one for listed in document.values() if isinstance(listed, list) for one in listed if isinstance(one, dict)
     ]
     return max([float(value) if isinstance(value, int | float) else 0.0, *(grace_s(one) for one in inner)])
+
+
+@contextmanager
+def said_to_be_cancelled(run: Run) -> Iterator[None]:
+    """The run says it before its objects go, so that whoever looks then (`launch --wait`) finds it cancelled, not lost.
+
+    What cannot be cancelled is as it was.
+    """
+    before = run.status()
+    if not run.path.is_dir() or before.get("state") in RUN_ENDS:
+        yield
+        return
+    run.set_status("stopped", message=CANCELLED_BY_USER, exit_code=130)
+    try:
+        yield
+    except BaseException:
+        if run.status().get("message") == CANCELLED_BY_USER:
+            run.set_status(str(before.get("state") or "created"))
+        raise
+    if run.status().get("state") not in RUN_ENDS:  # its agents had written once more
+        run.set_status("stopped", message=CANCELLED_BY_USER, exit_code=130)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 
 from phalanx.errors import Problem
 from phalanx.launch.manifests import render_dstack, render_skypilot
@@ -42,6 +43,12 @@ def check_settings(requests: Sequence[LaunchRequest]) -> tuple[list[Problem], li
         for label in settings.topology:
             if not LABEL.fullmatch(label):
                 wrong("launch.topology", f"{label[:60]!r} is no label of a node", "such as topology/rack")
+        mount = PurePosixPath(request.run).parent
+        for key, path in request.inputs:
+            if not PurePosixPath(path).is_relative_to(mount):
+                fix = f"put it below {mount} (phalanx data build makes datasets anywhere), or name a folder above both"
+                why = f"the claim is mounted where --runs is, {mount}, and pods see nothing else of this machine"
+                wrong(f"{key} {path}", "would not be seen by the pods", f"{fix} with --runs", why)
         if settings.mounts:
             what = "mounts folders of the host, which pods of this profile may not"
             wrong("launch.mounts", what, "put the data on the claim")

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, UserError
 from phalanx.io.codec import json_text
 from phalanx.io.files import load_json, replace_text
 from phalanx.io.values import number, text
 from phalanx.io.visible import one_line
 from phalanx.launch.book import book_folder, read_records
 from phalanx.launch.operate.health import PREFIX, HealthDecision, NodeHealth, decide_health
-from phalanx.launch.slurm import NOT_USABLE, SlurmSystem
+from phalanx.launch.slurm import NOT_USABLE, SlurmSystem, unknown_partition
 from phalanx.record.events import read_events
 from phalanx.record.run import Run
 
@@ -34,6 +34,8 @@ def check_slurm(
     The brake holds for each partition by itself: a node of two counts in both.
     """
     system = SlurmSystem(environ)
+    if partition and partition not in (known := system.partitions()):
+        raise UserError(unknown_partition(partition, known))
     blamed = blamed_by_runs(environ, time.time() if now_s is None else now_s)
     partitions = slurm_nodes(system, partition, {name: tuple(said) for name, said in blamed.items()})
     decisions = [decide_health(nodes) for nodes in partitions.values()]

@@ -47,20 +47,20 @@ class FreeProfile:
                 piece += 1
                 continue
             start = max(times[piece], not_before)
-            until = bisect_left(times, start + duration_s, lo=piece + 1)
-            short = next((one for one in range(piece + 1, until) if free[one] < need), None)
-            if short is None:
+            last = bisect_left(times, start + duration_s, lo=piece + 1) - 1
+            if min(free[piece : last + 1]) >= need:
                 return start
-            piece = short + 1
+            # Whatever begins before the last piece that is short would hold it too.
+            while free[last] >= need:
+                last -= 1
+            piece = last + 1
         return None
 
     def promise(self, start: float, duration_s: float, need: int) -> None:
         """Take so many nodes out, from `start` for so long."""
         first = self._cut(start)
         last = self._cut(start + duration_s)
-        free = self.free
-        for piece in range(first, last):
-            free[piece] -= need
+        self.free[first:last] = [count - need for count in self.free[first:last]]
 
     def _cut(self, time: float) -> int:
         """The piece that begins at `time`, made where there is none."""
