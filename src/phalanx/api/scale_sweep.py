@@ -234,7 +234,7 @@ def sweep(
 
         refuse_launch(on, method=method, parallel=parallel)
         gpus = cores = 0
-        grid = [replace(one, job=one_device_job(one.job)) for one in grid]
+        grid = [replace(one, job=one_device_job(one.job, resolved.path.parent)) for one in grid]
     folder = SweepFolder(path=Path(out) if out is not None else Path("runs") / f"sweep-{resolved.job.name}")
     identity: dict[str, Any] = {}
     paths = [resolved.path.parent / one for one in resolved.job.data.paths]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from phalanx.api.launch_results import LaunchResult
 from phalanx.api.launching import launch, queue, requeue
@@ -44,10 +45,17 @@ def refuse_launch(on: str, *, method: str, parallel: int | None) -> None:
         raise mistake("--parallel", f"is for this machine, and {on} decides how many jobs run", fix=fix)
 
 
-def one_device_job(job: Job) -> Job:
-    """The job as one rank of its own cluster, evaluated at its end."""
+def one_device_job(job: Job, base: Path) -> Job:
+    """The job as one rank on one device of its own cluster, evaluated at its end; `base` is the job file's folder."""
+    from phalanx.hardware.cluster import resolve_cluster
+    from phalanx.job.run_sections import ClusterChoice
+
+    target = job.cluster.target
+    cluster = resolve_cluster(target, base=base)
+    spec = "local-cpu:1" if cluster.accelerator.family == "cpu" else f"1x{cluster.accelerator.name}"
     return replace(
         job,
+        cluster=ClusterChoice(spec="local:1" if target.startswith("local") and spec != "local-cpu:1" else spec),
         parallel=Parallel(mode="fixed", data=1, zero=0),
         train=replace(job.train, evaluate_every=0, samples=0),
         checkpoint=replace(job.checkpoint, path="checkpoints"),
@@ -98,6 +106,7 @@ def launch_group(
         time_s=time_s,
         runs=folder.runs,
         dry_run=dry_run,
+        share_hosts=True,  # of one device each
         check=False,  # warnings of a training specification on each of many small runs are noise
         progress=lambda line: None,
     )

@@ -48,6 +48,7 @@ class LaunchRequest:
     placement: tuple[PlacementGroup, ...]
     agent: tuple[str, ...]  # command of one host's agent; the run folder is its last argument
     settings: LaunchSettings
+    shares_hosts: bool = False  # other jobs may run on the same host
 
     @property
     def all_hosts(self) -> int:
@@ -65,6 +66,7 @@ def launch_request(
     group: str = "",
     spares: int = 0,
     allow_code: bool = False,
+    shares_hosts: bool = False,
 ) -> LaunchRequest:
     """What to ask a launch system for. `python` is the interpreter that the hosts have, unless the settings name one.
 
@@ -87,6 +89,7 @@ def launch_request(
         placement=placement_groups(plan, devices),
         agent=(settings.python or python, "-P", "-m", NODE_MODULE, "serve", *([ALLOW_CODE] if allow_code else [])),
         settings=settings,
+        shares_hosts=shares_hosts,
     )
 
 
