@@ -1,4 +1,4 @@
-"""`phalanx scale sweep --on slurm`: submitted as one group, collected by repeating the command, nothing trained twice."""
+"""`phalanx scale sweep --on slurm`: one group of jobs, collected by repeating the command; nothing is trained twice."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class WaitingRoom:
         return made
 
     def list_jobs(self, ids: Sequence[str] = ()) -> list[QueuedJob]:
-        every = [(f"{call}_{place}", one) for call, asked in enumerate(self.taken, 1) for place, one in enumerate(asked)]
+        every = [
+            (f"{call}_{place}", one) for call, asked in enumerate(self.taken, 1) for place, one in enumerate(asked)
+        ]
         return [
             QueuedJob(
                 id=id_, system=self.name, name=one.name, state=self.states[id_], said="", run=one.run, group=one.group
@@ -121,8 +123,11 @@ def test_what_cannot_be_launched_is_refused(options: dict[str, object], what: st
         phalanx.scale.sweep(
             tmp_path / "job.toml",
             **{  # type: ignore[arg-type]
-                **{"budgets": (1.2e9, 2e9), "sizes": 3, "tokens_per_parameter": 0.12},
-                **{"dry_run": True, "progress": False},
+                "budgets": (1.2e9, 2e9),
+                "sizes": 3,
+                "tokens_per_parameter": 0.12,
+                "dry_run": True,
+                "progress": False,
                 **options,
             },
         )

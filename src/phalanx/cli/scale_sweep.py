@@ -48,7 +48,9 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--queue", metavar="NAME", help="with --on: Slurm's partition, or Kueue's queue")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the grid with predicted time and cost, and what --on would submit; train nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the grid with predicted time and cost, and what --on would submit; train nothing",
     )
     add_json(parser)
 
