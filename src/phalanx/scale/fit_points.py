@@ -47,6 +47,7 @@ OUTSIDE = 2.0  # times beyond the sizes of the runs, from which an optimum is no
 FLOPS_OFF = 5.0  # times 6·N·D: attention, heads and embeddings explain less
 LEFT_OUT_SHARE = 0.15  # of the rows, where there are no budgets to leave out
 LEFT_OUT_DRAWS = 60  # resamples of the fit to the others: enough for the size of its doubt
+DRIFT_SDS = 2.0  # standard deviations off, from which it is not noise: one of 20 fits of a law that is right
 LEAST_DECADES = 0.3  # that a held-out budget is taken to lie beyond the others
 OPEN_EXPONENT = 1.5  # ratio of the ends of an interval of a or 1 - a, from which the runs leave the optimum open
 
@@ -249,8 +250,8 @@ def _unexplained_drift(kept: ScalingFit, test: ScalingPoints) -> float:
         float(np.log(predicted_losses(kept.method, dict(zip(names, row, strict=True)), test)).mean())
         for row in kept.draws
     ]
-    doubt = float(np.var(means)) if means else 0.0
-    return float(np.sqrt(max(0.0, off**2 - doubt - kept.diagnostics.residual_sd**2 / len(test))))
+    explained = (float(np.var(means)) if means else 0.0) + kept.diagnostics.residual_sd**2 / len(test)
+    return float(np.sqrt(off**2 - explained)) if off**2 > DRIFT_SDS**2 * explained else 0.0
 
 
 def predicted_losses(method: str, values: Mapping[str, float], points: ScalingPoints) -> Array:
