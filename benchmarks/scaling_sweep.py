@@ -8,8 +8,8 @@
 
 `--minutes` ends the sweep in time: runs in the middle are saved, and the same command goes on. `--copy FOLDER` gets the
 table, the result and state.json; with `--state state.json` another machine goes on from the runs that are done.
-The law is fitted to all budgets but the largest and asked for the losses of that, with an 80 % interval: draws of the
-fit with the scatter of the points about it.
+The law is fitted to all budgets but the largest and asked for the losses of that, with the 80 % interval that
+`phalanx scale predict` has.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-import numpy as np
-
 import phalanx
 from phalanx.io.files import replace_text
 from phalanx.io.tables import markdown_table
-from phalanx.scale.laws import law_loss
+from phalanx.scale.judge_run import law_band
 
 HERE = Path(__file__).parent
 
@@ -107,25 +105,18 @@ def predict_left_out(tables: Sequence[Path], *, method: str) -> list[dict[str, f
             writer.writeheader()
             writer.writerows(known)
         fitted = phalanx.scale.fit(part, method=method, params_counted="total", flops_counted="6nd").fit
-    names = tuple(fitted.parameters)
-    noise = np.random.default_rng(0).normal(0.0, fitted.diagnostics.residual_sd, len(fitted.draws))
     found = []
     for row in asked:
         params, tokens = float(row["params"]), float(row["tokens"])
-        drawn = [
-            law_loss(method, dict(zip(names, values, strict=True)), params, tokens) * np.exp(scatter)
-            for values, scatter in zip(fitted.draws, noise, strict=True)
-        ]
-        low, high = np.quantile(drawn, (0.1, 0.9))
-        predicted = law_loss(method, fitted.values(), params, tokens)
+        predicted, low, high = law_band(fitted, params, tokens)
         found.append(
             {
                 "params": params,
                 "tokens": tokens,
                 "loss": float(row["loss"]),
                 "predicted": predicted,
-                "low": float(low),
-                "high": float(high),
+                "low": low,
+                "high": high,
             }
         )
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from phalanx.scale.sweep_store import DIVERGED, DONE, SweepFolder, SweepOutcome
 from phalanx.units import format_count, format_money, format_seconds, plural
 
 if TYPE_CHECKING:
+    from phalanx.api.launch_results import LaunchResult
     from phalanx.plan.plan import Plan
 
 WHERE = "phalanx scale sweep"
@@ -53,6 +55,13 @@ class Sweep(PublicResult):
     rates: str
     wall_s: float
     is_dry: bool
+    on: str = ""  # the cluster's system; empty: this machine
+    launched: LaunchResult | None = None  # what was, or would be, submitted to Slurm or Kubernetes
+
+    @property
+    def group(self) -> str:
+        """What the runs are called together on a cluster."""
+        return sweep_group(Path(self.folder))
 
     @property
     def is_complete(self) -> bool:
@@ -61,8 +70,9 @@ class Sweep(PublicResult):
 
     @property
     def exit_code(self) -> int:
-        """1 where runs failed or diverged."""
-        return 0 if self.is_dry or all(one.state == DONE for one in self.outcomes) else 1
+        """1 where runs failed or diverged; runs that a cluster still has are neither."""
+        fine = (DONE, "waiting", "running") if self.on else (DONE,)
+        return 0 if self.is_dry or all(one.state in fine for one in self.outcomes) else 1
 
     def to_dict(self) -> dict[str, Any]:
         """The grid with its outcomes."""
@@ -100,6 +110,9 @@ class Sweep(PublicResult):
             "predicted_s": sum(self.predicted_s),
             "predicted_usd": self.predicted_usd,
             "wall_s": self.wall_s,
+            "on": self.on,
+            "submitted": list(self.launched.ids) if self.launched else [],
+            "texts": dict(self.launched.texts) if self.launched and self.is_dry else {},
             "runs": rows,
         }
 
@@ -132,18 +145,33 @@ class Sweep(PublicResult):
             "",
         ]
         if self.is_dry:
-            lines.append(
-                f"predicted: {format_seconds(sum(self.predicted_s))} on this machine, {cost}; nothing was started"
-            )
+            where = f"on {self.on}, one device per run, in all" if self.on else "on this machine"
+            lines.append(f"predicted: {format_seconds(sum(self.predicted_s))} {where}, {cost}; nothing was started")
+            if self.launched is not None:
+                lines += ["", str(self.launched)]
             return "\n".join(lines)
         for one in self.outcomes:
-            if one.state != DONE:
+            if one.state != DONE and not (self.on and one.state in ("waiting", "running")):
                 lines.append(f"{one.run.name} {one.state}{': ' + one.message if one.message else ''}")
         cached = sum(one.cached and one.is_final for one in self.outcomes)
         reused = f", {plural(cached, 'run')} from earlier calls" if cached else ""
+        if self.on and not self.is_complete:
+            done = sum(one.is_final for one in self.outcomes)
+            lines.append(f"{done} of {plural(len(self.outcomes), 'run')} have ended; table so far: {self.table}")
+            lines.append(f"repeat the command to collect the others; phalanx queue --group {self.group} lists them")
+            return "\n".join(lines)
         lines.append(f"took {format_seconds(self.wall_s)}{reused}; table: {self.table}")
         lines.append(f"next: phalanx scale fit {self.table} --params-counted total --flops-counted 6nd")
         return "\n".join(lines)
+
+
+def sweep_group(folder: Path) -> str:
+    """The name of a sweep's jobs on a cluster: that of its folder.
+
+    >>> sweep_group(Path("runs/sweep-scaling"))
+    'sweep-scaling'
+    """
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.absolute().name).strip("-.") or "sweep"
 
 
 def sweep(
@@ -156,6 +184,8 @@ def sweep(
     tokens_per_parameter: float = TOKENS_PER_PARAMETER,
     spread: float = SPREAD,
     parallel: int | None = None,
+    on: str | None = None,
+    queue: str | None = None,
     overrides: Overrides = (),
     dry_run: bool = False,
     progress: bool | Tell = True,
@@ -166,7 +196,8 @@ def sweep(
     present optimum at `tokens_per_parameter`. "isoflop" trains each from the start; "wsd" trains the runs of one size
     as one trunk with short decays, which gives the same numbers for less. Results are kept in `out` under the hash of
     what decides them: called again, only what is missing is trained; an interrupted run goes on from its checkpoint.
-    `parallel` runs share this machine, one core each or four on a GPU unless given.
+    `parallel` runs share this machine, one core each or four on a GPU unless given. `on="slurm"` or "k8s" submits them
+    there as one group instead, to partition or queue `queue`; called again, it collects what has ended.
 
     >>> made = phalanx.scale.sweep("examples/scaling.toml", budgets="1e12..1e14")  # doctest: +SKIP
     >>> law = phalanx.scale.fit(made.table)  # doctest: +SKIP
@@ -192,8 +223,18 @@ def sweep(
             "they may not have begun to learn from context, and a law bends to them; use a smaller "
             "batch.global_tokens, larger budgets, or more --tokens-per-parameter"
         )
-    gpus, cores = _devices(resolved.job)
-    grid = [replace(one, job=_local_job(one.job, on_gpu=gpus > 0)) for one in grid]
+    if on in (None, "local"):
+        on = None
+        if queue is not None:
+            raise mistake("--queue", "names a partition or queue of a cluster", fix="add --on slurm or --on k8s")
+        gpus, cores = _devices(resolved.job)
+        grid = [replace(one, job=_local_job(one.job, on_gpu=gpus > 0)) for one in grid]
+    else:
+        from phalanx.api.sweep_launch import one_device_job, refuse_launch
+
+        refuse_launch(on, method=method, parallel=parallel)
+        gpus = cores = 0
+        grid = [replace(one, job=one_device_job(one.job, resolved.path.parent)) for one in grid]
     folder = SweepFolder(path=Path(out) if out is not None else Path("runs") / f"sweep-{resolved.job.name}")
     identity: dict[str, Any] = {}
     paths = [resolved.path.parent / one for one in resolved.job.data.paths]
@@ -215,7 +256,10 @@ def sweep(
         rates=rates_text(resolved.job),
         wall_s=0.0,
         is_dry=dry_run,
+        on=on or "",
     )
+    if on is not None:
+        return _launch_grid(found, plans, folder, identity, resolved, queue=queue, tell=tell)
     if dry_run:
         return found
     return _train_grid(
@@ -347,6 +391,38 @@ def _train_grid(
     finally:
         folder.write_table(outcomes, identity=identity)
     return replace(found, outcomes=tuple(outcomes), wall_s=time.monotonic() - began_s)
+
+
+def _launch_grid(
+    found: Sweep,
+    plans: list[Plan],
+    folder: SweepFolder,
+    identity: dict[str, Any],
+    resolved: ResolvedJob,
+    *,
+    queue: str | None,
+    tell: Tell,
+) -> Sweep:
+    """Submit what is missing, collect what has ended, and write the table of it."""
+    from phalanx.api.sweep_launch import launch_group
+
+    outcomes = list(found.outcomes)
+    if not found.is_dry:
+        folder.prepare()
+    launched = launch_group(
+        outcomes,
+        plans,
+        folder,
+        resolved,
+        on=found.on,
+        queue_name=queue,
+        group=found.group,
+        dry_run=found.is_dry,
+        tell=tell,
+    )
+    if not found.is_dry:
+        folder.write_table(outcomes, identity=identity)
+    return replace(found, outcomes=tuple(outcomes), launched=launched)
 
 
 def _progress_teller(found: Sweep, tell: Tell, *, began_s: float) -> Callable[[SweepOutcome, float, int], None]:

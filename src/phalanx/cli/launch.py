@@ -46,6 +46,11 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-code", action="store_true", help="allow code named in the job file: your own model or plug-ins"
     )
+    parser.add_argument(
+        "--share-hosts",
+        action="store_true",
+        help="on slurm: let jobs share a host (default: a host belongs to one job)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
     parser.add_argument(
         "--no-submit",
@@ -62,7 +67,7 @@ def run_command(args: argparse.Namespace) -> int:
     """Check, submit, print the ids."""
     names = (
         *("on", "queue", "flavour", "hosts", "spares", "group", "time_s", "cluster", "steps", "runs", "name"),
-        *("overrides", "again", "allow_code", "dry_run", "submit", "out", "wait"),
+        *("overrides", "again", "allow_code", "share_hosts", "dry_run", "submit", "out", "wait"),
     )
     options = {name: getattr(args, name) for name in names}
     return show(phalanx.launch(args.jobs, check=not args.no_check, **options), as_json=args.json)

@@ -42,7 +42,15 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
         "--parallel", metavar="P", type=int, help="runs at a time (default: one per core, four per GPU)"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the grid with predicted time and cost; train nothing"
+        "--on",
+        metavar="SYSTEM",
+        help="slurm or k8s: submit the runs as one group; repeat the command to collect (default: this machine)",
+    )
+    parser.add_argument("--queue", metavar="NAME", help="with --on: Slurm's partition, or Kueue's queue")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the grid with predicted time and cost, and what --on would submit; train nothing",
     )
     add_json(parser)
 
@@ -58,6 +66,8 @@ def run_command(args: argparse.Namespace) -> int:
         tokens_per_parameter=args.tokens_per_parameter,
         spread=args.spread,
         parallel=args.parallel,
+        on=args.on,
+        queue=args.queue,
         overrides=args.overrides,
         dry_run=args.dry_run,
         progress=note,

@@ -49,6 +49,7 @@ class LaunchRequest:
     agent: tuple[str, ...]  # command of one host's agent; the run folder is its last argument
     settings: LaunchSettings
     inputs: tuple[tuple[str, str], ...] = ()  # key of the job and absolute path: what every host reads beside the run
+    shares_hosts: bool = False  # other jobs may run on the same host
 
     @property
     def all_hosts(self) -> int:
@@ -67,6 +68,7 @@ def launch_request(
     spares: int = 0,
     allow_code: bool = False,
     inputs: Sequence[tuple[str, str]] = (),
+    shares_hosts: bool = False,
 ) -> LaunchRequest:
     """What to ask a launch system for. `python` is the interpreter that the hosts have, unless the settings name one.
 
@@ -90,6 +92,7 @@ def launch_request(
         agent=(settings.python or python, "-P", "-m", NODE_MODULE, "serve", *([ALLOW_CODE] if allow_code else [])),
         settings=settings,
         inputs=tuple(inputs),
+        shares_hosts=shares_hosts,
     )
 
 

@@ -356,7 +356,16 @@ def _job_arrays(requests: Sequence[LaunchRequest]) -> list[list[LaunchRequest]]:
     found: dict[object, list[LaunchRequest]] = {}
     for one in requests:
         key = repr(
-            (one.all_hosts, one.hosts, one.devices_per_host, one.time_limit_s, one.settings, one.agent, one.environ)
+            (
+                one.all_hosts,
+                one.hosts,
+                one.devices_per_host,
+                one.time_limit_s,
+                one.settings,
+                one.agent,
+                one.environ,
+                one.shares_hosts,
+            )
         )
         found.setdefault(key if one.group else one.run, []).append(one)
     return list(found.values())

@@ -30,7 +30,11 @@ def batch_script(requests: Sequence[LaunchRequest], facts: SlurmFacts) -> str:
     first = requests[0]
     is_array = len(requests) > 1
     options = [f"--job-name={first.group or first.name}", f"--nodes={first.all_hosts}", "--ntasks-per-node=1"]
-    options += ["--exclusive", "--requeue", "--open-mode=append", "--no-kill"]
+    if first.shares_hosts:
+        options += [f"--cpus-per-task={first.devices_per_host}"] if first.accelerator == "cpu" else []
+    else:
+        options += ["--exclusive"]
+    options += ["--requeue", "--open-mode=append", "--no-kill"]
     options += [f"--gpus-per-node={first.devices_per_host}"] if first.accelerator != "cpu" else []
     options += [f"--time={max(1, int(limit_s(first, facts) // 60))}", f"--signal=B:USR1@{int(save_s(first, facts))}"]
     settings = first.settings

@@ -25,6 +25,7 @@ from phalanx.scale.shapes import counted_params, nearest_shape
 from phalanx.units import format_count, parse_count
 
 FIRST_MFU = 0.4  # of the first guess from GPU-hours; the planner's own replaces it
+FAR_SHAPE = 1.5  # times off the best size: the page says why
 MOST_DECADES = 2.0
 LARGEST_FIT_BYTES = 64 * 2**20
 BATCH_TRIES = 5  # doublings of the batch until the planner can place it
@@ -185,11 +186,17 @@ def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Clu
     counted = fit.data.params_counted
     shape = nearest_shape(params, counted=counted, vocab=settings.vocab, name=settings.name)
     size = counted_params(shape, counted)
+    far = max(size / params, params / size)
     training = serving.training_flops if serving is not None else flops
     tokens = training / (6.0 * size)  # the shape is not exactly N*: the budget stays, the tokens follow
     lr, step_law_batch = step_law(counted_params(shape, "no-embedding"), tokens)
     notes: list[str] = []
     plan, job_toml, batch = _plan_allocation(settings, shape, tokens, lr, step_law_batch, machine, notes)
+    if far > FAR_SHAPE:
+        notes.append(
+            f"the nearest shape with a vocabulary of {settings.vocab:,} is {far:.1f} times off N*: "
+            "give the vocabulary of the runs with --vocab"
+        )
     decades = max(0.0, math.log10(flops / fit.data.flops_range[1]))
     if decades > 1.0:
         notes += [

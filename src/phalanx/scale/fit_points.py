@@ -46,6 +46,10 @@ MOST_OUTLIERS = 12
 OUTSIDE = 2.0  # times beyond the sizes of the runs, from which an optimum is no more than a guess
 FLOPS_OFF = 5.0  # times 6·N·D: attention, heads and embeddings explain less
 LEFT_OUT_SHARE = 0.15  # of the rows, where there are no budgets to leave out
+LEFT_OUT_DRAWS = 60  # resamples of the fit to the others: enough for the size of its doubt
+DRIFT_SDS = 2.0  # standard deviations off, from which it is not noise: one of 20 fits of a law that is right
+LEAST_DECADES = 0.3  # that a held-out budget is taken to lie beyond the others
+OPEN_EXPONENT = 1.5  # ratio of the ends of an interval of a or 1 - a, from which the runs leave the optimum open
 
 
 def fit_law(
@@ -220,7 +224,7 @@ def left_out_error(points: ScalingPoints, method: str) -> LeftOutBudget | None:
         count = max(1, round(LEFT_OUT_SHARE * len(points)))
         held = points.flops >= np.sort(points.flops)[-count]
     try:
-        kept = fit_law(points.take(~held), method=method, draws=0, leave_out=False)
+        kept = fit_law(points.take(~held), method=method, draws=LEFT_OUT_DRAWS, leave_out=False)
     except UserError:
         return None
     test = points.take(held)
@@ -233,7 +237,21 @@ def left_out_error(points: ScalingPoints, method: str) -> LeftOutBudget | None:
         mean_abs_error=float(np.abs(errors).mean()),
         worst_error=float(errors[int(np.argmax(np.abs(errors)))]),
         baseline_mean_abs_error=float(np.abs(baseline).mean()),
+        drift=_unexplained_drift(kept, test),
+        decades=max(LEAST_DECADES, float(np.log10(test.flops).mean() - np.log10(points.flops[~held].max()))),
     )
+
+
+def _unexplained_drift(kept: ScalingFit, test: ScalingPoints) -> float:
+    """How far ln L of larger runs lies to one side of the law, beyond what its draws and the noise of runs allow."""
+    names = tuple(kept.parameters)
+    off = float(np.log(test.loss / predicted_losses(kept.method, kept.values(), test)).mean())
+    means = [
+        float(np.log(predicted_losses(kept.method, dict(zip(names, row, strict=True)), test)).mean())
+        for row in kept.draws
+    ]
+    explained = (float(np.var(means)) if means else 0.0) + kept.diagnostics.residual_sd**2 / len(test)
+    return float(np.sqrt(off**2 - explained)) if off**2 > DRIFT_SDS**2 * explained else 0.0
 
 
 def predicted_losses(method: str, values: Mapping[str, float], points: ScalingPoints) -> Array:
@@ -314,10 +332,22 @@ def _fit_warnings(points: ScalingPoints, made: ScalingFit) -> list[str]:
             f"least squares follows the {plural(outliers, 'outlier')} named above: compare with --method huber3, which "
             "does not, or leave rows out that you do not trust"
         )
+    if _leaves_optimum_open(a := made.derived["a"]):
+        found.append(
+            f"the runs leave the exponent of the best size open: a is between {a.low:.2f} and {a.high:.2f}; N* and D* "
+            "far beyond the data are guesses; train more sizes, more budgets, or less noisy runs"
+        )
     irreducible = made.parameters.get("E")
     if irreducible is not None and made.method != "kaplan" and irreducible.value < 0.05 * points.loss.min():
         found.append("E is nearly 0: the runs do not reach far enough to see the irreducible loss")
     return found
+
+
+def _leaves_optimum_open(a: FitEstimate) -> bool:
+    """Whether the interval of a, or of 1 - a, is so wide that an optimum far beyond the data means nothing."""
+    if a.low is None or a.high is None:
+        return False
+    return a.high > OPEN_EXPONENT * a.low or 1.0 - a.low > OPEN_EXPONENT * (1.0 - a.high)
 
 
 def describe_points(points: ScalingPoints) -> DataNote:
@@ -353,6 +383,8 @@ def optimum_estimates(fit: ScalingFit, flops: float) -> dict[str, FitEstimate]:
 
     best = answer(fit.values())
     drawn = np.array([answer(dict(zip(names, row, strict=True))) for row in fit.draws]).reshape(len(fit.draws), 4)
+    if drift := fit.drift_at(flops):
+        drawn[:, 3] *= np.exp(drift * np.random.default_rng(fit.seed).normal(size=len(drawn)))
     keys = ("params", "tokens", "tokens_per_param", "loss")
     return {key: estimate_interval(best[place], drawn[:, place]) for place, key in enumerate(keys)}
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 FORMAT = 1
+FARTHEST_DRIFT = 3.0  # times what the held-out budget showed: it says nothing of steps far longer than its own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +56,8 @@ class LeftOutBudget:
     mean_abs_error: float  # relative
     worst_error: float  # relative, with its sign: above 0 is a prediction too high
     baseline_mean_abs_error: float | None = None  # L ∝ C^-γ through the best loss of each budget
+    drift: float = 0.0  # of ln L: how far all of them lie to one side, beyond what doubt of the law and noise explain
+    decades: float = 0.0  # of compute between the largest run that was kept and those
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,3 +121,16 @@ class ScalingFit:
     def values(self) -> dict[str, float]:
         """The fitted numbers alone."""
         return {name: one.value for name, one in self.parameters.items()}
+
+    def drift_at(self, flops: float) -> float:
+        """Standard deviation of ln L beyond the largest run that comes from the form of the law being wrong.
+
+        As far as the held-out budget drifted off, in proportion to the decades of compute. Draws of the fit know of
+        noise alone: on public tables 80 % intervals held 73 % of larger runs without it
+        (docs/scaling.md, "Beyond the data").
+        """
+        tested = self.diagnostics.left_out_budget
+        beyond = math.log10(flops / self.data.flops_range[1]) if flops > self.data.flops_range[1] else 0.0
+        if tested is None or tested.drift <= 0.0 or tested.decades <= 0.0:
+            return 0.0
+        return tested.drift * min(beyond / tested.decades, FARTHEST_DRIFT)

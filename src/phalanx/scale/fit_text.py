@@ -135,6 +135,11 @@ def _trust_lines(fit: ScalingFit) -> list[str]:
             f"  extrapolation to the largest budget, held out ({plural(one.rows, 'row')} from {one.least_flops:.2e} "
             f"FLOP): mean error {100 * one.mean_abs_error:.2f} %, worst {100 * one.worst_error:+.2f} %{other}"
         )
+        if one.drift > 0.0:
+            lines.append(
+                f"  {100 * one.drift:.2f} % of it to one side is more than noise explains: intervals of losses beyond "
+                "the data are widened by as much"
+            )
     else:
         lines.append("  extrapolation to the largest budget: not tested, too few rows would remain")
     if notes.starts_agreeing is not None:

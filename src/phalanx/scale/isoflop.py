@@ -29,6 +29,7 @@ LEAST_SIZES, LEAST_CURVES = 4, 3
 DISAGREE = 1.35  # ratio of two minima of one curve from which it is named
 OFF_LINE = 0.25  # in ln N, and three robust standard deviations: a curve off the line of the others
 NAMES = ("G", "a", "E", "K", "gamma", "curvature")
+DRAWN_SLOPE, DRAWN_HEIGHT = 5.0, 20.0  # of ln N: beyond them a draw says no more than that nothing is known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +101,7 @@ def fit_isoflop(points: ScalingPoints, *, draws: int, rng: np.random.Generator) 
     normal = rng.multivariate_normal([0.0, 0.0], covariance, size=draws, method="svd")
     student = normal / np.sqrt(rng.chisquare(free, size=(draws, 1)) / free)
     rows_drawn = [
-        (math.exp(start + shift[0]), slope + shift[1], *fit_offset_power(x, drawn), curvature)
+        (*_drawn_line(start, slope, shift, float(x.mean())), *fit_offset_power(x, drawn), curvature)
         for shift, drawn in zip(student, _redraw_rows(x, loss, (level, scale, gamma), draws, rng), strict=True)
     ]
     values = (math.exp(start), slope, level, scale, gamma, curvature)
@@ -189,6 +190,13 @@ def _fit_line(x: Array, y: Array, weights: Array) -> tuple[float, float, float, 
     variance = float(weights @ rest**2) / max(1, len(x) - 2)
     inverse = np.linalg.inv((columns * root).T @ (columns * root))
     return float(slope), float(start), math.sqrt(variance), variance * inverse
+
+
+def _drawn_line(start: float, slope: float, shift: Array, middle: float) -> tuple[float, float]:
+    """G and a of a drawn line. Of three curves Student's t has tails that no computer holds: far draws are cut off."""
+    a = float(np.clip(slope + shift[1], -DRAWN_SLOPE, DRAWN_SLOPE))
+    height = start + slope * middle + float(np.clip(shift[0] + shift[1] * middle, -DRAWN_HEIGHT, DRAWN_HEIGHT))
+    return math.exp(height - a * middle), a
 
 
 def _curve_weights(x: Array, y: Array, spreads: Array) -> Array:

@@ -56,12 +56,12 @@ class RunForecast:
 
 
 def law_band(fit: ScalingFit, params: float, tokens: float) -> tuple[float, float, float]:
-    """Predicted loss of one finished run with its 80 % interval: doubt of the law, and noise of a run."""
+    """Predicted loss of one finished run with its 80 % interval: doubt of the law and of its form, noise of a run."""
     names = tuple(fit.parameters)
     value = law_loss(fit.method, fit.values(), params, tokens)
     drawn = np.array([law_loss(fit.method, dict(zip(names, row, strict=True)), params, tokens) for row in fit.draws])
     spread = float(np.std(np.log(drawn))) if len(drawn) else 0.0
-    width = Z80 * math.hypot(spread, fit.diagnostics.residual_sd)
+    width = Z80 * math.hypot(spread, fit.diagnostics.residual_sd, fit.drift_at(6.0 * params * tokens))
     return value, value * math.exp(-width), value * math.exp(width)
 
 

@@ -17,6 +17,7 @@ FORMULAS = {
     "kaplan": "L = ((Nc/N)^(αN/αD) + Dc/D)^αD",
 }
 Values = Mapping[str, float]
+FARTHEST_BEND = 20.0  # of ln L: a parabola means nothing long before, and its exponential would overflow
 
 
 def as_surface(values: Values) -> Surface:
@@ -39,7 +40,8 @@ def law_loss(method: str, values: Values, params: float, tokens: float) -> float
     if method == "isoflop":
         flops = 6.0 * params * tokens
         off = math.log(params / law_optimum(method, values, flops)[0])
-        return float((values["E"] + values["K"] * flops ** -values["gamma"]) * math.exp(values["curvature"] * off**2))
+        bend = min(values["curvature"] * off**2, FARTHEST_BEND)
+        return float((values["E"] + values["K"] * flops ** -values["gamma"]) * math.exp(bend))
     raise ValueError(f"no law is called {method!r}")
 
 

@@ -1,0 +1,133 @@
+"""`phalanx scale sweep --on slurm`: one group of jobs, collected by repeating the command; nothing is trained twice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import phalanx
+from phalanx.api import launching
+from phalanx.errors import UserError
+from phalanx.launch.resource_request import LaunchRequest
+from phalanx.launch.slurm import SlurmSystem
+from phalanx.launch.system import FAILED, RUNNING, WAITING, QueuedJob, Submitted
+from phalanx.record.run import open_run
+from phalanx.train.lone_rank import train_lone_rank
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scale.test_sweep import JOB
+from tiny_dataset import write_dataset
+
+
+class WaitingRoom:
+    """A scheduler that takes jobs, and says of each what the test decides."""
+
+    name = "slurm"
+    is_here = True
+
+    def __init__(self) -> None:
+        self.taken: list[list[LaunchRequest]] = []
+        self.states: dict[str, str] = {}
+        self.requeued: list[str] = []
+
+    def check(self, requests: Sequence[LaunchRequest], *, submits: bool = True) -> list[str]:
+        return []
+
+    def render(self, requests: Sequence[LaunchRequest]) -> dict[str, str]:
+        return SlurmSystem({}).render(requests)
+
+    def submit(self, requests: Sequence[LaunchRequest]) -> list[Submitted]:
+        self.taken.append(list(requests))
+        made = [Submitted(id=f"{len(self.taken)}_{place}", request=one) for place, one in enumerate(requests)]
+        self.states |= {one.id: WAITING for one in made}
+        return made
+
+    def list_jobs(self, ids: Sequence[str] = ()) -> list[QueuedJob]:
+        every = [
+            (f"{call}_{place}", one) for call, asked in enumerate(self.taken, 1) for place, one in enumerate(asked)
+        ]
+        return [
+            QueuedJob(
+                id=id_, system=self.name, name=one.name, state=self.states[id_], said="", run=one.run, group=one.group
+            )
+            for id_, one in every
+            if not ids or id_ in ids
+        ]
+
+    def requeue(self, job: str) -> str:
+        self.requeued.append(job)
+        self.states[job] = WAITING
+        return job
+
+
+def test_a_group_is_submitted_once_and_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_dataset(tmp_path, documents=300)
+    (tmp_path / "job.toml").write_text(JOB)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    room = WaitingRoom()
+    monkeypatch.setattr(launching, "_open_system", lambda name: room)
+
+    def sweep(*, dry_run: bool = False) -> phalanx.scale.Sweep:
+        return phalanx.scale.sweep(
+            tmp_path / "job.toml",
+            budgets=(1.2e9,),
+            sizes=3,
+            tokens_per_parameter=0.12,
+            out=tmp_path / "sweep-a",
+            on="slurm",
+            dry_run=dry_run,
+            progress=False,
+        )
+
+    dry = str(sweep(dry_run=True))
+    assert "#SBATCH --array=0-2" in dry
+    assert "--exclusive" not in dry
+    assert not room.taken
+    assert not (tmp_path / "sweep-a").exists()
+
+    first = sweep()
+    assert [len(one) for one in room.taken] == [3]
+    assert {one.group for one in room.taken[0]} == {"sweep-a"}
+    assert first.exit_code == 0
+    assert "0 of 3 runs have ended" in str(first)
+
+    trained, failed = room.taken[0][0], room.taken[0][1]
+    assert train_lone_rank(open_run(trained.run), stop=lambda: False, sharers=8) == "done"
+    room.states |= {"1_0": "done", "1_1": FAILED, "1_2": RUNNING}
+    second = sweep()
+    assert len(room.taken) == 1, "what waits or trains is not submitted again"
+    assert room.requeued == ["1_1"], failed.name
+    done = [one for one in second.outcomes if one.state == "done"]
+    assert [one.folder for one in done] == [Path(trained.run).name]
+    assert done[0].loss == pytest.approx(open_run(trained.run).summary().evaluation.loss)  # type: ignore[union-attr]
+    assert "1 of 3 runs have ended" in str(second)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"on": "moon"}, "is no system a sweep can be launched on"),
+        ({"on": "slurm", "method": "wsd"}, "each run is a job of its own"),
+        ({"on": "slurm", "parallel": 2}, "decides how many jobs run"),
+        ({"queue": "cpu"}, "add --on slurm"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(options: dict[str, object], what: str, tmp_path: Path) -> None:
+    job = JOB.replace("lr = 1e-2", 'lr = 1e-2\nschedule = "wsd"')
+    (tmp_path / "job.toml").write_text(job)
+    with pytest.raises(UserError, match=what):
+        phalanx.scale.sweep(
+            tmp_path / "job.toml",
+            **{  # type: ignore[arg-type]
+                "budgets": (1.2e9, 2e9),
+                "sizes": 3,
+                "tokens_per_parameter": 0.12,
+                "dry_run": True,
+                "progress": False,
+                **options,
+            },
+        )
