@@ -158,9 +158,10 @@ class MemoryGroup:
                     data = other.encode_piece(start)
                     self.bytes_sent += len(data)
                     found += owner.take_piece(other.me, start, data)
-            for start, data in found:
+            for start, _ in found:
                 for other in attempts:
                     if other is not owner:
+                        data = owner.mean_for(other.me, start)
                         other.take_mean(owner.me, start, data)
                         self.bytes_sent += len(data)
         for attempt in attempts:

@@ -18,13 +18,13 @@ class Courier:
         self, attempt: Attempt, peer: str, links: PeerLinks, *, wait_s: float, failed: Callable[[str, str], None]
     ) -> None:
         self._attempt, self._peer, self._links, self._wait_s, self._failed = attempt, peer, links, wait_s, failed
-        self._means: deque[tuple[int, bytes]] = deque()
+        self._means: deque[int] = deque()
         self._means_left = len(attempt.segments_of(attempt.me))
         self._changed = asyncio.Event()
 
-    def add_mean(self, start: int, data: bytes) -> None:
+    def add_mean(self, start: int) -> None:
         """A segment of our share is summed."""
-        self._means.append((start, data))
+        self._means.append(start)
         self._changed.set()
 
     async def run(self) -> None:
@@ -42,7 +42,8 @@ class Courier:
                     raise ConnectionResetError("the connection was made anew, and something was lost with the old one")
                 link = found
                 if self._means:
-                    start, data = self._means.popleft()
+                    start = self._means.popleft()
+                    data = attempt.mean_for(self._peer, start)
                     self._means_left -= 1
                     await link.send(MeanChunk(key=attempt.plan.key, start=start), data)
                 else:

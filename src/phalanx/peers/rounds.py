@@ -236,10 +236,10 @@ class RoundKeeper:
         if self._attempts.get(key) is not attempt:
             return  # given up meanwhile
         try:
-            for start, data in means:
+            for start, _ in means:
                 found = True
                 for courier in self._couriers.values():
-                    courier.add_mean(start, data)
+                    courier.add_mean(start)
         except BadUpdate as error:
             self._trouble(key, error.peer, error.reason, drop=True)
             return

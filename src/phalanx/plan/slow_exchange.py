@@ -1,8 +1,8 @@
 """How long peers on slow links take to average one vector: shares by bandwidth, rounds of messages, loss.
 
 Every peer averages a share of the vector for all, and moves P · (1 + (n - 2) · share) bytes each way for a vector of P
-bytes among n peers (network/slow_shares.py, with which the peers cut it too). Pure arithmetic: the planner, the
-simulator and the rules ask the same functions.
+bytes among n peers (network/slow_shares.py, with which the peers cut it too); of topk-2bit everybody gets what all
+others sent. Pure arithmetic: the planner, the simulator and the rules ask the same functions.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.hardware.types import Site
+from phalanx.network.slow_codecs import GATHERED_CODECS, copies_per_share
 from phalanx.network.slow_shares import water_filling
 
 # Of the bytes on an Ethernet link, what TCP delivers: 1,448 of a 1,514-byte frame (timestamps on), and while data flows
@@ -48,7 +49,7 @@ class SlowExchange:
     latency_s: float  # rounds of messages, the slow start of connections that were idle, the last piece
     codec_s: float  # to encode, sum and decode
     shares: tuple[float, ...]  # of the vector, averaged by each peer
-    bytes_sent: tuple[float, ...]  # by each peer; as many are received
+    bytes_sent: tuple[float, ...]  # by each peer; on the whole as many are received
     slowest: str  # the peer that the others wait for
     limited_by: str  # "bandwidth", "packet loss" or "latency": the largest part
 
@@ -97,11 +98,12 @@ def exchange_time(
     values: float = 0.0,
     values_per_s: float = math.inf,
     equal_shares: bool = False,
+    codec: str = "fp32",
 ) -> SlowExchange:
     """What one average of `payload_bytes` (encoded, of each peer) takes among these peers.
 
     `round_trips` are the messages that wait for each other; `values` numbers are encoded and decoded at
-    `values_per_s`. `equal_shares` is for comparison.
+    `values_per_s`. `equal_shares` is for comparison; a gathered `codec` always has them.
     """
     count = len(links)
     rates, lossy = [], []
@@ -115,12 +117,14 @@ def exchange_time(
         rates.append(min(wire, sum(paths)))
         lossy.append(sum(paths) < wire)
     owners = [not link.client_only for link in links]
-    if equal_shares:
+    gathers = codec in GATHERED_CODECS
+    if equal_shares or gathers:
         shares: tuple[float, ...] = tuple(owner / sum(owners) for owner in owners)
     else:
         shares = tuple(water_filling(rates, [not owner for owner in owners]))
-    sent = tuple(payload_bytes * (1 + (count - 2) * share) for share in shares)
-    times = [size / rate for size, rate in zip(sent, rates, strict=True)]
+    sent = tuple(payload_bytes * (1 + copies_per_share(codec, count) * share) for share in shares)
+    received = payload_bytes * (count - 1) if gathers else 0.0  # otherwise as many as it sends
+    times = [max(size, received) / rate for size, rate in zip(sent, rates, strict=True)]
     last = max(range(count), key=times.__getitem__)
     trip_s = max(link.latency_s for link in links)
     starting_s = 0.0

@@ -86,6 +86,7 @@ def mode_exchange(sites: Sequence[SitePace], values: float, sync: SyncSettings) 
         round_trips=ROUND_TRIPS,
         values=part,
         values_per_s=CODEC_VALUES_PER_S[sync.codec],
+        codec=sync.codec,
     )
 
 
