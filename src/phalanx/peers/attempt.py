@@ -2,8 +2,9 @@
 
 A vector is cut into segments. The owner of a segment sums it as soon as every update's piece of it is there and sends
 the mean to all at once, so that links carry both directions at the same time. All members decode the same encoded
-means: their results are equal to the last bit. Of a gathered codec (topk-2bit) the "mean" is all pieces as they came,
-one after the other in the order of ids; a member is sent those of the others, and puts its own among them.
+means: their results are equal to the last bit. Of a gathered codec (topk-2bit), and between two peers, the "mean" is
+all pieces as they came, one after the other in the order of ids; a member is sent those of the others, and puts its
+own among them.
 """
 
 from __future__ import annotations
@@ -122,9 +123,14 @@ class Attempt:
         self._means: dict[int, bytes] = {}
         self._pieces: dict[int, dict[str, Vector]] = {start: {} for start in self.segments_of(me)}
         self._missing = len(self._ends)
-        self._gathers = plan.codec in GATHERED_CODECS
         self._counted = sorted(plan.weights)
-        self._encoded: dict[int, dict[str, bytes]] = {}  # of a gathered codec: pieces by segment and peer
+        # Two peers move as many bytes either way: each sends the other its values, nothing is rounded a second time,
+        # and no piece waits for another.
+        self._gathers = plan.codec in GATHERED_CODECS or (
+            len(plan.weights) == 2 and set(plan.owners) <= set(plan.weights)
+        )
+        self._own: dict[int, bytes] = {}
+        self._encoded: dict[int, dict[str, bytes]] = {}  # of gathered pieces: by segment and peer
         carries = sender is not None and sender.carries and self.outgoing is not None
         self._lost = np.array(self.outgoing, copy=True) if carries else None
         self._lost_sums = np.zeros_like(self._lost) if self._lost is not None else None
@@ -140,14 +146,16 @@ class Attempt:
         return list(range(begin, end, self.plan.segment))
 
     def encode_piece(self, start: int) -> bytes:
-        """This member's own values of a segment."""
+        """This member's own values of a segment; the same bytes whenever it is asked."""
         assert self.outgoing is not None
+        if start in self._own:
+            return self._own[start]
         values = self.outgoing[start : self._ends[start]]
         data = encode(self.plan.codec, values, self.plan.top_share)
         if self._lost is not None:
             self._lost[start : self._ends[start]] -= self._decode(start, data)
         if self._gathers:
-            self._encoded.setdefault(start, {})[self.me] = data
+            self._own[start] = data
         return data
 
     def take_own_pieces(self) -> Iterator[tuple[int, bytes]]:
@@ -198,14 +206,17 @@ class Attempt:
         received = len(data)
         size = encoded_bytes(self.plan.codec, self._ends[start] - start, self.plan.top_share)
         if self._gathers and received == size * (len(self._counted) - 1) and self.outgoing is not None:
-            own = self._encoded.get(start, {}).get(self.me) or self.encode_piece(start)
             at = size * self._counted.index(self.me)
-            data = b"".join((data[:at], own, data[at:]))
+            data = b"".join((data[:at], self.encode_piece(start), data[at:]))
         if len(data) != size * (len(self._counted) if self._gathers else 1):
             return False
         self._keep(start, data)
         self.bytes_received += received
         return self.is_whole
+
+    def is_direct(self, peer: str) -> bool:
+        """Whether what a peer is sent of this member's share is its own values, which wait for nobody."""
+        return self._gathers and self.outgoing is not None and {self.me, peer} == set(self.plan.weights)
 
     def mean_for(self, peer: str, start: int) -> bytes:
         """What a member is sent of a segment that is whole here: of a gathered codec, all but what it sent itself."""

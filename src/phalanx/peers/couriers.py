@@ -18,14 +18,16 @@ class Courier:
         self, attempt: Attempt, peer: str, links: PeerLinks, *, wait_s: float, failed: Callable[[str, str], None]
     ) -> None:
         self._attempt, self._peer, self._links, self._wait_s, self._failed = attempt, peer, links, wait_s, failed
-        self._means: deque[int] = deque()
+        self._is_direct = attempt.is_direct(peer)
+        self._means: deque[int] = deque(attempt.segments_of(attempt.me) if self._is_direct else ())
         self._means_left = len(attempt.segments_of(attempt.me))
         self._changed = asyncio.Event()
 
     def add_mean(self, start: int) -> None:
         """A segment of our share is summed."""
-        self._means.append(start)
-        self._changed.set()
+        if not self._is_direct:
+            self._means.append(start)
+            self._changed.set()
 
     async def run(self) -> None:
         """Until everything is sent; tells `failed` where the link does not hold."""
@@ -41,9 +43,10 @@ class Courier:
                 if link is not None and found is not link:
                     raise ConnectionResetError("the connection was made anew, and something was lost with the old one")
                 link = found
-                if self._means:
+                # Values of a direct exchange are needed alike; those for the other's share let it sum.
+                if self._means and not (self._is_direct and pieces):
                     start = self._means.popleft()
-                    data = attempt.mean_for(self._peer, start)
+                    data = attempt.encode_piece(start) if self._is_direct else attempt.mean_for(self._peer, start)
                     self._means_left -= 1
                     await link.send(MeanChunk(key=attempt.plan.key, start=start), data)
                 else:
