@@ -96,6 +96,15 @@ def check_plan(plan: RoundPlan, view: MemberView | None) -> str:
     return "" if at == plan.values else "its shares do not make up the vector"
 
 
+def has_same_layout(plan: RoundPlan, other: RoundPlan) -> bool:
+    """Whether the same attempt moves the same values between the same members."""
+
+    def layout(one: RoundPlan) -> tuple[object, ...]:
+        return one.key, one.values, one.codec, one.top_share, one.segment, set(one.weights), one.owners
+
+    return layout(plan) == layout(other)
+
+
 class Attempt:
     """What this member has of an attempt. `outgoing` is its own update, None where it adds none."""
 
@@ -213,6 +222,13 @@ class Attempt:
         self._keep(start, data)
         self.bytes_received += received
         return self.is_whole
+
+    def adopt(self, plan: RoundPlan) -> bool:
+        """Whether values that were sent before the plan was known are those of this plan, which then holds."""
+        if not has_same_layout(self.plan, plan):
+            return False
+        self.plan = plan
+        return True
 
     def is_direct(self, peer: str) -> bool:
         """Whether what a peer is sent of this member's share is its own values, which wait for nobody."""

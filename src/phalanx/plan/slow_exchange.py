@@ -130,8 +130,8 @@ def exchange_time(
     starting_s = 0.0
     if links[last].congestion != "bbr":
         starting_s = slow_start_s(rates[last], trip_s, sent[last] / max(1, count - 1))
-    # The last piece of a share is summed and sent back when everything else has been moved.
-    piece_s = min(PIECE_BYTES, max(shares) * payload_bytes) / rates[last]
+    # The last piece of a share is summed and sent back when everything else has been moved; two peers send none back.
+    piece_s = min(PIECE_BYTES, max(shares) * payload_bytes) / rates[last] if count > 2 else 0.0
     latency_s = round_trips * trip_s + starting_s + piece_s
     codec_s = values / values_per_s
     parts = {"packet loss" if lossy[last] else "bandwidth": times[last], "latency": latency_s, "encoding": codec_s}
