@@ -46,7 +46,7 @@ class SlowExchange:
 
     seconds: float
     transfer_s: float  # bytes over bandwidth
-    latency_s: float  # rounds of messages, the slow start of connections that were idle, the last piece
+    latency_s: float  # rounds of messages, slow start after idle times, packets sent again, the last piece
     codec_s: float  # to encode, sum and decode
     shares: tuple[float, ...]  # of the vector, averaged by each peer
     bytes_sent: tuple[float, ...]  # by each peer; on the whole as many are received
@@ -90,6 +90,19 @@ def slow_start_s(rate: float, latency_s: float, size_bytes: float) -> float:
     return max(0.0, math.log2(window / INITIAL_WINDOW_BYTES)) * latency_s
 
 
+def resend_s(rate: float, latency_s: float, loss: float, size_bytes: float) -> float:
+    """Seconds that lost packets add to a leg in which both sides send so much: each comes again a round trip later.
+
+    What is lost before the last round trip comes while others are still sent. Losses of the last one are as if drawn by
+    chance over its time (Poisson), and the last of them counts.
+
+    >>> round(resend_s(2.5e6, 0.1, 0.01, 354e3), 3), resend_s(2.5e6, 0.1, 0.0, 354e3)
+    (0.072, 0.0)
+    """
+    lost = 2 * loss * min(rate * latency_s, size_bytes) / SEGMENT_BYTES
+    return latency_s * (1 + math.expm1(-lost) / lost) if lost > 0 else 0.0
+
+
 def exchange_time(
     links: Sequence[PeerLink],
     payload_bytes: float,
@@ -130,9 +143,14 @@ def exchange_time(
     starting_s = 0.0
     if links[last].congestion != "bbr":
         starting_s = slow_start_s(rates[last], trip_s, sent[last] / max(1, count - 1))
+    else:  # a rate that follows from loss has this in it
+        legs = 2 if count > 2 else 1
+        starting_s = legs * resend_s(rates[last], trip_s, max(link.loss for link in links), sent[last] / legs)
     # The last piece of a share is summed and sent back when everything else has been moved; two peers send none back.
     piece_s = min(PIECE_BYTES, max(shares) * payload_bytes) / rates[last] if count > 2 else 0.0
     latency_s = round_trips * trip_s + starting_s + piece_s
+    if count == 2:  # values go out with the first message; the plan travels meanwhile
+        latency_s -= min(trip_s, times[last])
     codec_s = values / values_per_s
     parts = {"packet loss" if lossy[last] else "bandwidth": times[last], "latency": latency_s, "encoding": codec_s}
     return SlowExchange(
