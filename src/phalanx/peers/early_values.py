@@ -41,8 +41,8 @@ class EarlyValues:
         """The next round is taken to be like this one."""
         self._last_plan = plan
 
-    def send(self, pending: PendingAverage) -> None:
-        """This member is ready for a round."""
+    def send(self, pending: PendingAverage, newest: tuple[int, int, int]) -> None:
+        """This member is ready for a round; `newest` is the key of the last attempt that has begun."""
         last, node = self._last_plan, self._node
         others = [peer for peer in node.view.ids if peer != node.me]
         if last is None or len(others) != 1 or set(last.weights) != set(node.view.ids) or pending.weight <= 0.0:
@@ -50,7 +50,7 @@ class EarlyValues:
         plan = msgspec.structs.replace(last, round_number=pending.round_number, attempt=last.attempt + 1)
         form = (pending.outgoing.size, pending.sender.codec, pending.sender.top_share)
         was_sent = self._attempt is not None and self._attempt.plan.key >= plan.key
-        if was_sent or form != (last.values, last.codec, last.top_share):
+        if was_sent or plan.key <= newest or form != (last.values, last.codec, last.top_share):
             return
         attempt = Attempt(plan, node.me, outgoing=pending.outgoing, sender=pending.sender, screen=node.settings.screen)
         if attempt.is_direct(others[0]):

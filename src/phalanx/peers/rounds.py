@@ -98,6 +98,7 @@ class RoundKeeper:
         if pending is None or pending.round_number != view.next_round or view.member(self._node.me) is None:
             return
         square = sum_of_squares(pending.outgoing)
+        self._early.send(pending, self._newest)  # before the leader knows, who may be here and begin at once
         self._to_leader(
             say.Ready(
                 view_number=view.number,
@@ -113,7 +114,6 @@ class RoundKeeper:
                 call=pending.call,
             )
         )
-        self._early.send(pending)
 
     def fail_pending(self, why: str, *, behind: bool = False) -> None:
         """Whoever waits gets an answer."""

@@ -19,6 +19,11 @@ from phalanx.network.slow_shares import water_filling
 # both ways a 66-byte acknowledgement for every second segment of the other direction. TLS adds 22 to 16,384: no more.
 SEGMENT_BYTES, FRAME_BYTES, ACK_BYTES = 1448, 1514, 66
 PAYLOAD_SHARE = SEGMENT_BYTES / (FRAME_BYTES + ACK_BYTES / 2) * 16384 / (16384 + 22)
+# Beside the values, a member sends each other one in a round: ready, norms and digest (or begin and commit), the heads
+# of its pieces, TLS records, and packets and acknowledgements of their own for all these: 850 bytes and six packets.
+# Every half second a heartbeat of 268 bytes goes out, and that of the other is acknowledged (counted on 18 November
+# 2026).
+MESSAGE_BYTES, HEARTBEAT_BYTES = 850 + 6 * ACK_BYTES, 268 + 2 * ACK_BYTES
 # Mathis, Semke, Mahdavi and Ott, "The Macroscopic Behavior of the TCP Congestion Avoidance Algorithm", ACM CCR 27(3),
 # 1997: rate = MSS / RTT · C / sqrt(p), with C = sqrt(3/2) where every segment grows the window, as Linux' byte counting
 # does (RFC 3465). CUBIC keeps to the same rate where its own would be lower (RFC 9438, section 4.3), as it is at these
@@ -50,6 +55,7 @@ class SlowExchange:
     codec_s: float  # to encode, sum and decode
     shares: tuple[float, ...]  # of the vector, averaged by each peer
     bytes_sent: tuple[float, ...]  # by each peer; on the whole as many are received
+    wire_bytes: tuple[float, ...]  # the same with all headers, acknowledgements and messages; without heartbeats
     slowest: str  # the peer that the others wait for
     limited_by: str  # "bandwidth", "packet loss" or "latency": the largest part
 
@@ -160,6 +166,7 @@ def exchange_time(
         codec_s=codec_s,
         shares=shares,
         bytes_sent=sent,
+        wire_bytes=tuple(size / PAYLOAD_SHARE + (count - 1) * MESSAGE_BYTES for size in sent),
         slowest=links[last].name,
         limited_by=max(parts, key=parts.__getitem__),
     )
