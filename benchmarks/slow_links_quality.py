@@ -32,6 +32,7 @@ from torch import nn
 from torch.nn import functional
 
 from phalanx.job.dataset import cache_folder
+from phalanx.job.sync_section import SyncSettings
 from phalanx.network.slow_codecs import cut_shares
 from phalanx.peers.attempt import Attempt, segment_values
 from phalanx.peers.codecs import Sender
@@ -43,7 +44,6 @@ WORKERS, SEQUENCES, LENGTH = 4, 8, 64  # sequences of each worker and step; byte
 WIDTH, LAYERS, HEADS = 64, 1, 4
 LEARNING_RATE, WARM_UP = 2e-3, 20
 INNER_STEPS, SYNCHRONOUS = 20, 0.2
-OUTER_LEARNING_RATE, OUTER_MOMENTUM = 0.7, 0.9
 TOP_SHARE, FEEDBACK = 0.03, 0.95
 HELD_OUT = 2048  # sequences that are scored
 CASES = ("synchronous", "synchronous int8", "diloco", "diloco int8", "sparse")
@@ -233,8 +233,8 @@ def train_apart(first: Worker, corpus: Corpus, seed: int, steps: range, total: i
         made = torch.optim.AdamW(worker.parameters, lr=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95))
         made.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
         worker.optimizer = made
-    rates = {"learning_rate": OUTER_LEARNING_RATE, "momentum": OUTER_MOMENTUM}
-    outers = [OuterOptimizer(_shards(one), **rates) for one in workers]
+    rate, momentum = SyncSettings(mode="diloco", codec=codec).outer_step  # the product's defaults
+    outers = [OuterOptimizer(_shards(one), learning_rate=rate, momentum=momentum) for one in workers]
     for step in steps:
         for place, worker in enumerate(workers):
             worker.compute_gradients(corpus.rows(seed, step, place))

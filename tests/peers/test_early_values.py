@@ -1,4 +1,4 @@
-"""Two peers send their values before the leader's plan: what counts is what each has in the round, not what went out."""
+"""Two peers send their values before the leader's plan: what each has in the round counts, not what went out."""
 
 from __future__ import annotations
 

@@ -100,9 +100,8 @@ class PeerTraining(Callback):
         self._fragments: list[list[int]] = []
         if self._sync.mode in ("diloco", "quorum"):
             sync = self._sync
-            self.outer = OuterOptimizer(
-                engine.shards, learning_rate=sync.outer_learning_rate, momentum=sync.outer_momentum
-            )
+            rate, momentum = sync.outer_step
+            self.outer = OuterOptimizer(engine.shards, learning_rate=rate, momentum=momentum)
             chosen = assign_fragments(self._gradients.sizes, sync.fragments)
             for number in range(sync.fragments):
                 self._fragments.append([at for at, one in enumerate(engine.shards) if chosen[one.name] == number])
