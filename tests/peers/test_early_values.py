@@ -32,6 +32,9 @@ def test_values_of_a_call_that_has_ended_are_sent_again(late: int) -> None:
             for result in average(groups, vectors, number):
                 assert result.committed, result.reason
                 assert np.allclose(result.vector, sum(vectors) / 2, atol=1e-12)
+        for group in groups:  # values go out once, whoever begins first
+            sent = sum(link.sent_bytes for link in group._node.links.data.values())
+            assert 3 * 160_000 <= sent < 3.1 * 160_000
         # One is ready alone, sends its values, gives up, and comes back with others.
         assert not groups[late].average(3, draw(77), 1.0, "fp64", timeout_s=0.5).committed
         vectors = [draw(78), draw(79)]
