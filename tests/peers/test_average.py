@@ -120,6 +120,17 @@ def test_an_update_that_is_not_finite_is_dropped_and_named(bad: float) -> None:
         assert [(event.peer, event.name) for event in named] == [(groups[1].id, crew.people[1].name)]
 
 
+def test_a_peer_that_claims_more_than_it_was_given_is_dropped_and_named() -> None:
+    vectors = draw(3, 9_000)
+    with Crew(4) as crew:
+        groups = crew.join_all(3)
+        for result in average(groups, vectors, [64.0, 192.0, 64.0], most_weight=65.0):
+            assert result.committed
+            reason = "it claims a weight of 192, and nobody was given more than 65"
+            assert result.dropped == {groups[1].id: reason}
+            assert np.allclose(result.vector, (vectors[0] + vectors[2]) / 2)
+
+
 def test_a_poisoned_update_is_dropped_and_named() -> None:
     vectors = draw(4, 9_000)
     vectors[2] *= 1e4

@@ -53,6 +53,7 @@ class PendingAverage:
     future: asyncio.Future[RoundResult]
     began: float
     call: int
+    most_weight: float | None = None
     bytes_sent: int = 0
     bytes_received: int = 0
 

@@ -125,7 +125,8 @@ class RoundLeader:
 
     def _begin(self) -> None:
         node = self._node
-        dropped = {**screen_ready(self._ready, node.settings.norm_limit), **self._excluded}
+        most = node.rounds.pending.most_weight if node.rounds.pending is not None else None
+        dropped = {**screen_ready(self._ready, node.settings.norm_limit, most), **self._excluded}
         dropped = {peer: reason for peer, reason in dropped.items() if peer in self._ready}
         counted = {peer: one for peer, one in self._ready.items() if peer not in dropped}
         weights = {peer: one.weight for peer, one in sorted(counted.items()) if one.weight > 0.0}

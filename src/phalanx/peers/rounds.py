@@ -59,6 +59,7 @@ class RoundKeeper:
         timeout_s: float,
         quorum: int,
         grace_s: float,
+        most_weight: float | None = None,
     ) -> RoundResult:
         """See `PeerGroup.average`."""
         if self.pending is not None:
@@ -75,6 +76,7 @@ class RoundKeeper:
             future=asyncio.get_running_loop().create_future(),
             began=time.monotonic(),
             call=self._calls,
+            most_weight=most_weight,
         )
         self._calls += 1
         if self.must_fetch:
