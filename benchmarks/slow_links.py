@@ -36,13 +36,13 @@ from slow_network import SlowNetwork
 
 from phalanx.job.sync_section import SyncSettings
 from phalanx.network.slow_codecs import encoded_bytes
-from phalanx.plan.slow_exchange import PeerLink
-from phalanx.plan.slow_modes import SitePace, predict_mode
+from phalanx.plan.slow_exchange import HEARTBEAT_BYTES, PeerLink
+from phalanx.plan.slow_modes import SitePace, mode_exchange, predict_mode
 
 MBIT_S = 20.0
 PATIENCE_S = 240.0
 PAUSED_ROUNDS = 8
-AROUND_S = 0.4  # of an exchange: two samples of the counters
+AROUND_S = 0.15  # of an exchange: two samples of the counters, and the last acknowledgements
 PORT = 7771
 JOB = """\
 name = "slow"
@@ -111,6 +111,7 @@ class Measured:
     planned: float  # utilisation
     codec_bytes: float  # sent by one peer in the counted rounds, as the codec says
     wire_bytes: float  # by the counter of its interface
+    planned_bytes: float  # of the wire: what the codec counts with headers, acknowledgements, messages and heartbeats
     bytes_per_step: float
     load: float
 
@@ -137,16 +138,13 @@ def run_case(link: str, mode: str, folder: Path, *, sequences: int, pause_s: flo
     if sync.mode == "target-batch":
         text = "\n".join(line for line in text.splitlines() if not line.startswith(("inner_steps", "synchronous")))
     job.write_text(text, encoding="utf-8")
-    counters: list[tuple[float, int, int]] = []
     with SlowNetwork(mbit_s=MBIT_S, **LINKS[link]) as net:
-        stop = threading.Event()
-        watch = threading.Thread(target=_count_bytes, args=(net, counters, stop), daemon=True)
-        watch.start()
+        counters = [ByteCounter(net, side) for side in range(2)]
         try:
             records = _pause(net, mode, folder, pause_s) if pause_s else _train(net, job, folder)
         finally:
-            stop.set()
-            watch.join(timeout=5)
+            for counter in counters:
+                counter.close()
     return _measure(link, mode, records, counters)
 
 
@@ -278,18 +276,55 @@ def _events(runs: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def _count_bytes(net: SlowNetwork, counters: list[tuple[float, int, int]], stop: threading.Event) -> None:
-    while not stop.wait(0.2):
-        with suppress(SystemExit, ValueError):
-            counters.append((time.time(), net.sent_bytes(0), net.sent_bytes(1)))
+# Reads the counter inside the namespace, without a process for each look: those are late on a busy machine.
+WATCH = """
+import sys, time
+with open(sys.argv[1]) as file:
+    while True:
+        file.seek(0)
+        value = file.read().strip()
+        print(time.time(), value, flush=True)
+        time.sleep(0.05)
+"""
 
 
-def _measure(
-    link: str, mode: str, records: list[list[dict[str, Any]]], counters: list[tuple[float, int, int]]
-) -> Measured:
+class ByteCounter:
+    """What one end has sent, by the counter of its interface, over time."""
+
+    def __init__(self, net: SlowNetwork, side: int) -> None:
+        path = f"/sys/class/net/{net.devices[side]}/statistics/tx_bytes"
+        self._process = net.start(side, [sys.executable, "-c", WATCH, path], stdout=subprocess.PIPE)
+        self.rows: list[tuple[float, int]] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            t, value = line.split()
+            self.rows.append((float(t), int(value)))
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._process.kill()
+        self._thread.join(timeout=5)
+
+    def between(self, start: float, end: float) -> float:
+        """The counter's growth, read between its samples."""
+        times = [row[0] for row in self.rows]
+
+        def at(t: float) -> float:
+            place = min(max(1, bisect_left(times, t)), len(times) - 1)
+            (t0, low), (t1, high) = self.rows[place - 1], self.rows[place]
+            return low + min(1.0, max(0.0, (t - t0) / (t1 - t0))) * (high - low)
+
+        return at(end) - at(start)
+
+
+def _measure(link: str, mode: str, records: list[list[dict[str, Any]]], counters: list[ByteCounter]) -> Measured:
     """Rounds after the first, which also waits for the other peer to start."""
     sync, _ = MODES[mode]
-    sides = [_read_rounds(events, counters, side, f"{link}, {mode}") for side, events in enumerate(records)]
+    sides = [_read_rounds(events, counters[side], f"{link}, {mode}") for side, events in enumerate(records)]
     per_round = sides[0].steps / len(sides[0].exchanges_s)
     paces = [
         SitePace(
@@ -302,6 +337,9 @@ def _measure(
         for number, side in enumerate(sides)
     ]
     predicted = predict_mode(paces, _model_values(), replace(sync, inner_steps=max(1, round(per_round))))
+    planned_wire = [len(sides[0].exchanges_s) * one for one in mode_exchange(paces, _model_values(), sync).wire_bytes]
+    spent_s = statistics.mean(second for side in sides for second in side.exchanges_s)
+    heartbeats = (spent_s + 2 * AROUND_S) / sync.heartbeat_s
     # Whoever comes first also waits for the other: what the exchange itself takes is the shorter of both.
     pairs = zip(*(side.exchanges_s for side in sides), strict=False)
     return Measured(
@@ -315,12 +353,13 @@ def _measure(
         planned=statistics.mean(use.utilisation for use in predicted.sites),
         codec_bytes=statistics.mean(side.codec_bytes for side in sides),
         wire_bytes=statistics.mean(side.wire_bytes for side in sides),
+        planned_bytes=statistics.mean(planned_wire) + len(sides[0].exchanges_s) * heartbeats * HEARTBEAT_BYTES,
         bytes_per_step=statistics.mean(side.codec_bytes / side.steps for side in sides),
         load=os.getloadavg()[0],
     )
 
 
-def _read_rounds(events: list[dict[str, Any]], counters: list[tuple[float, int, int]], side: int, what: str) -> Rounds:
+def _read_rounds(events: list[dict[str, Any]], counter: ByteCounter, what: str) -> Rounds:
     """Exchanges of one peer, from the end of its first to the end of its last."""
     rounds = [one for one in events if one.get("event") == "exchange" and one.get("kind") != "meet"]
     if len(rounds) < 3:
@@ -336,7 +375,7 @@ def _read_rounds(events: list[dict[str, Any]], counters: list[tuple[float, int, 
         steps=steps,
         step_s=(wall_s - sum(spent)) / steps,
         codec_bytes=sum(float(one["bytes_sent"]) for one in rounds[1:]),
-        wire_bytes=_exchange_bytes(counters, side + 1, rounds[1:]),
+        wire_bytes=_exchange_bytes(counter, rounds[1:]),
     )
 
 
@@ -347,7 +386,7 @@ def _known_link(link: str) -> dict[str, Any]:
     return known
 
 
-def _exchange_bytes(counters: list[tuple[float, int, int]], column: int, rounds: list[dict[str, Any]]) -> float:
+def _exchange_bytes(counter: ByteCounter, rounds: list[dict[str, Any]]) -> float:
     """The counter's growth around exchanges: heartbeats of the long steps between two are left out."""
     spans: list[list[float]] = []
     for one in rounds:
@@ -356,20 +395,7 @@ def _exchange_bytes(counters: list[tuple[float, int, int]], column: int, rounds:
             spans[-1][1] = end
         else:
             spans.append([start, end])
-    return sum(_between(counters, column, start, end) for start, end in spans)
-
-
-def _between(counters: list[tuple[float, int, int]], column: int, start: float, end: float) -> float:
-    """The counter's growth, read between its samples."""
-    times = [row[0] for row in counters]
-
-    def at(t: float) -> float:
-        place = min(max(1, bisect_left(times, t)), len(times) - 1)
-        (t0, *low), (t1, *high) = counters[place - 1], counters[place]
-        part = min(1.0, max(0.0, (t - t0) / (t1 - t0)))
-        return low[column - 1] + part * (high[column - 1] - low[column - 1])
-
-    return at(end) - at(start)
+    return sum(counter.between(start, end) for start, end in spans)
 
 
 def _model_values() -> int:
@@ -387,13 +413,14 @@ def table(rows: list[Measured]) -> str:
     first = next((row for row in rows if row.mode == "step" and row.link == "clean"), rows[0])
     plain = encoded_bytes("fp32", _model_values())
     head = ("link", "mode", "rounds", "compute a step", "exchange", "planned", "utilisation", "planned", "points",
-            "wire / codec", "fewer bytes a step")  # fmt: skip
+            "wire / codec", "wire / planned", "fewer bytes a step")  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         lines.append(
             f"| {row.link} | {row.mode} | {row.rounds} | {row.step_s:.3f} s | {row.exchange_s:.3f} s | "
             f"{row.planned_s:.3f} s | {row.utilisation:.1%} | {row.planned:.1%} | "
             f"{100 * (row.planned - row.utilisation):+.1f} | {row.wire_bytes / row.codec_bytes:.3f} | "
+            f"{row.wire_bytes / row.planned_bytes:.3f} | "
             f"{plain / row.bytes_per_step:.1f}x |"
         )
     return "\n".join([*lines, "", f"Load of the machine (1 minute): {first.load:.1f} to {rows[-1].load:.1f}."])

@@ -32,6 +32,7 @@ from torch import nn
 from torch.nn import functional
 
 from phalanx.job.dataset import cache_folder
+from phalanx.job.sync_section import SyncSettings
 from phalanx.network.slow_codecs import cut_shares
 from phalanx.peers.attempt import Attempt, segment_values
 from phalanx.peers.codecs import Sender
@@ -43,10 +44,11 @@ WORKERS, SEQUENCES, LENGTH = 4, 8, 64  # sequences of each worker and step; byte
 WIDTH, LAYERS, HEADS = 64, 1, 4
 LEARNING_RATE, WARM_UP = 2e-3, 20
 INNER_STEPS, SYNCHRONOUS = 20, 0.2
-OUTER_LEARNING_RATE, OUTER_MOMENTUM = 0.7, 0.9
 TOP_SHARE, FEEDBACK = 0.03, 0.95
 HELD_OUT = 2048  # sequences that are scored
 CASES = ("synchronous", "synchronous int8", "diloco", "diloco int8", "sparse")
+# Which cases go on from the synchronous steps of which.
+AFTER = {"synchronous": ("diloco",), "synchronous int8": ("diloco int8", "sparse")}
 
 
 class Block(nn.Module):
@@ -158,9 +160,10 @@ class MemoryGroup:
                     data = other.encode_piece(start)
                     self.bytes_sent += len(data)
                     found += owner.take_piece(other.me, start, data)
-            for start, data in found:
+            for start, _ in found:
                 for other in attempts:
                     if other is not owner:
+                        data = owner.mean_for(other.me, start)
                         other.take_mean(owner.me, start, data)
                         self.bytes_sent += len(data)
         for attempt in attempts:
@@ -232,8 +235,8 @@ def train_apart(first: Worker, corpus: Corpus, seed: int, steps: range, total: i
         made = torch.optim.AdamW(worker.parameters, lr=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95))
         made.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
         worker.optimizer = made
-    rates = {"learning_rate": OUTER_LEARNING_RATE, "momentum": OUTER_MOMENTUM}
-    outers = [OuterOptimizer(_shards(one), **rates) for one in workers]
+    rate, momentum = SyncSettings(mode="diloco", codec=codec).outer_step  # the product's defaults
+    outers = [OuterOptimizer(_shards(one), learning_rate=rate, momentum=momentum) for one in workers]
     for step in steps:
         for place, worker in enumerate(workers):
             worker.compute_gradients(corpus.rows(seed, step, place))
@@ -274,8 +277,8 @@ class Quality:
     seconds: float
 
 
-def run_seed(seed: int, steps: int, corpus: Corpus) -> list[Quality]:
-    """All cases from the same weights and samples; the synchronous steps of diloco are those of the first case."""
+def run_seed(seed: int, steps: int, corpus: Corpus, cases: set[str]) -> list[Quality]:
+    """The cases from the same weights and samples; the synchronous steps of diloco are those of the first case."""
     found: list[Quality] = []
     warm = round(SYNCHRONOUS * steps)
 
@@ -290,14 +293,17 @@ def run_seed(seed: int, steps: int, corpus: Corpus) -> list[Quality]:
     torch.manual_seed(seed)
     start = Worker.create()
     for codec, case in (("fp32", "synchronous"), ("int8", "synchronous int8")):
+        if not cases & {case, *AFTER[case]}:
+            continue
         began, worker = time.monotonic(), _clone(start)
         sent = train_synchronously(worker, corpus, seed, range(warm), steps, codec)
         warmed = _clone(worker)
-        sent += train_synchronously(worker, corpus, seed, range(warm, steps), steps, codec)
-        note(case, worker, sent, steps, began)
+        if case in cases:
+            sent += train_synchronously(worker, corpus, seed, range(warm, steps), steps, codec)
+            note(case, worker, sent, steps, began)
         # The synchronous steps before `sparse` exchange gradients in int8, as in the product.
         later = {"fp32": [("fp32", "diloco")], "int8": [("int8", "diloco int8"), ("topk-2bit", "sparse")]}[codec]
-        for update_codec, name in later:
+        for update_codec, name in (one for one in later if one[1] in cases):
             began = time.monotonic()
             shared, sent_apart = train_apart(warmed, corpus, seed, range(warm, steps), steps, update_codec)
             note(name, shared, sent_apart, steps - warm, began)
@@ -337,6 +343,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--cases", default=",".join(CASES), help="which to run, with commas; the table needs all")
     parser.add_argument(
         "--text", type=Path, default=None, help="JSON lines with a key text (default: the sample corpus)"
     )
@@ -351,12 +358,12 @@ def main() -> None:
         rows = [Quality(**one) for one in json.loads(args.out.read_text(encoding="utf-8"))]
     corpus = Corpus(text)
     for seed in map(int, args.seeds.split(",")):
-        if any(row.seed == seed for row in rows):
-            continue
-        rows += run_seed(seed, args.steps, corpus)
+        done = {row.case for row in rows if row.seed == seed}
+        rows += run_seed(seed, args.steps, corpus, set(args.cases.split(",")) - done)
         if args.out:
             args.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
-    print(table(rows))
+    if {(row.case, row.seed) for row in rows} >= {(case, row.seed) for row in rows for case in CASES}:
+        print(table(rows))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def test_a_job_with_peers_is_written_whole(tmp_path: Path) -> None:
     assert not resolved.warnings
     written = job_to_dict(resolved.job)["sync"]
     assert isinstance(written, dict)
-    assert (written["mode"], written["inner_steps"], written["outer_learning_rate"]) == ("diloco", 20, 0.7)
+    assert (written["mode"], written["inner_steps"], written["outer_learning_rate"]) == ("diloco", 20, "auto")
     assert "sync.inner_steps" in str(resolved)
 
 

@@ -10,10 +10,10 @@ import pytest
 from crew import Crew, together, until
 
 from phalanx.errors import UserError
-from phalanx.network.slow_codecs import CODECS, encoded_bytes
+from phalanx.network.slow_codecs import CODECS, GATHERED_CODECS, copies_per_share, encoded_bytes
 from phalanx.peers import messages as say
 from phalanx.peers.attempt import Attempt
-from phalanx.peers.codecs import Sender
+from phalanx.peers.codecs import Sender, decode, encode
 from phalanx.peers.facts import Bandwidth, PeerProgress, RoundResult
 from phalanx.peers.group import PeerGroup
 
@@ -68,11 +68,27 @@ def test_all_peers_get_the_same_bytes_with_every_codec_and_bytes_are_the_formula
             assert all(result.committed for result in results), [result.reason for result in results]
             assert len({result.vector.tobytes() for result in results}) == 1  # type: ignore[union-attr]
             whole = encoded_bytes(codec, values)
-            assert sum(result.bytes_sent for result in results) == 2 * 2 * whole  # each value is sent n-1 times, twice
+            # Each value is sent to n - 1 others twice, or what n - 1 wrote to n others once.
+            total = 3 * 2 * whole if codec in GATHERED_CODECS else 2 * 2 * whole
+            assert sum(result.bytes_sent for result in results) == total
             for group, result in zip(groups, results, strict=True):
                 own = round(result.shares.get(group.id, 0.0) * values)
                 part = whole - encoded_bytes(codec, values - own) if own % 4096 == 0 else encoded_bytes(codec, own)
-                assert result.bytes_sent == result.bytes_received == whole - part + 2 * part
+                assert result.bytes_sent == whole + copies_per_share(codec, 3) * part
+                assert result.bytes_received == (2 * whole if codec in GATHERED_CODECS else result.bytes_sent)
+
+
+def test_sparse_updates_are_averaged_without_choosing_again() -> None:
+    values, weights = 30_000, [1.0, 2.0, 5.0]
+    vectors = draw(3, values, np.float32)
+    sent = [decode("topk-2bit", encode("topk-2bit", vector), values) for vector in vectors]
+    with Crew(4) as crew:
+        results = average(crew.join_all(3), vectors, weights, "topk-2bit")
+    wanted = sum(weight * one for weight, one in zip(weights, sent, strict=True)) / sum(weights)
+    assert np.count_nonzero(wanted) > 2 * np.count_nonzero(sent[0])
+    for result in results:
+        assert result.committed, result.reason
+        assert np.allclose(result.vector, wanted, atol=1e-6)
 
 
 def test_shares_follow_bandwidth_and_a_client_only_peer_owns_nothing() -> None:
@@ -102,6 +118,17 @@ def test_an_update_that_is_not_finite_is_dropped_and_named(bad: float) -> None:
             assert np.allclose(result.vector, (vectors[0] + vectors[2]) / 2)
         named = [event for event in crew.events[2] if event.kind == "dropped"]
         assert [(event.peer, event.name) for event in named] == [(groups[1].id, crew.people[1].name)]
+
+
+def test_a_peer_that_claims_more_than_it_was_given_is_dropped_and_named() -> None:
+    vectors = draw(3, 9_000)
+    with Crew(4) as crew:
+        groups = crew.join_all(3)
+        for result in average(groups, vectors, [64.0, 192.0, 64.0], most_weight=65.0):
+            assert result.committed
+            reason = "it claims a weight of 192, and nobody was given more than 65"
+            assert result.dropped == {groups[1].id: reason}
+            assert np.allclose(result.vector, (vectors[0] + vectors[2]) / 2)
 
 
 def test_a_poisoned_update_is_dropped_and_named() -> None:

@@ -10,6 +10,7 @@ SYNC_MODES = ("every-step", "target-batch", "diloco", "quorum")
 CODECS = ("fp32", "bf16", "int8", "int4", "topk-2bit")
 MOST_PEERS = 10_000
 WARM_UP_SHARE = 0.2  # of the steps; 20 % brought DiLoCo with H = 20 within 0.18 % of synchronous training in our runs
+OUTER_STEPS = {"fp32": (0.7, 0.9), "topk-2bit": (1.0, 0.0)}  # learning rate and momentum; fp32's for all others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +28,21 @@ class SyncSettings:
         ),
     )
     inner_steps: int = field(default=50, metadata=count("optimizer steps of a peer between two exchanges (H)"))
-    outer_learning_rate: float = field(
-        default=0.7, metadata=number("learning rate of the outer Nesterov step", above=True, most=100.0)
+    outer_learning_rate: float | Auto = field(
+        default=AUTO,
+        metadata=number(
+            'learning rate of the outer Nesterov step; "auto" is 0.7, and 1 with topk-2bit',
+            above=True,
+            most=100.0,
+            auto=True,
+        ),
     )
-    outer_momentum: float = field(default=0.9, metadata=number("momentum of the outer Nesterov step", most=0.999))
+    outer_momentum: float | Auto = field(
+        default=AUTO,
+        metadata=number(
+            'momentum of the outer Nesterov step; "auto" is 0.9, and 0 with topk-2bit', most=0.999, auto=True
+        ),
+    )
     synchronous_steps: int | Auto = field(
         default=AUTO,
         metadata=count(
@@ -75,6 +87,22 @@ class SyncSettings:
     dead_after_s: float = field(
         default=5.0, metadata=number("silence after which a peer is dead", above=True, most=MOST_SECONDS)
     )
+
+    @property
+    def outer_step(self) -> tuple[float, float]:
+        """Learning rate and momentum of the outer step.
+
+        What topk-2bit left out and carries along is a momentum already: with a second one on top the weights overshoot,
+        so SparseLoCo (arXiv:2508.15706) takes plain steps of rate 1.
+
+        >>> SyncSettings(mode="diloco").outer_step, SyncSettings(mode="diloco", codec="topk-2bit").outer_step
+        ((0.7, 0.9), (1.0, 0.0))
+        """
+        rate, momentum = OUTER_STEPS.get(self.codec, OUTER_STEPS["fp32"])
+        return (
+            rate if isinstance(self.outer_learning_rate, str) else self.outer_learning_rate,
+            momentum if isinstance(self.outer_momentum, str) else self.outer_momentum,
+        )
 
     @property
     def has_peers(self) -> bool:

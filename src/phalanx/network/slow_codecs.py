@@ -3,8 +3,8 @@
     fp64, fp32, bf16   every value as it is, 8, 4 or 2 bytes
     int8               blocks of 1,024 values with one fp32 scale, 1 byte a value
     int4               blocks of 128 values with one fp32 scale, half a byte a value
-    topk-2bit          chunks of 4,096 values: one fp32 scale, the largest share of the values, each as a 12-bit place
-                       in its chunk and a 2-bit value (arXiv:2603.08163)
+    topk-2bit          chunks of 4,096 values: one fp32 scale, the largest share of the values, each as its place in the
+                       chunk (7 bits at 3 %, Elias-Fano) and a 2-bit value (arXiv:2508.15706)
 
 A vector is cut for sending only at multiples of `CUT_VALUES`, which every block divides: the pieces of a vector take
 exactly the bytes of the whole.
@@ -18,17 +18,20 @@ CODECS = ("fp32", "bf16", "int8", "int4", "topk-2bit")  # what a job may name; f
 PLAIN_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 INT8_BLOCK, INT4_BLOCK, TOP_CHUNK = 1024, 128, 4096
 SCALE_BYTES = 4
-INDEX_BITS, VALUE_BITS = 12, 2
+VALUE_BITS = 2
 CUT_VALUES = TOP_CHUNK
 TOP_SHARE = 0.03
 FEEDBACK_CODECS = frozenset({"int4", "topk-2bit"})  # what they lose must be carried to the next round
+# Every member gets what every other sent, and averages it itself. The mean of n sparse updates has up to n times as
+# many values: choosing the largest of them once more would hold most of them back for later rounds.
+GATHERED_CODECS = frozenset({"topk-2bit"})
 
 
 def encoded_bytes(codec: str, values: int, top_share: float = TOP_SHARE) -> int:
     """Bytes of a vector of so many values.
 
     >>> [encoded_bytes(codec, 4096) for codec in ("fp32", "bf16", "int8", "int4", "topk-2bit")]
-    [16384, 8192, 4112, 2176, 220]
+    [16384, 8192, 4112, 2176, 144]
     """
     if values < 0:
         raise ValueError(f"{values} values")
@@ -55,25 +58,46 @@ def top_values(chunk_values: int, top_share: float = TOP_SHARE) -> int:
     return min(chunk_values, max(1, round(top_share * chunk_values)))
 
 
-def exchange_bytes(codec: str, values: int, share: float, members: int, top_share: float = TOP_SHARE) -> float:
-    """Bytes a peer sends in one round, and as many it receives: P · (1 + (n - 2) · share), with P the encoded vector.
+def place_bits(count: int, chunk_values: int) -> tuple[int, int]:
+    """Bits of `count` places in order in a chunk, as Elias and Fano wrote sorted numbers: low bits of each, and a row.
 
-    It sends the other owners their shares of its own vector, P · (1 - share), and the sum of its own share to the n - 1
-    others.
+    The row has a one for each place, as far along as its high bits and its number together: at most 2 bits a place more
+    than any code of sorted places needs, and always the same size.
+
+    >>> place_bits(123, 4096), place_bits(4096, 4096), place_bits(1, 1)
+    ((5, 250), (0, 8191), (0, 1))
+    """
+    low = (chunk_values // count).bit_length() - 1
+    return low, ((chunk_values - 1) >> low) + count
+
+
+def exchange_bytes(codec: str, values: int, share: float, members: int, top_share: float = TOP_SHARE) -> float:
+    """Bytes a peer sends in one round: P · (1 + (n - 2) · share), with P the encoded vector; it receives as many.
+
+    It sends the other owners their shares of its own vector, P · (1 - share), and the mean of its own share to the
+    n - 1 others. Of a gathered codec, it sends each of them what the n - 1 others wrote of its share in place of the
+    mean, which makes P · (1 + n · (n - 2) · share); it receives (n - 1) · P.
 
     >>> exchange_bytes("fp32", 1_000_000, 0.25, 4), exchange_bytes("fp32", 1_000_000, 0.0, 4)
     (6000000.0, 4000000.0)
+    >>> exchange_bytes("topk-2bit", 4096, 0.25, 4) / encoded_bytes("topk-2bit", 4096)
+    3.0
     """
     if members < 2:
         return 0.0
-    return encoded_bytes(codec, values, top_share) * (1.0 + (members - 2) * share)
+    return encoded_bytes(codec, values, top_share) * (1.0 + copies_per_share(codec, members) * share)
+
+
+def copies_per_share(codec: str, members: int) -> int:
+    """How often an owner of a share sends it, less the once that it keeps for itself of its own vector."""
+    return (members - 2) * (members if codec in GATHERED_CODECS else 1)
 
 
 def compression(codec: str, top_share: float = TOP_SHARE) -> float:
     """How many times fewer bytes than fp32 a large vector takes.
 
     >>> [round(compression(codec), 2) for codec in ("bf16", "int8", "int4", "topk-2bit")]
-    [2.0, 3.98, 7.53, 74.47]
+    [2.0, 3.98, 7.53, 113.78]
     """
     return encoded_bytes("fp32", TOP_CHUNK) / encoded_bytes(codec, TOP_CHUNK, top_share)
 
@@ -95,4 +119,5 @@ def cut_shares(values: int, shares: Sequence[float]) -> list[int]:
 
 def _top_bytes(chunk_values: int, top_share: float) -> int:
     count = top_values(chunk_values, top_share)
-    return SCALE_BYTES + -(-count * INDEX_BITS // 8) + -(-count * VALUE_BITS // 8)
+    low, row = place_bits(count, chunk_values)
+    return SCALE_BYTES + sum(-(-bits // 8) for bits in (count * low, row, count * VALUE_BITS))

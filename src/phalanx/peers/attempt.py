@@ -2,7 +2,9 @@
 
 A vector is cut into segments. The owner of a segment sums it as soon as every update's piece of it is there and sends
 the mean to all at once, so that links carry both directions at the same time. All members decode the same encoded
-means: their results are equal to the last bit.
+means: their results are equal to the last bit. Of a gathered codec (topk-2bit), and between two peers, the "mean" is
+all pieces as they came, one after the other in the order of ids; a member is sent those of the others, and puts its
+own among them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.network.slow_codecs import CUT_VALUES, encoded_bytes
+from phalanx.network.slow_codecs import CUT_VALUES, GATHERED_CODECS, encoded_bytes
 from phalanx.peers.codecs import BadBytes, Sender, decode, encode
 from phalanx.peers.facts import MemberView, RoundResult, Vector
 from phalanx.peers.messages import RoundPlan
@@ -51,6 +53,7 @@ class PendingAverage:
     future: asyncio.Future[RoundResult]
     began: float
     call: int
+    most_weight: float | None = None
     bytes_sent: int = 0
     bytes_received: int = 0
 
@@ -94,6 +97,15 @@ def check_plan(plan: RoundPlan, view: MemberView | None) -> str:
     return "" if at == plan.values else "its shares do not make up the vector"
 
 
+def has_same_layout(plan: RoundPlan, other: RoundPlan) -> bool:
+    """Whether the same attempt moves the same values between the same members."""
+
+    def layout(one: RoundPlan) -> tuple[object, ...]:
+        return one.key, one.values, one.codec, one.top_share, one.segment, set(one.weights), one.owners
+
+    return layout(plan) == layout(other)
+
+
 class Attempt:
     """What this member has of an attempt. `outgoing` is its own update, None where it adds none."""
 
@@ -121,6 +133,14 @@ class Attempt:
         self._means: dict[int, bytes] = {}
         self._pieces: dict[int, dict[str, Vector]] = {start: {} for start in self.segments_of(me)}
         self._missing = len(self._ends)
+        self._counted = sorted(plan.weights)
+        # Two peers move as many bytes either way: each sends the other its values, nothing is rounded a second time,
+        # and no piece waits for another.
+        self._gathers = plan.codec in GATHERED_CODECS or (
+            len(plan.weights) == 2 and set(plan.owners) <= set(plan.weights)
+        )
+        self._own: dict[int, bytes] = {}
+        self._encoded: dict[int, dict[str, bytes]] = {}  # of gathered pieces: by segment and peer
         carries = sender is not None and sender.carries and self.outgoing is not None
         self._lost = np.array(self.outgoing, copy=True) if carries else None
         self._lost_sums = np.zeros_like(self._lost) if self._lost is not None else None
@@ -136,12 +156,16 @@ class Attempt:
         return list(range(begin, end, self.plan.segment))
 
     def encode_piece(self, start: int) -> bytes:
-        """This member's own values of a segment."""
+        """This member's own values of a segment; the same bytes whenever it is asked."""
         assert self.outgoing is not None
+        if start in self._own:
+            return self._own[start]
         values = self.outgoing[start : self._ends[start]]
         data = encode(self.plan.codec, values, self.plan.top_share)
         if self._lost is not None:
             self._lost[start : self._ends[start]] -= self._decode(start, data)
+        if self._gathers:
+            self._own[start] = data
         return data
 
     def take_own_pieces(self) -> Iterator[tuple[int, bytes]]:
@@ -169,6 +193,8 @@ class Attempt:
         if self.squares[peer] > (NORM_TOLERANCE * self.plan.norms[peer]) ** 2 + 1e-30:
             raise BadUpdate(peer, f"its update has a larger norm than the {self.plan.norms[peer]:.3g} that it stated")
         pieces[peer] = values
+        if self._gathers:
+            self._encoded.setdefault(start, {})[peer] = data
         if len(pieces) < len(self.plan.weights):
             return
         if self._screen is None:
@@ -187,11 +213,36 @@ class Attempt:
         wanted = start in self._ends and start not in self._means
         if not wanted or (peer != self._owner[start] and not self.commit_digest):
             return False
-        if len(data) != encoded_bytes(self.plan.codec, self._ends[start] - start, self.plan.top_share):
+        received = len(data)
+        size = encoded_bytes(self.plan.codec, self._ends[start] - start, self.plan.top_share)
+        if self._gathers and received == size * (len(self._counted) - 1) and self.outgoing is not None:
+            at = size * self._counted.index(self.me)
+            data = b"".join((data[:at], self.encode_piece(start), data[at:]))
+        if len(data) != size * (len(self._counted) if self._gathers else 1):
             return False
         self._keep(start, data)
-        self.bytes_received += len(data)
+        self.bytes_received += received
         return self.is_whole
+
+    def adopt(self, plan: RoundPlan) -> bool:
+        """Whether values that were sent before the plan was known are those of this plan, which then holds."""
+        if not has_same_layout(self.plan, plan):
+            return False
+        self.plan = plan
+        return True
+
+    def is_direct(self, peer: str) -> bool:
+        """Whether what a peer is sent of this member's share is its own values, which wait for nobody."""
+        return self._gathers and self.outgoing is not None and {self.me, peer} == set(self.plan.weights)
+
+    def mean_for(self, peer: str, start: int) -> bytes:
+        """What a member is sent of a segment that is whole here: of a gathered codec, all but what it sent itself."""
+        data = self._means[start]
+        if not self._gathers or peer not in self.plan.weights:
+            return data
+        size = len(data) // len(self._counted)
+        at = size * self._counted.index(peer)
+        return data[:at] + data[at + size :]
 
     @property
     def has_summed_its_share(self) -> bool:
@@ -233,7 +284,7 @@ class Attempt:
         kind = np.float64 if self.plan.codec == "fp64" else np.float32
         found = np.empty(self.plan.values, dtype=kind)
         for start, end in self._ends.items():
-            found[start:end] = self._decode(start, self._means[start])
+            found[start:end] = self._decode_mean(start, self._means[start])
         return found
 
     def settle(self) -> None:
@@ -242,18 +293,26 @@ class Attempt:
             self._sender.settle(self._lost, self._lost_sums)
 
     def _sum(self, start: int, pieces: dict[str, Vector]) -> bytes:
-        total = sum(self.plan.weights[peer] for peer in sorted(pieces))
-        mean = np.zeros(self._ends[start] - start, dtype=np.float64)
-        for peer in sorted(pieces):
-            mean += (self.plan.weights[peer] / total) * pieces[peer]
-        if self._sender is not None:
-            mean = self._sender.outgoing_sum(start, mean, self.plan.values)
-        data = encode(self.plan.codec, mean, self.plan.top_share)
-        if self._lost_sums is not None:
-            self._lost_sums[start : self._ends[start]] = mean - self._decode(start, data)
+        if self._gathers:
+            encoded = self._encoded.pop(start)
+            data = b"".join(encoded[peer] for peer in self._counted)
+        else:
+            mean = self._mean(start, pieces)
+            if self._sender is not None:
+                mean = self._sender.outgoing_sum(start, mean, self.plan.values)
+            data = encode(self.plan.codec, mean, self.plan.top_share)
+            if self._lost_sums is not None:
+                self._lost_sums[start : self._ends[start]] = mean - self._decode(start, data)
         pieces.clear()
         self._keep(start, data)
         return data
+
+    def _mean(self, start: int, pieces: dict[str, Vector]) -> Vector:
+        total = sum(self.plan.weights[peer] for peer in self._counted)
+        mean = np.zeros(self._ends[start] - start, dtype=np.float64)
+        for peer in self._counted:
+            mean += (self.plan.weights[peer] / total) * pieces[peer]
+        return mean
 
     def _check_screen(self, screen: Callable[[str, Vector], str | None]) -> None:
         for peer in sorted(self.plan.weights):
@@ -269,3 +328,19 @@ class Attempt:
 
     def _decode(self, start: int, data: bytes) -> Vector:
         return decode(self.plan.codec, data, self._ends[start] - start, self.plan.top_share)
+
+    def _decode_mean(self, start: int, data: bytes) -> Vector:
+        if not self._gathers:
+            return self._decode(start, data)
+        size = len(data) // len(self._counted)
+        view = memoryview(data)
+        pieces = {
+            peer: decode(
+                self.plan.codec,
+                view[place * size : (place + 1) * size],
+                self._ends[start] - start,
+                self.plan.top_share,
+            )
+            for place, peer in enumerate(self._counted)
+        }
+        return self._mean(start, pieces)

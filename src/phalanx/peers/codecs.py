@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from phalanx.network.slow_codecs import (
     FEEDBACK_CODECS,
-    INDEX_BITS,
     INT4_BLOCK,
     INT8_BLOCK,
     SCALE_BYTES,
     TOP_CHUNK,
     TOP_SHARE,
     encoded_bytes,
+    place_bits,
     top_values,
 )
 from phalanx.peers.facts import Vector
@@ -109,7 +109,7 @@ class Sender:
             raise ValueError(f"feedback = {feedback:g} is not a share from 0 to 1")
         self.codec, self.feedback, self.top_share = codec, feedback, top_share
         self._lost: Vector | None = None  # of this peer's own updates
-        self._lost_sums: Vector | None = None  # of the sums it owned: they are encoded once more
+        self._lost_sums: Vector | None = None  # of the means it owned, where they are encoded once more (int4)
 
     @property
     def carries(self) -> bool:
@@ -193,10 +193,13 @@ def _encode_top(table: Float32, top_share: float) -> bytes:
         levels = np.where(
             sent < 0, np.abs(sent) < TWO_BIT_LIMIT * scales[:, None], 2 + (sent >= TWO_BIT_LIMIT * scales[:, None])
         )
-    index_bits = ((places[:, :, None] >> np.arange(INDEX_BITS)) & 1).astype(np.uint8).reshape(rows, -1)
+    low, row_bits = place_bits(count, length)
+    row = np.zeros((rows, row_bits), dtype=np.uint8)
+    np.put_along_axis(row, (places >> low) + np.arange(count), np.uint8(1), axis=1)
+    low_bits = ((places[:, :, None] >> np.arange(low)) & 1).astype(np.uint8).reshape(rows, -1)
     value_bits = ((levels[:, :, None].astype(np.int64) >> np.arange(2)) & 1).astype(np.uint8).reshape(rows, -1)
     head = scales.view(np.uint8).reshape(rows, SCALE_BYTES)
-    packed = [np.packbits(bits, axis=1, bitorder="little") for bits in (index_bits, value_bits)]
+    packed = [np.packbits(bits, axis=1, bitorder="little") for bits in (low_bits, row, value_bits)]
     return np.concatenate([head, *packed], axis=1).tobytes()
 
 
@@ -208,12 +211,19 @@ def _decode_top(data: memoryview, rows: int, length: int, top_share: float) -> F
     scales = np.ascontiguousarray(table[:, :SCALE_BYTES]).view("<f4").reshape(rows)
     if np.any(scales < 0):
         raise BadBytes("a scale below zero")
-    at = SCALE_BYTES + -(-count * INDEX_BITS // 8)
-    bits = np.unpackbits(table[:, SCALE_BYTES:at], axis=1, bitorder="little")[:, : count * INDEX_BITS]
-    places = bits.reshape(rows, count, INDEX_BITS).astype(np.int64) @ (1 << np.arange(INDEX_BITS, dtype=np.int64))
+    low, row_bits = place_bits(count, length)
+    bits, at = [], SCALE_BYTES
+    for wanted in (count * low, row_bits, count * 2):
+        end = at + -(-wanted // 8)
+        bits.append(np.unpackbits(table[:, at:end], axis=1, bitorder="little")[:, :wanted])
+        at = end
+    if np.any(bits[1].sum(axis=1, dtype=np.int64) != count):
+        raise BadBytes("topk-2bit: more or fewer places than values")
+    high = np.nonzero(bits[1])[1].reshape(rows, count) - np.arange(count)
+    places = (high << low) + bits[0].reshape(rows, count, low).astype(np.int64) @ (1 << np.arange(low, dtype=np.int64))
     if np.any(places >= length) or np.any(np.diff(places, axis=1) <= 0):
         raise BadBytes("topk-2bit: a place outside its chunk, or places out of order")
-    pairs = np.unpackbits(table[:, at:], axis=1, bitorder="little")[:, : count * 2].reshape(rows, count, 2)
+    pairs = bits[2].reshape(rows, count, 2)
     levels = TWO_BIT_LEVELS[pairs[:, :, 0] + 2 * pairs[:, :, 1]]
     found = np.zeros((rows, length), dtype=np.float32)
     with np.errstate(invalid="ignore", over="ignore"):

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from phalanx.peers.attempt import Attempt
 from phalanx.peers.links import PeerLinks
 from phalanx.peers.messages import MeanChunk, UpdateChunk
+
+if TYPE_CHECKING:
+    from phalanx.peers.peer_node import PeerNode
 
 
 class Courier:
@@ -18,14 +22,16 @@ class Courier:
         self, attempt: Attempt, peer: str, links: PeerLinks, *, wait_s: float, failed: Callable[[str, str], None]
     ) -> None:
         self._attempt, self._peer, self._links, self._wait_s, self._failed = attempt, peer, links, wait_s, failed
-        self._means: deque[tuple[int, bytes]] = deque()
+        self._is_direct = attempt.is_direct(peer)
+        self._means: deque[int] = deque(attempt.segments_of(attempt.me) if self._is_direct else ())
         self._means_left = len(attempt.segments_of(attempt.me))
         self._changed = asyncio.Event()
 
-    def add_mean(self, start: int, data: bytes) -> None:
+    def add_mean(self, start: int) -> None:
         """A segment of our share is summed."""
-        self._means.append((start, data))
-        self._changed.set()
+        if not self._is_direct:
+            self._means.append(start)
+            self._changed.set()
 
     async def run(self) -> None:
         """Until everything is sent; tells `failed` where the link does not hold."""
@@ -41,8 +47,10 @@ class Courier:
                 if link is not None and found is not link:
                     raise ConnectionResetError("the connection was made anew, and something was lost with the old one")
                 link = found
-                if self._means:
-                    start, data = self._means.popleft()
+                # Values of a direct exchange are needed alike; those for the other's share let it sum.
+                if self._means and not (self._is_direct and pieces):
+                    start = self._means.popleft()
+                    data = attempt.encode_piece(start) if self._is_direct else attempt.mean_for(self._peer, start)
                     self._means_left -= 1
                     await link.send(MeanChunk(key=attempt.plan.key, start=start), data)
                 else:
@@ -52,3 +60,40 @@ class Courier:
                 attempt.bytes_sent += len(data)
         except (OSError, TimeoutError) as error:
             self._failed(self._peer, str(error) or "no connection in time")
+
+
+class AttemptSending:
+    """The couriers of this member's newest attempt, one for each other member."""
+
+    def __init__(self, node: PeerNode) -> None:
+        self._node = node
+        self._couriers: list[Courier] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, attempt: Attempt, failed: Callable[[str, str], None], *, after_others: bool = False) -> None:
+        """Send an attempt; `after_others` has gone out, which may be of a round that another member still needs."""
+        node = self._node
+        before = [task for task in self._tasks if not task.done()] if after_others else []
+        self._tasks, self._couriers = list(before), []
+        for peer in node.view.ids:
+            if peer != node.me:
+                courier = Courier(attempt, peer, node.links, wait_s=node.settings.dead_after_s, failed=failed)
+                self._couriers.append(courier)
+                self._tasks.append(node.spawn(_run_after(before, courier)))
+
+    def add_mean(self, start: int) -> None:
+        """A segment of our share is summed."""
+        for courier in self._couriers:
+            courier.add_mean(start)
+
+    def stop(self) -> None:
+        """What is not sent is not needed any more."""
+        for task in self._tasks:
+            task.cancel()
+        self._tasks, self._couriers = [], []
+
+
+async def _run_after(before: list[asyncio.Task[None]], courier: Courier) -> None:
+    if before:
+        await asyncio.wait(before)
+    await courier.run()

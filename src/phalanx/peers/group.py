@@ -142,6 +142,7 @@ class PeerGroup:
         timeout_s: float = 60.0,
         quorum: int | None = None,
         grace_s: float | None = None,
+        most_weight: float | None = None,
     ) -> RoundResult:
         """Weighted mean of the members' vectors; blocks until the round is committed, discarded, or has timed out.
 
@@ -150,6 +151,7 @@ class PeerGroup:
         With `quorum` the round begins `grace_s` after so many members are ready; without, when all are. A member that
         calls later gets the committed result at once, without being counted. After a discarded round call again with
         the same number; where `behind` is true, call `fetch_state` first. Weight 0 takes the result and adds nothing.
+        A member that claims more than `most_weight`, as the leader's call says, is dropped.
         """
         try:
             sender = Sender(codec, feedback=0.0) if isinstance(codec, str) else codec
@@ -174,6 +176,7 @@ class PeerGroup:
                 timeout_s=timeout_s,
                 quorum=quorum or 0,
                 grace_s=grace_s or 0.0,
+                most_weight=most_weight,
             )
         )
 

@@ -7,7 +7,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from phalanx.network.slow_codecs import cut_shares
+from phalanx.network.slow_codecs import GATHERED_CODECS, cut_shares
 from phalanx.network.slow_shares import water_filling
 from phalanx.peers import messages as say
 from phalanx.peers.attempt import NORM_TOLERANCE, segment_values
@@ -125,7 +125,8 @@ class RoundLeader:
 
     def _begin(self) -> None:
         node = self._node
-        dropped = {**screen_ready(self._ready, node.settings.norm_limit), **self._excluded}
+        most = node.rounds.pending.most_weight if node.rounds.pending is not None else None
+        dropped = {**screen_ready(self._ready, node.settings.norm_limit, most), **self._excluded}
         dropped = {peer: reason for peer, reason in dropped.items() if peer in self._ready}
         counted = {peer: one for peer, one in self._ready.items() if peer not in dropped}
         weights = {peer: one.weight for peer, one in sorted(counted.items()) if one.weight > 0.0}
@@ -144,17 +145,18 @@ class RoundLeader:
             segment=segment_values(form.codec, form.top_share),
             weights=weights,
             norms={peer: counted[peer].norm or 0.0 for peer in weights},
-            owners=self._owners(form.values, [peer for peer in sorted(self._ready) if peer not in self._excluded]),
+            owners=self._owners(form, [peer for peer in sorted(self._ready) if peer not in self._excluded]),
             dropped=dropped,
         )
         self._restart_at, self._haves, self._squares = None, {}, {}
         self._to_all(say.Begin(plan=self._plan))
 
-    def _owners(self, values: int, ready: list[str]) -> dict[str, tuple[int, int]]:
+    def _owners(self, form: Ready, ready: list[str]) -> dict[str, tuple[int, int]]:
+        values = form.values
         found = [node_member for peer in ready if (node_member := self._node.view.member(peer)) is not None]
         if all(member.client_only for member in found):
             return {self._node.me: (0, values)}
-        shares = plan_shares(found)
+        shares = plan_shares(found, form.codec)
         cuts = cut_shares(values, shares)
         return {
             member.id: (cuts[place], cuts[place + 1])
@@ -242,12 +244,15 @@ class RoundLeader:
         node.rounds.on_message(node.me, message)
 
 
-def plan_shares(members: list[Member]) -> list[float]:
-    """Shares by bandwidth; a member that states none counts as the slowest that does."""
+def plan_shares(members: list[Member], codec: str = "fp32") -> list[float]:
+    """Shares by bandwidth; a member that states none counts as the slowest that does.
+
+    Of a gathered codec everybody receives n - 1 vectors, whoever owns what, and with equal shares nobody sends more.
+    """
     stated = [member.bandwidth.slower_mbps for member in members if member.bandwidth is not None]
     slowest = min(stated, default=1.0)
     speeds = [member.bandwidth.slower_mbps if member.bandwidth is not None else slowest for member in members]
-    if len(set(speeds)) == 1:
+    if len(set(speeds)) == 1 or codec in GATHERED_CODECS:
         owners = sum(not member.client_only for member in members)
         return [0.0 if member.client_only else 1.0 / owners for member in members]
     return water_filling(speeds, [member.client_only for member in members])

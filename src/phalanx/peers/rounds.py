@@ -13,7 +13,8 @@ from phalanx.errors import mistake
 from phalanx.peers import messages as say
 from phalanx.peers.attempt import Attempt, BadUpdate, PendingAverage, check_plan, sum_of_squares
 from phalanx.peers.codecs import BadBytes, Sender
-from phalanx.peers.couriers import Courier
+from phalanx.peers.couriers import AttemptSending
+from phalanx.peers.early_values import EarlyValues, StaleValues
 from phalanx.peers.facts import RoundResult, Vector
 from phalanx.peers.frames import PeerConnection
 from phalanx.peers.messages import Accepted, NextView, PeerMessage, RoundPlan
@@ -33,8 +34,8 @@ class RoundKeeper:
         self.accepted: Accepted | None = None  # the newest attempt that this member holds whole and has said so
         self.pending: PendingAverage | None = None
         self._attempts: dict[Key, Attempt] = {}
-        self._couriers: dict[str, Courier] = {}
-        self._sending: list[asyncio.Task[None]] = []
+        self._sending = AttemptSending(node)
+        self._early = EarlyValues(node, self._sending)
         self._results: dict[int, Attempt] = {}
         self._newest: Key = (0, 0, 0)
         self._wanted: dict[int, list[str]] = {}  # rounds that are asked for, and who may have them, the next first
@@ -58,6 +59,7 @@ class RoundKeeper:
         timeout_s: float,
         quorum: int,
         grace_s: float,
+        most_weight: float | None = None,
     ) -> RoundResult:
         """See `PeerGroup.average`."""
         if self.pending is not None:
@@ -74,6 +76,7 @@ class RoundKeeper:
             future=asyncio.get_running_loop().create_future(),
             began=time.monotonic(),
             call=self._calls,
+            most_weight=most_weight,
         )
         self._calls += 1
         if self.must_fetch:
@@ -97,6 +100,7 @@ class RoundKeeper:
         if pending is None or pending.round_number != view.next_round or view.member(self._node.me) is None:
             return
         square = sum_of_squares(pending.outgoing)
+        self._early.send(pending, self._newest)  # before the leader knows, who may be here and begin at once
         self._to_leader(
             say.Ready(
                 view_number=view.number,
@@ -167,9 +171,15 @@ class RoundKeeper:
         if is_counted and not fits:
             self._to_leader(say.Withdraw(view_number=plan.view_number, round_number=plan.round_number))
             return
-        self._stop_sending()
         mine = pending if is_counted else None
-        attempt = Attempt(
+        try:
+            early = self._early.adopt(plan, mine.call if mine else None)
+        except StaleValues as error:
+            self._sending.stop()
+            self._newest = plan.key
+            self._to_leader(say.AttemptFailed(key=plan.key, peer=node.me, reason=str(error)[:400], drop=False))
+            return
+        attempt = early or Attempt(
             plan,
             node.me,
             outgoing=mine.outgoing if mine else None,
@@ -179,15 +189,14 @@ class RoundKeeper:
         self._drop_attempts()
         self._attempts[plan.key] = attempt
         self._newest = plan.key
-        for peer in node.view.ids:
-            if peer != node.me:
+        if early is None:
+            self._sending.stop()
+            key = plan.key
 
-                def failed(other: str, why: str, key: Key = plan.key) -> None:
-                    self._trouble(key, other, f"{node.name_of(other)} was not reached: {why}", drop=False)
+            def failed(peer: str, why: str) -> None:
+                self._trouble(key, peer, f"{node.name_of(peer)} was not reached: {why}", drop=False)
 
-                courier = Courier(attempt, peer, node.links, wait_s=node.settings.dead_after_s, failed=failed)
-                self._couriers[peer] = courier
-                self._sending.append(node.spawn(courier.run()))
+            self._sending.start(attempt, failed)
         self._wake()
         self._take(attempt, attempt.take_own_pieces())
         self._progressed(attempt)  # an attempt without values is whole from the beginning
@@ -236,10 +245,9 @@ class RoundKeeper:
         if self._attempts.get(key) is not attempt:
             return  # given up meanwhile
         try:
-            for start, data in means:
+            for start, _ in means:
                 found = True
-                for courier in self._couriers.values():
-                    courier.add_mean(start, data)
+                self._sending.add_mean(start)
         except BadUpdate as error:
             self._trouble(key, error.peer, error.reason, drop=True)
             return
@@ -267,8 +275,13 @@ class RoundKeeper:
         if attempt is not None and not attempt.commit_digest:
             self._to_leader(say.AttemptFailed(key=key, peer=peer, reason=reason[:400], drop=drop))
 
+    def report_trouble(self, peer: str, reason: str) -> None:
+        """A member could not be sent its values of the newest attempt."""
+        self._trouble(self._newest, peer, reason, drop=False)
+
     def data_link_lost(self, peer: str) -> None:
         """Bytes may have been lost with it."""
+        self._early.on_link_lost(peer)
         attempt = self._attempts.get(self._newest)
         if attempt is None or self._node.view.member(peer) is None:
             return
@@ -317,6 +330,7 @@ class RoundKeeper:
         self._results = {one: kept for one, kept in self._results.items() if one > number - KEPT_ROUNDS}
         self.accepted = None
         self._wanted.pop(number, None)
+        self._early.on_committed(plan)
         attempt.settle()
         for peer, reason in plan.dropped.items():
             node.tell("dropped", reason, peer=peer, round_number=number)
@@ -342,7 +356,8 @@ class RoundKeeper:
 
     def on_view(self, proposal: NextView) -> None:
         """A new view: what it committed is learnt, and the call that waits is ready again."""
-        self._stop_sending()
+        self._sending.stop()
+        self._early.forget()
         target, outcome = self._node.view.next_round, proposal.outcome
         self._newest = max(self._newest, (proposal.view.number, 0, 0))
         if outcome is not None and (held := self._attempts.get(outcome.plan.key)) is not None:
@@ -444,11 +459,6 @@ class RoundKeeper:
                 self.pending.bytes_sent += attempt.bytes_sent
                 self.pending.bytes_received += attempt.bytes_received
         self._attempts = {key: one for key, one in self._attempts.items() if one.commit_digest and not one.is_whole}
-
-    def _stop_sending(self) -> None:
-        for task in self._sending:
-            task.cancel()
-        self._sending, self._couriers = [], {}
 
     def _wake(self) -> None:
         self._moved_at = time.monotonic()

@@ -13,8 +13,11 @@ from phalanx.peers.messages import Ready
 WEIGHT_LIMIT = 100.0
 
 
-def screen_ready(ready: Mapping[str, Ready], norm_limit: float) -> dict[str, str]:
-    """Peers whose updates are left out, with the reason; owners find out whether the stated norms are true."""
+def screen_ready(ready: Mapping[str, Ready], norm_limit: float, most_weight: float | None = None) -> dict[str, str]:
+    """Peers whose updates are left out, with the reason; owners find out whether the stated norms are true.
+
+    `most_weight` is what no honest peer can have learnt from, where that is known.
+    """
     dropped: dict[str, str] = {}
     if not ready:
         return dropped
@@ -34,6 +37,10 @@ def screen_ready(ready: Mapping[str, Ready], norm_limit: float) -> dict[str, str
     for peer, norm in norms.items():
         if middle > 0.0 and norm > norm_limit * middle:
             dropped[peer] = f"the norm of its update, {norm:.3g}, is {norm / middle:.3g} times the round's median"
+        elif most_weight is not None and weights[peer] > most_weight:
+            dropped[peer] = (
+                f"it claims a weight of {weights[peer]:.6g}, and nobody was given more than {most_weight:.6g}"
+            )
         elif weights[peer] > WEIGHT_LIMIT * usual:
             dropped[peer] = f"it claims a weight of {weights[peer]:.3g}, {weights[peer] / usual:.3g} times the median"
     return dropped

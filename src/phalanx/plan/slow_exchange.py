@@ -1,8 +1,8 @@
 """How long peers on slow links take to average one vector: shares by bandwidth, rounds of messages, loss.
 
 Every peer averages a share of the vector for all, and moves P · (1 + (n - 2) · share) bytes each way for a vector of P
-bytes among n peers (network/slow_shares.py, with which the peers cut it too). Pure arithmetic: the planner, the
-simulator and the rules ask the same functions.
+bytes among n peers (network/slow_shares.py, with which the peers cut it too); of topk-2bit everybody gets what all
+others sent. Pure arithmetic: the planner, the simulator and the rules ask the same functions.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.hardware.types import Site
+from phalanx.network.slow_codecs import GATHERED_CODECS, copies_per_share
 from phalanx.network.slow_shares import water_filling
 
 # Of the bytes on an Ethernet link, what TCP delivers: 1,448 of a 1,514-byte frame (timestamps on), and while data flows
 # both ways a 66-byte acknowledgement for every second segment of the other direction. TLS adds 22 to 16,384: no more.
 SEGMENT_BYTES, FRAME_BYTES, ACK_BYTES = 1448, 1514, 66
 PAYLOAD_SHARE = SEGMENT_BYTES / (FRAME_BYTES + ACK_BYTES / 2) * 16384 / (16384 + 22)
+# Beside the values, a member sends each other one in a round: ready, norms and digest (or begin and commit), the heads
+# of its pieces, TLS records, and packets and acknowledgements of their own for all these: 850 bytes and six packets.
+# Every half second a heartbeat of 268 bytes goes out, and that of the other is acknowledged (counted on 18 November
+# 2026).
+MESSAGE_BYTES, HEARTBEAT_BYTES = 850 + 6 * ACK_BYTES, 268 + 2 * ACK_BYTES
 # Mathis, Semke, Mahdavi and Ott, "The Macroscopic Behavior of the TCP Congestion Avoidance Algorithm", ACM CCR 27(3),
 # 1997: rate = MSS / RTT · C / sqrt(p), with C = sqrt(3/2) where every segment grows the window, as Linux' byte counting
 # does (RFC 3465). CUBIC keeps to the same rate where its own would be lower (RFC 9438, section 4.3), as it is at these
@@ -45,10 +51,11 @@ class SlowExchange:
 
     seconds: float
     transfer_s: float  # bytes over bandwidth
-    latency_s: float  # rounds of messages, the slow start of connections that were idle, the last piece
+    latency_s: float  # rounds of messages, slow start after idle times, packets sent again, the last piece
     codec_s: float  # to encode, sum and decode
     shares: tuple[float, ...]  # of the vector, averaged by each peer
-    bytes_sent: tuple[float, ...]  # by each peer; as many are received
+    bytes_sent: tuple[float, ...]  # by each peer; on the whole as many are received
+    wire_bytes: tuple[float, ...]  # the same with all headers, acknowledgements and messages; without heartbeats
     slowest: str  # the peer that the others wait for
     limited_by: str  # "bandwidth", "packet loss" or "latency": the largest part
 
@@ -89,6 +96,19 @@ def slow_start_s(rate: float, latency_s: float, size_bytes: float) -> float:
     return max(0.0, math.log2(window / INITIAL_WINDOW_BYTES)) * latency_s
 
 
+def resend_s(rate: float, latency_s: float, loss: float, size_bytes: float) -> float:
+    """Seconds that lost packets add to a leg in which both sides send so much: each comes again a round trip later.
+
+    What is lost before the last round trip comes while others are still sent. Losses of the last one are as if drawn by
+    chance over its time (Poisson), and the last of them counts.
+
+    >>> round(resend_s(2.5e6, 0.1, 0.01, 354e3), 3), resend_s(2.5e6, 0.1, 0.0, 354e3)
+    (0.072, 0.0)
+    """
+    lost = 2 * loss * min(rate * latency_s, size_bytes) / SEGMENT_BYTES
+    return latency_s * (1 + math.expm1(-lost) / lost) if lost > 0 else 0.0
+
+
 def exchange_time(
     links: Sequence[PeerLink],
     payload_bytes: float,
@@ -97,11 +117,12 @@ def exchange_time(
     values: float = 0.0,
     values_per_s: float = math.inf,
     equal_shares: bool = False,
+    codec: str = "fp32",
 ) -> SlowExchange:
     """What one average of `payload_bytes` (encoded, of each peer) takes among these peers.
 
     `round_trips` are the messages that wait for each other; `values` numbers are encoded and decoded at
-    `values_per_s`. `equal_shares` is for comparison.
+    `values_per_s`. `equal_shares` is for comparison; a gathered `codec` always has them.
     """
     count = len(links)
     rates, lossy = [], []
@@ -115,20 +136,27 @@ def exchange_time(
         rates.append(min(wire, sum(paths)))
         lossy.append(sum(paths) < wire)
     owners = [not link.client_only for link in links]
-    if equal_shares:
+    gathers = codec in GATHERED_CODECS
+    if equal_shares or gathers:
         shares: tuple[float, ...] = tuple(owner / sum(owners) for owner in owners)
     else:
         shares = tuple(water_filling(rates, [not owner for owner in owners]))
-    sent = tuple(payload_bytes * (1 + (count - 2) * share) for share in shares)
-    times = [size / rate for size, rate in zip(sent, rates, strict=True)]
+    sent = tuple(payload_bytes * (1 + copies_per_share(codec, count) * share) for share in shares)
+    received = payload_bytes * (count - 1) if gathers else 0.0  # otherwise as many as it sends
+    times = [max(size, received) / rate for size, rate in zip(sent, rates, strict=True)]
     last = max(range(count), key=times.__getitem__)
     trip_s = max(link.latency_s for link in links)
     starting_s = 0.0
     if links[last].congestion != "bbr":
         starting_s = slow_start_s(rates[last], trip_s, sent[last] / max(1, count - 1))
-    # The last piece of a share is summed and sent back when everything else has been moved.
-    piece_s = min(PIECE_BYTES, max(shares) * payload_bytes) / rates[last]
+    else:  # a rate that follows from loss has this in it
+        legs = 2 if count > 2 else 1
+        starting_s = legs * resend_s(rates[last], trip_s, max(link.loss for link in links), sent[last] / legs)
+    # The last piece of a share is summed and sent back when everything else has been moved; two peers send none back.
+    piece_s = min(PIECE_BYTES, max(shares) * payload_bytes) / rates[last] if count > 2 else 0.0
     latency_s = round_trips * trip_s + starting_s + piece_s
+    if count == 2:  # values go out with the first message; the plan travels meanwhile
+        latency_s -= min(trip_s, times[last])
     codec_s = values / values_per_s
     parts = {"packet loss" if lossy[last] else "bandwidth": times[last], "latency": latency_s, "encoding": codec_s}
     return SlowExchange(
@@ -138,6 +166,7 @@ def exchange_time(
         codec_s=codec_s,
         shares=shares,
         bytes_sent=sent,
+        wire_bytes=tuple(size / PAYLOAD_SHARE + (count - 1) * MESSAGE_BYTES for size in sent),
         slowest=links[last].name,
         limited_by=max(parts, key=parts.__getitem__),
     )

@@ -83,6 +83,15 @@ def test_a_good_record_is_believed() -> None:
     assert (nan.noticed_s, nan.members) == (pytest.approx(0.1), 1)
 
 
+def test_a_pause_that_nobody_noticed_is_not_charged_with_a_later_fault() -> None:
+    faults = parse_faults(["hang:peer=3,step=1,for_s=0.4"], kinds=PEER_FAULTS)
+    told = story()
+    told["a"] = [event for event in told["a"] if event["event"] != "peer"]  # c is gone from round 4 on all the same
+    shot = Firing(id=0, kind="hang", t_s=0.5, monotonic_s=0.0, rank=3, step=1)
+    (found,) = peer_outcomes(records(told), faults, [shot])
+    assert (found.noticed_s, found.stalled_s, found.members, found.back_s) == (None, 0.5, 3, None)
+
+
 def exchange(told: dict[str, list[dict[str, Any]]], peer: str, number: int) -> dict[str, Any]:
     return next(one for one in told[peer] if one["event"] == "exchange" and one["round"] == number)
 

@@ -68,7 +68,7 @@ class LocalGroup:
         return {one: group._said for one, group in list(self.hub.members.items())}
 
     def average(
-        self, round_number, vector, weight, codec="fp32", *, timeout_s=60.0, quorum=None, grace_s=None
+        self, round_number, vector, weight, codec="fp32", *, timeout_s=60.0, quorum=None, grace_s=None, most_weight=None
     ) -> RoundResult:
         self.before_round(round_number)
         hub = self.hub

@@ -66,6 +66,7 @@ class FaultyGroup:
         timeout_s: float = 60.0,
         quorum: int | None = None,
         grace_s: float | None = None,
+        most_weight: float | None = None,
     ) -> RoundResult:
         """The round, with what the faults make of this peer's update."""
         if vector.size > 1 and self._spoilt[0] != round_number:
@@ -89,7 +90,14 @@ class FaultyGroup:
                 time.sleep(sleep_s)
         with _larger_than_stated(self._group.id) if understates else nullcontext():
             return self._group.average(
-                round_number, vector, weight, codec, timeout_s=timeout_s, quorum=quorum, grace_s=grace_s
+                round_number,
+                vector,
+                weight,
+                codec,
+                timeout_s=timeout_s,
+                quorum=quorum,
+                grace_s=grace_s,
+                most_weight=most_weight,
             )
 
     def serve_state(self, provider: Callable[[], PeerState | None]) -> None:

@@ -43,9 +43,9 @@ class PeerFaultOutcome:
     fired_s: float
     step: int
     noticed_s: float | None  # until another peer recorded who is gone, or a round that left the update out
-    stalled_s: float | None  # until another peer committed a round
+    stalled_s: float | None  # until another peer committed a round without those that were hit, or with them again
     members: int | None  # in that round
-    back_s: float | None  # until all that were hit took part in a round again
+    back_s: float | None  # until all that were hit took part in a round again; None where nobody found them gone
     round: int = -1  # whose update was spoilt
 
 
@@ -168,8 +168,12 @@ def _outcome(
     later = [(float(event["t"]), event) for record in others for event in record.of("exchange")]
     rounds = sorted((pair for pair in later if pair[0] > shot.t_s), key=lambda pair: pair[0])
     gone_s = min(named, default=shot.t_s)
+    # The next round is one without the peer, or with it again: of a pause that ends before anybody is left out, the
+    # first round without that peer may be much later, and of another fault.
+    back = [(t, event) for t, event in rounds if t > gone_s and ids < set(event["members"])]
     after = [(t, event) for t, event in rounds if _is_without(fault, ids, set(event["members"]))]
-    back = [t for t, event in rounds if t > gone_s and ids < set(event["members"])]
+    went_on = min([*after[:1], *back[:1]], key=lambda pair: pair[0], default=None)
+    was_away = fault.kind not in LOSES or bool(named)
     return PeerFaultOutcome(
         fault=fault.text,
         kind=fault.kind,
@@ -177,9 +181,9 @@ def _outcome(
         fired_s=shot.t_s,
         step=shot.step,
         noticed_s=min(named) - shot.t_s if named else None,
-        stalled_s=after[0][0] - shot.t_s if after else None,
-        members=len(after[0][1]["members"]) if after else None,
-        back_s=back[0] - shot.t_s if back else None,
+        stalled_s=went_on[0] - shot.t_s if went_on else None,
+        members=len(went_on[1]["members"]) if went_on else None,
+        back_s=back[0][0] - shot.t_s if back and was_away else None,
         round=int(shot.note.removeprefix("round ")) if shot.note.startswith("round ") else -1,
     )
 

@@ -49,6 +49,7 @@ class GroupLink(Protocol):
         timeout_s: float = 60.0,
         quorum: int | None = None,
         grace_s: float | None = None,
+        most_weight: float | None = None,
     ) -> RoundResult: ...
 
     def serve_state(self, provider: Callable[[], PeerState | None]) -> None: ...
@@ -118,13 +119,15 @@ class PeerExchange:
         tokens: float,
         *,
         usual: float,
+        most: float | None = None,
         sender: object = None,
         waits: bool = True,
     ) -> PendingRound:
         """Begin the next round with this peer's tensors; every rank of the peer calls this, and then `finish`.
 
         They count as `tokens`. Without any, this peer takes part with zeros, so that all hear that it is present; its
-        weight is then about the `usual` one, since the group drops updates whose weights are out of proportion.
+        weight is then about the `usual` one, since the group drops updates whose weights are out of proportion, or
+        above what anybody can have (`most`).
         `sender` names what codecs carry errors over for: a fragment. None is for gradients. Without `waits` training
         goes on meanwhile.
         """
@@ -135,7 +138,7 @@ class PeerExchange:
             weight = float(tokens) or max(1, int(usual)) + PRESENT
             vector = vector if tokens else vector * 0
             future = self._thread.submit(
-                self._ask_until_committed, self.round, vector, weight, codec, sender is not None
+                self._ask_until_committed, self.round, vector, weight, codec, sender is not None, most
             )
         return PendingRound(exchange=self, vectors=vectors, future=future, frozen=self._frozen if waits else None)
 
@@ -176,7 +179,13 @@ class PeerExchange:
         return self._senders.get(sender) or self._new_sender(sender)
 
     def _ask_until_committed(
-        self, number: int, vector: Vector, weight: float, codec: str | Sender, may_be_late: bool = False
+        self,
+        number: int,
+        vector: Vector,
+        weight: float,
+        codec: str | Sender,
+        may_be_late: bool = False,
+        most: float | None = None,
     ) -> RoundResult:
         link, sync = self._link, self._sync
         assert link is not None
@@ -193,6 +202,7 @@ class PeerExchange:
                 timeout_s=ATTEMPT_S,
                 quorum=min(quorum, present) if quorum and present else None,
                 grace_s=grace_s,
+                most_weight=most,
             )
             if result.committed or result.behind or self._stop():
                 return result

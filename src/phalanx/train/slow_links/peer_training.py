@@ -100,9 +100,8 @@ class PeerTraining(Callback):
         self._fragments: list[list[int]] = []
         if self._sync.mode in ("diloco", "quorum"):
             sync = self._sync
-            self.outer = OuterOptimizer(
-                engine.shards, learning_rate=sync.outer_learning_rate, momentum=sync.outer_momentum
-            )
+            rate, momentum = sync.outer_step
+            self.outer = OuterOptimizer(engine.shards, learning_rate=rate, momentum=momentum)
             chosen = assign_fragments(self._gradients.sizes, sync.fragments)
             for number in range(sync.fragments):
                 self._fragments.append([at for at, one in enumerate(engine.shards) if chosen[one.name] == number])
@@ -355,7 +354,8 @@ class PeerTraining(Callback):
             with self._engine.clock.stall():
                 means = [grad * scale if tokens else torch.zeros_like(grad) for grad in further]
                 usual = sum(map(count_samples, dealt.values())) * sequence / max(1, len(self.members))
-                agreed, mean = self.exchange.average(self._gradients, means, tokens, usual=usual).finish()
+                most = max(map(count_samples, dealt.values()), default=0) * sequence + 1.0  # a 1 for who has none
+                agreed, mean = self.exchange.average(self._gradients, means, tokens, usual=usual, most=most).finish()
             self._agree(agreed, kind="gradient", step=step)
             if mean is not None:
                 added = agreed.tokens
