@@ -115,7 +115,9 @@ if triton is not None:
         bits = largest_bits(product)
         if PARTS > 1:
             for part in range(1, PARTS):
-                bits = tl.maximum(bits, largest_bits(_read_product(gate_up, row * width * 2, column + part * BLOCK, width)))
+                bits = tl.maximum(
+                    bits, largest_bits(_read_product(gate_up, row * width * 2, column + part * BLOCK, width))
+                )
         scale, undone = scale_of_bits(bits, FLOOR)
         tl.store(scales + row, scale)
         tl.store(out + row * width + column, (product * undone).to(tl.float8e4nv), mask=column < width)

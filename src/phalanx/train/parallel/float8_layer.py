@@ -241,9 +241,7 @@ def _gated_mlp_gradients(
     dtype = grad_TD.dtype
     rows, scale = scaled_rows(grad_TD)
     whole = scale.amax()
-    by_down = multiply_fp8(
-        (turned_rows(rows, scale, whole), whole), (inner_FT, inner_scale), dtype, fast_sums=False
-    )
+    by_down = multiply_fp8((turned_rows(rows, scale, whole), whole), (inner_FT, inner_scale), dtype, fast_sums=False)
     by_inner = multiply_fp8((rows, scale), (float8_transposed(down_DF, down_scale), down_scale), dtype)
     rows, scale = float8_swiglu_gradient_rows(by_inner, gate_up)
     del by_inner
