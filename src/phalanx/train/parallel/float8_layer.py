@@ -86,6 +86,11 @@ def fused_layer(block: Block, x_BSD: Tensor, rope: Rope | None) -> Tensor:
     return out_TD.view(x_BSD.shape)
 
 
+def _side_by_side(scales: tuple[Tensor, ...]) -> Tensor:
+    """Numbers in one tensor, 16 bytes apart: cuBLAS takes no scale that lies elsewhere."""
+    return torch.stack([one.expand(4) for one in scales])
+
+
 def _turned_matrices(matrices: list[Tensor], whole: Tensor) -> Tensor:
     """Matrices below each other, transposed: [columns, rows of all]; scaled as `scaled_matrices` found."""
     if len(matrices) == 1:
@@ -103,9 +108,9 @@ def _norm_products(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, scale, _, rms = float8_norm_rows(x_TD, None, norm_D, eps)
     matrices = scaled_matrices(weights)
-    scales = torch.stack((scale.amax(), matrices[1].amax()))
+    scales = _side_by_side((scale.amax(), matrices[1].amax()))
     out = multiply_fp8((rows, scale), matrices, x_TD.dtype)
-    return out, turned_rows(rows, scale, scales[0]), scales, rms
+    return out, turned_rows(rows, scale, scales[0, 0]), scales, rms
 
 
 @torch.library.impl("phalanx::fp8_norm_products_gradients", ("cpu", "cuda"))
@@ -115,9 +120,9 @@ def _norm_products_gradients(
     rows, scale = scaled_rows(grad_TN)
     whole = scale.amax()
     by_weights = multiply_fp8(
-        (turned_rows(rows, scale, whole), whole), (kept_DT, scales[0]), grad_TN.dtype, fast_sums=False
+        (turned_rows(rows, scale, whole), whole), (kept_DT, scales[0, 0]), grad_TN.dtype, fast_sums=False
     )
-    by_normed = multiply_fp8((rows, scale), (_turned_matrices(weights, scales[1]), scales[1]), grad_TN.dtype)
+    by_normed = multiply_fp8((rows, scale), (_turned_matrices(weights, scales[1, 0]), scales[1, 0]), grad_TN.dtype)
     by_x, by_norm = scaled_norm_gradients(by_normed, None, x_TD, norm_D, rms)
     return by_x, by_norm, by_weights
 
@@ -129,7 +134,7 @@ def _norm_products_shapes(
     del norm_D, eps
     tokens, width = x_TD.shape
     out = x_TD.new_empty((tokens, sum(one.shape[0] for one in weights)))
-    scales, rms = (x_TD.new_empty(size, dtype=torch.float32) for size in (2, tokens))
+    scales, rms = (x_TD.new_empty(size, dtype=torch.float32) for size in ((2, 4), (tokens,)))
     return out, x_TD.new_empty((width, tokens), dtype=FORMAT), scales, rms
 
 
@@ -165,7 +170,7 @@ torch.library.register_autograd(
 @torch.library.impl("phalanx::fp8_turning_product", ("cpu", "cuda"))
 def _turning_product(x_TN: Tensor, weight_DN: Tensor) -> tuple[Tensor, Tensor]:
     rows, matrix = scaled_rows(x_TN), scaled_rows(weight_DN)
-    return multiply_fp8(rows, matrix, x_TN.dtype), torch.stack((rows[1].amax(), matrix[1].amax()))
+    return multiply_fp8(rows, matrix, x_TN.dtype), _side_by_side((rows[1].amax(), matrix[1].amax()))
 
 
 @torch.library.impl("phalanx::fp8_turning_product_gradients", ("cpu", "cuda"))
@@ -174,10 +179,10 @@ def _turning_product_gradients(
 ) -> tuple[Tensor, Tensor]:
     rows, scale = scaled_rows(grad_TD)
     whole = scale.amax()
-    by_x = multiply_fp8((rows, scale), (float8_transposed(weight_DN, scales[1]), scales[1]), grad_TD.dtype)
+    by_x = multiply_fp8((rows, scale), (float8_transposed(weight_DN, scales[1, 0]), scales[1, 0]), grad_TD.dtype)
     by_weight = multiply_fp8(
         (turned_rows(rows, scale, whole), whole),
-        (float8_transposed(x_TN, scales[0]), scales[0]),
+        (float8_transposed(x_TN, scales[0, 0]), scales[0, 0]),
         grad_TD.dtype,
         fast_sums=False,
     )
@@ -186,7 +191,7 @@ def _turning_product_gradients(
 
 @torch.library.register_fake("phalanx::fp8_turning_product")  # type: ignore[untyped-decorator]
 def _turning_product_shapes(x_TN: Tensor, weight_DN: Tensor) -> tuple[Tensor, Tensor]:
-    return x_TN.new_empty((x_TN.shape[0], weight_DN.shape[0])), x_TN.new_empty(2, dtype=torch.float32)
+    return x_TN.new_empty((x_TN.shape[0], weight_DN.shape[0])), x_TN.new_empty((2, 4), dtype=torch.float32)
 
 
 @torch.library.register_fake("phalanx::fp8_turning_product_gradients")  # type: ignore[untyped-decorator]
@@ -228,7 +233,7 @@ def _gated_mlp(
     out_TD += stream_TD
     inner_whole = scale.amax()
     inner_FT = turned_rows(rows, scale, inner_whole)
-    scales = torch.stack((whole, wide[1].amax(), inner_whole, last[1].amax()))
+    scales = _side_by_side((whole, wide[1].amax(), inner_whole, last[1].amax()))
     return out_TD, stream_TD, gate_up, kept_DT, inner_FT, scales, rms
 
 
@@ -237,7 +242,7 @@ def _gated_mlp_gradients(
     grad_TD: Tensor, norm_D: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor, stream_TD: Tensor,
     gate_up: Tensor, kept_DT: Tensor, inner_FT: Tensor, scales: Tensor, rms: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x_scale, wide_scale, inner_scale, down_scale = scales.unbind()
+    x_scale, wide_scale, inner_scale, down_scale = scales[:, 0].unbind()
     dtype = grad_TD.dtype
     rows, scale = scaled_rows(grad_TD)
     whole = scale.amax()
@@ -259,7 +264,7 @@ def _gated_mlp_shapes(
     del more_TD, norm_D, up_FD, down_DF, eps
     (tokens, width), inner = x_TD.shape, gate_FD.shape[0]
     kept, product = (x_TD.new_empty((size, tokens), dtype=FORMAT) for size in (width, inner))
-    scales, rms = (x_TD.new_empty(size, dtype=torch.float32) for size in (4, tokens))
+    scales, rms = (x_TD.new_empty(size, dtype=torch.float32) for size in ((4, 4), (tokens,)))
     out, stream = (x_TD.new_empty((tokens, width)) for _ in range(2))
     return out, stream, x_TD.new_empty((tokens, 2 * inner)), kept, product, scales, rms
 
