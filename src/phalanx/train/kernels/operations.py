@@ -8,6 +8,7 @@ from phalanx.train.kernels.kernel_op import KERNELS, KernelOp
 
 MODULES: tuple[str, ...] = (
     "adamw",
+    "block_codec",
     "linear_cross_entropy",
     "rms_norm",
     "rope",
