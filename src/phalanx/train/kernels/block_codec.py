@@ -76,7 +76,7 @@ def _decode(data: Tensor, count: int, codec: str) -> tuple[Tensor, Tensor]:
         except BadBytes:
             return torch.zeros(count, device=data.device), bad + 1
         return torch.from_numpy(np.asarray(found, dtype=np.float32)).to(data.device), bad
-    block, most = CODECS[codec]
+    block, _ = CODECS[codec]
     blocks = -(-count // block)
     data = data.contiguous()
     values = torch.empty(count, dtype=torch.float32, device=data.device)
@@ -113,32 +113,22 @@ if triton is not None:
     def _encode_tile(values, scales, out, count, blocks, BLOCK: tl.constexpr,  # type: ignore[no-untyped-def]
                      HELD: tl.constexpr, MOST: tl.constexpr, PACKS: tl.constexpr):  # fmt: skip
         row = tl.program_id(0).to(tl.int64) * HELD + tl.arange(0, HELD)
-        if PACKS:
-            pair = tl.arange(0, BLOCK // 2)
-            place = row[:, None] * BLOCK + pair[None, :] * 2
-            low = tl.load(values + place, mask=place < count, other=0.0)
-            high = tl.load(values + place + 1, mask=place + 1 < count, other=0.0)
-            bits = tl.maximum(
-                tl.max(tl.abs(low).to(tl.int32, bitcast=True), axis=1),
-                tl.max(tl.abs(high).to(tl.int32, bitcast=True), axis=1),
-            )
-        else:
-            place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            value = tl.load(values + place, mask=place < count, other=0.0)
-            bits = tl.max(tl.abs(value).to(tl.int32, bitcast=True), axis=1)
+        place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        value = tl.load(values + place, mask=place < count, other=0.0)
+        bits = tl.max(tl.abs(value).to(tl.int32, bitcast=True), axis=1)
         # Magnitudes keep their order as whole numbers, and not-a-number lies above infinity.
         most = bits.to(tl.float32, bitcast=True)
         scale = tl.div_rn(most, tl.zeros_like(most) + MOST * 1.0)
         tl.store(scales + row, scale, mask=row < blocks)
         usable = tl.where((scale < float("inf")) & (scale > 0), scale, 1.0)[:, None]
+        whole = _whole_numbers(value, usable, MOST)
         if PACKS:
-            first = _whole_numbers(low, usable, MOST) + 8
-            second = tl.where(place + 1 < count, _whole_numbers(high, usable, MOST) + 8, 0)
-            tl.store(out + row[:, None] * (BLOCK // 2) + pair[None, :], (first | (second << 4)).to(tl.uint8),
-                     mask=place < count)  # fmt: skip
+            half = tl.where(place < count, whole + 8, 0)  # half a byte that stands for nothing is zero
+            first, second = tl.split(tl.reshape(half, (HELD, BLOCK // 2, 2)))
+            pair = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+            tl.store(out + pair, (first | (second << 4)).to(tl.uint8), mask=pair * 2 < count)
         else:
-            tl.store(out + place, _whole_numbers(value, usable, MOST).to(tl.int8).to(tl.uint8, bitcast=True),
-                     mask=place < count)  # fmt: skip
+            tl.store(out + place, whole.to(tl.int8).to(tl.uint8, bitcast=True), mask=place < count)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _decode_tile(scales, packed, values, bad, count, blocks, BLOCK: tl.constexpr,  # type: ignore[no-untyped-def]
@@ -147,14 +137,14 @@ if triton is not None:
         scale = tl.load(scales + row, mask=row < blocks, other=0.0)
         wrong = tl.max((scale < 0).to(tl.int32), axis=0)
         if PACKS:
-            pair = tl.arange(0, BLOCK // 2)
-            place = row[:, None] * BLOCK + pair[None, :] * 2
-            byte = tl.load(packed + row[:, None] * (BLOCK // 2) + pair[None, :], mask=place < count, other=0).to(tl.int32)
-            low, high = byte & 15, byte >> 4
-            lost = ((low == 0) & (place < count)) | ((high == 0) == (place + 1 < count)) & (place < count)
-            wrong = tl.maximum(wrong, tl.max(tl.max(lost.to(tl.int32), axis=1), axis=0))
-            tl.store(values + place, (low - 8).to(tl.float32) * scale[:, None], mask=place < count)
-            tl.store(values + place + 1, (high - 8).to(tl.float32) * scale[:, None], mask=place + 1 < count)
+            pair = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+            byte = tl.load(packed + pair, mask=pair * 2 < count, other=0).to(tl.int32)
+            half = tl.reshape(tl.join(byte & 15, byte >> 4), (HELD, BLOCK))
+            place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            # Every half byte of a value says something, and the last one beyond an odd count nothing.
+            lost = (half == 0) == (place < count)
+            wrong = tl.maximum(wrong, tl.max(tl.max((lost & (place <= count)).to(tl.int32), axis=1), axis=0))
+            tl.store(values + place, (half - 8).to(tl.float32) * scale[:, None], mask=place < count)
         else:
             place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
             byte = tl.load(packed + place, mask=place < count, other=0).to(tl.int8, bitcast=True).to(tl.int32)
