@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -68,7 +69,8 @@ def describe(kind: str, layers: int, plan: Plan) -> dict[str, Any]:
     """What the plan predicts."""
     each = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336
     return {
-        "kind": kind, "layers": layers, "parameters": layers * each + 2 * 32000 * 4096, "predicted_gb": plan.memory.total_bytes / 1e9,
+        "kind": kind, "layers": layers, "parameters": layers * each + 2 * 32000 * 4096,
+        "predicted_gb": plan.memory.total_bytes / 1e9,
         "predicted_s": plan.prediction.step_s, "low_s": plan.prediction.step_s_low,
         "high_s": plan.prediction.step_s_high,
     }  # fmt: skip
@@ -140,6 +142,7 @@ def main() -> None:
                 print(json.dumps(find_largest(kind, str(dataset))), flush=True)
         return
     print(json.dumps(train(args.kind, args.layers, args.steps, args.seconds)), flush=True)
+    os._exit(0)  # threads of the run that was left in the middle would be waited for
 
 
 if __name__ == "__main__":

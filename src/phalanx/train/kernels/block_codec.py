@@ -119,6 +119,7 @@ if triton is not None:
         # Magnitudes keep their order as whole numbers, and not-a-number lies above infinity.
         most = bits.to(tl.float32, bitcast=True)
         scale = tl.div_rn(most, tl.zeros_like(most) + MOST * 1.0)
+        scale = tl.where(most == most, scale, most)  # a GPU's quotient of not-a-number has other bits than a host's
         tl.store(scales + row, scale, mask=row < blocks)
         usable = tl.where((scale < float("inf")) & (scale > 0), scale, 1.0)[:, None]
         whole = _whole_numbers(value, usable, MOST)
