@@ -5,7 +5,8 @@
 
 The shape is a 1.1B Llama: 16 layers, 2048 wide, MLP 8192, 32 heads, 8 key/value heads; or, with --shape 8b-slice, eight
 layers of Llama 3 8B with its head, 32,768 tokens a step. `held` and `fp8-held` are `ours` and `fp8` with
-`train.lean = false`: all logits and products of MLPs are held. MFU counts 6 × the
+`train.lean = false`: all logits and products of MLPs are held; `fp8-apart` never fuses norms and SwiGLU with
+quantising. MFU counts 6 × the
 parameters without the input embedding, plus causal attention (half the scores), over 989 TFLOP/s (H200, dense bf16).
 """
 
@@ -27,6 +28,7 @@ from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
 from phalanx.train.kernels.engine_kernels import kernel_lines
+from phalanx.train.parallel.float8_choice import fuse_layers
 from phalanx.train.rank_settings import Settings
 
 PEAK_FLOPS = 989e12
@@ -69,7 +71,7 @@ def batch_tokens(shape: ModelShape) -> int:
 
 def ours(
     shape: ModelShape, sequence: int, *, steps: int, compute: str, compiled: bool, micro_tokens: int,
-    lean: bool | None = None,
+    lean: bool | None = None, fused: bool | None = None,
 ) -> float:  # fmt: skip
     micro, batch = micro_tokens // sequence, batch_tokens(shape) // sequence
     layout = Layout(
@@ -79,6 +81,9 @@ def ours(
     )  # fmt: skip
     settings = Settings(layout=layout, sequence=sequence, compute=compute, compile=compiled, lean=lean)
     engine = Engine(shape, settings, Optim(), device=torch.device("cuda"))
+    if fused is not None:
+        for part in engine.parts:
+            fuse_layers(list(part.model.layers.values()), fused=fused)
     engine.initialise()
     print("  " + "; ".join(kernel_lines(engine)))
     torch.manual_seed(0)
@@ -147,6 +152,9 @@ def measure(
         "ours": lambda: ours(shape, sequence, steps=steps, compute="bf16", compiled=True, micro_tokens=micro_tokens),
         "plain": lambda: ours(shape, sequence, steps=steps, compute="bf16", compiled=False, micro_tokens=micro_tokens),
         "fp8": lambda: ours(shape, sequence, steps=steps, compute="fp8", compiled=True, micro_tokens=micro_tokens),
+        "fp8-apart": lambda: ours(
+            shape, sequence, steps=steps, compute="fp8", compiled=True, micro_tokens=micro_tokens, fused=False
+        ),
         "held": lambda: ours(
             shape, sequence, steps=steps, compute="bf16", compiled=True, micro_tokens=micro_tokens, lean=False
         ),

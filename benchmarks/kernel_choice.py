@@ -24,7 +24,10 @@ from phalanx.train.kernels.kernel_op import KernelOp, Shape
 from phalanx.train.kernels.operations import load_all
 from phalanx.train.kernels.selector import BUILTIN, choose_variant, time_call, timed_call
 
-OPS = ("rms-norm", "swiglu", "rope", "linear-cross-entropy", "adamw")
+OPS = (
+    "rms-norm", "swiglu", "rope", "linear-cross-entropy", "adamw", "float8-rows", "float8-norm", "float8-swiglu",
+    "float8-swiglu-gradients", "int8-blocks", "int4-blocks",
+)  # fmt: skip
 
 
 def measure_shape(op: KernelOp, shape: Shape, device: torch.device, folder: Path) -> dict[str, Any]:
@@ -61,6 +64,7 @@ def main() -> None:
     parser.add_argument("--op", action="append", default=[])
     parser.add_argument("--out", default="")
     args = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 256  # compiled built-ins are compiled for every shape
     device, ops, rows = torch.device("cuda", 0), load_all(), []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.op or OPS:

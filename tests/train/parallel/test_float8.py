@@ -49,7 +49,7 @@ def on_rank_products(rank, group, *, sequence):
     patch = pytest.MonkeyPatch()
     patch.setattr(float8, "round_rows", lambda rows: (rows, rows))
     patch.setattr(float8, "float8_transposed", lambda rows, _: rows.t())
-    patch.setattr(float8, "_multiply_fp8", lambda left, right, *_, **__: left[0] @ right[0].t())
+    patch.setattr(float8, "multiply_fp8", lambda left, right, *_, **__: left[0] @ right[0].t())
     try:
         out = split(tokens)
         out = out.full_tensor() if isinstance(out, DTensor) else out

@@ -80,7 +80,7 @@ def test_compiled_blocks_recompute_too(product, monkeypatch):
     if product == "fp8":  # CPUs have no fp8 products: exact ones take their place
         monkeypatch.setattr(float8, "round_rows", lambda rows: (rows, rows))
         monkeypatch.setattr(float8, "float8_transposed", lambda rows, _: rows.t())
-        monkeypatch.setattr(float8, "_multiply_fp8", lambda left, right, *_, **__: left[0] @ right[0].t())
+        monkeypatch.setattr(float8, "multiply_fp8", lambda left, right, *_, **__: left[0] @ right[0].t())
 
     class Plain(Block):
         """Without the counter, which torch would not compile."""

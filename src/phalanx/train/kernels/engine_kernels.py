@@ -17,6 +17,7 @@ from phalanx.train.kernels.model_kernels import LayerKernels, choose_layer_kerne
 from phalanx.train.kernels.selector import BUILTIN, KernelChoice
 from phalanx.train.optim.adamw import AdamW
 from phalanx.train.optim.base import Optimizer
+from phalanx.train.parallel.float8_choice import choose_float8_layers
 from phalanx.train.rank_settings import Settings
 from phalanx.units import format_bytes
 
@@ -30,10 +31,13 @@ class StepKernels:
 
     optimizer: KernelChoice | None = None
     layers: LayerKernels | None = None
+    float8: KernelChoice | None = None  # of whole layers in fp8
 
     def describe(self) -> list[str]:
         """For a person."""
         lines = self.layers.describe() if self.layers is not None else []
+        if self.float8 is not None:
+            lines.append(self.float8.describe())
         return [*lines, self.optimizer.describe()] if self.optimizer is not None else lines
 
 
@@ -45,6 +49,7 @@ def choose_kernels(
     return StepKernels(
         optimizer=choose_optimizer_kernel(optimizer, device, world=world),
         layers=choose_layer_kernels(models, settings, device, world=world, folder=folder),
+        float8=choose_float8_layers(models, settings, device, world=world, folder=folder),
     )
 
 

@@ -8,6 +8,8 @@ from phalanx.train.kernels.kernel_op import KERNELS, KernelOp
 
 MODULES: tuple[str, ...] = (
     "adamw",
+    "block_codec",
+    "float8_catalogue",
     "linear_cross_entropy",
     "rms_norm",
     "rope",

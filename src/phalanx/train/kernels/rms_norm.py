@@ -153,6 +153,13 @@ def norm_gradients(grad: Tensor, x: Tensor, weight_D: Tensor, eps: float) -> tup
     return _backward(grad, None, x, weight_D, None, eps)
 
 
+def scaled_norm_gradients(
+    grad: Tensor, more: Tensor | None, x: Tensor, weight_D: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and the weight from the scales, 1 / rms, that forward kept; `more` reaches x past the norm."""
+    return _backward(grad, more, x, weight_D, scale)
+
+
 def _backward(
     grad: Tensor, more: Tensor | None, x: Tensor, weight_D: Tensor, scale: Tensor | None, eps: float = EPS
 ) -> tuple[Tensor, Tensor]:

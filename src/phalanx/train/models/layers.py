@@ -61,14 +61,18 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, rope: Rope | None) -> Tensor:
         """Mix each position with the earlier ones; rope=None when positions were added to the embedding."""
-        q_BSNH, k_BSKH, v_BSKH = (self._split_heads(linear(x_BSD)) for linear in (self.wq, self.wk, self.wv))
+        out_BSD: Tensor = self.wo(self.mix(self.wq(x_BSD), self.wk(x_BSD), self.wv(x_BSD), rope))
+        return out_BSD
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, rope: Rope | None) -> Tensor:
+        """What stands between the projections: heads, norms and positions, and the core."""
+        q_BSNH, k_BSKH, v_BSKH = (self._split_heads(one) for one in (query, key, value))
         if self.q_norm is not None and self.k_norm is not None:
             q_BSNH, k_BSKH = self.q_norm(q_BSNH), self.k_norm(k_BSKH)
         if rope is not None:
             q_BSNH, k_BSKH = rope.turn(q_BSNH), rope.turn(k_BSKH)
         o_BNSH = self.core(q_BSNH.transpose(1, 2), k_BSKH.transpose(1, 2), v_BSKH.transpose(1, 2))
-        out_BSD: Tensor = self.wo(o_BNSH.transpose(1, 2).flatten(2))
-        return out_BSD
+        return o_BNSH.transpose(1, 2).flatten(2)
 
     def _split_heads(self, flat: Tensor) -> Tensor:
         """The number of heads follows from the rows at hand: a rank of a tensor group holds only some of them."""

@@ -94,7 +94,7 @@ def _fp8_product(x: Tensor, weight: Tensor, recomputed: bool) -> Tensor:
     elif torch.is_grad_enabled():
         out = _Product.apply(rows, weight)
     else:
-        out = _multiply_fp8(round_rows(rows), round_rows(weight), x.dtype)
+        out = multiply_fp8(round_rows(rows), round_rows(weight), x.dtype)
     return out.unflatten(0, x.shape[:-1])
 
 
@@ -118,7 +118,7 @@ class _Product(torch.autograd.Function):
         x_scale, weight_scale = x_rows[1].amax(), weight_rows[1].amax()
         kept = float8_transposed(x_TI, x_scale) if ctx.whole_units else x_TI
         ctx.save_for_backward(weight_OI, weight_scale, kept, x_scale)
-        return _multiply_fp8(x_rows, weight_rows, x_TI.dtype)
+        return multiply_fp8(x_rows, weight_rows, x_TI.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,18 +126,18 @@ class _Product(torch.autograd.Function):
         weight_OI, weight_scale, kept, x_scale = ctx.saved_tensors
         grad_rows = round_rows(grad_TO)
         weight_IO = float8_transposed(weight_OI, weight_scale), weight_scale
-        grad_x = _multiply_fp8(grad_rows, weight_IO, grad_TO.dtype)
+        grad_x = multiply_fp8(grad_rows, weight_IO, grad_TO.dtype)
         if not ctx.whole_units:
             return grad_x, grad_TO.t() @ kept
         grad_scale = grad_rows[1].amax()
         grad_OT = float8_transposed(grad_TO, grad_scale), grad_scale
-        return grad_x, _multiply_fp8(grad_OT, (kept, x_scale), grad_TO.dtype, fast_sums=False)
+        return grad_x, multiply_fp8(grad_OT, (kept, x_scale), grad_TO.dtype, fast_sums=False)
 
 
 @torch.library.custom_op("phalanx::fp8_product", mutates_args=())
 def fp8_product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     """`_Product` as one operator: it keeps its input as it is, which a block that recomputes does not hold anyway."""
-    return _multiply_fp8(round_rows(x_TI), round_rows(weight_OI), x_TI.dtype)
+    return multiply_fp8(round_rows(x_TI), round_rows(weight_OI), x_TI.dtype)
 
 
 @fp8_product.register_fake
@@ -149,12 +149,12 @@ def _product_shape(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 def _product_gradients(grad_TO: Tensor, x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     grad_rows, weight_scale = round_rows(grad_TO), round_rows(weight_OI)[1].amax()
     weight_IO = float8_transposed(weight_OI, weight_scale), weight_scale
-    grad_x = _multiply_fp8(grad_rows, weight_IO, grad_TO.dtype)
+    grad_x = multiply_fp8(grad_rows, weight_IO, grad_TO.dtype)
     if x_TI.shape[0] % UNIT:
         return grad_x, grad_TO.t() @ x_TI
     grad_scale, x_scale = grad_rows[1].amax(), round_rows(x_TI)[1].amax()
     grad_OT, x_IT = (float8_transposed(grad_TO, grad_scale), grad_scale), (float8_transposed(x_TI, x_scale), x_scale)
-    return grad_x, _multiply_fp8(grad_OT, x_IT, grad_TO.dtype, fast_sums=False)
+    return grad_x, multiply_fp8(grad_OT, x_IT, grad_TO.dtype, fast_sums=False)
 
 
 @_product_gradients.register_fake
@@ -177,7 +177,7 @@ fp8_product.register_autograd(_product_backward, setup_context=_save_inputs)
 FP8_PRODUCT = torch.ops.phalanx.fp8_product.default
 
 
-def _multiply_fp8(
+def multiply_fp8(
     left_MK: tuple[Tensor, Tensor], right_NK: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast_sums: bool = True
 ) -> Tensor:
     """left rightᵀ of matrices that were rounded with one scale per row, or with one for all."""
@@ -188,6 +188,8 @@ def _multiply_fp8(
             for matrix, scale in (left_MK, right_NK)
         )
         right_scale = right_scale.t()
+    if not left.is_cuda:  # no fp8 products there: the same numbers, multiplied in float32
+        return ((left.float() @ right.float().t()) * (left_scale * right_scale)).to(dtype)
     out: Tensor = torch._scaled_mm(
         left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=fast_sums
     )
