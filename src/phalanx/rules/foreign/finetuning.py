@@ -8,8 +8,8 @@ from pathlib import Path
 from phalanx.errors import UserError
 from phalanx.rules.foreign.config_files import read_tree
 from phalanx.rules.foreign.conversion import SEEDS, Conversion, Leaf
+from phalanx.rules.foreign.known_models import read_named_model
 from phalanx.rules.foreign.named_files import find_named_file
-from phalanx.rules.foreign.presets import read_named_model
 
 ADAPTER = "only an adapter is trained; the plan prices all weights: an upper bound"
 DATA = "which text is read does not change the work of a step"

@@ -9,20 +9,10 @@ from __future__ import annotations
 
 from phalanx.job.model import known_presets
 from phalanx.rules.foreign.conversion import NEVER, SEEDS, Conversion
+from phalanx.rules.foreign.known_models import model_of_flavour, set_known_model
 from phalanx.rules.foreign.torchtitan_old import rename_old_keys
 from phalanx.rules.foreign.torchtitan_python import rename_python_keys
 
-# Flavours with a preset of ours: torchtitan/models/*/__init__.py
-PRESETS = {
-    ("llama3", "8b"): "llama-3-8b",
-    ("llama3", "70b"): "llama-3-70b",
-    ("llama3", "405b"): "llama-3.1-405b",
-    ("deepseek_v3", "671b"): "deepseek-v3",
-    ("qwen3", "8b"): "qwen3-8b",
-    ("qwen3", "32b"): "qwen3-32b",
-    ("qwen3", "30b-a3b"): "qwen3-30b-a3b",
-    ("qwen3", "235b-a22b"): "qwen3-235b-a22b",
-}
 DEBUG = {"layers": 6, "hidden": 256, "heads": 16, "kv_heads": 16, "ffn": 768, "vocab": 2048, "rope_theta": 500_000.0}
 
 IRRELEVANT = {
@@ -103,8 +93,8 @@ def _read_model(config: Conversion) -> None:
         config.read_word("model.flavor")
         return
     name, flavor = config.read_word("model.name") or "llama3", config.read_word("model.flavor") or "debugmodel"
-    if preset := PRESETS.get((name, flavor)):
-        config.set_value("model.preset", preset, "model.flavor", "model.name", note=f"{name} {flavor}")
+    if model := model_of_flavour(name, flavor):
+        set_known_model(config, model, "model.flavor", "model.name", note=f"{name} {flavor}")
     elif (name, flavor) == ("llama3", "debugmodel"):
         for key, value in DEBUG.items():
             config.set_value(f"model.{key}", value, "model.flavor", "model.name", note="llama3 debugmodel")

@@ -9,10 +9,10 @@ from phalanx.errors import mistake
 from phalanx.rules.foreign import mcore
 from phalanx.rules.foreign.conversion import Conversion, Leaf, ReadConfig
 from phalanx.rules.foreign.finetuning import ADAPTER, IRRELEVANT, UNMAPPED, translate_trainer
+from phalanx.rules.foreign.known_models import read_named_model
 from phalanx.rules.foreign.megatron import IRRELEVANT as MEGATRON_IRRELEVANT
 from phalanx.rules.foreign.megatron import UNMAPPED as MEGATRON_UNMAPPED
 from phalanx.rules.foreign.megatron import canonical_key, read_machines
-from phalanx.rules.foreign.presets import read_named_model
 from phalanx.rules.foreign.shell.training_command import CommandSigns, leaves_of_script, read_script, verb_of
 from phalanx.rules.foreign.shell.written_json import named_json
 
