@@ -496,9 +496,9 @@ TRAINERS = {
             name="ms-swift",
             title="ms-swift",
             framework="megatron-core",
-            read=trainer_scripts.read_swift_script,
+            read=trainer_scripts.read_swift_config,
             translate=trainer_scripts.translate_swift,
-            example="a script that starts swift sft or megatron sft",
+            example="a script that starts swift sft or megatron sft, or the YAML for it",
         ),
     )
 }

@@ -32,9 +32,15 @@ class KnownModel:
 def known_models() -> tuple[KnownModel, ...]:
     """All of them, in the order of the file."""
     table = tomllib.loads(shipped_text(__file__, "known_models.toml"))
-    lists = ("nemo", "torchtitan")
     return tuple(
-        KnownModel(name=name, **{key: tuple(one) if key in lists else one for key, one in entry.items()})
+        KnownModel(
+            name=name,
+            preset=entry.get("preset", ""),
+            shape=entry.get("shape", {}),
+            hugging_face=entry.get("hugging_face", ""),
+            nemo=tuple(entry.get("nemo", ())),
+            torchtitan=tuple(entry.get("torchtitan", ())),
+        )
         for name, entry in table.items()
     )
 
