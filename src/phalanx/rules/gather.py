@@ -413,8 +413,9 @@ def _foreign_data(found: ConvertedConfig, path: Path) -> DataFacts | None:
     # Paths in a variable that holds several arguments ("$DATA_ARGS") are not seen: then nothing is known.
     whole = found.settings.keys() & {"train_iters", "train_samples"}
     converts = found.settings.keys() >= {"load_dir", "save_dir"}  # a checkpoint into another format: nothing is trained
-    # Forks have names of their own for it: --train-weighted-split-paths-path, --dataset-config.
-    named = any(re.search(r"data|corpus|blend|split_paths", name.lower().replace("-", "_")) for name in found.settings)
+    # Forks have names of their own for it (--train-weighted-split-paths-path, --dataset-config); pictures are mocked.
+    own_words = re.compile(r"data|corpus|blend|split_paths|img_|vision")
+    named = any(own_words.search(name.lower().replace("-", "_")) for name in found.settings)
     if not other and (not whole or converts or named or found.open_why):
         return None
     return DataFacts(named=1 if other else 0, setting=other)

@@ -124,12 +124,12 @@ before. Nothing fails, and the job is several times slower.
     how="""
 `export NAME=value` and `NAME=value command` of launch scripts, and environment tables of recipes. A variable is a
 finding with the values that the page of the library names as such; those about links between hosts only where there
-are several. `CUDA_DEVICE_MAX_CONNECTIONS` is 1 with Megatron's tensor parallelism, and not 1 with its FSDP; not judged on
-Blackwell, and without a cluster not where it is 32, as recipes for Blackwell set it.
+are several. `CUDA_DEVICE_MAX_CONNECTIONS` is 1 with Megatron's tensor parallelism, and not 1 with its FSDP; it is not
+judged on Blackwell, and without a cluster not where it is 32, as recipes for Blackwell set it.
 """,
     limits={
         "traps": Limit(value=tuple(TRAPS), note="variables with a value that slows down or hides errors: our choice"),
-        "without_order": Limit(value=("blackwell",), note="families that Megatron asks no single queue of: arguments.py"),
+        "without_order": Limit(value=("blackwell",), note="families that need no single queue: arguments.py"),
         "blackwell_queues": Limit(value=32, note="what Megatron-Bridge sets on Blackwell"),
         "connections": Limit(value=1, note="queues to a device with Megatron's tensor parallelism: arguments.py"),
     },

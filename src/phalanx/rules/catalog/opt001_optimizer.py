@@ -194,11 +194,11 @@ of 10 or an epsilon of 0.5 start without a word and learn nothing. Published rat
 """,
     how="""
 `lr <= 10 × 6e-4 · (125M / parameters)^0.32 · sqrt(batch / 0.5M tokens)`, the last factor within 0.25 and 2 (Muon: ten
-times that; 20 times beyond is an error); a warm-up, at most half of the tokens, where training starts from new weights
-(of our own jobs only where `warmup_tokens` is written; other trainers' files with fewer than 100 steps are tests, and
-schedules that decay beyond the end of the run are those of a longer one: their warm-up is not judged); weight decay `<= 0.5`; epsilon `<= 1e-4`;
-`beta1 <= 0.99`, `beta2 >= 0.9`, both below 1. Only what a file or its trainer's documented default states is judged.
-All thresholds are our choice, far outside of what is published.
+times that; 20 times beyond is an error); a warm-up, at most half of the tokens, where training starts from new
+weights (of our own jobs only where `warmup_tokens` is written; other trainers' files with fewer than 100 steps are
+tests, and schedules that decay beyond the end of the run are those of a longer one: their warm-up is not judged);
+weight decay `<= 0.5`; epsilon `<= 1e-4`; `beta1 <= 0.99`, `beta2 >= 0.9`, both below 1. Only what a file or its
+trainer's documented default states is judged. All thresholds are our choice, far outside of what is published.
 """,
     limits={
         "most_rate": Limit(value=10.0, unit="x", note="of the usual learning rate of the size: our choice"),

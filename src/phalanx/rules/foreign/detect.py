@@ -63,11 +63,7 @@ SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("model_name_or_path", "template", "cutoff_len"),
         ("model_name_or_path", "stage", "cutoff_len"),
     ),
-    "ms-swift": tuple(
-        ("model", tuner, batch)
-        for tuner in ("tuner_type", "train_type")
-        for batch in SWIFT_BATCHES
-    ),
+    "ms-swift": tuple(("model", tuner, batch) for tuner in ("tuner_type", "train_type") for batch in SWIFT_BATCHES),
     "accelerate": (
         ("distributed_type", "compute_environment"),
         ("distributed_type", "num_processes"),
