@@ -98,8 +98,10 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
         and decay > length
         for unit in ("iters", "samples")
     )
-    batch = job.batch.global_tokens
-    if evidence.is_foreign and isinstance(tokens, int) and batch and tokens < limits.number("least_steps") * batch:
+    batch, steps = job.batch.global_tokens, evidence.setting_number("train_iters")
+    if steps is None and isinstance(tokens, int) and batch:
+        steps = tokens / batch
+    if evidence.is_foreign and steps is not None and steps < limits.number("least_steps"):
         return  # a few steps, to see whether they run: nothing is learnt either way
     if evidence.stated(key) and share > limits.number("most_warmup") and not cut_short:
         yield failed(

@@ -179,7 +179,8 @@ def _read_sharding(config: Conversion) -> None:
         else:
             config.set_value("parallel.zero", stage, "deepspeed", note=f"stage {stage} of that file")
         return
-    given = {key.removeprefix("--"): key for key in config.leaves}  # of a script, arguments
+    # Of a script, arguments; `fsdp:` without a value is off.
+    given = {key.removeprefix("--"): key for key, leaf in config.leaves.items() if leaf.value not in (None, "", [], {})}
     words = " ".join(config.read_word(key) for key in given if key == "fsdp" or key.startswith("fsdp."))
     sections = any(key == "fsdp" or key.startswith(("fsdp_config.", "fsdp_version")) for key in given)
     if words or sections:
