@@ -417,6 +417,7 @@ def _foreign_data(found: ConvertedConfig, path: Path) -> DataFacts | None:
     # Forks have names of their own for it (--train-weighted-split-paths-path, --dataset-config); pictures are mocked.
     own_words = re.compile(r"data|corpus|blend|split_paths|img_|vision")
     named = any(own_words.search(name.lower().replace("-", "_")) for name in found.settings)
+    named = named or any(one.is_own_flag for one in found.unmapped)
     if not other and (not whole or converts or named or found.open_why):
         return None
     return DataFacts(named=1 if other else 0, setting=other)

@@ -189,6 +189,13 @@ def test_the_schedule_of_a_longer_run_and_a_test_of_a_few_steps_have_no_long_war
         assert any("warm-up takes" in one.outcome.what for one in answers("OPT001", found)) is told
 
 
+def test_a_fork_is_not_held_to_what_the_original_asks_for(tmp_path: Path) -> None:
+    whole = MEGATRON + "--tensor-model-parallel-size 2 --data-path /data/text "
+    for more, told in (("", True), ("--use-own-saving", False), ("--save-interval 100", False)):
+        found = gathered(tmp_path, "args.txt", whole + more)
+        assert any("--save without" in one.outcome.what for one in answers("TOP005", found)) is told
+
+
 def test_sums_in_fp16_are_told_as_such(tmp_path: Path) -> None:
     fp16 = gathered(tmp_path, "args.txt", MEGATRON.replace("--bf16", "--fp16"))
     (verdict, what), *_ = of("PRC002", fp16, "precision.grad_reduce")
