@@ -232,7 +232,7 @@ def import_job(
 
 def _recognised_trainer(path: Path) -> str:
     from phalanx.io.files import read_text
-    from phalanx.rules.foreign.convert import TRAINERS
+    from phalanx.rules.foreign.readers import TRAINERS
     from phalanx.rules.foreign.detect import trainer_of_file
 
     if not path.is_file():
