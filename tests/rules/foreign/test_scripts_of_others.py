@@ -159,3 +159,11 @@ eval $command
     found = convert(tmp_path, text)
     assert "precision.compute" in found.unknown  # fp16 or bf16
     assert found.resolved.job.batch.micro == 1
+
+
+def test_old_editions_of_torchtitan_leave_the_head_out_of_fp8_themselves(tmp_path: Path) -> None:
+    base = "[model]\nname = 'llama3'\nflavor = '8B'\n{}\n[training]\nseq_len = 8192\nbatch_size = 2\nsteps = 1000\n"
+    old = convert(tmp_path, base.format("[float8]\nenable_float8_linear = true"), "old.toml")
+    new = convert(tmp_path, base.format("converters = ['float8']"), "new.toml")
+    assert (old.resolved.job.precision.compute, new.resolved.job.precision.compute) == ("fp8", "fp8")
+    assert (old.practice.fp8_spares_sensitive, new.practice.fp8_spares_sensitive) == (True, False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from phalanx.job.model import known_presets
 from phalanx.rules.foreign.conversion import NEVER, SEEDS, Conversion
 from phalanx.rules.foreign.known_models import model_of_flavour, set_known_model
-from phalanx.rules.foreign.torchtitan_old import rename_old_keys
+from phalanx.rules.foreign.torchtitan_old import FLOAT8, rename_old_keys
 from phalanx.rules.foreign.torchtitan_python import rename_python_keys
 
 DEBUG = {"layers": 6, "hidden": 256, "heads": 16, "kv_heads": 16, "ffn": 768, "vocab": 2048, "rope_theta": 500_000.0}
@@ -264,7 +264,11 @@ def _read_exclusions(config: Conversion) -> None:
     """Linears alone are converted; the head is one, unless it is named (mx leaves it out by default)."""
     filters = [key for key in config.leaves if key.endswith(("float8.filter_fqns", ".filter_fqns", ".fqns"))]
     named = any(word in config.read_word(key) for key in filters for word in ("output", "lm_head"))
-    config.practice["fp8_spares_sensitive"] = named or "float8" not in config.read_word("model.converters")
+    # Editions that switch fp8 on by a key of its own leave the head out themselves: float8_linear.py, "output".
+    leaf = config.find_leaf("model.converters")
+    by_itself = leaf is not None and leaf.key in FLOAT8
+    converted = "float8" in config.read_word("model.converters")
+    config.practice["fp8_spares_sensitive"] = named or by_itself or not converted
     config.mark_used(*filters, by="practice: fp8_spares_sensitive")
 
 
