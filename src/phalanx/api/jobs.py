@@ -204,7 +204,8 @@ def import_job(
     >>> print(import_job("torchtitan.toml", cluster="8xH100:4", out="job.toml"))  # doctest: +SKIP
     """
     from phalanx.io.files import write_text
-    from phalanx.rules.foreign.convert import convert_config, find_trainer
+    from phalanx.rules.foreign.convert import convert_config
+    from phalanx.rules.foreign.readers import find_trainer
 
     file, target = Path(path), Path(out) if out else None
     if target is not None and target.exists() and not force:
@@ -232,8 +233,8 @@ def import_job(
 
 def _recognised_trainer(path: Path) -> str:
     from phalanx.io.files import read_text
-    from phalanx.rules.foreign.convert import TRAINERS
     from phalanx.rules.foreign.detect import trainer_of_file
+    from phalanx.rules.foreign.readers import TRAINERS
 
     if not path.is_file():
         read_text(path, noun="configuration")  # says what is wrong with it

@@ -9,7 +9,7 @@ import phalanx
 from phalanx.cli.output import note, show
 from phalanx.cli.parser import add_json, add_set
 from phalanx.io.values import printable
-from phalanx.rules.foreign.convert import TRAINERS
+from phalanx.rules.foreign.readers import TRAINERS
 from phalanx.units import plural
 
 TYPE_CHECKING = False

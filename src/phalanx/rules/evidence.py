@@ -43,6 +43,9 @@ STANDS_FOR: Mapping[str, tuple[str, ...]] = {
 }
 
 
+NO_WORD = "the job schema has no word for it"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unmapped:
     """A setting of another trainer's configuration that the job schema has no word for."""
@@ -50,6 +53,11 @@ class Unmapped:
     key: str
     value: str
     why: str
+
+    @property
+    def is_own_flag(self) -> bool:
+        """An argument that we have never heard of: of a fork, which may do without what the original asks for."""
+        return self.key.startswith("--") and self.why == NO_WORD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

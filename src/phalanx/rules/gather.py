@@ -394,6 +394,7 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
 
 
 DATA_PATHS = ("data_path", "train_data_path")
+FEW_STEPS = 100  # our choice, as OPT001's
 OTHER_DATA = ("data_args_path", "per_split_data_args_path", "mock_data", "train_data_exact_num_epochs", "dataset_path")
 
 
@@ -411,13 +412,22 @@ def _foreign_data(found: ConvertedConfig, path: Path) -> DataFacts | None:
             return megatron_facts([str(word) for word in words], path.parent, setting=name)
     other = next((name for name in OTHER_DATA if said[name] is not None), "")
     # Paths in a variable that holds several arguments ("$DATA_ARGS") are not seen: then nothing is known.
-    whole = found.settings.keys() & {"train_iters", "train_samples"}
+    whole = found.settings.keys() & {"train_iters", "train_samples"} and not _is_short(found)
     converts = found.settings.keys() >= {"load_dir", "save_dir"}  # a checkpoint into another format: nothing is trained
-    # Forks have names of their own for it: --train-weighted-split-paths-path, --dataset-config.
-    named = any(re.search(r"data|corpus|blend|split_paths", name.lower().replace("-", "_")) for name in found.settings)
+    # Forks have names of their own for it (--train-weighted-split-paths-path, --dataset-config); pictures are mocked.
+    own_words = re.compile(r"data|corpus|blend|split_paths|img_|vision")
+    named = any(own_words.search(name.lower().replace("-", "_")) for name in found.settings)
+    named = named or any(one.is_own_flag for one in found.unmapped)
     if not other and (not whole or converts or named or found.open_why):
         return None
     return DataFacts(named=1 if other else 0, setting=other)
+
+
+def _is_short(found: ConvertedConfig) -> bool:
+    """A test of a few steps, for which forks make up their data."""
+    steps = found.settings.get("train_iters")
+    text = str(steps.value) if steps is not None else ""
+    return text.isdigit() and int(text[:9]) < FEW_STEPS
 
 
 def _without_waivers(unmapped: Sequence[Unmapped]) -> tuple[Unmapped, ...]:

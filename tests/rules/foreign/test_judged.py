@@ -33,7 +33,8 @@ def gathered(
 ) -> Evidence:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
-    kind = {"run.toml": "torchtitan", "args.txt": "megatron", "ds.json": "deepspeed", "a.yaml": "accelerate"}[name]
+    kinds = {"run.toml": "torchtitan", "args.txt": "megatron", "ds.json": "deepspeed", "a.yaml": "accelerate"}
+    kind = kinds.get(name, "llama-factory")
     request = Request(look=False, source=kind, cluster=cluster, overrides=tuple(settings), **more)  # type: ignore[arg-type]
     return gather_evidence(str(path), request, today=date(2026, 11, 15), environ={"HOME": "/dev/null"})
 
@@ -159,6 +160,40 @@ def test_a_resume_without_moments_is_not_the_same_run(tmp_path: Path, flags: str
     said = of("CKP006", gathered(tmp_path, "args.txt", MEGATRON + flags))[0]
     assert said[0] == ("fail" if lost else "pass")
     assert said[1].endswith(lost) or not lost
+
+
+def test_what_a_resume_lacks_is_told_where_it_is_left_out(tmp_path: Path) -> None:
+    lines = MEGATRON.rstrip() + " --load /other/weights\n--no-load-optim --no-load-rng\n--no-save-optim\n"
+    found = gathered(tmp_path, "args.txt", lines)
+    (said,) = [one for one in answers("CKP006", found) if one.verdict == "fail"]
+    assert said.line == len(lines.splitlines())  # not that of --no-load-rng, which is how it starts
+
+
+def test_a_file_that_only_evaluates_has_no_learning_rate(tmp_path: Path) -> None:
+    base = "model_name_or_path: meta-llama/Meta-Llama-3-8B\nstage: sft\nfinetuning_type: lora\ncutoff_len: 512\n"
+    judged = gathered(tmp_path, "sft.yaml", base + "learning_rate: 0.0\nnum_train_epochs: 0.0\n")
+    assert not [one for one in answers("TOP001", judged) if "learning rate" in one.outcome.what]
+    trains = gathered(tmp_path, "sft.yaml", base + "learning_rate: 0.0\nnum_train_epochs: 3\n")
+    assert [one for one in answers("TOP001", trains) if "learning rate" in one.outcome.what]
+
+
+def test_the_schedule_of_a_longer_run_and_a_test_of_a_few_steps_have_no_long_warm_up(tmp_path: Path) -> None:
+    short = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --lr 1e-4 "
+    long_warm_up = "--global-batch-size 8 --train-samples 80000 --lr-warmup-samples 60000 "
+    for more, told in (
+        (long_warm_up, True),
+        (long_warm_up + "--lr-decay-samples 8000000", False),
+        ("--global-batch-size 8 --train-iters 20 --lr-warmup-iters 19", False),
+    ):
+        found = gathered(tmp_path, "args.txt", short + more)
+        assert any("warm-up takes" in one.outcome.what for one in answers("OPT001", found)) is told
+
+
+def test_a_fork_is_not_held_to_what_the_original_asks_for(tmp_path: Path) -> None:
+    whole = MEGATRON + "--tensor-model-parallel-size 2 --data-path /data/text "
+    for more, told in (("", True), ("--use-own-saving", False), ("--save-interval 100", False)):
+        found = gathered(tmp_path, "args.txt", whole + more)
+        assert any("--save without" in one.outcome.what for one in answers("TOP005", found)) is told
 
 
 def test_sums_in_fp16_are_told_as_such(tmp_path: Path) -> None:

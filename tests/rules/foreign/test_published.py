@@ -11,8 +11,9 @@ import pytest
 from phalanx.job.load import load
 from phalanx.job.run_sections import ClusterChoice
 from phalanx.plan.make import make_plan
-from phalanx.rules.foreign.convert import TRAINERS, ConvertedConfig, convert_config, split_variables
+from phalanx.rules.foreign.convert import ConvertedConfig, convert_config, split_variables
 from phalanx.rules.foreign.detect import trainer_of_file
+from phalanx.rules.foreign.readers import TRAINERS
 
 DATA = Path(__file__).parent / "data"
 

@@ -120,3 +120,50 @@ def test_names_of_forks_for_their_data_count(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(f"python pretrain_gpt.py {SIZES} --train-iters 10 --train-weighted-split-paths-path x\n")
     assert "DAT001" not in [one.rule.id for one in check(str(path)).problems if one.verdict == "fail"]
+
+
+@pytest.mark.parametrize(
+    ("text", "micro", "zero", "recompute"),
+    [
+        ("tuner_type: lora\nper_device_train_batch_size: 2\ndeepspeed: zero3\n", 2, 3, "full"),
+        ("tuner_type: full\nmicro_batch_size: 4\nglobal_batch_size: 64\n", 4, 1, "selective"),
+        ("train_type: full\nmicro_batch_size: 4\nuse_distributed_optimizer: false\n", 4, 0, "selective"),
+    ],
+)
+def test_the_yaml_of_ms_swift_is_read_as_its_command(
+    tmp_path: Path, text: str, micro: int, zero: int, recompute: str
+) -> None:
+    found = convert(tmp_path, f"model: Qwen/Qwen2.5-7B-Instruct\ntorch_dtype: bfloat16\n{text}", "sft.yaml")
+    job = found.resolved.job
+    assert (found.trainer, job.batch.micro, job.parallel.zero) == ("ms-swift", micro, zero)
+    assert (job.parallel.recompute, job.precision.compute, job.model.hidden) == (recompute, "bf16", 3584)
+
+
+def test_a_setting_without_a_value_is_off(tmp_path: Path) -> None:
+    base = "base_model: NousResearch/Meta-Llama-3-8B\nmicro_batch_size: 2\nsequence_len: 4096\n"
+    assert convert(tmp_path, f"{base}deepspeed:\nfsdp:\nfsdp_config:\n", "a.yml").resolved.job.parallel.zero == 0
+    assert convert(tmp_path, f"{base}fsdp:\n  - full_shard\n", "b.yml").resolved.job.parallel.zero == 3
+
+
+def test_a_second_command_that_may_follow_gives_the_first_no_flags(tmp_path: Path) -> None:
+    text = f"""
+DT=fp16
+if [[ $NEW -eq 1 ]]; then DT=bf16; fi
+run="torchrun pretrain_gpt.py {SIZES} --micro-batch-size 1 --global-batch-size 8 --train-iters 1000 --$DT"
+command="$run"
+if [[ $AGAIN -eq 1 ]]; then
+  command="$run; rm -rf out; $run"
+fi
+eval $command
+"""
+    found = convert(tmp_path, text)
+    assert "precision.compute" in found.unknown  # fp16 or bf16
+    assert found.resolved.job.batch.micro == 1
+
+
+def test_old_editions_of_torchtitan_leave_the_head_out_of_fp8_themselves(tmp_path: Path) -> None:
+    base = "[model]\nname = 'llama3'\nflavor = '8B'\n{}\n[training]\nseq_len = 8192\nbatch_size = 2\nsteps = 1000\n"
+    old = convert(tmp_path, base.format("[float8]\nenable_float8_linear = true"), "old.toml")
+    new = convert(tmp_path, base.format("converters = ['float8']"), "new.toml")
+    assert (old.resolved.job.precision.compute, new.resolved.job.precision.compute) == ("fp8", "fp8")
+    assert (old.practice.fp8_spares_sensitive, new.practice.fp8_spares_sensitive) == (True, False)

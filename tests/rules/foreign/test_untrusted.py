@@ -10,8 +10,9 @@ import pytest
 from phalanx.errors import PhalanxError, UserError
 from phalanx.rules.foreign.config_files import json_lines, read_tree
 from phalanx.rules.foreign.conversion import Leaf
-from phalanx.rules.foreign.convert import TRAINERS, convert_config
+from phalanx.rules.foreign.convert import convert_config
 from phalanx.rules.foreign.detect import trainer_of_file
+from phalanx.rules.foreign.readers import TRAINERS
 from phalanx.rules.foreign.shell.training_command import leaves_of_script, read_script
 
 DATA = Path(__file__).parent / "data"

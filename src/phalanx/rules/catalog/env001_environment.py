@@ -84,6 +84,8 @@ def _connections(evidence: Evidence, variables: dict[str, str], limits: Limits) 
     tensor = evidence.the_job.parallel.tensor
     sharded = evidence.setting_flag("use_torch_fsdp2") or evidence.setting_flag("use_megatron_fsdp")
     wanted = limits.number("connections")
+    if _is_blackwell(evidence, int(value), limits):
+        return
     if sharded and int(value) == wanted:
         what = f"{CONNECTIONS}={value} with FSDP: gathers wait behind the products, and Megatron refuses it"
     elif not sharded and isinstance(tensor, int) and tensor > 1 and int(value) != wanted:
@@ -98,6 +100,13 @@ def _connections(evidence: Evidence, variables: dict[str, str], limits: Limits) 
         impact=Impact(note="kernels are not launched in the order that hides communication (Hopper and older)"),
         fix=f"{CONNECTIONS}={wanted:g}" if not sharded else f"leave {CONNECTIONS} out",
     )
+
+
+def _is_blackwell(evidence: Evidence, value: int, limits: Limits) -> bool:
+    """Whether order does not depend on one queue: of hardware that nobody names, by the number its recipes set."""
+    if evidence.plan is not None:
+        return evidence.plan.cluster.accelerator.family in limits.words("without_order")
+    return value == limits.number("blackwell_queues")
 
 
 RULE = Rule(
@@ -115,10 +124,13 @@ before. Nothing fails, and the job is several times slower.
     how="""
 `export NAME=value` and `NAME=value command` of launch scripts, and environment tables of recipes. A variable is a
 finding with the values that the page of the library names as such; those about links between hosts only where there
-are several. `CUDA_DEVICE_MAX_CONNECTIONS` is 1 with Megatron's tensor parallelism, and not 1 with its FSDP.
+are several. `CUDA_DEVICE_MAX_CONNECTIONS` is 1 with Megatron's tensor parallelism, and not 1 with its FSDP; it is not
+judged on Blackwell, and without a cluster not where it is 32, as recipes for Blackwell set it.
 """,
     limits={
         "traps": Limit(value=tuple(TRAPS), note="variables with a value that slows down or hides errors: our choice"),
+        "without_order": Limit(value=("blackwell",), note="families that need no single queue: arguments.py"),
+        "blackwell_queues": Limit(value=32, note="what Megatron-Bridge sets on Blackwell"),
         "connections": Limit(value=1, note="queues to a device with Megatron's tensor parallelism: arguments.py"),
     },
     bad="export NCCL_P2P_DISABLE=1\nexport CUDA_LAUNCH_BLOCKING=1",

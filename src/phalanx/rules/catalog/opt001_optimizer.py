@@ -92,8 +92,17 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     warmup = job.optim.warmup_tokens
     share = warmup / tokens if isinstance(tokens, int) and tokens > 0 else 0.0
     # A decay that is longer than the run is the schedule of a longer one, of which this is the beginning.
-    decay, steps = evidence.setting_number("lr_decay_iters"), evidence.setting_number("train_iters")
-    cut_short = decay is not None and steps is not None and decay > steps
+    cut_short = any(
+        (decay := evidence.setting_number(f"lr_decay_{unit}")) is not None
+        and (length := evidence.setting_number(f"train_{unit}")) is not None
+        and decay > length
+        for unit in ("iters", "samples")
+    )
+    batch, steps = job.batch.global_tokens, evidence.setting_number("train_iters")
+    if steps is None and isinstance(tokens, int) and batch:
+        steps = tokens / batch
+    if evidence.is_foreign and steps is not None and steps < limits.number("least_steps"):
+        return  # a few steps, to see whether they run: nothing is learnt either way
     if evidence.stated(key) and share > limits.number("most_warmup") and not cut_short:
         yield failed(
             f"the warm-up takes {share:.0%} of the training",
@@ -187,16 +196,18 @@ of 10 or an epsilon of 0.5 start without a word and learn nothing. Published rat
 """,
     how="""
 `lr <= 10 × 6e-4 · (125M / parameters)^0.32 · sqrt(batch / 0.5M tokens)`, the last factor within 0.25 and 2 (Muon: ten
-times that; 20 times beyond is an error); a warm-up, at most half of the tokens, where training starts from new weights
-(of our own jobs only where `warmup_tokens` is written); weight decay `<= 0.5`; epsilon `<= 1e-4`;
-`beta1 <= 0.99`, `beta2 >= 0.9`, both below 1. Only what a file or its trainer's documented default states is judged.
-All thresholds are our choice, far outside of what is published.
+times that; 20 times beyond is an error); a warm-up, at most half of the tokens, where training starts from new
+weights (of our own jobs only where `warmup_tokens` is written; other trainers' files with fewer than 100 steps are
+tests, and schedules that decay beyond the end of the run are those of a longer one: their warm-up is not judged);
+weight decay `<= 0.5`; epsilon `<= 1e-4`; `beta1 <= 0.99`, `beta2 >= 0.9`, both below 1. Only what a file or its
+trainer's documented default states is judged. All thresholds are our choice, far outside of what is published.
 """,
     limits={
         "most_rate": Limit(value=10.0, unit="x", note="of the usual learning rate of the size: our choice"),
         "error_factor": Limit(value=20.0, unit="x", note="beyond that bound it is an error: our choice"),
         "muon": Limit(value=10.0, unit="x", note="larger rates of Muon's normalised updates: our choice"),
         "most_warmup": Limit(value=0.5, note="of the tokens: our choice"),
+        "least_steps": Limit(value=100, unit="steps", note="of another trainer's file that is no test: our choice"),
         "most_decay": Limit(value=0.5, note="weight decay; twice as much is an error: our choice"),
         "most_eps": Limit(value=1e-4, note="Adam's epsilon; Llama 2 has 1e-5: our choice"),
         "least_beta2": Limit(value=0.9, note="of the second moment; GPT-3 and Llama have 0.95: our choice"),

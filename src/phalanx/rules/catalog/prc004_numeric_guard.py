@@ -84,8 +84,12 @@ def _judge_guard(evidence: Evidence, limits: Limits) -> Outcome:
         how = f"clipped to a norm of {clip:g}" if clip > 0 else f"skipped from {factor:g} times the running median"
         return passed(f"a gradient that explodes is {how}", formula=formula, value=clip or factor, at="optim.clip")
     statement = "neither clipped" if clip <= 0 else f"clipped only to a norm of {clip:,.0f}, which is no bound, and not"
+    # A scale that is searched for lets an overflow pass by; what grows and stays finite is taken.
+    scaled = evidence.the_job.precision.compute == "fp16" and evidence.the_job.precision.loss_scale == "auto"
+    unless = " unless it overflows fp16" if scaled else ""
     return failed(
-        f"a gradient that explodes is {statement}{' nor' * (clip <= 0)} skipped",
+        f"a gradient that explodes is {statement}{' nor' * (clip <= 0)} skipped{unless}",
+        severity="warning" if scaled else None,
         formula=formula,
         value=clip,
         threshold=limits.number("most_clip"),

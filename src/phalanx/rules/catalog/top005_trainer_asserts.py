@@ -112,7 +112,8 @@ def _arguments(evidence: Evidence) -> Iterator[Broken]:
     has = evidence.find_setting
     if has("train_iters") and has("train_samples"):
         yield "train_samples", "--train-iters and --train-samples exclude each other", "give one of the two"
-    whole = not evidence.open_why  # nothing that does not stand there can be given
+    # Nothing that does not stand there can be given; a fork, known by arguments of its own, may not ask for it.
+    whole = not evidence.open_why and not any(one.is_own_flag for one in evidence.unmapped)
     # Without a split it may be another program's --save.
     if whole and has("save") and not has("save_interval") and has("tensor_model_parallel_size"):
         yield "save", "--save without --save-interval", "give --save-interval"

@@ -9,6 +9,7 @@ from typing import Literal
 
 from phalanx.errors import Problem, mistake
 from phalanx.job.key_rules import shown_value, value_kind
+from phalanx.rules.evidence import NO_WORD
 
 MOST = 1e18  # beyond any count of tokens
 UNSET = "a variable that nothing sets"
@@ -214,7 +215,7 @@ class Conversion:
             elif name:
                 self.settled[key] = SettledKey(fate="irrelevant", text=irrelevant[name])
             else:
-                self.settled[key] = SettledKey(fate="unmapped", text="the job schema has no word for it")
+                self.settled[key] = SettledKey(fate="unmapped", text=NO_WORD)
 
 
 def _finite_number(value: object) -> float | None:

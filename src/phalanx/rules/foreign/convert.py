@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import Problem, UserError, mistake, nearest
+from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.types import Cluster
 from phalanx.job.draft import Origin
 from phalanx.job.load import ResolvedJob, load_table
-from phalanx.job.schema import EDITIONS, SECTIONS
+from phalanx.job.schema import SECTIONS
 from phalanx.rules.evidence import ForeignSetting, Unmapped
 from phalanx.rules.facts.trainers import Practice, habits_of
-from phalanx.rules.foreign import (
-    accelerate,
-    deepspeed,
-    finetuning,
-    gpt_neox,
-    megatron,
-    nanotron,
-    nemo,
-    olmo_core,
-    torchtitan,
-    trainer_scripts,
-)
-from phalanx.rules.foreign.config_files import read_tree
-from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, ReadConfig, their_keys, value_text
+from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, their_keys, value_text
 from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, add_stand_ins, complete_job
+from phalanx.rules.foreign.job_text import UNKNOWN_CLUSTER, render_job_file
+from phalanx.rules.foreign.readers import Trainer, find_trainer
 from phalanx.rules.foreign.with_deepspeed import heed_deepspeed
-from phalanx.units import format_seconds, plural
+from phalanx.units import format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,19 +94,6 @@ def split_variables(overrides: Sequence[str]) -> tuple[dict[str, str], tuple[str
         else:
             keys.append(one)
     return variables, tuple(keys)
-
-
-def find_trainer(kind: str) -> Trainer:
-    """The trainer of a name; raises UserError with the choices."""
-    if kind in TRAINERS:
-        return TRAINERS[kind]
-    close = nearest(kind, TRAINERS)
-    listed = ", ".join(TRAINERS)
-    raise mistake(
-        f"--from {kind[:60]}",
-        "is not a trainer whose configurations are read",
-        fix=f"did you mean {close}? they are {listed}" if close else f"they are {listed}",
-    )
 
 
 def _cluster_set(overrides: Sequence[str]) -> str:
@@ -297,208 +272,3 @@ def _setting_origin(config: Conversion, said: JobSetting) -> Origin:
     if said.note.startswith("default of"):  # as good as written: leaving a key out is how its default is chosen
         return Origin(kind="file", where=f"{config.file} ({said.note})")
     return Origin(kind="derived", where=said.note or config.title)
-
-
-# The equivalent job file: every value with where it came from, and at the end what could not be said.
-
-
-ORDER = ("model", *SECTIONS)
-UNKNOWN_CLUSTER = "unknown"
-
-
-def render_job_file(
-    config: Conversion, *, name: str, unmapped: tuple[Unmapped, ...], folder: Path | None = None
-) -> str:
-    """The text of the job file; `folder` is where it will be written, for paths relative to it."""
-    parts = [
-        f"# Made by phalanx import from {_comment_text(Path(config.file).name)}, a configuration of {config.title}.",
-        f'spec = "{EDITIONS[-1]}"',
-        f"name = {_toml_value(name)}",
-    ]
-    for section in ORDER:
-        said = {key: one for key, one in config.values.items() if key.partition(".")[0] == section and "." in key}
-        if said:
-            parts += ["", f"[{section}]", *(_setting_line(config, key, one, folder) for key, one in said.items())]
-    parts += ["", *_habit_lines(config), *_unmapped_lines(config, unmapped)]
-    return "\n".join(parts) + "\n"
-
-
-def _setting_line(config: Conversion, key: str, said: JobSetting, folder: Path | None) -> str:
-    value = said.value
-    if key in ("model.hf_config", "cluster.file") and folder is not None and isinstance(value, str):
-        value = os.path.relpath(Path(config.file).parent / value, folder)
-    where = f"{Path(config.file).name}:{said.line} {said.key}" if said.key else ""
-    note = _comment_text("; ".join(part for part in (where, said.note) if part))
-    return f"{key.partition('.')[2]} = {_toml_value(value)}" + (f"  # {note}" if note else "")
-
-
-def _habit_lines(config: Conversion) -> list[str]:
-    """Settings that change how the trainer behaves, which no key of a job says."""
-    head = [
-        "# Settings that no key of a job file expresses; phalanx check takes them into account on that file itself."
-    ]
-    said = [f"#   {name} = {_comment_text(str(value))}" for name, value in config.practice.items()]
-    return [*head, *said, ""] if said else []
-
-
-def _unmapped_lines(config: Conversion, unmapped: tuple[Unmapped, ...]) -> list[str]:
-    if not unmapped:
-        return [f"# Every setting of {config.title} that the job schema has a word for is above; none was left over."]
-    head = f"# Not mapped: {plural(len(unmapped), 'setting')} that the job schema cannot say."
-    return [
-        head,
-        *(f"#   {_comment_text(one.key)} = {_comment_text(one.value)}: {_comment_text(one.why)}" for one in unmapped),
-    ]
-
-
-def _comment_text(text: str) -> str:
-    """One line, printable, short."""
-    clean = "".join(one if one.isprintable() else "?" for one in text)
-    return clean if len(clean) <= 160 else clean[:159] + "…"
-
-
-def _toml_value(value: object) -> str:
-    """A value as TOML writes it.
-
-    >>> _toml_value(True), _toml_value(1e-8), _toml_value([0.9, 0.95]), _toml_value({"a": 1})
-    ('true', '1e-08', '[0.9, 0.95]', '{ a = 1 }')
-    """
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case int() | float():
-            return repr(value)
-        case list() if value and isinstance(value[0], dict):
-            return "[\n" + "".join(f"  {_toml_value(one)},\n" for one in value) + "]"
-        case list() | tuple():
-            return "[" + ", ".join(_toml_value(one) for one in value) + "]"
-        case dict():
-            return "{ " + ", ".join(f"{key} = {_toml_value(one)}" for key, one in value.items()) + " }"
-        case _:
-            return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-# The trainers whose configurations are read: one line each.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trainer:
-    """A trainer: how its files are read, what their words mean, and as whom the planner knows it."""
-
-    name: str
-    title: str
-    framework: str
-    read: Callable[[Path, Mapping[str, str]], ReadConfig]  # with the variables that the caller gives a script
-    translate: Callable[[Conversion], None]
-    example: str  # of its files
-
-
-def _read_file(path: Path, variables: Mapping[str, str]) -> ReadConfig:
-    if path.suffix == ".py":
-        from phalanx.rules.foreign.python_config.recipes import read_recipe  # only for those who have one
-
-        return read_recipe(path, variables)
-    return ReadConfig(leaves=read_tree(path))
-
-
-TRAINERS = {
-    one.name: one
-    for one in (
-        Trainer(
-            name="torchtitan",
-            title="torchtitan",
-            framework="torchtitan",
-            read=_read_file,
-            translate=torchtitan.translate_config,
-            example="a TOML with [training] and [parallelism], as llama3_8b.toml",
-        ),
-        Trainer(
-            name="megatron",
-            title="Megatron-LM",
-            framework="megatron-core",
-            read=megatron.read_config,
-            translate=megatron.translate_config,
-            example="arguments such as --tensor-model-parallel-size 8, alone or in a shell script",
-        ),
-        Trainer(
-            name="deepspeed",
-            title="DeepSpeed",
-            framework="deepspeed",
-            read=_read_file,
-            translate=deepspeed.translate_config,
-            example='a JSON with "zero_optimization" and "train_batch_size", as ds_config.json',
-        ),
-        Trainer(
-            name="accelerate",
-            title="Accelerate",
-            framework="accelerate",
-            read=_read_file,
-            translate=accelerate.translate_config,
-            example="a YAML with distributed_type, as accelerate config writes it",
-        ),
-        Trainer(
-            name="nemo",
-            title="NeMo",
-            framework="nemo",
-            read=_read_file,
-            translate=nemo.translate_config,
-            example="a YAML with trainer: and model:, or Megatron-Bridge's model: and train:",
-        ),
-        Trainer(
-            name="olmo-core",
-            title="OLMo-core",
-            framework="torchtitan",  # both wrap blocks with FSDP2
-            read=_read_file,
-            translate=olmo_core.translate_config,
-            example="a script whose build_config returns an ExperimentConfig",
-        ),
-        Trainer(
-            name="gpt-neox",
-            title="GPT-NeoX",
-            framework="megatron-deepspeed",
-            read=_read_file,
-            translate=gpt_neox.translate_config,
-            example="a YAML with pipe_parallel_size and model_parallel_size",
-        ),
-        Trainer(
-            name="nanotron",
-            title="nanotron",
-            framework="nanotron",
-            read=_read_file,
-            translate=nanotron.translate_config,
-            example="a YAML with parallelism: and tokens:",
-        ),
-        Trainer(
-            name="axolotl",
-            title="Axolotl",
-            framework="accelerate",
-            read=_read_file,
-            translate=finetuning.translate_axolotl,
-            example="a YAML with base_model and micro_batch_size",
-        ),
-        Trainer(
-            name="llama-factory",
-            title="LLaMA-Factory",
-            framework="accelerate",
-            read=_read_file,
-            translate=finetuning.translate_llama_factory,
-            example="a YAML with model_name_or_path and finetuning_type",
-        ),
-        Trainer(
-            name="transformers",
-            title="transformers' Trainer",
-            framework="accelerate",
-            read=trainer_scripts.read_trainer_script,
-            translate=trainer_scripts.translate_transformers,
-            example="a script with --per_device_train_batch_size and --deepspeed ds_config.json",
-        ),
-        Trainer(
-            name="ms-swift",
-            title="ms-swift",
-            framework="megatron-core",
-            read=trainer_scripts.read_swift_script,
-            translate=trainer_scripts.translate_swift,
-            example="a script that starts swift sft or megatron sft",
-        ),
-    )
-}

@@ -10,6 +10,7 @@ from phalanx.errors import UserError, mistake
 from phalanx.io.files import read_head
 
 TREES = (".json", ".yaml", ".yml")
+SWIFT_BATCHES = ("per_device_train_batch_size", "micro_batch_size", "global_batch_size")
 # A file is of a trainer if it has all keys of one of its groups; a key that ends in a dot is a section.
 SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "torchtitan": (
@@ -62,6 +63,7 @@ SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("model_name_or_path", "template", "cutoff_len"),
         ("model_name_or_path", "stage", "cutoff_len"),
     ),
+    "ms-swift": tuple(("model", tuner, batch) for tuner in ("tuner_type", "train_type") for batch in SWIFT_BATCHES),
     "accelerate": (
         ("distributed_type", "compute_environment"),
         ("distributed_type", "num_processes"),
@@ -121,7 +123,10 @@ OTHERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("run.eval_name", "!trainer."),
         ("model.checkpoint_folder", "model.hparams_file", "!trainer."),
     ),
-    "ms-swift": (("model", "tuner_type"), ("model", "train_type", "dataset")),
+    "ms-swift without a batch size": (
+        ("model", "tuner_type", *(f"!{one}" for one in SWIFT_BATCHES)),
+        ("model", "train_type", "dataset", *(f"!{one}" for one in SWIFT_BATCHES)),
+    ),
     "verl": (("actor_rollout_ref.",), ("_target_", "strategy"), ("trainer.", "algorithm.adv_estimator")),
     "Primus": (("work_group", "modules."), ("modules.pre_trainer.",)),
     "FlagScale": (("experiment.", "experiment.task.type"), ("system.", "model.", "data.")),
@@ -131,8 +136,8 @@ OTHERS: dict[str, tuple[tuple[str, ...], ...]] = {
 FITS = {
     ".toml": ("torchtitan",),
     ".json": ("deepspeed",),
-    ".yaml": ("nanotron", "gpt-neox", "axolotl", "llama-factory", "accelerate", "nemo"),
-    ".yml": ("nanotron", "gpt-neox", "axolotl", "llama-factory", "accelerate", "nemo"),
+    ".yaml": ("nanotron", "gpt-neox", "axolotl", "llama-factory", "ms-swift", "accelerate", "nemo"),
+    ".yml": ("nanotron", "gpt-neox", "axolotl", "llama-factory", "ms-swift", "accelerate", "nemo"),
 }
 OURS = frozenset({"spec", "batch", "parallel", "precision", "cluster"})  # sections only our job file has
 FLAGS = (

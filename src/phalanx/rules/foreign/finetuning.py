@@ -8,8 +8,8 @@ from pathlib import Path
 from phalanx.errors import UserError
 from phalanx.rules.foreign.config_files import read_tree
 from phalanx.rules.foreign.conversion import SEEDS, Conversion, Leaf
+from phalanx.rules.foreign.known_models import read_named_model
 from phalanx.rules.foreign.named_files import find_named_file
-from phalanx.rules.foreign.presets import read_named_model
 
 ADAPTER = "only an adapter is trained; the plan prices all weights: an upper bound"
 DATA = "which text is read does not change the work of a step"
@@ -179,7 +179,8 @@ def _read_sharding(config: Conversion) -> None:
         else:
             config.set_value("parallel.zero", stage, "deepspeed", note=f"stage {stage} of that file")
         return
-    given = {key.removeprefix("--"): key for key in config.leaves}  # of a script, arguments
+    # Of a script, arguments; `fsdp:` without a value is off.
+    given = {key.removeprefix("--"): key for key, leaf in config.leaves.items() if leaf.value not in (None, "", [], {})}
     words = " ".join(config.read_word(key) for key in given if key == "fsdp" or key.startswith("fsdp."))
     sections = any(key == "fsdp" or key.startswith(("fsdp_config.", "fsdp_version")) for key in given)
     if words or sections:

@@ -27,6 +27,7 @@ PAIRS = {"batch.global_tokens": "batch.global_sequences", "batch.global_sequence
 def complete_job(config: Conversion, *, devices: int, settings: Sequence[str], habits: Practice) -> None:
     """Settle the open ends; `devices` is 0 where neither the file nor the caller says."""
     _apply_overrides(config, settings)
+    _drop_no_rate(config)
     _set_sequence(config)
     data = _data_ranks(config, devices)
     _set_batch(config, data)
@@ -40,6 +41,17 @@ def complete_job(config: Conversion, *, devices: int, settings: Sequence[str], h
     _check_sizes(config)
     if "precision.compute" not in config.values:
         config.add_missing("does not say in which format it computes", "give --set precision.compute=bf16")
+
+
+def _drop_no_rate(config: Conversion) -> None:
+    """A learning rate of 0 where no step is trained, or one: the file evaluates."""
+    rate = config.values.get("optim.lr")
+    if rate is None or rate.value not in (0, 0.0):
+        return
+    epochs, steps = config.read_number("num_train_epochs"), config.job_value("data.steps")
+    if epochs == 0 or (isinstance(steps, int) and steps <= 1):
+        del config.values["optim.lr"]
+        config.unknown["optim.lr"] = f"{rate.key} is 0, and nothing is trained"
 
 
 def _apply_overrides(config: Conversion, settings: Sequence[str]) -> None:

@@ -299,7 +299,10 @@ def _read_resume(config: Conversion) -> None:
             off, on = f"no_{verb}_{part}", f"{verb}_{part}"
             if (config.read_flag(off) or config.read_flag(on) is False) and saves and not (starts and verb == "load"):
                 lost |= {*states}
-            config.mark_used(off, on, by="practice: resumes_exactly")
+                config.mark_used(off, on, by="practice: resumes_exactly")
+            else:
+                for name in (off, on):
+                    config.skip_leaf(name, "how the run starts, or what none of its files holds")
     if lost:
         config.practice["resumes_exactly"] = tuple(one for one in MEGATRON.resumes_exactly or () if one not in lost)
 

@@ -11,7 +11,7 @@ import re
 
 from phalanx.rules.foreign import mcore, megatron
 from phalanx.rules.foreign.conversion import Conversion, Leaf, found_in
-from phalanx.rules.foreign.presets import read_named_model
+from phalanx.rules.foreign.known_models import model_of_class, read_named_model, set_known_model
 
 # Where Megatron's words stand, the strongest first: Bridge's mixed_precision is applied over model, optimizer and ddp.
 PREFIXES = (
@@ -66,22 +66,6 @@ _WORDS = """
     activations_checkpoint_method extra_vocab_size pad_vocab_size_to
 """
 WORDS = frozenset(_WORDS.split())
-# Classes of NeMo 2.0 (nemo/collections/llm/gpt/model) whose shape we know under another name.
-CLASSES = {
-    "Llama2Config7B": "llama-2-7b",
-    "Llama2Config13B": "llama-2-13b",
-    "Llama2Config70B": "llama-2-70b",
-    "Llama3Config8B": "llama-3-8b",
-    "Llama3Config70B": "llama-3-70b",
-    "Llama31Config405B": "llama-3.1-405b",
-    "MistralConfig7B": "mistral-7b",
-    "MixtralConfig8x7B": "mixtral-8x7b",
-    "DeepSeekV3Config": "deepseek-v3",
-    "Qwen3Config8B": "qwen3-8b",
-    "Qwen3Config32B": "qwen3-32b",
-    "Qwen3Config30B_A3B": "qwen3-30b-a3b",
-    "Qwen3Config235B_A22B": "qwen3-235b-a22b",
-}
 IRRELEVANT = megatron.IRRELEVANT | {
     "_partial_": "how Hydra builds an object",
     "_target_": "which class is built; the values beside it are read",
@@ -292,10 +276,14 @@ def _optimizer_of_one(config: Conversion) -> None:
 
 
 def _read_model(config: Conversion) -> None:
-    leaf = config.leaves.get("model.config._target_")
-    name = str(leaf.value).rpartition(".")[2] if leaf is not None else ""
-    if name in CLASSES:
-        config.set_value("model.preset", CLASSES[name], "model.config._target_", note=name)
+    for key in ("model.config._target_", "model._target_"):
+        leaf = config.leaves.get(key)
+        # A class of the program's own has the shape of the one it is made from, but for what it says itself.
+        bases = config.leaves.get(key.replace("_target_", "_bases_"))
+        chain = [str(leaf.value), *_texts(bases)] if leaf is not None else []
+        model = next((one for name in chain if (one := model_of_class(name.rpartition(".")[2]))), None)
+        if model is not None:
+            set_known_model(config, model, key, note=chain[0].rpartition(".")[2])
     if "from_hf" in config.read_word("model._target_"):  # AutoBridge.from_hf_pretrained("…") of a recipe in Python
         read_named_model(config, "model._args_.0")
     activation = config.read_word("model.activation")
@@ -303,6 +291,10 @@ def _read_model(config: Conversion) -> None:
         config.rename_leaf("swiglu", "model.activation", True)
     if not config.find_leaf("model.position_embedding_type") and "bridge" in config.read_word("model._target_"):
         config.skip_leaf("model._target_", "which class is built; the values beside it are read")
+
+
+def _texts(leaf: Leaf | None) -> list[str]:
+    return [str(one) for one in leaf.value] if leaf is not None and isinstance(leaf.value, list) else []
 
 
 def _read_precision(config: Conversion) -> None:

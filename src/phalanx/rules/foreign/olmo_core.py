@@ -3,27 +3,8 @@
 from __future__ import annotations
 
 from phalanx.rules.foreign.conversion import NEVER, SEEDS, Conversion
+from phalanx.rules.foreign.olmo_factories import read_olmo_model
 
-# (layers, hidden, heads, key-value heads, feed-forward) of TransformerConfig's factories (nn/transformer/config.py).
-SHAPES: dict[str, tuple[int, int, int, int, int]] = {
-    "olmo2_190M": (12, 768, 12, 12, 3072),
-    "olmo2_370M": (16, 1024, 16, 16, 4096),
-    "olmo2_1B": (18, 2048, 16, 16, 8192),
-    "olmo2_1B_v2": (16, 2048, 16, 16, 8192),
-    "olmo2_7B": (32, 4096, 32, 32, 11008),
-    "olmo2_13B": (40, 5120, 40, 40, 13824),
-    "olmo2_32B": (64, 5120, 40, 8, 27648),
-    "olmo3_7B": (32, 4096, 32, 32, 11008),
-    "olmo3_32B": (64, 5120, 40, 8, 27648),
-}
-PRESETS = {
-    "llama3_8B": "llama-3-8b",
-    "llama3_70B": "llama-3-70b",
-    "llama3_405B": "llama-3.1-405b",
-    "llama2_7B": "llama-2-7b",
-    "llama2_13B": "llama-2-13b",
-    "llama2_70B": "llama-2-70b",
-}
 M, T = "train_module.", "trainer."
 IRRELEVANT = {
     "_target_": "which class is built; the values beside it are read",
@@ -61,7 +42,7 @@ def translate_config(config: Conversion) -> None:
         leaf = config.leaves.get(part)
         if leaf is not None and leaf.unknown:
             config.open_why = config.open_why or leaf.unknown
-    _read_model(config)
+    read_olmo_model(config)
     _read_layout(config)
     _read_batch(config)
     _read_precision(config)
@@ -74,28 +55,6 @@ def translate_config(config: Conversion) -> None:
     )
 
 
-def _read_model(config: Conversion) -> None:
-    key = "model._target_"
-    leaf = config.leaves.get(key)
-    factory = str(leaf.value).rpartition(".")[2] if leaf is not None else ""
-    changed = {"n_layers", "d_model", "n_heads", "n_kv_heads", "hidden_size_multiplier"}
-    if any(name.rpartition(".")[2] in changed for name in config.leaves if name.startswith("model.")):
-        config.leave_unmapped(
-            key, "the script changes the shape of this factory: give --set model.hf_config=config.json"
-        )
-    elif factory in PRESETS:
-        config.set_value("model.preset", PRESETS[factory], key, note=factory)
-    elif factory in SHAPES:
-        layers, hidden, heads, groups, wide = SHAPES[factory]
-        shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": groups, "ffn": wide}
-        for name, value in shape.items():
-            config.set_value(f"model.{name}", value, key, note=factory)
-        if vocabulary := config.read_whole("model.vocab_size"):
-            config.set_value("model.vocab", vocabulary, "model.vocab_size")
-    elif leaf is not None:
-        config.leave_unmapped(key, "the shape of this factory is code of OLMo-core's, which is not read")
-
-
 def _read_layout(config: Conversion) -> None:
     config.set_value("parallel.mode", "fixed", note="OLMo-core searches nothing")
     for name, ours in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
@@ -105,6 +64,8 @@ def _read_layout(config: Conversion) -> None:
             config.read_as[key] = whole
         degree = config.read_whole(key)
         config.set_value(f"parallel.{ours}", max(1, degree or 1), key)
+        if degree is not None and degree < 1:  # distributed/parallel/__init__.py: -1 is whatever ranks there are
+            config.unknown[f"parallel.{ours}"] = f"{key} = {degree} is as many ranks as there are"
     kind = config.read_word(f"{M}dp_config.name")
     names = (f"{M}dp_config.name", f"{M}dp_config")
     pipeline = config.int_of("parallel.pipeline") > 1

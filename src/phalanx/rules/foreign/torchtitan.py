@@ -9,20 +9,10 @@ from __future__ import annotations
 
 from phalanx.job.model import known_presets
 from phalanx.rules.foreign.conversion import NEVER, SEEDS, Conversion
-from phalanx.rules.foreign.torchtitan_old import rename_old_keys
+from phalanx.rules.foreign.known_models import model_of_flavour, set_known_model
+from phalanx.rules.foreign.torchtitan_old import FLOAT8, rename_old_keys
 from phalanx.rules.foreign.torchtitan_python import rename_python_keys
 
-# Flavours with a preset of ours: torchtitan/models/*/__init__.py
-PRESETS = {
-    ("llama3", "8b"): "llama-3-8b",
-    ("llama3", "70b"): "llama-3-70b",
-    ("llama3", "405b"): "llama-3.1-405b",
-    ("deepseek_v3", "671b"): "deepseek-v3",
-    ("qwen3", "8b"): "qwen3-8b",
-    ("qwen3", "32b"): "qwen3-32b",
-    ("qwen3", "30b-a3b"): "qwen3-30b-a3b",
-    ("qwen3", "235b-a22b"): "qwen3-235b-a22b",
-}
 DEBUG = {"layers": 6, "hidden": 256, "heads": 16, "kv_heads": 16, "ffn": 768, "vocab": 2048, "rope_theta": 500_000.0}
 
 IRRELEVANT = {
@@ -103,8 +93,8 @@ def _read_model(config: Conversion) -> None:
         config.read_word("model.flavor")
         return
     name, flavor = config.read_word("model.name") or "llama3", config.read_word("model.flavor") or "debugmodel"
-    if preset := PRESETS.get((name, flavor)):
-        config.set_value("model.preset", preset, "model.flavor", "model.name", note=f"{name} {flavor}")
+    if model := model_of_flavour(name, flavor):
+        set_known_model(config, model, "model.flavor", "model.name", note=f"{name} {flavor}")
     elif (name, flavor) == ("llama3", "debugmodel"):
         for key, value in DEBUG.items():
             config.set_value(f"model.{key}", value, "model.flavor", "model.name", note="llama3 debugmodel")
@@ -274,7 +264,11 @@ def _read_exclusions(config: Conversion) -> None:
     """Linears alone are converted; the head is one, unless it is named (mx leaves it out by default)."""
     filters = [key for key in config.leaves if key.endswith(("float8.filter_fqns", ".filter_fqns", ".fqns"))]
     named = any(word in config.read_word(key) for key in filters for word in ("output", "lm_head"))
-    config.practice["fp8_spares_sensitive"] = named or "float8" not in config.read_word("model.converters")
+    # Editions that switch fp8 on by a key of its own leave the head out themselves: float8_linear.py, "output".
+    leaf = config.find_leaf("model.converters")
+    by_itself = leaf is not None and leaf.key in FLOAT8
+    converted = "float8" in config.read_word("model.converters")
+    config.practice["fp8_spares_sensitive"] = named or by_itself or not converted
     config.mark_used(*filters, by="practice: fp8_spares_sensitive")
 
 

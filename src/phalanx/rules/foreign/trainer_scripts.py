@@ -7,12 +7,13 @@ from pathlib import Path
 
 from phalanx.errors import mistake
 from phalanx.rules.foreign import mcore
+from phalanx.rules.foreign.config_files import read_tree
 from phalanx.rules.foreign.conversion import Conversion, Leaf, ReadConfig
 from phalanx.rules.foreign.finetuning import ADAPTER, IRRELEVANT, UNMAPPED, translate_trainer
+from phalanx.rules.foreign.known_models import read_named_model
 from phalanx.rules.foreign.megatron import IRRELEVANT as MEGATRON_IRRELEVANT
 from phalanx.rules.foreign.megatron import UNMAPPED as MEGATRON_UNMAPPED
 from phalanx.rules.foreign.megatron import canonical_key, read_machines
-from phalanx.rules.foreign.presets import read_named_model
 from phalanx.rules.foreign.shell.training_command import CommandSigns, leaves_of_script, read_script, verb_of
 from phalanx.rules.foreign.shell.written_json import named_json
 
@@ -28,6 +29,8 @@ SWIFT_SIGNS = CommandSigns(
     verbs=MEGATRON_VERBS | frozenset(("swift", verb) for verb in ("sft", "pt", "rlhf")),
     switches=NO_SWITCHES,
 )
+TREES = (".yaml", ".yml")
+MEGATRON_WORDS = ("micro_batch_size", "global_batch_size")
 MEGATRON_VERB = "verb.megatron"  # a leaf of our own: ms-swift's Megatron commands have other words and defaults
 DTYPE = "that of the model's config.json (torch_dtype)"
 
@@ -37,8 +40,17 @@ def read_trainer_script(path: Path, variables: Mapping[str, str]) -> ReadConfig:
     return _read_command(path, variables, TRAINER_SIGNS, "starts no program with arguments of Hugging Face's Trainer")
 
 
-def read_swift_script(path: Path, variables: Mapping[str, str]) -> ReadConfig:
-    """The arguments of `swift sft`, `megatron sft` and their like; both kinds in one script cannot be read as one."""
+def read_swift_config(path: Path, variables: Mapping[str, str]) -> ReadConfig:
+    """The arguments of `swift sft`, `megatron sft` and their like, of a script or of the YAML that they are given.
+
+    Both kinds in one script cannot be read as one.
+    """
+    if path.suffix in TREES:
+        leaves = read_tree(path)
+        if "per_device_train_batch_size" not in leaves:  # the other words are those of `megatron sft`
+            line = next((leaves[name].line for name in MEGATRON_WORDS if name in leaves), 0)
+            leaves[MEGATRON_VERB] = Leaf(key=MEGATRON_VERB, value=True, line=line)
+        return ReadConfig(leaves=leaves)
     return _read_command(path, variables, SWIFT_SIGNS, "starts no training of ms-swift")
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Methods of configuration objects that change nothing that is asked about, and those that hand the object on.
 HARMLESS = frozenset({"validate", "finalize", "to_cfg_dict", "as_dict", "as_config_dict", "lower"})
-HANDED_ON = frozenset({"with_recommended_evals", "merge", "apply_overrides", "with_wandb"})
+HANDED_ON = frozenset({"with_rope_scaling", "with_recommended_evals", "merge", "apply_overrides", "with_wandb"})
 # OLMo-core, data/tokenizer.py: TokenizerConfig.dolma2().padded_vocab_size(), to a multiple of 128.
 PADDED_VOCABULARIES = {"dolma2": 100_352, "dolma2_sigdig": 100_352, "gpt_neox_olmo_dolma_v1_5": 50_304, "gpt2": 50_304}
 # Outside functions that only look, print or check.

@@ -15,6 +15,7 @@ from pathlib import Path
 from phalanx.errors import mistake
 from phalanx.io.files import read_head
 from phalanx.rules.foreign.conversion import MOST_DEPTH, MOST_LEAVES, Leaf, ReadConfig
+from phalanx.rules.foreign.python_config.classes import fill_model_shape
 from phalanx.rules.foreign.python_config.evaluator import PythonReader, TooMuch
 from phalanx.rules.foreign.python_config.modules import PythonPackage, parse_python
 from phalanx.rules.foreign.python_config.possible_values import (
@@ -164,7 +165,10 @@ def _evaluate_recipe(reader: PythonReader, path: Path, name: str, given: Mapping
         for key in HOSTS:  # NeMo: a place for the caller's number, not a statement about the run
             if key in names and key not in keywords:
                 keywords[key] = UnknownPython(f"is the argument {key} of the recipe: --set {key}=…")
-        return reader.call_function(function, [], keywords)
+        made = reader.call_function(function, [], keywords)
+        if isinstance(made, Built):
+            fill_model_shape(reader, made)
+        return made
     except TooMuch:
         return UnknownPython("takes more steps than any configuration does")
     except RecursionError:

@@ -280,10 +280,22 @@ def _choices_of(word: str, unknowns: UnknownTable) -> list[list[str]]:
         return []
     if found.span() == (0, len(word)):
         flags = any(one.startswith("-") for choice in cause.choices for one in choice)
-        return [[part for one in choice for part in one.split()] for choice in cause.choices] if flags else []
+        return [_first_command(choice) for choice in cause.choices] if flags else []
     if not word.startswith("-") or "=" in word[: found.start()]:
         return []
     return [[word[: found.start()] + " ".join(choice) + word[found.end() :]] for choice in cause.choices]
+
+
+SEPARATORS = frozenset({";", "&&", "||", "|", "&"})
+
+
+def _first_command(choice: Sequence[str]) -> list[str]:
+    """The words of a text up to where it ends the command and begins another one."""
+    parts = [part for one in choice for part in one.split()]
+    for place, part in enumerate(parts):
+        if part in SEPARATORS or part.endswith(";"):
+            return [*parts[:place], *([part.rstrip(";")] if part.rstrip(";") and part not in SEPARATORS else [])]
+    return parts
 
 
 def _program_at(words: Sequence[str]) -> int:

@@ -1,0 +1,98 @@
+"""Models by the names that other trainers' files give them (known_models.toml), as presets or shapes of ours."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+from phalanx.io.files import shipped_text
+from phalanx.rules.foreign.conversion import Conversion
+
+# Models that are built around a known one: what they add is not in its shape.
+_MORE = re.compile(r"llava|vision|sharegpt4v|audio|omni|(?<![a-z0-9])(vl|vlm|mm|video)(?![a-z0-9])")
+GIVE_SHAPE = "give --set model.hf_config=config.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownModel:
+    """A public model: a preset of the job schema, or the sizes of its [model] section."""
+
+    name: str
+    preset: str = ""
+    shape: Mapping[str, object] = field(default_factory=dict)
+    hugging_face: str = ""  # a regular expression for the end of its name there
+    nemo: tuple[str, ...] = ()  # classes
+    torchtitan: tuple[str, ...] = ()  # "model flavour"
+
+
+@cache
+def known_models() -> tuple[KnownModel, ...]:
+    """All of them, in the order of the file."""
+    table = tomllib.loads(shipped_text(__file__, "known_models.toml"))
+    return tuple(
+        KnownModel(
+            name=name,
+            preset=entry.get("preset", ""),
+            shape=entry.get("shape", {}),
+            hugging_face=entry.get("hugging_face", ""),
+            nemo=tuple(entry.get("nemo", ())),
+            torchtitan=tuple(entry.get("torchtitan", ())),
+        )
+        for name, entry in table.items()
+    )
+
+
+def model_of_hugging_face(name: str) -> KnownModel | None:
+    """The model of a name there, or of a folder that is called alike; None where it is not known.
+
+    A size is anchored: a 1B is never taken for a 1.5B, nor a Qwen2.5-VL for a Qwen2.5.
+
+    >>> model_of_hugging_face("NousResearch/Meta-Llama-3.1-8B-Instruct").name
+    'llama-3-8b'
+    >>> model_of_hugging_face("Qwen/Qwen2.5-VL-7B-Instruct") is None
+    True
+    """
+    word = name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")[:200]
+    for one in () if _MORE.search(word) else known_models():
+        if one.hugging_face and re.search(rf"(?<![a-z0-9]){one.hugging_face}(?![\d.])", word):
+            return one
+    return None
+
+
+def model_of_class(name: str) -> KnownModel | None:
+    """The model of a configuration class of NeMo 2 or Megatron-Bridge.
+
+    >>> model_of_class("Llama32ModelProvider1B").name, model_of_class("MyConfig")
+    ('llama-3.2-1b', None)
+    """
+    word = name.replace("ModelProvider", "Config")
+    return next((one for one in known_models() if word in one.nemo), None)
+
+
+def model_of_flavour(model: str, flavour: str) -> KnownModel | None:
+    """The model of a flavour of torchtitan, both in lower case."""
+    return next((one for one in known_models() if f"{model} {flavour}" in one.torchtitan), None)
+
+
+def set_known_model(config: Conversion, model: KnownModel, *names: str, note: str = "") -> None:
+    """[model] as this one has it."""
+    if model.preset:
+        config.set_value("model.preset", model.preset, *names, note=note)
+        return
+    for key, value in model.shape.items():
+        config.set_value(f"model.{key}", value, *names, note=note or model.name)
+    config.set_value("model.name", re.sub(r"[^a-z0-9-]", "-", model.name), *names, note=note or model.name)
+
+
+def read_named_model(config: Conversion, key: str) -> None:
+    """[model] from a name on Hugging Face."""
+    leaf = config.find_leaf(key)
+    if leaf is None:
+        return
+    if model := model_of_hugging_face(str(leaf.value)):
+        set_known_model(config, model, key)
+    else:
+        config.leave_unmapped(key, f"no model of this name is known: {GIVE_SHAPE}")
