@@ -122,6 +122,20 @@ def test_a_run_is_said_to_be_cancelled_before_its_objects_are_gone(
     assert [(one.state, one.said) for one in phalanx.queue().jobs] == [("cancelled", "stopped")]
 
 
+def test_why_without_a_cluster_tells_what_the_run_folder_does(
+    server: KubeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done = launch()
+    [job], run = done.ids, Run(path=Path(done.requests[0].run))
+    run.set_status("running")
+    monkeypatch.delenv("KUBECONFIG")
+    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
+    assert str(phalanx.why(job)) == (
+        f"{job} is running: its run folder says running (no cluster is configured here); "
+        f"phalanx watch {run.path} follows it from here; phalanx why {job} with its kubeconfig asks the cluster"
+    )
+
+
 def test_a_namespace_that_refuses_hides_no_job_of_another(server: KubeServer, tmp_path: Path) -> None:
     for name in ("mine", "left"):
         server.put(f"/api/v1/namespaces/{name}", {"kind": "Namespace"})

@@ -48,13 +48,13 @@ def init(path: str | Path = "job.toml", *, model: str = TINY, cluster: str = LOC
     from phalanx.plan.trainable import device_problems, model_problems
 
     file, preset = Path(path), _known_preset(model)
-    devices = 0
+    hosts = 1
     untrained = [problem.what for problem in model_problems(preset.model())]
     if cluster != LOCAL:  # an unknown cluster is refused before a file names it
         from phalanx.hardware.cluster import resolve_cluster  # reads the accelerator tables
 
         found = resolve_cluster(cluster, base=file.parent)
-        devices = found.devices if found.hosts > 1 else 0
+        hosts = found.hosts
         untrained += [problem.what for problem in device_problems(found)]
     text = render_template(
         file=str(path),
@@ -66,7 +66,7 @@ def init(path: str | Path = "job.toml", *, model: str = TINY, cluster: str = LOC
     )
     _write_new(file, text, force=force)
     _write_schema(file.parent)
-    steps = tuple(_next_steps(file, model=model, devices=devices, untrained=untrained))
+    steps = tuple(_next_steps(file, model=model, hosts=hosts, untrained=untrained))
     return NewJob(path=str(file), model=model, cluster=cluster, next_steps=steps)
 
 
@@ -90,7 +90,7 @@ def _known_preset(name: str) -> Preset:
     raise mistake("--model", f'"{name[:60]}" is not a known model', fix=fix)
 
 
-def _next_steps(path: Path, *, model: str, devices: int, untrained: Sequence[str]) -> list[str]:
+def _next_steps(path: Path, *, model: str, hosts: int, untrained: Sequence[str]) -> list[str]:
     """Commands that work as they stand, from the current folder, each with what it is for behind a #.
 
     `untrained` says why `phalanx train` cannot run this job: then it is planned and checked, and trained elsewhere.
@@ -109,8 +109,11 @@ def _next_steps(path: Path, *, model: str, devices: int, untrained: Sequence[str
         plan,
         (f"{build} --corpus offline-english", "sample text, downloaded once; or name your own files and folders"),
         (f"phalanx train {job}", "Ctrl-C saves; phalanx train --resume RUN continues")
-        if not devices
-        else (f"srun --ntasks={devices} phalanx train {job}", "on the cluster; or torchrun, mpirun: docs/training.md"),
+        if hosts == 1
+        else (
+            f"phalanx launch {job} --on slurm",
+            "or --on k8s: docs/launch.md; by srun, torchrun, mpirun: docs/training.md",
+        ),
     ]
     if model != TINY:
         steps[1] = (f"{build} --corpus offline-english", "sample text, downloaded once")

@@ -15,6 +15,7 @@ from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError, mist
 from phalanx.io.files import replace_bytes
 from phalanx.io.values import text
 from phalanx.launch.book import LaunchRecord, find_record, read_records
+from phalanx.launch.folder_answer import explain_from_folder
 from phalanx.launch.kube.access import has_access, read_access
 from phalanx.launch.kube.client import Document, KubeClient, KubeRefusal, kind_path, object_path, plural_of
 from phalanx.launch.kube.job_objects import (
@@ -261,9 +262,8 @@ class KubernetesSystem:
             told = str(Run(path=Path(record.run)).status().get("state")) if main is None else ""
             if told in ("stopped", "failed"):
                 state, said = STATES[told], told
-            place = _read_place(record) or {}
             restarts = int(((main or {}).get("status") or {}).get("restarts") or 0)
-            found[record.id] = _queued(record, state, said, place, restarts=restarts)
+            found[record.id] = _queued(record, state, said, _read_place(record) or {}, restarts=restarts)
         return found
 
     def _workloads(self, client: KubeClient, namespace: str) -> list[Document]:
@@ -278,6 +278,9 @@ class KubernetesSystem:
         """The sentence for a job that waits, runs or has ended."""
         record = find_record(job, self._environ, system=self.name)
         run, place = open_run(record.run), _read_place(record)
+        if place is not None and not has_access(self._environ):
+            ask = f"phalanx why {record.id} with its kubeconfig asks the cluster"
+            return explain_from_folder(record, unseen="no cluster is configured here", ask=ask)
         said = str(run.status().get("state") or "")
         if place is None:
             state = STATES.get(said, RUNNING)

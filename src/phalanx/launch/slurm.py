@@ -18,6 +18,7 @@ from phalanx.io.files import replace_text
 from phalanx.io.values import text
 from phalanx.io.visible import one_line
 from phalanx.launch.book import LaunchRecord, find_record, read_records
+from phalanx.launch.folder_answer import RUN_STATES, explain_from_folder
 from phalanx.launch.node import CONCLUDED, WANTS_TO_GO_ON
 from phalanx.launch.resource_request import LaunchRequest
 from phalanx.launch.slurm_reasons import ENDS, explain_reason
@@ -47,7 +48,6 @@ STATES = {
     "COMPLETED": DONE,
     "CANCELLED": CANCELLED,
 }
-RUN_STATES = {"done": DONE, "stopped": CANCELLED, "failed": FAILED}
 FORMAT = "%i|%T|%r|%P|%D|%j"
 _JOB = re.compile(r"[0-9]{1,12}(_[0-9]{1,7})?")
 _GPUS = re.compile(r"gpu(?::[^:(,]+)?:(\d+)")
@@ -224,7 +224,12 @@ class SlurmSystem:
         """The sentence for a job that waits, runs or has ended."""
         record = self._record(job)
         if not self._has_command("squeue"):
-            return _explain_from_folder(record)
+            ask = f"phalanx why {record.id} on a login node, or with Slurm's folder in PATH, asks Slurm"
+            try:
+                return explain_from_folder(record, unseen="Slurm's commands are not on this machine", ask=ask)
+            except UserError as error:
+                fix = "run this there: its run folder cannot be read from here either"
+                raise no_slurm("squeue", fix=fix) from error
         row = self._squeue().get(record.id)
         one = _queued_job(record, row)
         queue = one.queue or record.queue or "its queue"
@@ -396,22 +401,6 @@ def _queued_job(record: LaunchRecord, row: Mapping[str, str] | None) -> QueuedJo
         group=record.group,
         restarts=restarts,
     )
-
-
-def _explain_from_folder(record: LaunchRecord) -> JobExplanation:
-    """What the run folder tells where Slurm cannot be asked."""
-    with suppress(PhalanxError):
-        status = open_run(record.run).status()
-        told = text(status, "state")
-        said = "".join(f": {line}" for line in text(status, "message").splitlines()[:1])
-        return JobExplanation(
-            id=record.id,
-            state=RUN_STATES.get(told, RUNNING if told == "running" else WAITING),
-            reason=f"its run folder says {told or 'nothing yet'}{said} (Slurm's commands are not on this machine)",
-            cure=f"phalanx watch {record.run} follows it from here; phalanx why {record.id} on a login node, or with "
-            "Slurm's folder in PATH, asks Slurm",
-        )
-    raise no_slurm("squeue", fix="run this there: its run folder cannot be read from here either")
 
 
 def _check_storage(request: LaunchRequest, hostnames: Iterable[str]) -> list[Problem]:
