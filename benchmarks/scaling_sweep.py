@@ -56,7 +56,7 @@ PRESETS = {
         tokens_per_parameter=12,
         spread=2.2,
     ),
-    # With tied embeddings the loss of a run hangs on its seed: 6 % between two, 0.3 % without
+    # With tied embeddings the loss of a run hangs on its seed: 6 % between two, 1 % between three without
     # (benchmarks/2026-11-18-scaling-sweep-cpu.md).
     "cpu-untied": Preset(
         job=HERE.parent / "examples" / "scaling.toml",
