@@ -39,7 +39,7 @@ PUBLISHED = {
     "bf16": "none for 16-bit updates (OpenDiLoCo, arXiv:2407.07852, abstract)",
     "int8": "none reported at H = 100, 10B parameters (INTELLECT-1, arXiv:2412.01152, abstract)",
     "int4": "none for 4-bit updates (Streaming DiLoCo, arXiv:2501.18512, abstract)",
-    "topk-2bit": "as DiLoCo or better at 512M parameters, H = 15 to 250 (SparseLoCo; arXiv:2603.08163, abstract)",
+    "topk-2bit": "as DiLoCo or better at 512M parameters, H = 15 to 250 (SparseLoCo, arXiv:2508.15706, abstract)",
 }
 
 
