@@ -10,7 +10,7 @@ SYNC_MODES = ("every-step", "target-batch", "diloco", "quorum")
 CODECS = ("fp32", "bf16", "int8", "int4", "topk-2bit")
 MOST_PEERS = 10_000
 WARM_UP_SHARE = 0.2  # of the steps; 20 % brought DiLoCo with H = 20 within 0.18 % of synchronous training in our runs
-OUTER_STEPS = {"fp32": (0.7, 0.9), "topk-2bit": (1.0, 0.0)}  # learning rate and momentum; fp32's for all others
+OUTER_STEPS = {"fp32": (0.7, 0.9), "topk-2bit": (1.0, 0.5)}  # learning rate and momentum; fp32's for all others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class SyncSettings:
     outer_momentum: float | Auto = field(
         default=AUTO,
         metadata=number(
-            'momentum of the outer Nesterov step; "auto" is 0.9, and 0 with topk-2bit', most=0.999, auto=True
+            'momentum of the outer Nesterov step; "auto" is 0.9, and 0.5 with topk-2bit', most=0.999, auto=True
         ),
     )
     synchronous_steps: int | Auto = field(
@@ -92,11 +92,11 @@ class SyncSettings:
     def outer_step(self) -> tuple[float, float]:
         """Learning rate and momentum of the outer step.
 
-        What topk-2bit left out and carries along is a momentum already: with a second one on top the weights overshoot,
-        so SparseLoCo (arXiv:2508.15706) takes plain steps of rate 1.
+        What topk-2bit left out and carries along is a momentum already: SparseLoCo (arXiv:2508.15706) takes plain steps
+        of rate 1. In our short runs a momentum of 0.5 lost less (benchmarks/2026-11-18-peers-quality.md).
 
         >>> SyncSettings(mode="diloco").outer_step, SyncSettings(mode="diloco", codec="topk-2bit").outer_step
-        ((0.7, 0.9), (1.0, 0.0))
+        ((0.7, 0.9), (1.0, 0.5))
         """
         rate, momentum = OUTER_STEPS.get(self.codec, OUTER_STEPS["fp32"])
         return (

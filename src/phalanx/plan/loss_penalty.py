@@ -32,14 +32,14 @@ MEASURED_NATS = {
 OTHER_RUNS = {
     "fp32": "other runs of ours lost 1.2, 1.2 and 2.5 %",
     "int8": "other runs of ours lost 1.3 % twice",
-    "topk-2bit": "other runs of ours lost 9 and 14 %",
+    "topk-2bit": "other runs of ours lost 2.3 and 2.9 %",
 }
 PUBLISHED = {
     "fp32": "none up to H = 500 with 8 workers on C4 (DiLoCo, arXiv:2311.08105, abstract)",
     "bf16": "none for 16-bit updates (OpenDiLoCo, arXiv:2407.07852, abstract)",
     "int8": "none reported at H = 100, 10B parameters (INTELLECT-1, arXiv:2412.01152, abstract)",
     "int4": "none for 4-bit updates (Streaming DiLoCo, arXiv:2501.18512, abstract)",
-    "topk-2bit": "as DiLoCo or better at 512M parameters, H = 15 to 250 (SparseLoCo; arXiv:2603.08163, abstract)",
+    "topk-2bit": "as DiLoCo or better at 512M parameters, H = 15 to 250 (SparseLoCo, arXiv:2508.15706, abstract)",
 }
 
 
