@@ -268,7 +268,9 @@ def _read_exclusions(config: Conversion) -> None:
     leaf = config.find_leaf("model.converters")
     by_itself = leaf is not None and leaf.key in FLOAT8
     converted = "float8" in config.read_word("model.converters")
-    config.practice["fp8_spares_sensitive"] = named or by_itself or not converted
+    spared = named or by_itself or not converted
+    older = config.has_leaf("training.batch_size")  # some of them did so too; from local_batch_size on none does
+    config.practice["fp8_spares_sensitive"] = None if older and not spared else spared
     config.mark_used(*filters, by="practice: fp8_spares_sensitive")
 
 
