@@ -169,6 +169,18 @@ def test_a_new_job_names_a_schema_that_is_there(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "job.schema.json").read_text(encoding="utf-8")) == {"title": "mine"}
 
 
+def test_a_hook_hands_over_files_that_are_no_configuration(tmp_path: Path) -> None:
+    """pre-commit names every changed file of a folder: those of nobody are left out, damaged ones are told."""
+    for name, text in (("a.sh", "echo hello\n"), ("b.yaml", "a: 1\n"), ("c.py", "import os\n"), ("d.toml", "a = 1\n")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    named = sorted(tmp_path.iterdir())
+    assert phalanx.check_project(*named, skip_others=True).exit_code == 0
+    assert phalanx.check_project(*named).exit_code == 2
+    broken = tmp_path / "e.json"
+    broken.write_text('{"zero_optimization": {"stage": 3},\n "train_batch_size": }', encoding="utf-8")
+    assert phalanx.check_project(*named, broken, skip_others=True).exit_code == 2
+
+
 def test_the_examples_of_the_ci_page_parse(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
     (project,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
@@ -182,7 +194,7 @@ def test_the_examples_of_the_ci_page_parse(tmp_path: Path) -> None:
     hook, action = (yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
     shipped = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     assert hook["repos"][0]["hooks"][0]["id"] == shipped[0]["id"]
-    assert shipped[0]["entry"] == "phalanx check"
+    assert shipped[0]["entry"] == "phalanx check --skip-others"
     steps = action["jobs"]["check"]["steps"]
     assert any("--format sarif --out phalanx.sarif" in one.get("run", "") for one in steps)
     assert steps[-1]["with"]["sarif_file"] == "phalanx.sarif"

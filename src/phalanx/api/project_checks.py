@@ -89,6 +89,7 @@ def check_project(
     config: str | Path | None = None,
     baseline: str | Path | None = None,
     write_baseline: bool = False,
+    skip_others: bool = False,
     overrides: Overrides = (),
     cluster: str | None = None,
     select: str = "",
@@ -103,14 +104,15 @@ def check_project(
 
     `config` is a project file; without it the nearest `.phalanx.toml` above each target counts. What is given here goes
     before what stands there. The rules that a project file names are run with `allow_code` only. `baseline` holds
-    findings that are known; `write_baseline` writes it. Further options are those of `check`.
+    findings that are known; `write_baseline` writes it. `skip_others` leaves out named files that are no configuration,
+    as a folder's are, for tools that hand over every file that was changed. Further options are those of `check`.
 
     >>> check_project("examples/llama-3-8b-64xH100.toml", select="BAT").exit_code
     0
     """
     from phalanx.rules.baseline import read_baseline, without_known
     from phalanx.rules.baseline import write_baseline as write_known
-    from phalanx.rules.project import find_config, find_files, read_config, recipe_targets
+    from phalanx.rules.project import can_judge, find_config, find_files, read_config, recipe_targets
 
     tell = teller(progress)
     given = (rules,) if isinstance(rules, str) else tuple(rules)
@@ -118,13 +120,16 @@ def check_project(
     failures: list[PhalanxError] = []
     looked_at, searched = 0, False
     configs: list[ProjectConfig] = []
+    own_rules: dict[Path | None, Sequence[RuleSource]] = {}
     for target in targets or (".",):
         path = Path(target)
         folder = path if path.is_dir() else path.parent
         project = read_config(Path(config)) if config is not None else find_config(folder)
         configs.append(project)
-        own = _project_rules(project, given, allow_code=allow_code, tell=tell)
-        files: Sequence[Path] = (path,)
+        if project.file not in own_rules:  # told once, also where many files are named
+            own_rules[project.file] = _project_rules(project, given, allow_code=allow_code, tell=tell)
+        own = own_rules[project.file]
+        files: Sequence[Path] = (path,) if not (skip_others and path.is_file()) or can_judge(path) else ()
         if _is_project_folder(path):
             found = find_files(path, project)
             files, looked_at, searched = found.files, looked_at + found.looked_at, True

@@ -44,6 +44,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="project file instead of the nearest .phalanx.toml")
     parser.add_argument("--baseline", metavar="FILE", help="findings that are known: they are counted and do not fail")
     parser.add_argument("--write-baseline", action="store_true", help="write what is found now as the baseline")
+    parser.add_argument("--skip-others", action="store_true", help="leave out files that are no configuration")
     parser.add_argument("--require-evidence", action="store_true", help="missing evidence counts as a finding")
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="also show the rules that passed, with their values"
@@ -129,6 +130,7 @@ def _check_targets(args: argparse.Namespace, form: str, options: dict[str, Any])
         config=args.config,
         baseline=args.baseline,
         write_baseline=args.write_baseline,
+        skip_others=args.skip_others,
         progress=note,
         **options,
     )

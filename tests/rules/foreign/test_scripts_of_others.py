@@ -162,8 +162,9 @@ eval $command
 
 
 def test_old_editions_of_torchtitan_leave_the_head_out_of_fp8_themselves(tmp_path: Path) -> None:
-    base = "[model]\nname = 'llama3'\nflavor = '8B'\n{}\n[training]\nseq_len = 8192\nbatch_size = 2\nsteps = 1000\n"
-    old = convert(tmp_path, base.format("[float8]\nenable_float8_linear = true"), "old.toml")
-    new = convert(tmp_path, base.format("converters = ['float8']"), "new.toml")
+    base = "[model]\nname = 'llama3'\nflavor = '8B'\n{}\n[training]\nseq_len = 8192\n{}batch_size = 2\nsteps = 1000\n"
+    old = convert(tmp_path, base.format("[float8]\nenable_float8_linear = true", ""), "old.toml")
+    middle = convert(tmp_path, base.format("converters = 'float8'", ""), "middle.toml")
+    new = convert(tmp_path, base.format("converters = ['float8']", "local_"), "new.toml")
     assert (old.resolved.job.precision.compute, new.resolved.job.precision.compute) == ("fp8", "fp8")
-    assert (old.practice.fp8_spares_sensitive, new.practice.fp8_spares_sensitive) == (True, False)
+    assert [one.practice.fp8_spares_sensitive for one in (old, middle, new)] == [True, None, False]

@@ -15,6 +15,7 @@ from phalanx.rules.foreign.torchtitan_python import rename_python_keys
 
 DEBUG = {"layers": 6, "hidden": 256, "heads": 16, "kv_heads": 16, "ffn": 768, "vocab": 2048, "rope_theta": 500_000.0}
 
+LATER_FLAVOURS = (("llama3", "1b"), ("llama3", "3b"))
 IRRELEVANT = {
     "job.": "names and folders",
     "metrics.": "which logger writes the metrics; telemetry rules look at the run itself",
@@ -93,7 +94,9 @@ def _read_model(config: Conversion) -> None:
         config.read_word("model.flavor")
         return
     name, flavor = config.read_word("model.name") or "llama3", config.read_word("model.flavor") or "debugmodel"
-    if model := model_of_flavour(name, flavor):
+    # The TOML editions had none of these two: there they are a fork's own.
+    model = model_of_flavour(name, flavor) if recipe or (name, flavor) not in LATER_FLAVOURS else None
+    if model is not None:
         set_known_model(config, model, "model.flavor", "model.name", note=f"{name} {flavor}")
     elif (name, flavor) == ("llama3", "debugmodel"):
         for key, value in DEBUG.items():
@@ -268,7 +271,9 @@ def _read_exclusions(config: Conversion) -> None:
     leaf = config.find_leaf("model.converters")
     by_itself = leaf is not None and leaf.key in FLOAT8
     converted = "float8" in config.read_word("model.converters")
-    config.practice["fp8_spares_sensitive"] = named or by_itself or not converted
+    spared = named or by_itself or not converted
+    older = config.has_leaf("training.batch_size")  # some of them did so too; from local_batch_size on none does
+    config.practice["fp8_spares_sensitive"] = None if older and not spared else spared
     config.mark_used(*filters, by="practice: fp8_spares_sensitive")
 
 
