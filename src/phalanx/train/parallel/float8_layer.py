@@ -60,10 +60,10 @@ def can_fuse(block: nn.Module, tokens: int) -> bool:
     if not isinstance(block, Block) or not isinstance(block.mlp, Mlp) or block.mlp.gate is None or tokens % UNIT:
         return False
     attn, mlp = block.attn, block.mlp
-    linears: tuple[nn.Module, ...] = (attn.wq, attn.wk, attn.wv, attn.wo, mlp.gate, mlp.up, mlp.down)
+    linears: list[nn.Module | None] = [attn.wq, attn.wk, attn.wv, attn.wo, mlp.gate, mlp.up, mlp.down]
     norms = (block.attn_norm, block.mlp_norm)
     return (
-        all(isinstance(one, Float8Linear) and one.bias is None and not one.recomputed for one in linears)
+        all(isinstance(one, Float8Linear) and not one.recomputed and one.bias is None for one in linears)
         and all(isinstance(one, nn.RMSNorm) and one.eps is not None for one in norms)
         and mlp.act is nn.functional.silu
     )
