@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +29,6 @@ from phalanx.train.models.own_model import build_outline, differs_from_shape
 from phalanx.train.plugins import load_plugins, refuse_plugins
 from phalanx.train.rank_control import RankControl
 from phalanx.train.rank_settings import Settings
-from phalanx.train.state.in_memory import InMemoryCheckpointer
 from phalanx.train.state.paths import commit_step
 from phalanx.train.state.rank_state import seed_random_state
 from phalanx.train.state.reader import list_commits
@@ -136,26 +134,14 @@ def train_rank(
         if dist.get_rank() == 0 and (lines := kernel_lines(engine)):
             events.write("remark", step=restored.step, text="; ".join(lines), is_told=True)
         if control.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
-            _reserve_memory(training, control.keeper, device)
+            control.keeper.reserve(checkpoint_shards(engine))
+            training.checkpoints.saver.reserve(checkpoint_shards(engine))
         control.progress(restored.step, Phase.BUILDING)  # the first step may compile
         return run_training(training, restored.step), training.step
     finally:
         training.close()
         if control.peers is not None:
             control.peers.close()
-
-
-def _reserve_memory(training: TrainingContext, keeper: InMemoryCheckpointer, device: torch.device) -> None:
-    """Take the host memory of checkpoints before the first step; pinning it takes seconds per 10 GB on one core."""
-    shards = checkpoint_shards(training.engine)
-    if device.type != "cuda":
-        keeper.reserve(shards)
-        training.checkpoints.saver.reserve(shards)
-        return
-    with ThreadPoolExecutor(1, initializer=lambda: torch.cuda.set_device(device)) as pool:  # a thread has its own GPU
-        pending = pool.submit(training.checkpoints.saver.reserve, shards)
-        keeper.reserve(shards)
-        pending.result()
 
 
 def _meet_replicas(

@@ -60,10 +60,10 @@ def can_fuse(block: nn.Module, tokens: int) -> bool:
     if not isinstance(block, Block) or not isinstance(block.mlp, Mlp) or block.mlp.gate is None or tokens % UNIT:
         return False
     attn, mlp = block.attn, block.mlp
-    linears = (attn.wq, attn.wk, attn.wv, attn.wo, mlp.gate, mlp.up, mlp.down)
+    linears: list[nn.Module | None] = [attn.wq, attn.wk, attn.wv, attn.wo, mlp.gate, mlp.up, mlp.down]
     norms = (block.attn_norm, block.mlp_norm)
     return (
-        all(type(one) is Float8Linear and one.bias is None and not one.recomputed for one in linears)
+        all(isinstance(one, Float8Linear) and not one.recomputed and one.bias is None for one in linears)
         and all(isinstance(one, nn.RMSNorm) and one.eps is not None for one in norms)
         and mlp.act is nn.functional.silu
     )
@@ -77,8 +77,9 @@ def fused_layer(block: Block, x_BSD: Tensor, rope: Rope | None) -> Tensor:
     x_TD = x_BSD.flatten(0, 1)
     weights = [attn.wq.weight, attn.wk.weight, attn.wv.weight]
     out_TN = torch.ops.phalanx.fp8_norm_products(x_TD, block.attn_norm.weight, weights, block.attn_norm.eps)[0]
-    heads = out_TN.unflatten(0, x_BSD.shape[:2]).split([len(one) for one in weights], dim=-1)
-    mixed_TN = attn.mix(*heads, rope).flatten(0, 1)
+    query, key, value = out_TN.unflatten(0, x_BSD.shape[:2]).split([len(one) for one in weights], dim=-1)
+    # Attention keeps the values for its backward: as a part of all three they would keep queries and keys alive too.
+    mixed_TN = attn.mix(query, key, value.contiguous(), rope).flatten(0, 1)
     more_TD = torch.ops.phalanx.fp8_turning_product(mixed_TN, attn.wo.weight)[0]
     out_TD: Tensor = torch.ops.phalanx.fp8_gated_mlp(
         x_TD, more_TD, block.mlp_norm.weight, mlp.gate.weight, mlp.up.weight, mlp.down.weight, block.mlp_norm.eps

@@ -5,9 +5,7 @@ The training waits for the copy into the segment (`take_snapshot`), not for the 
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +24,6 @@ from phalanx.train.state.shards import STORED_DTYPES, Region, StoredShard, lay_o
 ALIGN_BYTES = 64  # a cache line, and more than any element
 # Room for an index: names, shapes and numbers of a shard take 150 to 250 bytes; the segment grows if it is not enough.
 ROW_BYTES = 256
-MOST_MAPPERS = 8  # threads that map pages
-POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux
 MOST_SUMMERS = 4  # threads that compute checksums; a rank on a CPU has one, and shares it with the training
 
 
@@ -114,7 +110,6 @@ def pin_segment(segment: MemorySegment, view: memoryview) -> None:
         and len(segment.pinned) >= len(view)
     ):
         return
-    _map_pages(_view_address(view), len(view))
     runtime, failed = torch.cuda.cudart(), 0
     if segment.pinned is not None:
         failed = int(runtime.cudaHostUnregister(_view_address(segment.pinned)))
@@ -123,21 +118,6 @@ def pin_segment(segment: MemorySegment, view: memoryview) -> None:
     if failed:
         with suppress(RuntimeError):  # the failure would be told again, by the next kernel that is launched
             torch.zeros(1, device="cuda")
-
-
-def _map_pages(address: int, size_bytes: int) -> None:
-    """Map the pages of a segment by several threads: CUDA, which pins them, would fault in one after another.
-
-    Their bytes stay as they are. Kernels before 5.14 know no such advice; there nothing happens.
-    """
-    advise = ctypes.CDLL(None).madvise
-    part = -(-size_bytes // (MOST_MAPPERS * mmap.PAGESIZE)) * mmap.PAGESIZE
-
-    def map_part(start: int) -> None:
-        advise(ctypes.c_void_p(address + start), ctypes.c_size_t(min(part, size_bytes - start)), POPULATE_WRITE)
-
-    with ThreadPoolExecutor(MOST_MAPPERS) as pool:
-        list(pool.map(map_part, range(0, size_bytes, part)))
 
 
 def _view_address(view: memoryview) -> int:
