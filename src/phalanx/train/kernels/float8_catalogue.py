@@ -143,7 +143,8 @@ def _register(name: str) -> KernelOp:
             reference=exact,
             variants={"builtin": partial(_stood_for, PLAIN[name]), "triton": partial(_stood_for, FUSED[name])},
             timed_in_place={
-                "builtin": lambda *inputs: _compiled(name)(*inputs),  # as it was inside of a compiled block
+                # As it was inside of a compiled block.
+                "builtin": lambda *inputs: (_compiled(name) if inputs[0].is_cuda else PLAIN[name])(*inputs),
                 "triton": timed(FUSED[name]),
             },
             make_inputs=partial(_draw, name),
