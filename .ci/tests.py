@@ -1,6 +1,6 @@
-"""All tests, ten groups beside each other. `python .ci/tests.py [OPTION …]`
+"""All tests, eight groups beside each other. `python .ci/tests.py [OPTION …]`
 
-Ranks wait for each other, for time-outs and for files: eight groups at a time used 1.2 cores of two. A group is one
+Ranks wait for each other, for time-outs and for files: eight groups at a time keep two cores busy. A group is one
 pytest, at most; what takes long is dealt to several, and those that take longest begin first. What no group names is in
 the last. Options go to all, as `-k kill` or `--durations=20`.
 
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-AT_ONCE = 10
+AT_ONCE = 8
 REAL_RUNS = ("drill", "train", "verify", "watch", "trace", "trace_stop", "probe")
 # How a group's paths begin, and to how many processes its files are dealt. A file is the first group's that fits.
 GROUPS: dict[str, tuple[tuple[str, ...], int]] = {

@@ -71,7 +71,7 @@ def segment_values(codec: str, top_share: float) -> int:
     """Values that travel together: about `SEGMENT_BYTES`, and a multiple of what every block divides.
 
     >>> segment_values("fp32", 0.03), segment_values("topk-2bit", 0.03)
-    (8192, 606208)
+    (8192, 929792)
     """
     chunks = SEGMENT_BYTES // max(1, encoded_bytes(codec, CUT_VALUES, top_share))
     return min(MOST_SEGMENT_VALUES, max(1, chunks) * CUT_VALUES)
