@@ -119,7 +119,7 @@ class Watcher:
         while not (found := condition()):
             assert self.process.poll() is None, self.process.communicate()[1]
             assert time.monotonic() < until_s, [one for one in self.told() if one["event"] != "members"][-8:]
-            time.sleep(0.1)
+            time.sleep(0.3)  # each look reads the whole record
         return found
 
     def told(self) -> list[Event]:
