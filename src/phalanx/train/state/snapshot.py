@@ -132,6 +132,26 @@ class SnapshotDraft:
     index: SnapshotIndex
 
 
+def reserve_segment(segment: MemorySegment, end: int, device: torch.device | None) -> memoryview:
+    """At least `end` bytes of a segment, pinned where a GPU is to copy into them."""
+    view = segment.reserve(end)
+    if device is not None:
+        pin_segment(segment, view)
+    return view
+
+
+def device_of(shards: Sequence[TensorShard]) -> torch.device | None:
+    """The GPU that holds these; None where the host does."""
+    return next((shard.tensor.device for shard in shards if shard.tensor.is_cuda), None)
+
+
+def snapshot_bytes(shards: Sequence[TensorShard], rank: int) -> int:
+    """Memory that a snapshot of what this rank owns takes, with room for its index."""
+    mine = owned_shards(shards)
+    laid_out = lay_out_shards(mine, rank, offset=DATA_AT, align_bytes=ALIGN_BYTES)
+    return SnapshotIndex(shards=laid_out, meta={}, rank_meta={}).end + ROW_BYTES * (len(mine) + 4)
+
+
 @torch.no_grad()
 def take_snapshot(
     segment: MemorySegment,
@@ -146,15 +166,22 @@ def take_snapshot(
     laid_out = lay_out_shards(mine, rank, offset=DATA_AT, align_bytes=ALIGN_BYTES)
     index = SnapshotIndex(shards=laid_out, meta=dict(meta), rank_meta=dict(rank_meta))
     segment.wipe()
-    view = segment.reserve(index.end + ROW_BYTES * (len(mine) + 4))
-    devices = {shard.tensor.device for shard in mine if shard.tensor.is_cuda}
-    if devices:
-        pin_segment(segment, view)
-    for shard, stored in zip(mine, index.shards, strict=True):
-        tensor_in_segment(view, stored).copy_(shard.tensor.detach(), non_blocking=shard.tensor.is_cuda)
-    for device in devices:
-        torch.cuda.synchronize(device)
+    device = device_of(mine)
+    view = reserve_segment(segment, index.end + ROW_BYTES * (len(mine) + 4), device)
+    copy_shards(view, mine, laid_out, device)
     return SnapshotDraft(segment=segment, index=index)
+
+
+def copy_shards(
+    view: memoryview, shards: Sequence[TensorShard], laid_out: Sequence[StoredShard], device: torch.device | None
+) -> list[torch.Tensor]:
+    """Their values into a segment, each to its place; the copies."""
+    copies = [tensor_in_segment(view, stored) for stored in laid_out]
+    for copy, shard in zip(copies, shards, strict=True):
+        copy.copy_(shard.tensor.detach(), non_blocking=shard.tensor.is_cuda)
+    if device is not None:
+        torch.cuda.synchronize(device)
+    return copies
 
 
 def seal_snapshot(
