@@ -245,7 +245,8 @@ def train_apart(first: Worker, corpus: Corpus, seed: int, steps: range, total: i
         made = torch.optim.AdamW(worker.parameters, lr=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95))
         made.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
         worker.optimizer = made
-    rate, momentum = SyncSettings(mode="diloco", codec=codec).outer_step  # the product's defaults
+    settings = SyncSettings(mode="diloco", codec=codec, inner_steps=INNER_STEPS)
+    rate, momentum = settings.outer_step(total)  # the product's defaults
     outers = [OuterOptimizer(_shards(one), learning_rate=rate, momentum=momentum) for one in workers]
     for step in steps:
         for place, worker in enumerate(workers):

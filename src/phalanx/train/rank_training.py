@@ -85,7 +85,7 @@ def train_rank(
         across=across,
     )
     if control.peers is not None:
-        control.peers.attach(engine)
+        control.peers.attach(engine, steps=plan.duration.steps)
     if device.type == "cpu":
         refuse_strangers(listening)
     engine.spikes = SpikeDetector(job.train.spike_factor)
