@@ -98,6 +98,7 @@ def measure_op(
     for shape in shapes:
         check_shape(op, shape)
     chosen = [dict(one) for one in shapes] or [timed_shape(op, kind, place)]
+    tell(f"what this machine does at most, in {str(kind).removeprefix('torch.')}")
     limits = measure_limits(place, kind)
     rows: list[VariantTime] = []
     for shape in chosen:

@@ -15,6 +15,7 @@ from phalanx.units import MIB
 COPY_BYTES = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 FLUSH_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}  # more than the last cache of any GPU; a CPU's may be larger
 PRODUCT_SIZE = {"cpu": 768, "cuda": 8192}
+ENOUGH_S = 0.02  # a product that takes longer tells the rate, and the next would take eight times as long
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +37,22 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
     copying = min(measure_calls(lambda: target.copy_(source), device, repeats=7))
-    side = PRODUCT_SIZE[device.type]
-    factor = torch.randn(side, side, device=device).to(dtype if dtype.itemsize >= 2 else torch.bfloat16)
-    product = min(measure_calls(lambda: factor @ factor, device, repeats=5))
-    return MachineLimits(bytes_per_s=2 * size / copying, flops_per_s=2 * side**3 / product)
+    flops_per_s = _product_rate(device, dtype if dtype.itemsize >= 2 else torch.bfloat16)
+    return MachineLimits(bytes_per_s=2 * size / copying, flops_per_s=flops_per_s)
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a product as large as this device does in a moment.
+
+    Small ones come first: a CPU without instructions for 16-bit numbers takes minutes for what others do in one.
+    """
+    side = PRODUCT_SIZE[device.type] // 16
+    while True:
+        factor = torch.randn(side, side, device=device).to(dtype)
+        seconds = min(measure_calls(lambda factor=factor: factor @ factor, device, repeats=5))  # type: ignore[misc]
+        if side >= PRODUCT_SIZE[device.type] or seconds > ENOUGH_S:
+            return 2 * side**3 / seconds
+        side *= 2
 
 
 def flush_caches(device: torch.device, kept: dict[str, torch.Tensor]) -> None:
