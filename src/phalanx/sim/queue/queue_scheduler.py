@@ -87,13 +87,14 @@ class QueueScheduler:
         smallest, needs = line.smallest_need, self.needs  # the line does not change during a pass
         for number in islice(order, self.policy.depth):
             need = needs[number]
-            if not ends_others:
-                if pool.free < smallest:
-                    self.stale = True  # those behind were not looked at
-                    break
-                if need > pool.free and len(self.reservations) >= self.most_promises:
-                    continue
-            elif number in started:
+            if not ends_others and pool.free < smallest:
+                self.stale = True  # those behind were not looked at
+                break
+            # Nobody is ended for a job, or promised it nodes, while others before it wait for theirs.
+            waits = need > pool.free and len(self.reservations) >= self.most_promises and not self.quota.teams
+            if waits and number not in self.cluster.awaiting:
+                continue
+            if ends_others and number in started:
                 continue
             why = self._try_start(number, started)
             if why is None:
@@ -201,8 +202,8 @@ class QueueScheduler:
         state = self.cluster.states[number]
         if number in self.cluster.awaiting and self.cluster.awaiting[number][0]:
             return False  # its victims are still ending
-        if self.reservations and not self.quota.teams:
-            return False  # somebody before it waits for nodes too
+        if not self.quota.teams and (self.reservations or state.job.priority <= self.lowest_priority):
+            return False  # somebody before it waits for nodes too, or nobody has a lower priority
         free = self.cluster.pool.free - sum(count for _, count in self.cluster.awaiting.values())
         domain = self.domains[number]
         victims = choose_victims(
