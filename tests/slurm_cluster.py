@@ -146,14 +146,19 @@ class SlurmCluster:
             with suppress(psutil.Error):
                 environ = process.environ()
                 if environ.get("SLURMD_NODENAME") == name and environ.get("SLURM_CONF") == self.environ["SLURM_CONF"]:
-                    found.append(process)
+                    parent = process.parent()
+                    is_daemon = parent is not None and "slurmstepd" in " ".join(parent.cmdline())
+                    found += [parent, process] if is_daemon else [process]
+        # All at once, since a child of srun that outlives it ends the step on the other nodes; then children first,
+        # because the kernel wakes stopped orphans.
+        for act in (psutil.Process.suspend, psutil.Process.kill):
+            for process in sorted(found, key=lambda one: one.pid, reverse=True):
+                with suppress(psutil.Error):
+                    act(process)
         self.slurmd[name].kill()
-        for process in found:
-            with suppress(psutil.Error):
-                for parent in [process.parent()]:
-                    if parent is not None and "slurmstepd" in " ".join(parent.cmdline()):
-                        parent.kill()
-                process.kill()
+        shutil.rmtree(
+            self.base / "spool" / name
+        )  # a script that it finds there when it is back, Slurm does not replace
 
     def run(self, *command: str) -> str:
         """What one of Slurm's commands prints."""
@@ -193,7 +198,13 @@ class SlurmCluster:
         log = open(self.base / f"{Path(command[0]).name}.out", "ab")  # noqa: SIM115
         with log:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environ, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environ,
+                cwd=self.base,
+                start_new_session=True,
             )
         self._processes.append(process)
         return process

@@ -29,12 +29,20 @@ def test_launch_cancel_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     options = {"progress": False, "check": False}
     with pytest.raises(phalanx.UserError, match="tiny: asks for 9,001 ranks, spares included"):
         phalanx.launch("job.toml", spares=9000, **options)
+    with pytest.raises(
+        phalanx.UserError, match="--flavour job: is a way to launch on Kubernetes, and this goes to local"
+    ):
+        phalanx.launch("job.toml", flavour="job", **options)
     assert not (tmp_path / "runs").exists()
     done = phalanx.launch("job.toml", **options)
     [job], run = done.ids, Run(path=Path(done.requests[0].run))
     try:
-        wait_for(lambda: run.events(0).exists() and b'"step"' in run.events(0).read_bytes(), "a step", patience_s=600)
-        assert [(one.id, one.state) for one in phalanx.queue().jobs] == [(job, "running")]
+        wait_for(
+            lambda: run.events(0).exists() and b'"event":"step"' in run.events(0).read_bytes(), "a step", patience_s=600
+        )
+        table = phalanx.queue()
+        assert [(one.id, one.state) for one in table.jobs] == [(job, "running")]
+        assert table.steps[job] > 0  # before the first checkpoint
         assert str(phalanx.why(job)) == f"{job} is running: on this machine; phalanx watch {run.path}"
         with pytest.raises(phalanx.UserError, match=f"job tiny is already running, as {job}"):
             phalanx.launch("job.toml", **options)

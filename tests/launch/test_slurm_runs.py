@@ -105,7 +105,6 @@ def test_rank_agent_and_node_are_lost_and_replaced_inside_the_allocation(
     (folder / "fast").unlink()
     job, run = launch(folder, queue="wide", spares=1, again=True)
     wait_for(lambda: steps_done(run) >= 3 and len(_joined(run)) == 3, "three steps and hosts", patience_s=PATIENCE_S)
-    # The script runs on the first node of the allocation: a job without it is requeued, not repaired.
     script_node = re.findall(r"BatchHost=(\S+)", slurm.run("scontrol", "show", "job", job))[0]
     rank = psutil.Process(_member_beside(script_node, run)["pid"])
     rank.kill()
@@ -115,12 +114,14 @@ def test_rank_agent_and_node_are_lost_and_replaced_inside_the_allocation(
     psutil.Process(_member_beside(script_node, run)["pid"]).parent().kill()
     # Its ranks are on the spare now; started again, it is the spare of the next.
     wait_for(lambda: _joined(run).count(host) == 2, "the agent to come back", patience_s=PATIENCE_S)
-    lost = _member_beside(script_node, run)["host"]
-    slurm.lose_node(lost)
+    # The node of rank 0, of the coordinator and of the batch script. Slurm starts no other script (--no-kill).
+    slurm.lose_node(script_node)
     (folder / "fast").touch()
     await_state(job, "done")
-    slurm.start_node(lost)
+    slurm.start_node(script_node)
     assert "Restarts=0" in slurm.run("scontrol", "show", "job", job)
+    assert f"node {script_node} of the batch script was lost" in str(phalanx.logs(job, lines=1000))
+    wait_for(lambda: not slurm.processes(str(run.path)), "its processes to be gone")
     causes = [event["cause"]["kind"] for event in read_events(run.supervisor)[0] if event["event"] == "incident"]
     assert causes == ["Signal", "HostLost", "HostLost"]
     assert digests(run) == digests(undisturbed)

@@ -53,7 +53,7 @@ class QueueTable(PublicResult):
     """Launched jobs, and how far they are."""
 
     jobs: tuple[QueuedJob, ...]
-    steps: Mapping[str, int]  # newest saved step by id
+    steps: Mapping[str, int]  # that were done, by id
     notes: tuple[str, ...] = ()  # systems that could not be asked
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 WHERE = "phalanx launch"
 POLL_S = 2.0  # between two looks at the system by --wait: a scheduler answers thousands of people
 MOST_LOG_BYTES = 1 << 20
+MOST_EVENT_BYTES = 1 << 16  # at the end of a rank's file, in which a step is looked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +98,9 @@ def launch(
         raise mistake(
             WHERE, "the jobs name several launch systems", fix="launch them separately, or choose one with --on"
         )
+    if flavour and settings[0].on != "k8s":
+        what = f"is a way to launch on Kubernetes, and this goes to {settings[0].on}"
+        raise mistake(f"--flavour {flavour}", what, fix="add --on k8s, or leave it out")
     system = _open_system(settings[0].on)
     write_only = _manifest_writer(system, wait=wait) if not submit else None
     digests = [job_digest(one.plan.to_dict()["job"]) for one in prepared]
@@ -165,7 +170,7 @@ def queue(*, group: str = "", on: str | None = None, progress: bool | Tell = Fal
                 raise
             notes.append(f"{name}: {error.problems[0].what}")
     kept = [one for one in found if not group or one.group == group]
-    steps = {one.id: saved for one in kept if (saved := _saved_step(one.run)) is not None}
+    steps = {one.id: done for one in kept if (done := _steps_done(Path(one.run))) is not None}
     return QueueTable(jobs=tuple(kept), steps=steps, notes=tuple(notes))
 
 
@@ -415,18 +420,28 @@ def _wait_for(system: LaunchSystem, result: LaunchResult, tell: Tell) -> LaunchR
         time.sleep(POLL_S)
 
 
-def _saved_step(run: str) -> int | None:
-    try:
-        return max(Run(path=Path(run)).saved_steps(), default=None)
-    except OSError:
-        return None
+def _steps_done(run: Path) -> int | None:
+    """As many as rank 0 last told; where it tells nothing, as its newest checkpoint says."""
+    from phalanx.record.events import parse_event
+
+    with suppress(OSError):
+        for line in reversed(_file_end(Run(path=run).events(0), MOST_EVENT_BYTES).split(b"\n")):
+            if b'"event":"step"' in line and (event := parse_event(line)) is not None:
+                return int(event["step"]) + 1
+    with suppress(OSError):
+        return max(Run(path=run).saved_steps(), default=None)
+    return None
+
+
+def _file_end(path: Path, most: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        return file.read()
 
 
 def _last_lines(path: Path, lines: int) -> str:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - MOST_LOG_BYTES))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-max(1, lines) :]) + "\n"
+    text = _file_end(path, MOST_LOG_BYTES).decode(errors="replace")
+    return "\n".join(text.splitlines()[-max(1, lines) :]) + "\n"
 
 
 def _job_action(job: str, done: str) -> JobAction:

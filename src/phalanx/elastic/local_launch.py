@@ -186,17 +186,21 @@ def prepare_launch(run: Run, hosts: Sequence[HostSpec], **more: Any) -> None:
 
 def _refuse_second(run: Run) -> None:
     """The launcher of an earlier launch may be gone while agents of other hosts train on."""
-    try:
-        is_coordinated = open_election(elected_by(run), run).is_held()
-    except ElectionUnavailable:  # then nobody of that launch can have a coordinator either
-        is_coordinated = False
-    if is_coordinated:
+    if is_coordinated(run):
         raise mistake(
             str(run.path),
             "hosts of an earlier launch still train in it",
             why="a second launch would take the run from under them",
             fix="make a file called stop in the folder, and wait until they have saved",
         )
+
+
+def is_coordinated(run: Run) -> bool:
+    """Whether a coordinator holds its lease now."""
+    try:
+        return open_election(elected_by(run), run).is_held()
+    except ElectionUnavailable:  # then nobody of that launch can have a coordinator either
+        return False
 
 
 class Fleet:

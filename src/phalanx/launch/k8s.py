@@ -33,7 +33,6 @@ from phalanx.launch.kube.refusals import explain_refusal
 from phalanx.launch.kube.settings_check import EXPORTS, NAMESPACE, check_settings
 from phalanx.launch.kube.wait_reasons import KubeFacts, explain_job, find_workload, job_state
 from phalanx.launch.manifests import render_manifests
-from phalanx.launch.node import WANTS_TO_GO_ON
 from phalanx.launch.pod import READY
 from phalanx.launch.pod_template import RUN_LABEL, object_name
 from phalanx.launch.resource_request import LaunchRequest
@@ -44,6 +43,7 @@ from phalanx.launch.system import (
     OVER,
     RUNNING,
     WAITING,
+    WANTS_TO_GO_ON,
     JobExplanation,
     QueuedJob,
     Submitted,

@@ -36,13 +36,12 @@ from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError, mist
 from phalanx.hardware.discover import discover
 from phalanx.io.values import text as text_value
 from phalanx.io.visible import one_line
-from phalanx.launch.system import REQUEUE
+from phalanx.launch.lost_script import ScriptSuccessor
+from phalanx.launch.system import CONCLUDED, REQUEUE, WANTS_TO_GO_ON
 from phalanx.record.run import Run, open_run
 from phalanx.units import plural
 
-WANTS_TO_GO_ON = "requeue"  # in the stop file: the system interrupts the run, nobody wants it to end
 HELD_S = 30.0  # for the coordinator of an interrupted launch to lose its lease
-CONCLUDED = "phalanx: "  # before the last words of a launch in its log
 REFUSED = "! "  # before what a host says that cannot take part
 HOST = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,252}")
 
@@ -155,8 +154,13 @@ def _prepare_when_free(run: Run, hosts: Sequence[HostSpec]) -> None:
             time.sleep(0.5)
 
 
-def serve_host(run: Run, environ: Mapping[str, str], *, allow_code: bool) -> int:
-    """Tend this host's agent until the run is over; the run's exit code."""
+def serve_host(
+    run: Run, environ: Mapping[str, str], *, allow_code: bool, script_node: str = "", save_s: float = 0.0
+) -> int:
+    """Tend this host's agent until the run is over; the run's exit code.
+
+    `script_node` runs Slurm's batch script, which would stop the run `save_s` before the time limit (lost_script.py).
+    """
     launch, name = run.launch(), own_host(environ)
     if run.status().get("state") == "done":
         return 0
@@ -166,7 +170,14 @@ def serve_host(run: Run, environ: Mapping[str, str], *, allow_code: bool) -> int
         return 0
     place = names.index(name)
     spec = HostSpec(name=name, slots=int(launch["slots"][place]), address=str(launch["addresses"][place]))
-    return tend_hosts(run, [spec], environ, is_first=place == 0, allow_code=allow_code)
+    successor = ScriptSuccessor(
+        run, names, environ, own=name, script_node=script_node, save_s=save_s, conclude=lambda: conclude_run(run)
+    )
+    successor.begin()
+    try:
+        return tend_hosts(run, [spec], environ, is_first=place == 0, allow_code=allow_code)
+    finally:
+        successor.end()
 
 
 class _SingleStopRequest(Sequence[int]):
@@ -254,6 +265,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--spares", type=int, default=0)
     parser.add_argument("--slots", type=int, default=1)
     parser.add_argument("--allow-code", action="store_true")
+    parser.add_argument("--script-node", default="")
+    parser.add_argument("--save-s", type=float, default=0.0)
     args = parser.parse_args(arguments)
     try:
         run = open_run(Path(args.run))
@@ -264,7 +277,9 @@ def main(arguments: Sequence[str]) -> int:
         elif args.what == "prepare":
             prepare_run(run, sys.stdin.read().splitlines(), hosts=args.hosts, slots=args.slots)
         elif args.what == "serve":
-            return serve_host(run, os.environ, allow_code=args.allow_code)
+            return serve_host(
+                run, os.environ, allow_code=args.allow_code, script_node=args.script_node, save_s=args.save_s
+            )
         elif args.what == "conclude":
             code, said = conclude_run(run)
             print(f"{CONCLUDED}{said}", file=sys.stderr)

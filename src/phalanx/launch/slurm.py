@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import re
@@ -13,23 +12,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from phalanx.elastic.local_launch import is_coordinated
 from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.io.files import replace_text
 from phalanx.io.values import text
 from phalanx.io.visible import one_line
 from phalanx.launch.book import LaunchRecord, find_record, read_records
 from phalanx.launch.folder_answer import RUN_STATES, explain_from_folder
-from phalanx.launch.node import CONCLUDED, WANTS_TO_GO_ON
+from phalanx.launch.lost_script import slurm_seconds
 from phalanx.launch.resource_request import LaunchRequest
 from phalanx.launch.slurm_reasons import ENDS, explain_reason
 from phalanx.launch.slurm_script import SlurmFacts, batch_script
 from phalanx.launch.system import (
     CANCELLED,
+    CONCLUDED,
     DONE,
     FAILED,
     OVER,
     RUNNING,
     WAITING,
+    WANTS_TO_GO_ON,
     JobExplanation,
     QueuedJob,
     Submitted,
@@ -130,7 +132,7 @@ class SlurmSystem:
             )
         problems += _check_storage(request, {one["hostname"] for one in nodes})
         problems += self._check_image(request.settings.image)
-        limit = _slurm_seconds(partition.get("MaxTime", ""))
+        limit = slurm_seconds(partition.get("MaxTime", ""))
         self._facts = SlurmFacts(leaf_nodes=self._leaf_nodes(), most_time_s=limit)
         if request.time_limit_s > limit:
             remarks.append(
@@ -237,16 +239,19 @@ class SlurmSystem:
             reason, cure = explain_reason(row["reason"], job=record.id, queue=queue)
         elif one.state == RUNNING:
             reason, cure = f"on {plural(one.hosts, 'node')}", f"phalanx watch {record.run}"
+            if lost := self._lost_script_node(record.id):
+                reason += f"; {lost}, where its script ran, was lost, and another node does the rest"
+                cure += f" shows whether it goes on; if it does not, phalanx requeue {record.id}"
         elif one.state == DONE:
             reason, cure = "the training is complete", f"phalanx report {record.run}"
         else:
-            reason, cure = self._explain_end(record, row)
+            reason, cure = self._explain_end(record, row, one.state)
         return JobExplanation(id=record.id, state=one.state, reason=reason, cure=cure)
 
-    def _explain_end(self, record: LaunchRecord, row: Mapping[str, str] | None) -> tuple[str, str]:
+    def _explain_end(self, record: LaunchRecord, row: Mapping[str, str] | None, state: str) -> tuple[str, str]:
         word = row["state"] if row is not None else self._accounted_state(record.id)
         log = _last_said(Path(record.run))
-        if word in ENDS:
+        if word in ENDS and (word != "CANCELLED" or state == CANCELLED):
             reason, cure = (part.format(id=record.id) for part in ENDS[word])
             return reason, cure
         again = f"phalanx logs {record.id} shows its last lines; phalanx requeue {record.id} resumes it"
@@ -297,6 +302,9 @@ class SlurmSystem:
         state, run = _queued_job(record, row).state, open_run(record.run)
         if state == DONE:
             raise mistake(job, "is done", fix="to train longer, raise data.tokens and launch the job again")
+        if state == RUNNING and self._lost_script_node(record.id) and not is_coordinated(run):
+            self.ask("scontrol", "requeue", record.id)  # nobody is left who would save
+            return record.id
         if state == RUNNING:
             replace_text(run.stop_file, WANTS_TO_GO_ON + "\n")
             return record.id
@@ -307,6 +315,12 @@ class SlurmSystem:
             return record.id
         run.stop_file.unlink(missing_ok=True)
         return self._sbatch((run.path / SCRIPT).read_text(encoding="utf-8"))
+
+    def _lost_script_node(self, job: str) -> str:
+        """The node of a running job's script, when the job has lost it (lost_script.py)."""
+        node, _, names = self.ask("squeue", "-h", "-j", job, "-o", "%B|%N").strip().partition("|")
+        left = self.ask("scontrol", "show", "hostnames", names).split() if names else []
+        return node if left and node not in left else ""
 
     def _record(self, job: str) -> LaunchRecord:
         record = find_record(job, self._environ, system=self.name)
@@ -384,6 +398,8 @@ def _queued_job(record: LaunchRecord, row: Mapping[str, str] | None) -> QueuedJo
     else:
         state = STATES.get(row["state"], FAILED)
         state = CANCELLED if state == DONE and told != "done" else state
+        if state == CANCELLED and told in ("done", "failed"):  # a job without its script (lost_script.py)
+            state = RUN_STATES[told]
         said = row["state"] + (f", {row['reason']}" if state == WAITING else "")
     try:
         restarts = max(0, len(run.launches()) - 1)
@@ -451,19 +467,6 @@ def _key_values(line: str) -> dict[str, str]:
 
 def _whole_number(word: str, default: int) -> int:
     return int(word) if word.isdecimal() else default
-
-
-def _slurm_seconds(word: str) -> float:
-    """A duration as scontrol prints it.
-
-    >>> [_slurm_seconds(word) for word in ("1-02:00:00", "00:10:00", "UNLIMITED")]
-    [93600.0, 600.0, inf]
-    """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", word)
-    if match is None:
-        return math.inf
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def _last_said(run: Path) -> str:

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import mistake
-from phalanx.launch.node import WANTS_TO_GO_ON
 from phalanx.launch.resource_request import NODE_MODULE, LaunchRequest
-from phalanx.launch.system import REQUEUE
+from phalanx.launch.system import REQUEUE, WANTS_TO_GO_ON
 
 SWITCH_WAIT = "5:00"  # minutes and seconds to wait for few switches before any nodes will do
 _PLAIN = re.compile(r"[0-9A-Za-z._,:@=+%\[\]()&|*!/-]+")
@@ -68,6 +67,7 @@ def batch_script(requests: Sequence[LaunchRequest], facts: SlurmFacts) -> str:
             hosts=first.hosts,
             slots=first.devices_per_host,
             serve=" ".join(shlex.quote(word) for word in first.agent[5:]),
+            save=int(save_s(first, facts)),
             requeue=REQUEUE,
             stop=WANTS_TO_GO_ON,
         ).rstrip("\n"),
@@ -98,10 +98,11 @@ if [ "$told" = preempted ]; then back_to_queue; exit {requeue}; fi
 if [ "$code" != 0 ]; then exit "$code"; fi
 
 # From now on USR1 makes the run save and end. TERM comes to the agents, too.
+# If this node is lost, and this script with it, another node does the rest.
 trap 'echo {stop} >"$RUN/stop"' USR1
 trap : TERM
 if [ "$told" = limit ]; then echo {stop} >"$RUN/stop"; fi
-on_every_node "${{node[@]}}" serve {serve} "$RUN" &
+on_every_node "${{node[@]}}" serve {serve} --script-node "${{SLURMD_NODENAME:-}}" --save-s {save} "$RUN" &
 agents=$!
 while kill -0 "$agents" 2>/dev/null; do wait "$agents"; done  # a signal ends wait, not the agents
 

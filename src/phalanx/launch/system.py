@@ -11,6 +11,8 @@ from phalanx.launch.resource_request import LaunchRequest
 WAITING, RUNNING, DONE, FAILED, CANCELLED = "waiting", "running", "done", "failed", "cancelled"
 STATES = (WAITING, RUNNING, DONE, FAILED, CANCELLED)
 OVER = (DONE, FAILED, CANCELLED)
+WANTS_TO_GO_ON = "requeue"  # in the stop file: the system interrupts the run, nobody wants it to end
+CONCLUDED = "phalanx: "  # before the last words of a launch in its log
 REQUEUE = 75  # EX_TEMPFAIL: it saved, and wants to go on; the exit code of a host whose run was interrupted
 
 

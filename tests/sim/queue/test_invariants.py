@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 from dataclasses import replace
 
 import pytest
@@ -147,3 +149,27 @@ def test_synthetic_jobs_ask_for_the_load() -> None:
     assert asked == pytest.approx(0.7 * 500 * 3 * 86400)
     assert max(job.submit_s for job in trace.jobs) <= 3 * 86400
     assert all(job.limit_s >= job.duration_s for job in trace.jobs)
+
+
+@pytest.mark.parametrize(
+    ("policy", "digest"),
+    [
+        (QueuePolicy(backfill="conservative"), "b5c5100a6a12"),
+        (QueuePolicy(backfill="conservative", packing="required", backfill_every_s=60.0), "35e30f98b399"),
+        (QueuePolicy(backfill="conservative", fair_share=True, team=TEAMS), "64c2799e8468"),
+        (QueuePolicy(backfill="easy", preemption=True, grace_s=30.0), "c3133cdc025a"),
+    ],
+)
+def test_what_was_refused_once_is_remembered_without_changing_a_start(policy: QueuePolicy, digest: str) -> None:
+    """Starts of a queue that is too long for its cluster, as found before anything was remembered (2026-11-18)."""
+    chance = random.Random(7)
+    jobs = []
+    for number in range(400):
+        nodes, run_s = chance.choice([1, 1, 2, 3, 4, 6, 8]), float(chance.randrange(60, 4000))
+        priority, team = chance.choice([0, 0, 0, 1, 2]), chance.choice("ab")
+        limit_s = run_s * chance.randrange(1, 5)
+        jobs.append(QueueJob(name="j", submit_s=200.0 * number, nodes=nodes, duration_s=run_s, limit_s=limit_s,
+                             priority=priority, team=team))  # fmt: skip
+    found = simulate_jobs(jobs, nodes=NODES, policy=policy, failures_per_node_day=0.0, seed=0)
+    starts = " ".join(f"{state.first_start_s:.3f}-{state.end_s:.3f}" for state in found.states)
+    assert hashlib.sha256(starts.encode()).hexdigest()[:12] == digest

@@ -70,6 +70,10 @@ class NodePool:
         """Free nodes of some racks."""
         return sum(len(self._rack_nodes[rack]) for rack in racks)
 
+    def domain_free(self, domain: Domain) -> list[int]:
+        """Free nodes of every rack, or of every block."""
+        return [len(stock) for stock in self._rack_nodes] if domain == "rack" else list(self._block_free)
+
     @property
     def in_service(self) -> int:
         """Nodes that are free or work for a job."""
@@ -100,12 +104,18 @@ class NodePool:
         self._held.update(taken)
         return taken
 
-    def give_back(self, nodes: Iterable[int]) -> None:
+    def give_back(self, nodes: Collection[int]) -> None:
         """Nodes whose job ended; those that are out of service stay out."""
+        by_rack: dict[int, list[int]] = {}
         for node in nodes:
-            self._held.discard(node)
             if node not in self._away:
-                self._put_into_rack(node)
+                by_rack.setdefault(node // self.per_rack, []).append(node)
+        self._held.difference_update(nodes)
+        for rack, back in by_rack.items():
+            stock = self._rack_nodes[rack]
+            stock += back
+            self._note_change(rack, len(stock) - len(back))
+            self.free += len(back)
 
     def withdraw(self, node: int) -> None:
         """A node fails or is drained: nobody is given it until it was returned as often."""

@@ -9,6 +9,9 @@ something. Promises are made anew in every pass, so they move forward when jobs 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
+from itertools import islice
+from math import inf
 
 from phalanx.sim.queue.job_state import KEPT, NO_JOB, QUOTA, TOO_FEW, TOPOLOGY
 from phalanx.sim.queue.queue_job import Domain
@@ -26,6 +29,12 @@ class QueueScheduler:
         # What the last pass left behind; None when nodes came or went since.
         self.profile: FreeProfile | None = None
         self.reservations: list[Reservation] = []
+        self.needs = [state.job.nodes for state in cluster.states]
+        self.domains = [cluster.pool.domain_of(state.job.nodes, state.job.domain) for state in cluster.states]
+        # Of this pass. As it goes on, less is free and more is promised and used: what was refused once is refused to
+        # whoever asks for as many nodes and as long, or longer.
+        self.kept_from: dict[int, float] = {}  # nodes -> the shortest time that was refused
+        self.over_quota: dict[str, int] = {}  # team -> the fewest nodes that were refused
         self.most_promises = 1 if self.policy.backfill == "easy" else self.policy.promises
         self.blocked_teams: set[str] = set()
         self.stale = True
@@ -67,22 +76,25 @@ class QueueScheduler:
         if not only_new:
             self.profile, self.reservations, self.blocked_teams = None, [], set()
         self.stale = not backfill and self.policy.backfill != "none"
+        self.kept_from, self.over_quota = {}, {}
         reasons: list[tuple[int, str]] = []
         started: list[int] = []
         preempted = False
         # Nodes are kept for those whom others gave way to: whoever is before them in the line may wait for just these.
         for number in [one for one, (victims, _) in self.cluster.awaiting.items() if not victims]:
             self._try_start(number, started)
-        for looked_at, number in enumerate(fresh if only_new else line.in_order(self.cluster.use.shares)):
-            if looked_at >= self.policy.depth:
-                break
-            if number in started:
-                continue
-            if pool.free < line.smallest_need and not ends_others:
+        order: Iterable[int] = fresh if only_new else line.in_order(self.cluster.use.shares)
+        smallest, needs = line.smallest_need, self.needs  # the line does not change during a pass
+        for number in islice(order, self.policy.depth):
+            need = needs[number]
+            if not ends_others and pool.free < smallest:
                 self.stale = True  # those behind were not looked at
                 break
-            need = self.cluster.states[number].job.nodes
-            if need > pool.free and len(self.reservations) >= self.most_promises and not ends_others:
+            # Nobody is ended for a job, or promised it nodes, while others before it wait for theirs.
+            waits = need > pool.free and len(self.reservations) >= self.most_promises and not self.quota.teams
+            if waits and number not in self.cluster.awaiting:
+                continue
+            if ends_others and number in started:
                 continue
             why = self._try_start(number, started)
             if why is None:
@@ -91,7 +103,9 @@ class QueueScheduler:
             if ends_others and why != QUOTA and self._preempt_for(number, started):
                 preempted = True  # and those who gave way are in the line again
                 break
-            if why != QUOTA and not self._reserve(number, backfill):
+            if why == QUOTA or (backfill and len(self.reservations) >= self.most_promises):
+                continue
+            if not self._reserve(number, backfill):
                 break
         for number in started:
             line.remove(number)
@@ -109,24 +123,31 @@ class QueueScheduler:
         state, pool = self.cluster.states[number], self.cluster.pool
         job = state.job
         team = job.team if self.quota.teams else ""
-        if not self.quota.allows(job, self.cluster.use.running):
+        if team and (
+            job.nodes >= self.over_quota.get(team, inf) or not self.quota.allows(job, self.cluster.use.running)
+        ):
+            self.over_quota[team] = min(job.nodes, self.over_quota.get(team, job.nodes))
             return QUOTA
         # Others gave way to it: it takes their nodes, whoever else was promised some.
         pledged = number in self.cluster.awaiting and not self.cluster.awaiting[number][0]
         if team in self.blocked_teams and not pledged:
             return KEPT
-        domain = pool.domain_of(job.nodes, job.domain)
+        domain = self.domains[number]
         lasts = self.cluster.expected_s(state)
         barred: set[int] = set()
         if self.reservations and self.profile is not None and not pledged:
             if job.nodes > pool.free:
                 return TOO_FEW
+            if lasts >= self.kept_from.get(job.nodes, inf):
+                return KEPT
             if not self.profile.fits_now(self.cluster.now, job.nodes, lasts):
+                self.kept_from[job.nodes] = lasts
                 return KEPT
             barred = {rack for one in self.reservations if self.cluster.now + lasts > one.time for rack in one.racks}
-        kept_free = sum(free for other, (_, free) in self.cluster.awaiting.items() if other != number)
-        if kept_free and job.nodes > pool.free - kept_free:
-            return KEPT
+        if self.cluster.awaiting:
+            kept_free = sum(free for other, (_, free) in self.cluster.awaiting.items() if other != number)
+            if kept_free and job.nodes > pool.free - kept_free:
+                return KEPT
         nodes = pool.take(job.nodes, domain, barred)
         if nodes is None:
             if pledged:
@@ -145,16 +166,12 @@ class QueueScheduler:
                 return False
             self.blocked_teams.add(self.cluster.states[number].job.team)  # the others have their own line
             return True
-        if len(self.reservations) >= self.most_promises:
-            return True
         state = self.cluster.states[number]
         if self.profile is None:
-            ends = [
-                (time, len(self.cluster.running[one].nodes) - self.cluster.running[one].away_nodes)
-                for time, one in self.cluster.ends
-            ]
+            running = self.cluster.running
+            ends = ((time, len(running[one].nodes) - running[one].away_nodes) for time, one in self.cluster.ends)
             self.profile = FreeProfile(self.cluster.now, self.cluster.pool.free, ends)
-        domain = self.cluster.pool.domain_of(state.job.nodes, state.job.domain)
+        domain = self.domains[number]
         time, racks = (0.0, frozenset[int]()) if domain == "any" else self._free_domain(state.job.nodes, domain)
         lasts = self.cluster.expected_s(state)
         found = self.profile.earliest(state.job.nodes, lasts, not_before=max(self.cluster.now, time))
@@ -165,16 +182,16 @@ class QueueScheduler:
 
     def _free_domain(self, need: int, domain: Domain) -> tuple[float, frozenset[int]]:
         """The rack or block that has enough nodes first, by the limits of what runs, and is not promised yet."""
-        domains = self.cluster.pool.domains(domain)
-        home = {rack: index for index, racks in enumerate(domains) for rack in racks}
-        free = [self.cluster.pool.free_in(racks) for racks in domains]
-        taken = {home[rack] for one in self.reservations for rack in one.racks}
+        pool = self.cluster.pool
+        domains, size = pool.domains(domain), 1 if domain == "rack" else pool.per_block
+        free = pool.domain_free(domain)
+        taken = {rack // size for one in self.reservations for rack in one.racks}
         for index, count in enumerate(free):
             if count >= need and index not in taken:
                 return self.cluster.now, frozenset(domains[index])
         for time, number in self.cluster.ends:
             for rack, count in self.cluster.running[number].rack_counts.items():
-                index = home[rack]
+                index = rack // size
                 free[index] += count
                 if free[index] >= need and index not in taken:
                     return time, frozenset(domains[index])
@@ -185,10 +202,10 @@ class QueueScheduler:
         state = self.cluster.states[number]
         if number in self.cluster.awaiting and self.cluster.awaiting[number][0]:
             return False  # its victims are still ending
-        if self.reservations and not self.quota.teams:
-            return False  # somebody before it waits for nodes too
+        if not self.quota.teams and (self.reservations or state.job.priority <= self.lowest_priority):
+            return False  # somebody before it waits for nodes too, or nobody has a lower priority
         free = self.cluster.pool.free - sum(count for _, count in self.cluster.awaiting.values())
-        domain = self.cluster.pool.domain_of(state.job.nodes, state.job.domain)
+        domain = self.domains[number]
         victims = choose_victims(
             state.job,
             domain,

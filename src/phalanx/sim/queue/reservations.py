@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +22,12 @@ class FreeProfile:
     `times[i]` is where a piece begins, `free[i]` what is free in it; the last piece never ends.
     """
 
-    def __init__(self, now: float, free: int, ends: Sequence[tuple[float, int]]) -> None:
+    def __init__(self, now: float, free: int, ends: Iterable[tuple[float, int]]) -> None:
         """`ends` are (time, nodes) of what runs, by time."""
         self.times, self.free = [now], [free]
+        # Nodes -> (seconds, not before, found) of the last search: less is free from search to search, so whoever needs
+        # as many for as long cannot start before.
+        self._searched: dict[int, tuple[float, float, float]] = {}
         times, counts = self.times, self.free
         for time, nodes in ends:
             if time <= times[-1]:  # ends together with another, or is late already
@@ -41,6 +45,10 @@ class FreeProfile:
     def earliest(self, need: int, duration_s: float, *, not_before: float = 0.0) -> float | None:
         """When so many nodes are free for so long; None: never, because nodes are out of service."""
         times, free, count = self.times, self.free, len(self.times)
+        asked = not_before
+        lasted, before, found = self._searched.get(need, (inf, inf, -inf))
+        if duration_s >= lasted and not_before >= before and found > not_before:
+            not_before = found
         piece = max(0, bisect_right(times, not_before) - 1)
         while piece < count:
             if free[piece] < need:
@@ -49,6 +57,7 @@ class FreeProfile:
             start = max(times[piece], not_before)
             last = bisect_left(times, start + duration_s, lo=piece + 1) - 1
             if min(free[piece : last + 1]) >= need:
+                self._searched[need] = (duration_s, asked, start)
                 return start
             # Whatever begins before the last piece that is short would hold it too.
             while free[last] >= need:

@@ -79,6 +79,8 @@ class SimulatedCluster:
 
     def expected_s(self, state: JobState) -> float:
         """From now until the job's limit."""
+        if not self.policy.admission_s and not self.policy.started_nodes_per_s:
+            return state.job.limit_s + (self.policy.restart_s if state.starts else 0.0)
         ahead = max(self.now, self.admitted_until) + self.policy.admission_s - self.now
         if self.policy.started_nodes_per_s:
             ahead += state.job.nodes / self.policy.started_nodes_per_s
