@@ -99,6 +99,7 @@ def _megatron(evidence: Evidence) -> Iterator[Broken]:
     described = (
         evidence.find_setting("num_layers") is not None and not evidence.open_why
     )  # else the model's own class says how many experts
+    described = described and evidence.find_setting("num_experts") is None  # it may stand there as a variable
     if _whole(evidence, "expert_model_parallel_size") > 1 and not experts and described:
         yield "expert_model_parallel_size", "expert ranks for a model without experts", "leave it out, or name experts"
     if experts and (top := _whole(evidence, "moe_router_topk")) > experts:
