@@ -28,10 +28,10 @@ TRAINER = (
 )
 
 
-def memory_of(tmp_path: Path, name: str, text: str) -> set[str]:
+def memory_of(tmp_path: Path, name: str, text: str, *more: str) -> set[str]:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
-    report = check(path, cluster="8xH100:1", overrides=["batch.global_sequences=64"])
+    report = check(path, cluster="8xH100:1", overrides=["batch.global_sequences=64", *more])
     return {one.verdict for one in report.findings if one.rule.id == "MEM001"}
 
 
@@ -59,7 +59,29 @@ def test_memory_of_an_adapter_is_unknown_and_that_of_the_whole_model_is_judged(
     tmp_path: Path, name: str, partial: str, whole: str
 ) -> None:
     assert memory_of(tmp_path, name, partial) == {"unknown"}
-    assert memory_of(tmp_path, name, whole) == {"fail"}, "70B and more in one host of H100"
+    with_copy = "precision.master_weights=true"
+    assert memory_of(tmp_path, name, whole, with_copy) == {"fail"}, "70B and more in one host of H100"
+
+
+def test_a_model_that_code_loads_may_be_of_half_the_memory(tmp_path: Path) -> None:
+    whole = AXOLOTL + "optimizer: adamw_torch\n"
+    assert memory_of(tmp_path, "a.yml", whole) == {"unknown"}
+    assert memory_of(tmp_path, "b.yml", whole.replace("_torch", "_bnb_8bit"), "precision.master_weights=true") == {
+        "unknown"
+    }
+    assert memory_of(tmp_path, "c.yaml", LLAMA_FACTORY + "finetuning_type: full\nbf16: true\n") == {"fail"}
+
+
+def test_a_known_model_with_other_sizes_is_another_model(tmp_path: Path) -> None:
+    path = tmp_path / "small.yml"
+    path.write_text(AXOLOTL + "overrides_of_model_config:\n  num_hidden_layers: 4\n", encoding="utf-8")
+    assert "which model" in " ".join(one.what for one in convert_config(path, "axolotl").missing)
+
+
+def test_axolotl_without_a_format_has_none_that_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "plain.yml"
+    path.write_text(AXOLOTL.replace("bf16: true\n", ""), encoding="utf-8")
+    assert "precision.compute" in convert_config(path, "axolotl").unknown
 
 
 def test_an_adapter_says_why_there_is_no_plan(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from phalanx.plan.plan import Plan
 from phalanx.plan.request import trains_with_phalanx
@@ -14,12 +15,20 @@ from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_bytes
 
+# Trainers around Hugging Face's, where torch_dtype of the loaded model decides; DeepSpeed always keeps an fp32 copy.
+LOADED_BY_CODE = ("axolotl", "transformers", "ms-swift", "llama-factory")
+SMALL_STATES = re.compile(
+    r"8bit|8-bit|4bit|paged|adafactor|galore|lomo|sgd|lion|apollo|muon|ademamix|adam_mini|shampoo"
+)
 NO_START = Impact(note="the job ends when it runs out of memory, mostly in its first steps: nothing is trained")
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
     """The fullest device against its share; or the planner's refusal."""
-    if evidence.plan is None or any("does not fit" in one.what for one in evidence.refusals):
+    refused = any("does not fit" in one.what for one in evidence.refusals)
+    if refused and (open_formats := _open_formats(evidence)):
+        return open_formats
+    if evidence.plan is None or refused:
         return _judge_refusal(evidence)
     memory = evidence.plan.memory
     if not (memory.device_bytes > 0 and math.isfinite(memory.total_bytes)):
@@ -36,6 +45,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return passed(
             statement + _doubtful_memory(evidence.plan), formula=formula, value=share, threshold=most, at="plan:memory"
         )
+    if open_formats := _open_formats(evidence):
+        return open_formats
     return failed(
         f"{statement}, more than {most:.0%}",
         formula=formula,
@@ -44,6 +55,21 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         at="plan:memory",
         impact=NO_START,
         fix=_layout_with_headroom(evidence.plan, min(most * memory.device_bytes, FULL_MEMORY * memory.usable_bytes)),
+    )
+
+
+def _open_formats(evidence: Evidence) -> Outcome | None:
+    """A Trainer's weights and states have the format that the model was loaded in: half or a quarter of the memory."""
+    if evidence.practice.trainer not in LOADED_BY_CODE:
+        return None
+    optimizer = evidence.find_setting("optimizer", "optim")
+    if optimizer is not None and SMALL_STATES.search(str(optimizer.value).lower()):
+        return unknown(f"the states of {str(optimizer.value)[:40]} are smaller than Adam's, and not predicted")
+    if evidence.stated("precision.master_weights"):
+        return None
+    return unknown(
+        f"whether {evidence.practice.trainer} keeps fp32 weights and states follows from how the model is loaded",
+        fix="give --set precision.master_weights=true, or false where all is bf16",
     )
 
 

@@ -223,7 +223,7 @@ of 10 or an epsilon of 0.5 start without a word and learn nothing. Published rat
 125M parameters to 6e-5 at 175B (GPT-3, table 2.1), and differ by a factor of three, not of thirty.
 """,
     how="""
-`lr <= 10 × 6e-4 · (125M / parameters)^0.32 · sqrt(batch / 0.5M tokens)`, the last factor within 0.25 and 2 (Muon: ten
+`lr <= 10 × 6e-4 · (125M / parameters)^0.32 · sqrt(batch / 0.5M tokens)`, the last factor within 0.25 and 2 (Muon: 30
 times that; 20 times beyond is an error); a warm-up, at most half of the tokens, where training starts from new
 weights (of our own jobs only where `warmup_tokens` is written; other trainers' files with at most 100 steps are
 tests, schedules that decay beyond the end of the run are those of a longer one, and a rate below a fifth of the usual
@@ -234,7 +234,7 @@ trainer's documented default states is judged. All thresholds are our choice, fa
     limits={
         "most_rate": Limit(value=10.0, unit="x", note="of the usual learning rate of the size: our choice"),
         "error_factor": Limit(value=20.0, unit="x", note="beyond that bound it is an error: our choice"),
-        "muon": Limit(value=10.0, unit="x", note="larger rates of Muon's normalised updates: our choice"),
+        "muon": Limit(value=30.0, unit="x", note="larger rates of Muon's normalised updates: our choice"),
         "most_warmup": Limit(value=0.5, note="of the tokens: our choice"),
         "least_steps": Limit(value=100, unit="steps", note="of another trainer's file that is no test: our choice"),
         "low_rate": Limit(value=0.2, unit="x", note="of the usual rate: no warm-up is missed there: our choice"),
