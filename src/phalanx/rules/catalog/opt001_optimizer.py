@@ -95,8 +95,9 @@ def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     ratio = optim.lr / usual
     if ratio <= most:
         return
+    whose = "published runs of this size" if _parameters(evidence) else "any published run"
     yield failed(
-        f"a learning rate of {optim.lr:g} is {ratio:,.0f} times that of published runs of this size, {usual:.2g}",
+        f"a learning rate of {optim.lr:g} is {ratio:,.0f} times that of {whose}, {usual:.2g}",
         formula=(f"{optim.lr:g} / {usual:.2g} = {ratio:.3g} > {most:g} (a threshold of ours)",),
         value=optim.lr,
         threshold=most * usual,

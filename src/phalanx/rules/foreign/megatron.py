@@ -11,7 +11,7 @@ from phalanx.errors import mistake
 from phalanx.rules.foreign import mcore
 from phalanx.rules.foreign.config_files import read_tree
 from phalanx.rules.foreign.conversion import Conversion, ReadConfig
-from phalanx.rules.foreign.detect import refuse_inference
+from phalanx.rules.foreign.detect import TrainsNothingError, refuse_inference
 from phalanx.rules.foreign.shell.training_command import (
     MEGATRON_SIGNS,
     TrainingCommand,
@@ -168,12 +168,13 @@ def read_config(path: Path, variables: Mapping[str, str]) -> ReadConfig:
         return ReadConfig(leaves={key: replace(leaf, key=key) for key, leaf in short.items()})
     reading = read_script(path, variables)
     if not reading.commands:
-        raise mistake(
+        told = mistake(
             str(path),
             "starts no training program of Megatron",
             why="none of its commands is given arguments such as --num-layers and --micro-batch-size",
             fix="check the script that starts the training",
         )
+        raise TrainsNothingError(told.problems)
     if all(_trains_nothing(one) for one in reading.commands):
         refuse_inference(path)
     leaves = leaves_of_script(reading)
