@@ -73,6 +73,7 @@ def test_pieces_of_scripts_and_notes_are_passed_over_and_many_files_are_told_in_
     """A file of arguments that others source, and a log that names arguments, are no trainings."""
     piece = repository / "conf" / "model_args.sh"
     piece.write_text('ARGS="--num-layers 32 --hidden-size 4096 --micro-batch-size 1"\n', encoding="utf-8")
+    (repository / "conf" / "again.json").write_text(json.dumps(DEEPSPEED), encoding="utf-8")
     (repository / "notes.txt").write_text("use (--num-layers 4 and --hidden-size 8\n", encoding="utf-8")
     assert main(["check", "."]) == 1
     told = capsys.readouterr()
