@@ -149,3 +149,58 @@ def test_a_rate_is_held_against_published_ones_of_the_same_optimizer(
     )
     path.write_text(f"{text} --global-batch-size 64\n", encoding="utf-8")
     assert bool(verdicts(path, "OPT001")) is told
+
+
+def test_an_evaluation_trains_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "eval_loss.sh"
+    path.write_text(f"torchrun pretrain_gpt.py {BUILD} --train-iters 0 --train-samples 0 --lr 1e-4\n", encoding="utf-8")
+    with pytest.raises(TrainsNothingError):
+        convert_config(path, "megatron")
+
+
+def test_a_section_of_a_fork_is_not_the_default_model(tmp_path: Path) -> None:
+    path = tmp_path / "vision.toml"
+    text = '[job]\ndump_folder = "out"\n[model]\nbackbone = "vit"\n[training]\nbatch_size = 16\nsteps = 2000\n'
+    path.write_text(text, encoding="utf-8")
+    assert "which model" in " ".join(one.what for one in convert_config(path, "torchtitan").missing)
+    path.write_text(text.replace('backbone = "vit"', 'norm_type = "rmsnorm"'), encoding="utf-8")
+    assert "which model" not in " ".join(one.what for one in convert_config(path, "torchtitan").missing)
+
+
+OFFLOAD = """CPU=true
+cat <<EOT > ds.json
+{"train_batch_size": 64, "zero_optimization": {"stage": 3$(if [ "$CPU" = "true" ]; then echo ',
+  "offload_optimizer": {"device": "cpu"}'; fi)}}
+EOT
+"""
+
+
+def test_where_the_optimizer_lies_is_read_or_unknown(tmp_path: Path) -> None:
+    path = tmp_path / "zero.sh"
+    command = f"deepspeed pretrain_gpt.py {BUILD} --train-iters 500 --lr 1e-4 --deepspeed --deepspeed_config"
+
+    def offload_of(text: str) -> object:
+        path.write_text(text, encoding="utf-8")
+        found = convert_config(path, "megatron")
+        return "unknown" if "parallel.offload" in found.unknown else found.resolved.job.parallel.offload
+
+    assert offload_of(f"{OFFLOAD}{command} ds.json\n") == "optimizer"
+    assert offload_of(f"{OFFLOAD.replace('CPU=true', 'CPU=false')}{command} ds.json\n") == "none"
+    assert offload_of(f"{command} elsewhere.json --zero-stage 3\n") == "unknown"
+    assert offload_of(f"{command} elsewhere.json --zero-stage 3 --cpu-optimizer\n") == "optimizer"
+
+
+def test_memory_just_above_the_device_is_a_remark_and_far_above_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "fit.sh"
+    base = f"torchrun pretrain_gpt.py {BUILD} --train-iters 500 --lr 1e-4 --lr-warmup-iters 50 --global-batch-size 64"
+    found = set()
+    for more in ("--num-layers 39", "--num-layers 46", "--num-layers 80"):  # 92 %, 108 %, 185 % of the device
+        path.write_text(f"{base} {more}\n", encoding="utf-8")
+        found |= {
+            (one.severity, "holds" in one.outcome.what)
+            for one in check(path, cluster="8xH100:1").problems
+            if one.rule.id == "MEM001"
+        }
+    assert ("error", False) in found
+    assert any(severity == "info" for severity, _ in found)
+    assert ("error", True) not in found, "what fits by our prediction is no error of another trainer's file"

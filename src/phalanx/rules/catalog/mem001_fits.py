@@ -11,7 +11,7 @@ from phalanx.plan.search import DECIDES, FULL_MEMORY
 from phalanx.plan.trainer_memory import MEMORY_ERROR
 from phalanx.rules.catalog.shared import refusal_text
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
+from phalanx.rules.outcome import Impact, Outcome, Severity, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_bytes
 
@@ -29,7 +29,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if refused and (open_formats := _open_formats(evidence)):
         return open_formats
     if evidence.plan is None or refused:
-        return _judge_refusal(evidence)
+        return _judge_refusal(evidence, _severity(evidence, limits))
     memory = evidence.plan.memory
     if not (memory.device_bytes > 0 and math.isfinite(memory.total_bytes)):
         return unknown("the memory of this device is not known", fix="give memory_bytes in a cluster file")
@@ -53,9 +53,18 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         value=share,
         threshold=most,
         at="plan:memory",
+        severity=_severity(evidence, limits),
         impact=NO_START,
         fix=_layout_with_headroom(evidence.plan, min(most * memory.device_bytes, FULL_MEMORY * memory.usable_bytes)),
     )
+
+
+def _severity(evidence: Evidence, limits: Limits) -> Severity | None:
+    """Of another trainer's file a remark, where our prediction is not far enough above the device to be sure."""
+    if not evidence.is_foreign or evidence.plan is None:
+        return None
+    memory = evidence.plan.memory
+    return "info" if memory.total_bytes <= limits.number("doubtful") * memory.device_bytes else None
 
 
 def _open_formats(evidence: Evidence) -> Outcome | None:
@@ -80,7 +89,7 @@ def _doubtful_memory(plan: Plan) -> str:
     return f", less than {MEMORY_ERROR:.0%} below what is usable: {DECIDES}"
 
 
-def _judge_refusal(evidence: Evidence) -> Outcome:
+def _judge_refusal(evidence: Evidence, severity: Severity | None) -> Outcome:
     """No plan: because nothing fits, or for a reason that is not this rule's."""
     for problem in evidence.refusals:
         if "does not fit" in problem.what:
@@ -88,6 +97,7 @@ def _judge_refusal(evidence: Evidence) -> Outcome:
                 problem.what,
                 formula=(problem.why,) if problem.why else (),
                 at="plan:memory",
+                severity=severity,
                 impact=NO_START,
                 fix=problem.fix or "use more devices, or devices with more memory",
             )
@@ -124,9 +134,11 @@ live in the same memory, so CPU ranks get 80 %; a TPU's compiler lays memory out
 ZeRO stage, recompute and schedule as `phalanx plan` prints it; a CPU rank's device is its share of the host. A
 planner that finds no layout that fits is a failure of this rule, in the planner's words. Where a step of our own
 trainer fills more than 94 % of the usable memory, its count (within 6 % of the traced step) leaves open whether it
-fits: `phalanx trace JOB --against-plan` decides, and exits with 1 if it does not.
+fits: `phalanx trace JOB --against-plan` decides, and exits with 1 if it does not. Of another trainer's file less than
+15 % above the device is a remark (our choice): so far our prediction may be off, and the file may well be running.
 """,
     limits={
+        "doubtful": Limit(value=1.15, unit="x", note="of the device, in other trainers' files a remark: our choice"),
         "most_share": Limit(
             value=0.90,
             note="of the device; cpu: of the rank's share of RAM; tpu: compiler-exact; our choice, "

@@ -111,7 +111,7 @@ def _megatron(evidence: Evidence) -> Iterator[Broken]:
 def _arguments(evidence: Evidence) -> Iterator[Broken]:
     """Of Megatron-LM's own argument list: training/arguments.py, validate_args."""
     has = evidence.find_setting
-    if has("train_iters") and has("train_samples"):
+    if _whole(evidence, "train_iters") and _whole(evidence, "train_samples"):
         yield "train_samples", "--train-iters and --train-samples exclude each other", "give one of the two"
     # Nothing that does not stand there can be given; a fork, known by arguments of its own, may not ask for it.
     whole = not evidence.open_why and not any(one.is_own_flag for one in evidence.unmapped)

@@ -331,6 +331,7 @@ DECISIVE = {
     "ds.zero_optimization.stage": "parallel.zero",
     "zero_stage": "parallel.zero",
     "deepspeed_config": "parallel.zero",
+    "ds.zero_optimization.offload_optimizer.device": "parallel.offload",
     "use_distributed_optimizer": "parallel.zero",
     "use_megatron_fsdp": "parallel.zero",
     "use_torch_fsdp2": "parallel.zero",

@@ -190,6 +190,14 @@ def _trains_nothing(command: TrainingCommand) -> bool:
     flags = {canonical_flag(flag) for arguments in command.program for flag in arguments}
     programs = [word.rpartition("/")[2] for word in command.command.argv if word.endswith(".py")]
     named = any(re.search(r"train|tune|sft", name) for name in programs)
+    lengths = [
+        arguments.get(flag, ())
+        for arguments in command.program
+        for flag in arguments
+        if canonical_flag(flag) in ("train_iters", "train_samples")
+    ]
+    if lengths and all(words == ("0",) for words in lengths) and not command.open_why:
+        return True  # --train-iters 0: the loss of a checkpoint is evaluated
     return bool(programs) and not (named or command.open_why or flags & MEGATRON_SIGNS.asked)
 
 
@@ -247,6 +255,10 @@ def _read_deepspeed(config: Conversion) -> None:
     names = (f"{JSON}zero_optimization.offload_optimizer.device", f"{JSON}zero_optimization.cpu_offload")
     if config.read_word(names[0]) in ("cpu", "nvme") or config.read_flag(names[1]):
         config.set_value("parallel.offload", "optimizer", *names)
+    elif config.read_flag("cpu_optimizer"):
+        config.set_value("parallel.offload", "optimizer", "cpu_optimizer")
+    elif leaf is not None and leaf.unknown:
+        config.unknown["parallel.offload"] = f"the DeepSpeed JSON {leaf.unknown}"
     if str(config.job_value("precision.compute")) == "fp16" and "precision.loss_scale" in config.values:
         scale = config.read_number(f"{JSON}fp16.loss_scale")
         if scale is not None:

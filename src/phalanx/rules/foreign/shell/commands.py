@@ -21,8 +21,11 @@ from phalanx.rules.foreign.shell.syntax import (
     AndOr,
     ArithmeticCommand,
     Assignment,
+    Block,
     CommandGroup,
+    IfClause,
     Node,
+    Pipeline,
     SimpleCommand,
     TestClause,
     Word,
@@ -383,6 +386,24 @@ def choice_printed(shell: Interpreter, node: AndOr) -> str | None:
             text += printed_text
             holds = True
     return text
+
+
+def clause_printed(shell: Interpreter, node: IfClause) -> str | None:
+    """What `if test; then echo one; else echo two; fi` prints, where the tests are decided."""
+    for condition, body in node.branches:
+        verdict = UNDECIDED
+        for one in condition:
+            verdict, _ = shell.run_node(one)
+        if verdict.holds is None or verdict.ground == "no arguments":
+            return None
+        if verdict.holds:
+            return _block_printed(shell, body)
+    return _block_printed(shell, node.otherwise)
+
+
+def _block_printed(shell: Interpreter, block: Block) -> str | None:
+    texts = [shell.pipe_text(one.parts if isinstance(one, Pipeline) else (one,)) for one in block]
+    return None if any(text is None for text in texts) else "".join(text or "" for text in texts)
 
 
 def _is_test(node: Node) -> bool:
