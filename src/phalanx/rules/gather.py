@@ -372,6 +372,7 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
             settings=found.settings,
             practice_keys=found.practice_keys,
             open_why=found.open_why,
+            partial=found.partial,
             data=_foreign_data(found, path),
             unmapped=_without_waivers(found.unmapped),
         )
@@ -390,6 +391,7 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
         settings=found.settings,
         practice_keys=found.practice_keys,
         open_why=found.open_why,
+        partial=found.partial,
         data=_foreign_data(found, path),
     )
 

@@ -138,7 +138,7 @@ FLIPS = [
         rule="MEM001",
         limit="doubtful",
         value=0.9,
-        evidence=lambda: replace(filled(0.95)(), practice=Practice(trainer="megatron")),
+        evidence=lambda: replace(filled(0.95)(), practice=Practice(trainer="megatron"), their_keys={"optim.lr": "lr"}),
         before="info",
         after="error",
     ),

@@ -204,3 +204,14 @@ def test_memory_just_above_the_device_is_a_remark_and_far_above_is_an_error(tmp_
     assert ("error", False) in found
     assert any(severity == "info" for severity, _ in found)
     assert ("error", True) not in found, "what fits by our prediction is no error of another trainer's file"
+
+
+def test_towers_and_projectors_are_not_judged_as_a_language_model(tmp_path: Path) -> None:
+    path = tmp_path / "multimodal.sh"
+    text = f"torchrun train.py {BUILD} --train-iters 500 --lr 1e-4 --lr-warmup-iters 50 --global-batch-size 64"
+    path.write_text(f"{text} --num-layers 80 --freeze-LM --freeze-ViT\n", encoding="utf-8")
+    assert verdicts(path, "MEM001", cluster="8xH100:1") + verdicts(path, "EFF005", cluster="8xH100:1") == []
+    path.write_text(TRAINER.replace("ARGS", "--tune_mm_mlp_adapter True --learning_rate 2e-2"), encoding="utf-8")
+    assert verdicts(path, "OPT001") == []
+    path.write_text(TRAINER.replace("ARGS", "--learning_rate 2e-2"), encoding="utf-8")
+    assert verdicts(path, "OPT001")

@@ -86,7 +86,7 @@ def _parameters(evidence: Evidence) -> float | None:
 
 def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     optim = evidence.the_job.optim
-    if not evidence.stated("optim.lr"):
+    if not evidence.stated("optim.lr") or evidence.partial:  # adapters and projectors have rates of their own
         return
     name, usual = _optimizer_name(evidence), _usual_rate_here(evidence)
     if evidence.is_foreign and not any(one in name for one in ("adam", "muon")):
@@ -228,7 +228,8 @@ of 10 or an epsilon of 0.5 start without a word and learn nothing. Published rat
 times that; 20 times beyond is an error); a warm-up, at most half of the tokens, where training starts from new
 weights (of our own jobs only where `warmup_tokens` is written; other trainers' files with at most 100 steps are
 tests, schedules that decay beyond the end of the run are those of a longer one, and a rate below a fifth of the usual
-one is one of fine-tuning: their warm-up is not judged); other optimizers than Adam and Muon have rates of their own;
+one is one of fine-tuning: their warm-up is not judged); other optimizers than Adam and Muon have rates of their own, as
+adapters and projectors have;
 weight decay `<= 0.5`; epsilon `<= 1e-4`; `beta1 <= 0.99`, `beta2 >= 0.9`, both below 1. Only what a file or its
 trainer's documented default states is judged. All thresholds are our choice, far outside of what is published.
 """,

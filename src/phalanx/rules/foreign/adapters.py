@@ -19,6 +19,8 @@ SWITCHES = (
     "q_lora",
     "tune_mm_mlp_adapter",
 )
+# Megatron's multimodal models: towers beside the language model, of which some are frozen.
+TOWERS = ("freeze_lm", "freeze_vit", "freeze_vision_model", "vision_model_type", "language_model_type")
 MEGATRON_VERB = "verb.megatron"  # as trainer_scripts marks ms-swift's `megatron` commands
 
 
@@ -36,6 +38,7 @@ def partial_training(config: Conversion, trainer: str) -> str:
         ),
         "transformers": next(_by_switches(said), ""),
         "nemo": next(_by_section(said), ""),
+        "megatron": next((said[name].key for name in TOWERS if name in said), ""),
     }
     return found.get(trainer, "")
 
