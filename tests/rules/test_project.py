@@ -67,6 +67,26 @@ def test_a_folder_is_searched_and_the_worst_file_decides(repository: Path, capsy
     assert [one.name for one in found.files] == ["job.toml", "ds.json"]
 
 
+def test_pieces_of_scripts_and_notes_are_passed_over_and_many_files_are_told_in_brief(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of arguments that others source, and a log that names arguments, are no trainings."""
+    piece = repository / "conf" / "model_args.sh"
+    piece.write_text('ARGS="--num-layers 32 --hidden-size 4096 --micro-batch-size 1"\n', encoding="utf-8")
+    (repository / "conf" / "again.json").write_text(json.dumps(DEEPSPEED), encoding="utf-8")
+    (repository / "notes.txt").write_text("use (--num-layers 4 and --hidden-size 8\n", encoding="utf-8")
+    assert main(["check", "."]) == 1
+    told = capsys.readouterr()
+    assert "model_args" not in told.out + told.err
+    assert "notes.txt" not in told.out + told.err
+    assert "cannot be judged: phalanx check conf/ds.json says why" in told.out
+    assert "no counterpart in the job schema" not in told.out
+    assert main(["check", "conf/ds.json"]) == 1
+    assert "cannot be judged: phalanx check" not in capsys.readouterr().out
+    assert main(["check", str(piece)]) == 2, "named by the caller"
+    assert "starts no training program" in capsys.readouterr().err
+
+
 def test_known_findings_are_counted_and_new_ones_fail(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", ".", "--baseline", "known.json", "--write-baseline"]) == 0
     assert main(["check", ".", "--baseline", "known.json"]) == 0
@@ -134,6 +154,7 @@ def test_rules_of_a_project_file_need_consent(repository: Path, capsys: pytest.C
     [
         ("[check]\nclutser = 1\n", r"\.phalanx\.toml:2: check\.clutser is an unknown key"),
         ("[check]\ncluster = 8\n", r"\.phalanx\.toml:2: check\.cluster is not a text"),
+        ('cluster = "8xH100:4"\n', r"\.phalanx\.toml:1: cluster is an unknown key\n.*below a line \[check\]"),
         ("[[check.path]]\nskip = true\n", "says no match"),
         ('[[check.path]]\nmatch = "a"\nskip = 1\n', "is not true or false"),
     ],

@@ -112,6 +112,7 @@ def check_project(
     """
     from phalanx.rules.baseline import read_baseline, without_known
     from phalanx.rules.baseline import write_baseline as write_known
+    from phalanx.rules.foreign.detect import TrainsNothingError
     from phalanx.rules.project import can_judge, find_config, find_files, read_config, recipe_targets
 
     tell = teller(progress)
@@ -143,6 +144,10 @@ def check_project(
             for part in parts:
                 try:
                     reports.append(check(part, rules=own, allow_code=allow_code, progress=tell, **chosen, **options))
+                except TrainsNothingError as error:
+                    if part == str(path) and not skip_others:  # named by the caller; among many it is passed over
+                        failures.append(error)
+                        tell(str(error))
                 except PhalanxError as error:
                     failures.append(error)
                     tell(str(error))

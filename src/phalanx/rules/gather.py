@@ -354,7 +354,8 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
     found = convert_config(path, kind, cluster=request.cluster, overrides=request.overrides)
     recipe = next((one.partition("=")[2] for one in request.overrides if one.startswith("recipe=")), "")
     target = f"{path}::{recipe}" if recipe and path.suffix == ".py" else str(path)
-    if found.missing:  # stand-ins hold the place of model, batch or cluster: nothing may be planned from them
+    refusals = found.missing or _part_of_weights(found, path)
+    if refusals:  # stand-ins hold the place of model, batch or cluster: nothing may be planned from them
         cluster = resolve_cluster(found.cluster, base=path.parent) if found.cluster else None
         return Evidence(
             target=target,
@@ -365,12 +366,13 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
             today=today,
             origins=found.resolved.origins,
             job_file=str(path),
-            refusals=found.missing,
+            refusals=refusals,
             devices_said=found.devices,
             their_keys=found.their_keys,
             settings=found.settings,
             practice_keys=found.practice_keys,
             open_why=found.open_why,
+            partial=found.partial,
             data=_foreign_data(found, path),
             unmapped=_without_waivers(found.unmapped),
         )
@@ -389,8 +391,17 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
         settings=found.settings,
         practice_keys=found.practice_keys,
         open_why=found.open_why,
+        partial=found.partial,
         data=_foreign_data(found, path),
     )
+
+
+def _part_of_weights(found: ConvertedConfig, path: Path) -> tuple[Problem, ...]:
+    """Memory, speed and checkpoints of an adapter are not those of the whole model, which a plan has."""
+    if not found.partial:
+        return ()
+    what = f"trains a part of its weights only ({found.partial}), and the plan is of all of them"
+    return (Problem(where=str(path), what=what, fix="nothing: memory and speed of an adapter are not predicted"),)
 
 
 DATA_PATHS = ("data_path", "train_data_path")
@@ -427,7 +438,7 @@ def _is_short(found: ConvertedConfig) -> bool:
     """A test of a few steps, for which forks make up their data."""
     steps = found.settings.get("train_iters")
     text = str(steps.value) if steps is not None else ""
-    return text.isdigit() and int(text[:9]) < FEW_STEPS
+    return text.isdigit() and int(text[:9]) <= FEW_STEPS
 
 
 def _without_waivers(unmapped: Sequence[Unmapped]) -> tuple[Unmapped, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -164,6 +165,8 @@ def _refuse_unknown(
         if key not in known:
             close = nearest(key, known)
             fix = f"did you mean {close}?" if close else f"known keys: {', '.join(sorted(known))}"
+            if not place and key in KEYS:  # most files begin like that
+                fix = f"write it below a line [check]: {key} is a key of that table"
             raise _wrong(path, found, (*place, key), "is an unknown key", fix)
 
 
@@ -247,6 +250,8 @@ def can_judge(path: Path) -> bool:
             from phalanx.rules.foreign.python_config.recipes import family_of_python
 
             return bool(family_of_python(path))
+        if path.suffix == ".txt" and not _is_argument_list(path):
+            return False
         if is_plan(path) or trainer_of_file(path):
             return True
         return path.suffix == ".toml" and is_job_file(path)
@@ -256,6 +261,16 @@ def can_judge(path: Path) -> bool:
         return path.suffix != ".py" and any(mark in read_head(path, MOST_BYTES) for mark in MARKS)
     except (OSError, ValueError):
         return False
+
+
+ARGUMENTS = re.compile(rb"(--[a-z]|torchrun |python3? |deepspeed |srun |#!)")
+
+
+def _is_argument_list(path: Path) -> bool:
+    """Whether a text begins as arguments or a command do: notes and logs name arguments as well."""
+    lines = (line.strip() for line in read_head(path, 4096).splitlines())
+    first = next((line for line in lines if line and (line.startswith(b"#!") or not line.startswith(b"#"))), b"")
+    return ARGUMENTS.match(first) is not None
 
 
 def is_job_file(path: Path) -> bool:

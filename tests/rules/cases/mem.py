@@ -7,6 +7,8 @@ from dataclasses import replace
 from rules.kit import Case, Flip, evidence
 from rules.logs import good_cpu_log, good_log, good_monitor, incident
 
+from phalanx.rules.facts.trainers import Practice
+
 
 def filled(share: float, *, profile: str | None = None):
     """The good job on a device that its tensors fill to this share."""
@@ -132,6 +134,14 @@ CASES = [
     Case(rule="MEM002", name="a kernel that keeps none", verdict="pass", evidence=on_cpu(None, "")),
 ]
 FLIPS = [
+    Flip(
+        rule="MEM001",
+        limit="doubtful",
+        value=0.9,
+        evidence=lambda: replace(filled(0.95)(), practice=Practice(trainer="megatron"), their_keys={"optim.lr": "lr"}),
+        before="info",
+        after="error",
+    ),
     Flip(rule="MEM001", limit="most_share", value=0.5, evidence=filled(0.6), before="pass", after="fail"),
     Flip(
         rule="MEM002",

@@ -274,6 +274,26 @@ FLIPS = [
         after="fail",
     ),
     Flip(
+        rule="OPT001",
+        limit="low_rate",
+        value=0.001,
+        evidence=lambda: foreign("megatron", "optim.lr=1e-6", train_iters=5_000),
+        before="pass",
+        after="fail",
+    ),
+    Flip(
+        rule="DAT002",
+        limit="least_steps",
+        value=1_000,
+        evidence=lambda: replace(
+            foreign("torchtitan", training__steps=500),
+            data=read(5.0).data,
+            origins={"data.tokens": Origin(kind="file", where="f.toml:3")},
+        ),
+        before="fail",
+        after="pass",
+    ),
+    Flip(
         rule="DAT001",
         limit="least_sources",
         value=0,

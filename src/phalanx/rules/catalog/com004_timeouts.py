@@ -22,6 +22,7 @@ class Cure(TypedDict, total=False):
 
 
 # Of failures that say nothing: ByteRobust (arXiv:2509.16293) counts 5,948 implicit ones beside 43,264 explicit.
+LONGEST_S = 1e7  # the job schema's; readers of other trainers' files cut what is longer
 HANGS = 5_948 / (5_948 + 43_264)
 
 
@@ -42,12 +43,12 @@ def _judge_first(evidence: Evidence, limits: Limits) -> Outcome:
     most_s = wanted_s  # a pause that takes longer moves the bound
     if evidence.is_foreign and not is_save_known(evidence) and set_s > most_s:
         return unknown(
-            f"until steps are steady a rank waits {set_s:g} s for another; whether a save takes longer than that is "
-            "not known",
+            f"until steps are steady a rank waits {_as_text(set_s)} for another; whether a save takes longer than "
+            "that is not known",
             fix="name a cluster the planner knows (--cluster 8xH100:16) and the model (--set model.preset=…)",
             at="comm.init_timeout_s",
         )
-    statement = f"until steps are steady a rank waits {set_s:g} s for another"
+    statement = f"until steps are steady a rank waits {_as_text(set_s)} for another"
     if set_s < limits.number("init_least_s"):
         return _hasty(evidence, statement, set_s, limits.number("init_least_s"), wanted_s)
     if _is_own(evidence) and longest is not None and _across_s(evidence) < longest.seconds:
@@ -95,6 +96,16 @@ def _late_severity(evidence: Evidence, set_s: float, most_s: float, limits: Limi
 def _first_edit(wanted_s: float) -> Edit:
     note = f"torchtitan's start, or {ROOM:g} times the longest step, save, evaluation or restore"
     return Edit(key="comm.init_timeout_s", value=math.ceil(wanted_s), safe=True, note=note)
+
+
+def _as_text(seconds: float) -> str:
+    """
+    >>> _as_text(600.0), _as_text(1e7)
+    ('600 s', '10,000,000 s or more')
+    """
+    if seconds >= LONGEST_S:
+        return f"{LONGEST_S:,.0f} s or more"
+    return f"{seconds:,.0f} s" if seconds >= 1e4 else f"{seconds:.4g} s"
 
 
 def _is_own(evidence: Evidence) -> bool:
@@ -174,7 +185,7 @@ def _judge_steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         f"least {limits.number('train_least_s'):g} s = {least_s:.3g} s, to {most_s:.3g} s",
         *((longest.statement,) if longest is not None and longest.seconds > least_s else ()),
     )
-    statement = f"a rank waits {set_s:.4g} s for another in a steady step"
+    statement = f"a rank waits {_as_text(set_s)} for another in a steady step"
     if not own and longest is not None and least_s <= set_s < longest.seconds:
         return (_too_short(evidence, f"{statement}, and {longest.statement}", set_s, longest, wanted_s, formula),)
     if least_s <= set_s <= most_s:
@@ -213,7 +224,7 @@ def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> 
             fix="name a cluster the planner knows, or check the run's folder",
             at="train.timeout_s",
         )
-    statement = f"a rank waits {written:.4g} s for another in a steady step"
+    statement = f"a rank waits {_as_text(written)} for another in a steady step"
     wanted_s = max(most_s, _with_margin(longest_silence(evidence)))
     if evidence.is_foreign and not is_save_known(evidence):
         return unknown(

@@ -18,6 +18,12 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return exempt("how many tokens the job trains on does not follow from the file")
     if data is None or not data.tokens or not isinstance(tokens, int):
         return exempt("how many tokens the corpus has is not known here")
+    steps = evidence.setting_number("training.steps") or evidence.setting_number("train_iters")
+    flavour = evidence.find_setting("model.flavor")
+    if evidence.is_foreign and flavour is not None and str(flavour.value).lower().startswith("debug"):
+        return exempt("a model for tests: nothing is learnt")
+    if evidence.is_foreign and steps is not None and steps <= limits.number("least_steps"):
+        return exempt(f"{steps:,.0f} steps are a test: nothing is learnt")
     epochs, most = tokens / data.tokens, limits.number("most_epochs")
     statement = f"{format_count(tokens)} tokens of a corpus of {format_count(data.tokens)}: {epochs:,.1f} epochs"
     formula = (f"{tokens:.4g} / {data.tokens:.4g} = {epochs:.3g} epochs",)
@@ -49,9 +55,11 @@ corpus of a test, or a step count for another batch.
 """,
     how="""
 `tokens of the job / tokens of the corpus <= 4`. Tokens are counted where the data is on this machine (`.bin` and
-`.idx` of Megatron, manifests of `phalanx data build`), or the corpus is known by its name (`c4`).
+`.idx` of Megatron, manifests of `phalanx data build`), or the corpus is known by its name (`c4`). Other trainers'
+files with at most 100 steps are tests and are not judged.
 """,
     limits={
+        "least_steps": Limit(value=100, unit="steps", note="of another trainer's file that is no test: our choice"),
         "most_epochs": Limit(value=4.0, unit="epochs", note="as good as new up to here: arXiv:2305.16264"),
     },
     bad="torchtitan: training.dataset = c4_test, training.steps = 100000",

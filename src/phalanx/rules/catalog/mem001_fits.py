@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from phalanx.plan.plan import Plan
 from phalanx.plan.request import trains_with_phalanx
@@ -10,17 +11,25 @@ from phalanx.plan.search import DECIDES, FULL_MEMORY
 from phalanx.plan.trainer_memory import MEMORY_ERROR
 from phalanx.rules.catalog.shared import refusal_text
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
+from phalanx.rules.outcome import Impact, Outcome, Severity, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_bytes
 
+# Trainers around Hugging Face's, where torch_dtype of the loaded model decides; DeepSpeed always keeps an fp32 copy.
+LOADED_BY_CODE = ("axolotl", "transformers", "ms-swift", "llama-factory")
+SMALL_STATES = re.compile(
+    r"8bit|8-bit|4bit|paged|adafactor|galore|lomo|sgd|lion|apollo|muon|ademamix|adam_mini|shampoo"
+)
 NO_START = Impact(note="the job ends when it runs out of memory, mostly in its first steps: nothing is trained")
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
     """The fullest device against its share; or the planner's refusal."""
-    if evidence.plan is None or any("does not fit" in one.what for one in evidence.refusals):
-        return _judge_refusal(evidence)
+    refused = any("does not fit" in one.what for one in evidence.refusals)
+    if refused and (open_formats := _open_formats(evidence)):
+        return open_formats
+    if evidence.plan is None or refused:
+        return _judge_refusal(evidence, _severity(evidence, limits))
     memory = evidence.plan.memory
     if not (memory.device_bytes > 0 and math.isfinite(memory.total_bytes)):
         return unknown("the memory of this device is not known", fix="give memory_bytes in a cluster file")
@@ -36,14 +45,40 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return passed(
             statement + _doubtful_memory(evidence.plan), formula=formula, value=share, threshold=most, at="plan:memory"
         )
+    if open_formats := _open_formats(evidence):
+        return open_formats
     return failed(
         f"{statement}, more than {most:.0%}",
         formula=formula,
         value=share,
         threshold=most,
         at="plan:memory",
+        severity=_severity(evidence, limits),
         impact=NO_START,
         fix=_layout_with_headroom(evidence.plan, min(most * memory.device_bytes, FULL_MEMORY * memory.usable_bytes)),
+    )
+
+
+def _severity(evidence: Evidence, limits: Limits) -> Severity | None:
+    """Of another trainer's file a remark, where our prediction is not far enough above the device to be sure."""
+    if not evidence.is_foreign or evidence.plan is None:
+        return None
+    memory = evidence.plan.memory
+    return "info" if memory.total_bytes <= limits.number("doubtful") * memory.device_bytes else None
+
+
+def _open_formats(evidence: Evidence) -> Outcome | None:
+    """A Trainer's weights and states have the format that the model was loaded in: half or a quarter of the memory."""
+    if evidence.practice.trainer not in LOADED_BY_CODE:
+        return None
+    optimizer = evidence.find_setting("optimizer", "optim")
+    if optimizer is not None and SMALL_STATES.search(str(optimizer.value).lower()):
+        return unknown(f"the states of {str(optimizer.value)[:40]} are smaller than Adam's, and not predicted")
+    if evidence.stated("precision.master_weights"):
+        return None
+    return unknown(
+        f"whether {evidence.practice.trainer} keeps fp32 weights and states follows from how the model is loaded",
+        fix="give --set precision.master_weights=true, or false where all is bf16",
     )
 
 
@@ -54,7 +89,7 @@ def _doubtful_memory(plan: Plan) -> str:
     return f", less than {MEMORY_ERROR:.0%} below what is usable: {DECIDES}"
 
 
-def _judge_refusal(evidence: Evidence) -> Outcome:
+def _judge_refusal(evidence: Evidence, severity: Severity | None) -> Outcome:
     """No plan: because nothing fits, or for a reason that is not this rule's."""
     for problem in evidence.refusals:
         if "does not fit" in problem.what:
@@ -62,6 +97,7 @@ def _judge_refusal(evidence: Evidence) -> Outcome:
                 problem.what,
                 formula=(problem.why,) if problem.why else (),
                 at="plan:memory",
+                severity=severity,
                 impact=NO_START,
                 fix=problem.fix or "use more devices, or devices with more memory",
             )
@@ -98,9 +134,11 @@ live in the same memory, so CPU ranks get 80 %; a TPU's compiler lays memory out
 ZeRO stage, recompute and schedule as `phalanx plan` prints it; a CPU rank's device is its share of the host. A
 planner that finds no layout that fits is a failure of this rule, in the planner's words. Where a step of our own
 trainer fills more than 94 % of the usable memory, its count (within 6 % of the traced step) leaves open whether it
-fits: `phalanx trace JOB --against-plan` decides, and exits with 1 if it does not.
+fits: `phalanx trace JOB --against-plan` decides, and exits with 1 if it does not. Of another trainer's file less than
+15 % above the device is a remark (our choice): so far our prediction may be off, and the file may well be running.
 """,
     limits={
+        "doubtful": Limit(value=1.15, unit="x", note="of the device, in other trainers' files a remark: our choice"),
         "most_share": Limit(
             value=0.90,
             note="of the device; cpu: of the rank's share of RAM; tpu: compiler-exact; our choice, "

@@ -25,6 +25,18 @@ STARTED = (
 )
 
 
+OPTIMIZER_KEYS = (
+    "optimizer",
+    "optim",
+    "optimizer.name",
+    "optimizer.type",
+    "optimizer.params.type",
+    "optimizer.optimizer_factory.name",
+    "model.optim.name",
+    "optimizer_type",
+)
+
+
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Every setting of the optimizer that somebody stated."""
     if not any(evidence.stated(f"optim.{name}") for name in ("lr", "weight_decay", "eps", "betas", "warmup_tokens")):
@@ -38,6 +50,14 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     )
     rate = evidence.the_job.optim.lr
     return found or (passed(f"learning rate {rate:g} and the rest are within what others train with", value=rate),)
+
+
+def _optimizer_name(evidence: Evidence) -> str:
+    """As another trainer's file spells it; the job's, where it says none."""
+    for name in OPTIMIZER_KEYS:
+        if (said := evidence.find_setting(name)) is not None and isinstance(said.value, str):
+            return said.value.lower()
+    return evidence.the_job.optim.name
 
 
 def usual_rate(parameters: float | None, batch_tokens: float | None) -> float:
@@ -66,16 +86,18 @@ def _parameters(evidence: Evidence) -> float | None:
 
 def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     optim = evidence.the_job.optim
-    if not evidence.stated("optim.lr"):
+    if not evidence.stated("optim.lr") or evidence.partial:  # adapters and projectors have rates of their own
         return
-    batch = evidence.the_job.batch.global_tokens
-    usual = usual_rate(_parameters(evidence), float(batch) if batch and evidence.plan is not None else None)
-    most = limits.number("most_rate") * (limits.number("muon") if optim.name == "muon" else 1.0)
+    name, usual = _optimizer_name(evidence), _usual_rate_here(evidence)
+    if evidence.is_foreign and not any(one in name for one in ("adam", "muon")):
+        return  # published rates are Adam's; Lion, SGD and others have their own
+    most = limits.number("most_rate") * (limits.number("muon") if "muon" in name else 1.0)
     ratio = optim.lr / usual
     if ratio <= most:
         return
+    whose = "published runs of this size" if _parameters(evidence) else "any published run"
     yield failed(
-        f"a learning rate of {optim.lr:g} is {ratio:,.0f} times that of published runs of this size, {usual:.2g}",
+        f"a learning rate of {optim.lr:g} is {ratio:,.0f} times that of {whose}, {usual:.2g}",
         formula=(f"{optim.lr:g} / {usual:.2g} = {ratio:.3g} > {most:g} (a threshold of ours)",),
         value=optim.lr,
         threshold=most * usual,
@@ -84,6 +106,11 @@ def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
         impact=DIVERGES,
         fix=f"about {usual:.1g}, unless a run of this model and parameterisation shows otherwise",
     )
+
+
+def _usual_rate_here(evidence: Evidence) -> float:
+    batch = evidence.the_job.batch.global_tokens
+    return usual_rate(_parameters(evidence), float(batch) if batch and evidence.plan is not None else None)
 
 
 def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
@@ -101,7 +128,7 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     batch, steps = job.batch.global_tokens, evidence.setting_number("train_iters")
     if steps is None and isinstance(tokens, int) and batch:
         steps = tokens / batch
-    if evidence.is_foreign and steps is not None and steps < limits.number("least_steps"):
+    if evidence.is_foreign and steps is not None and steps <= limits.number("least_steps"):
         return  # a few steps, to see whether they run: nothing is learnt either way
     if evidence.stated(key) and share > limits.number("most_warmup") and not cut_short:
         yield failed(
@@ -116,6 +143,8 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     elsewhere = bool(evidence.open_why or evidence.find_setting(*STARTED))
     if warmup > 0 or job.train.weights or not evidence.stated("optim.lr") or elsewhere:
         return
+    if evidence.is_foreign and job.optim.lr <= limits.number("low_rate") * _usual_rate_here(evidence):
+        return  # a rate of fine-tuning, or of going on with weights from elsewhere
     absent = evidence.practice.trainer == "megatron" and not any("warmup" in name for name in evidence.settings)
     if not (evidence.stated(key) and (evidence.is_foreign or evidence.written(key))) and not absent:
         return
@@ -195,19 +224,22 @@ of 10 or an epsilon of 0.5 start without a word and learn nothing. Published rat
 125M parameters to 6e-5 at 175B (GPT-3, table 2.1), and differ by a factor of three, not of thirty.
 """,
     how="""
-`lr <= 10 × 6e-4 · (125M / parameters)^0.32 · sqrt(batch / 0.5M tokens)`, the last factor within 0.25 and 2 (Muon: ten
+`lr <= 10 × 6e-4 · (125M / parameters)^0.32 · sqrt(batch / 0.5M tokens)`, the last factor within 0.25 and 2 (Muon: 30
 times that; 20 times beyond is an error); a warm-up, at most half of the tokens, where training starts from new
-weights (of our own jobs only where `warmup_tokens` is written; other trainers' files with fewer than 100 steps are
-tests, and schedules that decay beyond the end of the run are those of a longer one: their warm-up is not judged);
+weights (of our own jobs only where `warmup_tokens` is written; other trainers' files with at most 100 steps are
+tests, schedules that decay beyond the end of the run are those of a longer one, and a rate below a fifth of the usual
+one is one of fine-tuning: their warm-up is not judged); other optimizers than Adam and Muon have rates of their own, as
+adapters and projectors have;
 weight decay `<= 0.5`; epsilon `<= 1e-4`; `beta1 <= 0.99`, `beta2 >= 0.9`, both below 1. Only what a file or its
 trainer's documented default states is judged. All thresholds are our choice, far outside of what is published.
 """,
     limits={
         "most_rate": Limit(value=10.0, unit="x", note="of the usual learning rate of the size: our choice"),
         "error_factor": Limit(value=20.0, unit="x", note="beyond that bound it is an error: our choice"),
-        "muon": Limit(value=10.0, unit="x", note="larger rates of Muon's normalised updates: our choice"),
+        "muon": Limit(value=30.0, unit="x", note="larger rates of Muon's normalised updates: our choice"),
         "most_warmup": Limit(value=0.5, note="of the tokens: our choice"),
         "least_steps": Limit(value=100, unit="steps", note="of another trainer's file that is no test: our choice"),
+        "low_rate": Limit(value=0.2, unit="x", note="of the usual rate: no warm-up is missed there: our choice"),
         "most_decay": Limit(value=0.5, note="weight decay; twice as much is an error: our choice"),
         "most_eps": Limit(value=1e-4, note="Adam's epsilon; Llama 2 has 1e-5: our choice"),
         "least_beta2": Limit(value=0.9, note="of the second moment; GPT-3 and Llama have 0.95: our choice"),

@@ -21,7 +21,8 @@ def unstated_key(evidence: Evidence, key: str, what: str) -> Outcome | None:
 
 def refusal_text(problem: Problem) -> str:
     """Why there is no plan, as a sentence: what a configuration does not say lacks its subject."""
-    return f"the configuration {problem.what}" if problem.what.startswith("does not say") else problem.what
+    silent = problem.what.startswith(("does not say", "trains a part"))
+    return f"the configuration {problem.what}" if silent else problem.what
 
 
 def how_to_say(evidence: Evidence, key: str) -> str:

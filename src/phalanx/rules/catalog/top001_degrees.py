@@ -14,7 +14,7 @@ from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 SIZES = re.compile(r"\b(tensor|context|pipeline|data|expert) (\d{1,9})\b")  # as the planner writes them
 # A configuration of another trainer, as rules/foreign reads it: nothing is wrong, only missing or left open.
-SILENT = ("does not say", "may be given more arguments")
+SILENT = ("does not say", "may be given more arguments", "trains a part of its weights")
 LEFT_OPEN = (" is not known: ", " is not a number", "which is not in this folder")
 NO_START = Impact(points=100.0, note="the job does not start")
 
@@ -52,6 +52,9 @@ def _judge_refusal(evidence: Evidence, problem: Problem) -> Outcome:
     if split is not None and "embedding" in str(split.value) and "parallel.pipeline" in problem.what:
         # Megatron-DeepSpeed with type:transformer|embedding: BLOOM's 70 layers are fine-tuned in 72 stages.
         return unknown("embeddings are stages of their own here, which the planner does not know", fix=problem.fix)
+    if evidence.is_foreign and "logits on a rank" in problem.what:
+        # Ours ends there; others cut the loss into pieces, index with 64 bits, or pad to less than the longest sample.
+        return unknown(problem.what.removeprefix("no layout can run: "), fix="nothing, if it runs: no plan is made")
     if evidence.is_foreign and any(words in problem.what for words in LEFT_OPEN):
         return unknown(problem.what, fix=problem.fix)
     statement = f"{problem.what}: {problem.why}" if problem.why else problem.what

@@ -99,6 +99,7 @@ def _megatron(evidence: Evidence) -> Iterator[Broken]:
     described = (
         evidence.find_setting("num_layers") is not None and not evidence.open_why
     )  # else the model's own class says how many experts
+    described = described and evidence.find_setting("num_experts") is None  # it may stand there as a variable
     if _whole(evidence, "expert_model_parallel_size") > 1 and not experts and described:
         yield "expert_model_parallel_size", "expert ranks for a model without experts", "leave it out, or name experts"
     if experts and (top := _whole(evidence, "moe_router_topk")) > experts:
@@ -110,7 +111,7 @@ def _megatron(evidence: Evidence) -> Iterator[Broken]:
 def _arguments(evidence: Evidence) -> Iterator[Broken]:
     """Of Megatron-LM's own argument list: training/arguments.py, validate_args."""
     has = evidence.find_setting
-    if has("train_iters") and has("train_samples"):
+    if _whole(evidence, "train_iters") and _whole(evidence, "train_samples"):
         yield "train_samples", "--train-iters and --train-samples exclude each other", "give one of the two"
     # Nothing that does not stand there can be given; a fork, known by arguments of its own, may not ask for it.
     whole = not evidence.open_why and not any(one.is_own_flag for one in evidence.unmapped)

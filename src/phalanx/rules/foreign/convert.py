@@ -17,6 +17,7 @@ from phalanx.job.load import ResolvedJob, load_table
 from phalanx.job.schema import SECTIONS
 from phalanx.rules.evidence import ForeignSetting, Unmapped
 from phalanx.rules.facts.trainers import Practice, habits_of
+from phalanx.rules.foreign.adapters import partial_training
 from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, their_keys, value_text
 from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, add_stand_ins, complete_job
 from phalanx.rules.foreign.job_text import UNKNOWN_CLUSTER, render_job_file
@@ -47,6 +48,7 @@ class ConvertedConfig:
     settings: Mapping[str, ForeignSetting]  # every setting, by its own name and by the reader's word for it
     practice_keys: Mapping[str, str]  # field of `practice` -> the setting that changed it
     open_why: str  # why what the file leaves out may still be given; empty where it may not
+    partial: str  # which setting makes it train a part of the weights only; empty where all are trained
 
 
 def convert_config(
@@ -142,8 +144,11 @@ def _converted_config(
 ) -> ConvertedConfig:
     steps = config.values.pop("checkpoint.steps", None)
     written = dict(config.values)  # as the file says them, also where no job may have them
+    partial = partial_training(config, trainer.name)
     if not config.missing:
-        resolved = _with_interval(config, steps, found)
+        if partial:  # no plan says how long its steps take
+            _leave_steps(config, steps)
+        resolved = _with_interval(config, None if partial else steps, found)
     if config.missing:
         _leave_steps(config, steps)
         add_stand_ins(config)
@@ -169,6 +174,7 @@ def _converted_config(
         their_keys=their_keys(config.theirs, title=config.title, arguments=trainer.name == "megatron"),
         settings=_raw_settings(config),
         open_why=config.open_why,
+        partial=partial,
         practice_keys={
             one.text.removeprefix("practice: "): key
             for key, one in config.settled.items()

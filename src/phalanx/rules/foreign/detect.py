@@ -166,7 +166,7 @@ def trainer_of_file(path: Path) -> str:
         keys = {key.replace("-", "_") if path.suffix != ".json" else key for key in read_tree(path)}
         if any(key.startswith("MODEL_ARGS.") for key in keys):
             flags = {key.removeprefix("MODEL_ARGS.") for key in keys}
-            return _refuse_inference(path) if _only_generates(flags) else "megatron"
+            return refuse_inference(path) if _only_generates(flags) else "megatron"
         return _match_keys(keys, path.suffix) or _refuse_unknown(path, keys)
     if path.suffix == ".py":
         from phalanx.rules.foreign.python_config.recipes import family_of_python
@@ -183,7 +183,7 @@ def trainer_of_file(path: Path) -> str:
     if path.suffix in SCRIPTS and (other := _script_of_others(lines)):
         return _refuse_script(path, other)
     if has_flags and (_only_generates(text) or _only_other_programs(lines)):
-        return _refuse_inference(path)
+        return refuse_inference(path)
     if not has_flags and path.suffix in SCRIPTS:
         return _refuse_script(path, "")
     return "megatron" if has_flags else ""
@@ -289,11 +289,12 @@ class TrainsNothingError(UserError):
     """A file of a trainer that is for something else than training: a search for files passes it over."""
 
 
-def _refuse_inference(path: Path) -> str:
+def refuse_inference(path: Path) -> str:
+    """Raises the error for a file that trains nothing."""
     told = mistake(
         str(path),
         "trains nothing: there is nothing to check",
-        why="it generates text, or converts a checkpoint (--load-dir and --save-dir)",
+        why="it generates text, converts or evaluates a checkpoint, and is given neither a length nor a learning rate",
         fix="check the configuration that the model was trained with",
     )
     raise TrainsNothingError(told.problems)

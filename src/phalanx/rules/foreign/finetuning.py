@@ -111,6 +111,8 @@ def translate_axolotl(config: Conversion) -> None:
     on = recompute not in ("", "false", "none")
     config.set_value("parallel.recompute", "full" if on else "none", "gradient_checkpointing")
     _read_precision(config)
+    if not (config.has_leaf("bf16") or config.has_leaf("bfloat16") or config.has_leaf("fp16")):
+        config.unknown["precision.compute"] = "neither bf16 nor fp16 is said: Axolotl's default changed to bf16: auto"
     _read_optimizer(config)
     config.settle_rest(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
 
@@ -128,6 +130,7 @@ def translate_llama_factory(config: Conversion) -> None:
     if config.read_word("finetuning_type") == "full":
         config.skip_leaf("finetuning_type", "all weights are trained, as the plan assumes")
     _read_precision(config)
+    config.assume_default("precision.master_weights", not config.read_flag("pure_bf16"), "fp32 unless pure_bf16")
     _read_optimizer(config)
     config.settle_rest(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
 
@@ -233,6 +236,8 @@ def _read_precision(config: Conversion) -> None:
         config.set_value("precision.compute", "fp16", "fp16")
     else:
         config.set_value("precision.compute", "fp32", "bf16", "fp16", note="neither bf16 nor fp16")
+    if config.read_word("deepspeed") not in ("", "false"):
+        config.assume_default("precision.master_weights", True, "DeepSpeed keeps fp32 weights")
     config.assume_default("comm.init_timeout_s", 1_800, "ddp_timeout of the Trainer")
     timeout = config.read_number("ddp_timeout")
     if timeout is not None and timeout > 0:

@@ -331,6 +331,7 @@ DECISIVE = {
     "ds.zero_optimization.stage": "parallel.zero",
     "zero_stage": "parallel.zero",
     "deepspeed_config": "parallel.zero",
+    "ds.zero_optimization.offload_optimizer.device": "parallel.offload",
     "use_distributed_optimizer": "parallel.zero",
     "use_megatron_fsdp": "parallel.zero",
     "use_torch_fsdp2": "parallel.zero",
@@ -397,12 +398,14 @@ def add_stand_ins(config: Conversion) -> None:
     chunks = config.int_of("parallel.virtual_pipeline")
     heads = config.int_of("model.heads", max(1, tensor))
     model = {"name": "unknown", "layers": max(1, stages * chunks), "heads": heads, "hidden": 64 * heads, "vocab": 1}
-    if _missing_sizes(config):
+    lacking = _missing_sizes(config)
+    if lacking:
         for name, value in ({"ffn": 64 * heads, "kv_heads": heads, "head_dim": 64} | model).items():
             config.values.setdefault(f"model.{name}", JobSetting(value=value, note=STAND_IN))
-        if (experts := config.int_of("parallel.expert")) > 1 and "model.experts" not in config.values:
-            for name, value in {"experts": experts, "experts_per_token": 1, "expert_ffn": 64}.items():
-                config.values.setdefault(f"model.{name}", JobSetting(value=value, note=STAND_IN))
+    experts, known = config.int_of("parallel.expert"), "model.experts" in config.values
+    if experts > 1 and not known and (lacking or "num_experts" in config.unreadable):
+        for name, value in {"experts": experts, "experts_per_token": 1, "expert_ffn": 64}.items():
+            config.values.setdefault(f"model.{name}", JobSetting(value=value, note=STAND_IN))
     if not config.values.keys() & {"batch.global_sequences", "batch.global_tokens"}:
         size = config.int_of("batch.micro") * config.int_of("parallel.data")
         config.values["batch.global_sequences"] = JobSetting(value=size, note=STAND_IN)

@@ -13,6 +13,9 @@ from phalanx.rules.foreign.conversion import Conversion
 
 # Models that are built around a known one: what they add is not in its shape.
 _MORE = re.compile(r"llava|vision|sharegpt4v|audio|omni|(?<![a-z0-9])(vl|vlm|mm|video)(?![a-z0-9])")
+# A known model with other sizes is another one (model_config and overrides_of_model_config of Axolotl, and their like).
+_CHANGES = re.compile(r"(--)?(overrides_of_model_config|model_config|config_overrides|override_config)[._]")
+_SIZES = re.compile(r"hidden_size|layers|heads|intermediate_size|experts|vocab_size")
 GIVE_SHAPE = "give --set model.hf_config=config.json"
 
 
@@ -92,7 +95,10 @@ def read_named_model(config: Conversion, key: str) -> None:
     leaf = config.find_leaf(key)
     if leaf is None:
         return
-    if model := model_of_hugging_face(str(leaf.value)):
+    changed = next((one for one in config.leaves if _CHANGES.match(one) and _SIZES.search(one)), "")
+    if changed:
+        config.leave_unmapped(key, f"{changed} changes its shape: {GIVE_SHAPE}")
+    elif model := model_of_hugging_face(str(leaf.value)):
         set_known_model(config, model, key)
     else:
         config.leave_unmapped(key, f"no model of this name is known: {GIVE_SHAPE}")

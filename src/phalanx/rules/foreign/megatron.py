@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,14 @@ from phalanx.errors import mistake
 from phalanx.rules.foreign import mcore
 from phalanx.rules.foreign.config_files import read_tree
 from phalanx.rules.foreign.conversion import Conversion, ReadConfig
-from phalanx.rules.foreign.shell.training_command import leaves_of_script, read_script
+from phalanx.rules.foreign.detect import TrainsNothingError, refuse_inference
+from phalanx.rules.foreign.shell.training_command import (
+    MEGATRON_SIGNS,
+    TrainingCommand,
+    canonical_flag,
+    leaves_of_script,
+    read_script,
+)
 from phalanx.rules.foreign.shell.written_json import named_json
 
 SAME = {  # other spellings of one argument
@@ -160,15 +168,37 @@ def read_config(path: Path, variables: Mapping[str, str]) -> ReadConfig:
         return ReadConfig(leaves={key: replace(leaf, key=key) for key, leaf in short.items()})
     reading = read_script(path, variables)
     if not reading.commands:
-        raise mistake(
+        told = mistake(
             str(path),
             "starts no training program of Megatron",
             why="none of its commands is given arguments such as --num-layers and --micro-batch-size",
             fix="check the script that starts the training",
         )
+        raise TrainsNothingError(told.problems)
+    if all(_trains_nothing(one) for one in reading.commands):
+        refuse_inference(path)
     leaves = leaves_of_script(reading)
     leaves |= named_json(reading, leaves)
     return ReadConfig(leaves=leaves, open_why=next((one.open_why for one in reading.commands if one.open_why), ""))
+
+
+def _trains_nothing(command: TrainingCommand) -> bool:
+    """A program that is not called after training and is told neither how long nor how fast: it converts, or evaluates.
+
+    It is given Megatron's arguments all the same, to build the model.
+    """
+    flags = {canonical_flag(flag) for arguments in command.program for flag in arguments}
+    programs = [word.rpartition("/")[2] for word in command.command.argv if word.endswith(".py")]
+    named = any(re.search(r"train|tune|sft", name) for name in programs)
+    lengths = [
+        arguments.get(flag, ())
+        for arguments in command.program
+        for flag in arguments
+        if canonical_flag(flag) in ("train_iters", "train_samples")
+    ]
+    if lengths and all(words == ("0",) for words in lengths) and not command.open_why:
+        return True  # --train-iters 0: the loss of a checkpoint is evaluated
+    return bool(programs) and not (named or command.open_why or flags & MEGATRON_SIGNS.asked)
 
 
 def translate_config(config: Conversion) -> None:
@@ -225,6 +255,10 @@ def _read_deepspeed(config: Conversion) -> None:
     names = (f"{JSON}zero_optimization.offload_optimizer.device", f"{JSON}zero_optimization.cpu_offload")
     if config.read_word(names[0]) in ("cpu", "nvme") or config.read_flag(names[1]):
         config.set_value("parallel.offload", "optimizer", *names)
+    elif config.read_flag("cpu_optimizer"):
+        config.set_value("parallel.offload", "optimizer", "cpu_optimizer")
+    elif leaf is not None and leaf.unknown:
+        config.unknown["parallel.offload"] = f"the DeepSpeed JSON {leaf.unknown}"
     if str(config.job_value("precision.compute")) == "fp16" and "precision.loss_scale" in config.values:
         scale = config.read_number(f"{JSON}fp16.loss_scale")
         if scale is not None:

@@ -160,6 +160,8 @@ def translate_config(config: Conversion) -> None:
         _strongest_place(config, key)
     if "distributed" in config.read_word("optimizer") and "optimizer" in config.read_as:
         config.rename_leaf("use_distributed_optimizer", config.read_as["optimizer"].key, True)
+    for name, key in TOKENIZERS:
+        config.rename_leaf(name, key)
     mcore.translate_config(config, whole=False)
     _read_amp(config)
     for key in ("model.grad_allreduce_chunk_size_mb", "model.optim.bucket_cap_mb"):
@@ -174,6 +176,13 @@ def translate_config(config: Conversion) -> None:
     )
 
 
+# NeMo 1: a name on Hugging Face as `type`, or a file as `model`; Megatron-Bridge has Megatron's words.
+TOKENIZERS = (
+    ("tokenizer_name_or_path", "model.tokenizer.type"),
+    ("tokenizer_model", "model.tokenizer.model"),
+    ("tokenizer_model", "tokenizer.tokenizer_model"),
+    ("tokenizer_type", "tokenizer.tokenizer_type"),
+)
 REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
 MOST_HOPS = 8
 

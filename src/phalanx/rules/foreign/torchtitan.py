@@ -87,11 +87,34 @@ def _read_converters(config: Conversion) -> None:
             config.skip_leaf(key, "how fp8 is scaled: precision.compute is fp8 either way")
 
 
+# Of torchtitan's [model] in any edition; a section with other keys and neither name nor flavour is a fork's.
+MODEL_KEYS = frozenset(
+    {
+        "model.name",
+        "model.flavor",
+        "model.norm_type",
+        "model.tokenizer_path",
+        "model.hf_assets_path",
+        "model.converters",
+        "model.print_after_conversion",
+        "model.use_flex_attn",
+        "model.attn_mask_type",
+        "model.attn_type",
+        "model.vocab_size",
+        "model.max_seq_len",
+    }
+)
+
+
 def _read_model(config: Conversion) -> None:
     held = [config.find_leaf("model.name"), config.find_leaf("model.flavor")]
     recipe = any(key.endswith("_target_") for key in config.leaves)
     if any(one is not None and one.unknown for one in held) or (recipe and held[1] is None):
         config.read_word("model.flavor")
+        return
+    own = next((key for key in config.leaves if key.startswith("model.") and key not in MODEL_KEYS), "")
+    if own and held == [None, None]:
+        config.leave_unmapped(own, "a fork's own model, whose shape is code that is not read")
         return
     name, flavor = config.read_word("model.name") or "llama3", config.read_word("model.flavor") or "debugmodel"
     # The TOML editions had none of these two: there they are a fork's own.

@@ -9,6 +9,7 @@ from phalanx.errors import mistake
 from phalanx.rules.foreign import mcore
 from phalanx.rules.foreign.config_files import read_tree
 from phalanx.rules.foreign.conversion import Conversion, Leaf, ReadConfig
+from phalanx.rules.foreign.detect import TrainsNothingError
 from phalanx.rules.foreign.finetuning import ADAPTER, IRRELEVANT, UNMAPPED, translate_trainer
 from phalanx.rules.foreign.known_models import read_named_model
 from phalanx.rules.foreign.megatron import IRRELEVANT as MEGATRON_IRRELEVANT
@@ -59,7 +60,8 @@ def _read_command(path: Path, variables: Mapping[str, str], signs: CommandSigns,
     verbs = {verb_of(one.command.argv, MEGATRON_VERBS) is not None for one in reading.commands}
     if not reading.commands or len(verbs) > 1:
         what = nothing if not reading.commands else "starts both swift and megatron"
-        raise mistake(str(path), what, fix="check the script that starts the training")
+        told = mistake(str(path), what, fix="check the script that starts the training")
+        raise told if reading.commands else TrainsNothingError(told.problems)
     leaves = leaves_of_script(reading)
     named = named_json(reading, leaves)
     if signs.verbs and verbs.pop():

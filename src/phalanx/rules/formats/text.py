@@ -35,22 +35,25 @@ def report_lines(reports: Sequence[CheckReport], *, verbose: bool = False) -> It
     for number, report in enumerate(reports):
         if number:
             yield "", ""
-        for style, text in _page_lines(report, verbose=verbose):
+        brief = len(reports) > 1 and not verbose and report.trainer != "phalanx"
+        for style, text in _page_lines(report, verbose=verbose, brief=brief):
             yield style, printable(text, most=MOST_TEXT)
     for style, text in _habit_lines(reports):
         yield style, printable(text, most=MOST_TEXT)
 
 
-def _page_lines(report: CheckReport, *, verbose: bool) -> Iterator[Line]:
+def _page_lines(report: CheckReport, *, verbose: bool, brief: bool) -> Iterator[Line]:
+    """`brief` is for one of many files of other trainers: what nobody knows is mostly the same for each."""
     for one in report.problems:
         yield from finding_lines(one, report)
         yield "", ""
     yield from (("warning", f"! {line}") for line in report.notes)
     if report.notes:
         yield "", ""
-    yield from _unknown_lines(report)
+    yield from _unknown_lines(report, brief=brief)
     yield from _waived_lines(report)
-    yield from _unmapped_lines(report)
+    if not brief:
+        yield from _unmapped_lines(report)
     if verbose:
         yield from _passed_lines(report)
     yield "head", f"{report.target}: {summary_of(report)}"
@@ -91,17 +94,20 @@ def fix_lines(outcome: Outcome) -> Iterator[str]:
         yield f"fix: {outcome.fix}"
 
 
-def _unknown_lines(report: CheckReport) -> Iterator[Line]:
-    """Missing evidence, by what is missing: one line for many rules."""
+def _unknown_lines(report: CheckReport, *, brief: bool) -> Iterator[Line]:
+    """Missing evidence, by what is missing: one line for many rules; in brief, what the file leaves open."""
     groups: dict[tuple[str, str], list[str]] = {}
     for one in report.findings:
         if one.verdict == "unknown" and not report.require_evidence:  # else each is a problem, and told above
             rules = groups.setdefault((one.outcome.what, one.outcome.fix), [])
             rules += [one.rule.id] if one.rule.id not in rules else []
-    for (what, fix), rules in groups.items():
+    shown = {key: rules for key, rules in groups.items() if not brief or "TOP001" in rules}
+    for (what, fix), rules in shown.items():
         yield "info", f"? {' '.join(rules)}  {what}"
         if fix:
             yield "quiet", f"    {fix}"
+    if others := {rule for key, rules in groups.items() if key not in shown for rule in rules}:
+        yield "quiet", f"? {plural(len(others), 'rule')} more cannot be judged: phalanx check {report.target} says why"
     if groups:
         yield "", ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +13,19 @@ from phalanx.rules.foreign.shell.conditions import UNDECIDED, ConditionVerdict
 from phalanx.rules.foreign.shell.expansion import expand_fields, expand_text
 from phalanx.rules.foreign.shell.outputs import printed_output
 from phalanx.rules.foreign.shell.own_commands import DONE, OWN, Outcome, declare_variables
-from phalanx.rules.foreign.shell.partial_text import OPEN
+from phalanx.rules.foreign.shell.partial_text import OPEN, is_known
+from phalanx.rules.foreign.shell.python_text import NAMED_FILE, files_it_may_write, follow_python, program_text
 from phalanx.rules.foreign.shell.scanner import ShellSyntaxError
 from phalanx.rules.foreign.shell.script_state import StartedCommand, merge_states
 from phalanx.rules.foreign.shell.syntax import (
     AndOr,
     ArithmeticCommand,
     Assignment,
+    Block,
     CommandGroup,
+    IfClause,
     Node,
+    Pipeline,
     SimpleCommand,
     TestClause,
     Word,
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 Condition = Callable[[], ConditionVerdict]
 MOST_SOURCED = 1 << 18
 SHELLS = ("bash", "sh", "zsh", "dash")
+PYTHONS = ("python", "python3")
+OUTPUT_FLAG = re.compile(r"-o|--(out|output|save|dest|destination|write|to)([-_]?(file|path|json|config))?")
 PREFIXES = ("exec", "nohup", "command", "builtin", "time", "sudo", "stdbuf", "setsid")
 # What is neither a launch nor of any effect on one.
 QUIET = frozenset(
@@ -148,7 +155,11 @@ def start_command(shell: Interpreter, argv: list[str], node: SimpleCommand, envi
         name = argv[0].rpartition("/")[2]
     if name in SHELLS and (found := _inner_script(shell, argv[1:])) is not None:
         return found
-    text = printed_output(argv, shell.input_text(node.redirects), shell.read_file)
+    given = shell.input_text(node.redirects)
+    if name in PYTHONS and (program := program_text(argv[1:], given)) is not None:
+        _follow_program(shell, program, node)
+        return UNDECIDED, None
+    text = printed_output(argv, given, shell.read_file)
     if name == "sed" and "-i" in argv:
         target = argv[-1]
         shell.write_file(target, shell.open_mark(f"{target} as sed changes it") if text is None else text, append=False)
@@ -167,10 +178,44 @@ def start_command(shell: Interpreter, argv: list[str], node: SimpleCommand, envi
         "awk",
     ):
         _redirect(shell, node, shell.open_mark(f"what {name} prints"))
+    if name in ("cp", "mv") and len(argv) == 3:
+        _copy_file(shell, argv[1], argv[2])
+    elif name in PYTHONS:
+        _heed_outputs(shell, argv)
     if name in QUIET or not name:
         return UNDECIDED, None
     _note_start(shell, argv, environment)
     return UNDECIDED, None
+
+
+def _follow_program(shell: Interpreter, program: str, node: SimpleCommand) -> None:
+    """A program of Python within the script: what it prints and writes, or that its files may hold anything."""
+    found = follow_python(program, shell.read_file)
+    if found is None:
+        for name in files_it_may_write(program):
+            shell.write_file(
+                name, shell.open_mark(f"{name} as the Python program in line {shell.line} writes it"), append=False
+            )
+        if node.redirects:
+            _redirect(shell, node, shell.open_mark(f"what the Python program in line {shell.line} prints"))
+        return
+    for name, text in found.written.items():
+        shell.write_file(name, text, append=False)
+    _redirect(shell, node, found.printed)
+
+
+def _copy_file(shell: Interpreter, source: str, target: str) -> None:
+    """`mv made.json ds.json`: what the script wrote goes along; of other files nothing changes that is read here."""
+    if source in shell.state.files and is_known(target):
+        name = target if not target.endswith("/") else target + source.rpartition("/")[2]
+        shell.write_file(name, shell.state.files[source], append=False)
+
+
+def _heed_outputs(shell: Interpreter, argv: list[str]) -> None:
+    """`python make_config.py --out ds.json`: the file that lies there is not the one that is used."""
+    for flag, name in itertools.pairwise(argv):
+        if OUTPUT_FLAG.fullmatch(flag) and NAMED_FILE.fullmatch(name):
+            shell.write_file(name, shell.open_mark(f"{name} as {argv[1][:60]} writes it"), append=False)
 
 
 def _note_start(shell: Interpreter, argv: list[str], environment: dict[str, str]) -> None:
@@ -341,6 +386,24 @@ def choice_printed(shell: Interpreter, node: AndOr) -> str | None:
             text += printed_text
             holds = True
     return text
+
+
+def clause_printed(shell: Interpreter, node: IfClause) -> str | None:
+    """What `if test; then echo one; else echo two; fi` prints, where the tests are decided."""
+    for condition, body in node.branches:
+        verdict = UNDECIDED
+        for one in condition:
+            verdict, _ = shell.run_node(one)
+        if verdict.holds is None or verdict.ground == "no arguments":
+            return None
+        if verdict.holds:
+            return _block_printed(shell, body)
+    return _block_printed(shell, node.otherwise)
+
+
+def _block_printed(shell: Interpreter, block: Block) -> str | None:
+    texts = [shell.pipe_text(one.parts if isinstance(one, Pipeline) else (one,)) for one in block]
+    return None if any(text is None for text in texts) else "".join(text or "" for text in texts)
 
 
 def _is_test(node: Node) -> bool:

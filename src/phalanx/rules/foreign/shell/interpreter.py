@@ -139,6 +139,8 @@ class Interpreter:
         node = block[0]
         if isinstance(node, AndOr):  # $(cd folder && pwd), $([ test ] && echo text)
             return commands.choice_printed(self, node)
+        if isinstance(node, IfClause):
+            return commands.clause_printed(self, node)
         parts = node.parts if isinstance(node, Pipeline) else (node,)
         return self.pipe_text(parts)
 

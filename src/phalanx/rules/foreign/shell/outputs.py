@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 
 from phalanx.rules.foreign.shell.arithmetic import UnknownNumberError, evaluate_arithmetic
 from phalanx.rules.foreign.shell.partial_text import OPEN, is_known
+from phalanx.rules.foreign.shell.python_text import follow_python, program_text
 
 _SED = re.compile(r"s([/|#,@:])((?:(?!\1).)*)\1((?:(?!\1).)*)\1([g]?)")
 MOST_LINES = 1_000
@@ -170,6 +171,13 @@ def _tee(rest: list[str], given: str | None, read: ReadFile) -> str | None:
     return given
 
 
+def _python(rest: list[str], given: str | None, read: ReadFile) -> str | None:
+    """`python -c text` and `python - << EOF`, where they only print."""
+    program = program_text(rest, given)
+    found = follow_python(program, read) if program is not None else None
+    return found.printed if found is not None and not found.written else None
+
+
 PRINTERS: dict[str, Callable[[list[str], str | None, ReadFile], str | None]] = {
     "echo": _echo,
     "printf": _printf,
@@ -185,4 +193,6 @@ PRINTERS: dict[str, Callable[[list[str], str | None, ReadFile], str | None]] = {
     "realpath": _same_path,
     "readlink": _same_path,
     "tee": _tee,
+    "python": _python,
+    "python3": _python,
 }

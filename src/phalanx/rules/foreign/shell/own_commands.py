@@ -21,6 +21,9 @@ HARMLESS = re.compile(
     r"(activate|\.?bashrc|\.?profile|\.bash_profile|conda\.sh|modules?\.sh|init/\w+|setvars\.sh|\.zshrc|set_env\.sh|lmod)$"
 )
 
+# Whose output sets variables of the script; `eval "$(conda shell.bash hook)"` and its like set those of a tool.
+SETS = re.compile(r"\b(python3?|Python|jq|yq|awk|grep|cat|sed|envsubst)\b")
+
 
 def declare_variables(shell: Interpreter, name: str, rest: list[Assignment | str]) -> Outcome:
     """`export`, `local`, `declare` and their kin."""
@@ -29,6 +32,11 @@ def declare_variables(shell: Interpreter, name: str, rest: list[Assignment | str
         if isinstance(one, str) and one.startswith("-"):
             continue
         target = one.name if isinstance(one, Assignment) else one.partition("=")[0]
+        if not is_known(target):  # export "$key=$value", export $(cat .env | xargs)
+            why = shell.unknowns.first(target)
+            if why is not None and why.kind == "open":
+                open_variables(shell, why.why[:80])
+            continue
         if "A" in options:
             shell.state.tables |= {target}
         inside = "\x00local" in shell.state.variables
@@ -69,10 +77,23 @@ def _shift(shell: Interpreter, argv: list[str], node: SimpleCommand) -> Outcome:
     return DONE
 
 
+def open_variables(shell: Interpreter, cause: str) -> None:
+    """Commands that nobody knows may have set every variable anew."""
+    for name in [*shell.state.variables]:
+        if not name.startswith("\x00"):
+            shell.set_variable(name, shell.open_mark(f"{name} as {cause} may set it", name))
+    shell.open_sources.append(cause)
+
+
 def _source(shell: Interpreter, argv: list[str], node: SimpleCommand) -> Outcome:
     if len(argv) < 2:
         return UNDECIDED, None
-    text = shell.read_file(argv[1])
+    inner = re.fullmatch(r"<\((.*)\)", argv[1], re.DOTALL)
+    text = shell.substitute(inner.group(1)) if inner else shell.read_file(argv[1])
+    made = text if text is not None else argv[1]
+    if (why := shell.unknowns.first(made)) is not None and why.kind == "open" and SETS.search(why.why):
+        open_variables(shell, why.why[:80])
+        return UNDECIDED, None
     if text is None or shell.calls > 8:
         shown = shell.unknowns.shown(argv[1])
         if not HARMLESS.search(shown):
@@ -98,9 +119,13 @@ def _source(shell: Interpreter, argv: list[str], node: SimpleCommand) -> Outcome
 def _eval(shell: Interpreter, argv: list[str], node: SimpleCommand) -> Outcome:
     if shell.calls > 24:
         return UNDECIDED, None
+    text = " ".join(argv[1:])
+    if (why := shell.unknowns.alone(text.strip())) is not None and why.kind == "open" and SETS.search(why.why):
+        open_variables(shell, why.why[:80])
+        return UNDECIDED, None
     shell.calls += 1
     try:
-        return UNDECIDED, shell.run_text(" ".join(argv[1:]), first_line=shell.line)
+        return UNDECIDED, shell.run_text(text, first_line=shell.line)
     except ShellSyntaxError:
         return UNDECIDED, None
     finally:

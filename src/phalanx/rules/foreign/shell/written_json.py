@@ -39,7 +39,8 @@ def named_json(reading: ScriptReading, leaves: dict[str, Leaf]) -> dict[str, Lea
     try:
         found = json_leaves(quoted, Path(shown))
     except UserError:
-        why = f"{shown} is not JSON"
+        cause = reading.unknowns.first(text)
+        why = f"{shown} is not JSON" if cause is None else f"depends on {cause.why}"
         return {
             "ds.zero_optimization.stage": Leaf(key="ds.zero_optimization.stage", value="$?", line=line, unknown=why)
         }

@@ -1,0 +1,68 @@
+"""Whether a configuration trains all weights of its model: a plan is of all of them, and says nothing of adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from phalanx.rules.foreign.conversion import Conversion, Leaf
+from phalanx.rules.foreign.megatron import canonical_key
+
+OFF = ("", "none", "null", "false", "0", "no", "off", "full")
+# Switches of programs around Hugging Face's Trainer (LLaVA, FastChat, TRL, Qwen and their like).
+SWITCHES = (
+    "lora_enable",
+    "use_lora",
+    "enable_lora",
+    "use_peft",
+    "lora",
+    "use_qlora",
+    "q_lora",
+    "tune_mm_mlp_adapter",
+)
+# Megatron's multimodal models: towers beside the language model, of which some are frozen.
+TOWERS = ("freeze_lm", "freeze_vit", "freeze_vision_model", "vision_model_type", "language_model_type")
+MEGATRON_VERB = "verb.megatron"  # as trainer_scripts marks ms-swift's `megatron` commands
+
+
+def partial_training(config: Conversion, trainer: str) -> str:
+    """Which setting makes it train an adapter, or a part of the model; empty where all weights are trained.
+
+    A default counts: LLaMA-Factory and `swift sft` train LoRA unless told otherwise.
+    """
+    said = {canonical_key(key): leaf for key, leaf in config.leaves.items()}
+    found = {
+        "axolotl": _by_keys(said, "adapter", default=""),
+        "llama-factory": _by_keys(said, "finetuning_type", default="lora"),
+        "ms-swift": _by_keys(
+            said, "tuner_type", "train_type", "sft_type", default="" if MEGATRON_VERB in said else "lora"
+        ),
+        "transformers": next(_by_switches(said), ""),
+        "nemo": next(_by_section(said), ""),
+        "megatron": next((said[name].key for name in TOWERS if name in said), ""),
+    }
+    return found.get(trainer, "")
+
+
+def _by_keys(said: Mapping[str, Leaf], *names: str, default: str) -> str:
+    leaf = next((said[name] for name in names if name in said), None)
+    if leaf is None:
+        return f"{names[0]} is {default} unless given" if default else ""
+    if leaf.unknown:
+        return f"{leaf.key} {leaf.unknown}"
+    return "" if str(leaf.value).strip().lower() in OFF else f"{leaf.key} = {str(leaf.value)[:40]}"
+
+
+def _by_switches(said: Mapping[str, Leaf]) -> Iterator[str]:
+    switches = [said[name] for name in SWITCHES if name in said]
+    for leaf in switches:
+        if leaf.value is True or str(leaf.value).strip().lower() not in OFF:
+            yield leaf.key
+    if not switches:  # a program that always trains one takes its rank without a switch
+        yield from (leaf.key for name, leaf in said.items() if name.startswith("lora_"))
+
+
+def _by_section(said: Mapping[str, Leaf]) -> Iterator[str]:
+    """`model.peft.peft_scheme` of NeMo 1, `peft` of Megatron-Bridge and NeMo 2."""
+    sections = ("peft.", "model.peft.peft_scheme", "model.peft._target_")
+    named = [leaf for name, leaf in said.items() if name == "peft" or name.startswith(sections)]
+    yield from (one.key for one in named if one.value is not None and str(one.value).strip().lower() not in OFF)

@@ -1,0 +1,251 @@
+"""Python programs within a script (`python -c`, `python - << EOF`): what they print and write. None of them is run.
+
+Constants, arithmetic, tables, f-strings, `json` and `math`, line after line. Anything else, or anything unknown, ends
+it: then nobody knows what is printed, and the files that the program names may hold anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.rules.foreign.shell.partial_text import is_known
+
+MOST_PROGRAM = 20_000  # characters
+MOST_NUMBER = 10**15
+ReadFile = Callable[[str], str | None]
+NAMED_FILE = re.compile(r"[\w./-]+\.(?:json|ya?ml|toml|sh|env|conf|txt|cfg)\b")
+_WRITES = re.compile(r"""\bdump\(|\.write\(|write_text|["']w\+?["']|savetxt|to_json""")
+
+
+class NotFollowedError(Exception):
+    """A program that does more than is read here."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PythonEffects:
+    """What it printed, and what its files hold afterwards."""
+
+    printed: str = ""
+    written: dict[str, str] = field(default_factory=dict)
+
+
+def follow_python(text: str, read: ReadFile) -> PythonEffects | None:
+    """The effects of a program; None where it is not followed."""
+    if not is_known(text) or len(text) > MOST_PROGRAM:
+        return None
+    try:
+        reader = _ProgramReader(read)
+        for node in ast.parse(text).body:
+            reader.run_statement(node)
+    except (NotFollowedError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    except (TypeError, KeyError, IndexError, ZeroDivisionError, OverflowError, AttributeError):
+        return None  # it would end with an error
+    return reader.effects
+
+
+def program_text(rest: list[str], given: str | None) -> str | None:
+    """The program that `python` is given in place of a file; None where it is a file."""
+    if len(rest) == 2 and rest[0] == "-c":
+        return rest[1]
+    return given if rest in ([], ["-"]) else None
+
+
+def files_it_may_write(text: str) -> list[str]:
+    """Names of files in a program that writes any.
+
+    >>> files_it_may_write('json.dump(c, open("ds.json", "w"))'), files_it_may_write('print(open("a.json").read())')
+    (['ds.json'], [])
+    """
+    return NAMED_FILE.findall(text) if _WRITES.search(text) else []
+
+
+_BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARED: Mapping[type, Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "round": round,
+    "max": max,
+    "min": min,
+    "abs": abs,
+    "len": len,
+    "dict": dict,
+    "math.ceil": math.ceil,
+    "math.floor": math.floor,
+    "math.sqrt": math.sqrt,
+    "math.log2": math.log2,
+}
+_MODULES = frozenset({"json", "math", "sys", "os"})
+
+
+class _ProgramReader:
+    """Follows the statements of one program."""
+
+    def __init__(self, read: ReadFile) -> None:
+        self.read, self.names, self.effects = read, dict[str, Any](), PythonEffects()
+        self.targets: dict[str, str] = {}  # a file object's name -> the file
+
+    def run_statement(self, node: ast.stmt) -> None:
+        """One line; raises NotFollowedError."""
+        match node:
+            case ast.Import(names=names) if all(one.name in _MODULES and one.asname is None for one in names):
+                return
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self.names[name] = self._value(value)
+            case ast.Assign(targets=[ast.Subscript(value=table, slice=key)], value=value):
+                self._value(table)[self._value(key)] = self._value(value)
+            case ast.With(items=[ast.withitem(context_expr=opened, optional_vars=ast.Name(id=name))], body=body):
+                self._use_file(opened, name, body)
+            case ast.If(test=test, body=body, orelse=otherwise):
+                for one in body if self._value(test) else otherwise:
+                    self.run_statement(one)
+            case ast.Expr(value=ast.Call() as call):
+                self._run_call(call)
+            case ast.Pass():
+                return
+            case _:
+                raise NotFollowedError
+
+    def _use_file(self, opened: ast.expr, name: str, body: list[ast.stmt]) -> None:
+        file, writes = self._opened(opened)
+        if writes:
+            self.targets[name] = file
+        else:
+            self.names[name] = _FileText(self._text_of(file))
+        for one in body:
+            self.run_statement(one)
+
+    def _opened(self, node: ast.expr) -> tuple[str, bool]:
+        match node:
+            case ast.Call(func=ast.Name(id="open"), args=[name]):
+                return str(self._value(name)), False
+            case ast.Call(func=ast.Name(id="open"), args=[name, ast.Constant(value="r" | "w" as mode)]):
+                return str(self._value(name)), mode == "w"
+        raise NotFollowedError
+
+    def _text_of(self, file: str) -> str:
+        text = self.effects.written.get(file) or self.read(file)
+        if text is None or not is_known(text):
+            raise NotFollowedError
+        return text
+
+    def _target(self, node: ast.expr) -> str:
+        if isinstance(node, ast.Name) and node.id in self.targets:
+            return self.targets[node.id]
+        file, writes = self._opened(node)
+        if not writes:
+            raise NotFollowedError
+        return file
+
+    def _run_call(self, call: ast.Call) -> None:
+        match ast.unparse(call.func):
+            case "print":
+                if any(one.arg not in ("end",) for one in call.keywords):
+                    raise NotFollowedError
+                end = next((str(self._value(one.value)) for one in call.keywords), "\n")
+                self.effects.printed += " ".join(str(self._value(one)) for one in call.args) + end
+            case "json.dump" if len(call.args) == 2:
+                self.effects.written[self._target(call.args[1])] = json.dumps(self._value(call.args[0]), indent=1)
+            case _ if isinstance(call.func, ast.Attribute) and call.func.attr == "write" and len(call.args) == 1:
+                target, text = self._target(call.func.value), str(self._value(call.args[0]))
+                self.effects.written[target] = self.effects.written.get(target, "") + text
+            case _ if isinstance(call.func, ast.Attribute) and call.func.attr in ("update", "pop", "setdefault"):
+                self._value(call)
+            case _:
+                raise NotFollowedError
+
+    def _value(self, node: ast.expr) -> Any:
+        value = self._worked_out(node)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > MOST_NUMBER:
+            raise NotFollowedError
+        if isinstance(value, str) and len(value) > MOST_PROGRAM:
+            raise NotFollowedError
+        return value
+
+    def _worked_out(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=value) if isinstance(value, int | float | str | bool | None):
+                return value
+            case ast.Name(id=name) if name in self.names:
+                return self.names[name]
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+                one, two = self._value(left), self._value(right)
+                if isinstance(op, ast.Mod | ast.Mult) and not all(isinstance(x, int | float) for x in (one, two)):
+                    raise NotFollowedError  # "%s" % x, and texts that are repeated
+                return _BINARY[type(op)](one, two)
+            case ast.UnaryOp(op=ast.USub(), operand=inner):
+                return -self._value(inner)
+            case ast.UnaryOp(op=ast.Not(), operand=inner):
+                return not self._value(inner)
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARED:
+                return _COMPARED[type(op)](self._value(left), self._value(right))
+            case ast.IfExp(test=test, body=body, orelse=otherwise):
+                return self._value(body) if self._value(test) else self._value(otherwise)
+            case ast.Dict(keys=keys, values=values) if all(keys):
+                return {self._value(key): self._value(one) for key, one in zip(keys, values, strict=True) if key}
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                return [self._value(one) for one in items]
+            case ast.Subscript(value=table, slice=key) if not isinstance(key, ast.Slice):
+                return self._value(table)[self._value(key)]
+            case ast.JoinedStr(values=parts):
+                return "".join(self._joined(one) for one in parts)
+            case ast.Call():
+                return self._called(node)
+        raise NotFollowedError
+
+    def _joined(self, node: ast.expr) -> str:
+        if isinstance(node, ast.FormattedValue):
+            if node.format_spec is not None or node.conversion != -1:
+                raise NotFollowedError
+            return str(self._value(node.value))
+        return str(self._value(node))
+
+    def _called(self, call: ast.Call) -> Any:
+        name, args = ast.unparse(call.func), call.args
+        if name == "json.dumps" and args:
+            return json.dumps(self._value(args[0]))
+        if name == "json.load" and len(args) == 1:
+            held = self.names.get(args[0].id) if isinstance(args[0], ast.Name) else None
+            text = held.text if isinstance(held, _FileText) else self._text_of(self._opened(args[0])[0])
+            return json.loads(text)
+        if name in _FUNCTIONS and not (call.keywords and name != "dict"):
+            return _FUNCTIONS[name](
+                *(self._value(one) for one in args),
+                **{one.arg: self._value(one.value) for one in call.keywords if one.arg},
+            )
+        if isinstance(call.func, ast.Attribute) and call.func.attr in ("get", "update", "pop", "setdefault"):
+            table = self._value(call.func.value)
+            if isinstance(table, dict) and not call.keywords:
+                return getattr(table, call.func.attr)(*(self._value(one) for one in args))
+        raise NotFollowedError
+
+
+@dataclass(frozen=True, slots=True)
+class _FileText:
+    """A file that was opened to be read."""
+
+    text: str
