@@ -16,8 +16,8 @@ from phalanx.io.tables import text_table
 from phalanx.job.load import ResolvedJob
 from phalanx.job.model import TOKENS_PER_PARAMETER
 from phalanx.job.schema import Job
+from phalanx.scale.step_law import ENOUGH_STEPS
 from phalanx.scale.sweep_grid import (
-    ENOUGH_STEPS,
     SPREAD,
     SweepRun,
     decides_digest,

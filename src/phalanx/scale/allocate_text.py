@@ -46,7 +46,7 @@ def allocation_text(found: Allocation) -> str:
         f"  {format_count(found.shape_params)} parameters on {format_count(found.tokens)} tokens: predicted loss "
         f"{found.predicted_loss:.4f}",
         f"  peak learning rate {found.lr:.2e}, batch {format_count(found.batch_tokens)} tokens "
-        f"(Step Law: {format_count(found.step_law_batch_tokens)})",
+        f"(Step Law: {found.step_law_lr:.2e}, {format_count(found.step_law_batch_tokens)})",
     ]
     if found.plan is not None:
         lines += ["", "ON THE CLUSTER", *_plan_lines(found)]

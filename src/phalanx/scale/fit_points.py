@@ -25,6 +25,7 @@ from phalanx.scale.other_laws import KAPLAN_NAMES, fit_kaplan
 from phalanx.scale.points import COUNTED, ScalingPoints
 from phalanx.scale.published import PUBLISHED
 from phalanx.scale.repeated_data import effective_tokens, fit_repeated
+from phalanx.scale.run_points import used_rates
 from phalanx.scale.surface import Surface, SurfaceData
 from phalanx.scale.surface_fit import NAMES, estimate_interval, fit_surface
 from phalanx.units import format_count, plural
@@ -82,6 +83,7 @@ def fit_law(
     return replace(
         made,
         seed=seed,
+        used_rates=used_rates(points),
         diagnostics=replace(made.diagnostics, left_out_budget=left_out),
         warnings=(*_fit_warnings(points, made), *made.warnings),
     )
