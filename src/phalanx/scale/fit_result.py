@@ -59,6 +59,7 @@ class Outlier:
 
     name: str
     what: str
+    is_left_out: bool = False  # the fit did not take it in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
