@@ -63,13 +63,15 @@ def fit_law(
     """Fit; raises UserError for points that no law can be fitted to."""
     check_points(points, method)
     rng = np.random.default_rng(seed)
+    kept = np.ones(len(points), dtype=bool)
     if method == "data-constrained":
         repeated = fit_repeated(points, draws=draws, rng=rng)
         notes = Diagnostics(objective=repeated.objective, residual_sd=0.0)
         made = _assemble_fit(points, method, repeated.values, repeated.draws, repeated.residuals, notes)
         made = replace(made, warnings=("allocate and predict take the law of fresh data: no token is read twice",))
     elif method in SURFACES:
-        made = _fit_surface(points, method, draws, rng)
+        made, strays = _fit_surface(points, method, draws, rng)
+        kept[list(strays)] = False
     elif method == "isoflop":
         made = _fit_isoflop(points, draws, rng)
     else:
@@ -78,7 +80,8 @@ def fit_law(
         made = _assemble_fit(
             points, method, names, resampled, residuals, Diagnostics(objective=objective, residual_sd=0.0)
         )
-    left_out = left_out_error(points, method) if leave_out else None
+    # A row that is no part of the law says nothing of how far the law carries.
+    left_out = left_out_error(points.take(kept), method) if leave_out else None
     return replace(
         made,
         seed=seed,
@@ -114,13 +117,20 @@ def check_points(points: ScalingPoints, method: str) -> None:
 
 
 def _rising_losses(points: ScalingPoints) -> tuple[float, float] | None:
-    """The best losses of the smaller and the larger half, where more compute does not make them better."""
+    """The best losses of the smaller and the larger half, where more compute does not make them better.
+
+    Of 20 rows and more the second best, and so on: one row that is wrong is no reason to refuse a table.
+    """
     middle = np.median(points.flops)
-    small, large = points.loss[points.flops <= middle], points.loss[points.flops > middle]
-    return (float(small.min()), float(large.min())) if len(large) and large.min() >= small.min() else None
+    small, large = (np.sort(points.loss[rows]) for rows in (points.flops <= middle, points.flops > middle))
+    place = min(len(points) // 20, len(large) - 1)
+    return (float(small[place]), float(large[place])) if len(large) and large[place] >= small[place] else None
 
 
-def _fit_surface(points: ScalingPoints, method: str, draws: int, rng: np.random.Generator) -> ScalingFit:
+def _fit_surface(
+    points: ScalingPoints, method: str, draws: int, rng: np.random.Generator
+) -> tuple[ScalingFit, tuple[int, ...]]:
+    """The fit, and the rows that it left out."""
     found = fit_surface(points.params, points.tokens, points.loss, method=method, draws=draws, rng=rng)
     resampled = np.array([[getattr(one, name) for name in NAMES] for one in found.draws]).reshape(draws, 5)
     notes = Diagnostics(
@@ -139,11 +149,12 @@ def _fit_surface(points: ScalingPoints, method: str, draws: int, rng: np.random.
         "the runs do not tell how the loss depends on N, or on D: the values are a law in the middle of what they "
         "allow, and the intervals count; train runs of more sizes and token counts"
     )
-    return replace(
+    made = replace(
         made,
         comparisons=_compare_published(data, found.law, made),
         warnings=(note,) if found.is_middle else (),
     )
+    return made, found.strays
 
 
 def _fit_isoflop(points: ScalingPoints, draws: int, rng: np.random.Generator) -> ScalingFit:

@@ -34,7 +34,7 @@ def residual_slopes(data: SurfaceData, theta: Array, *, tied: bool = False) -> t
 
 def find_stray_row(fits: Sequence[tuple[SurfaceData, Array]]) -> int | None:
     """The row that lies furthest outside, under every noise model; None where all belong to the law."""
-    excess = np.inf
+    excess: Array = np.full(len(fits[0][0].loss), np.inf)
     for data, theta in fits:
         fitted, slopes = residual_slopes(data, theta)
         count, free = len(fitted), len(fitted) - slopes.shape[1]
@@ -49,4 +49,4 @@ def find_stray_row(fits: Sequence[tuple[SurfaceData, Array]]) -> int | None:
         is_off = np.abs(data.loss / fitted - 1.0) > LEAST_OFF
         excess = np.minimum(excess, np.where(is_off, studentized / limit, 0.0))
     worst = int(np.argmax(excess))
-    return worst if np.asarray(excess)[worst] > 1.0 else None
+    return worst if excess[worst] > 1.0 else None
