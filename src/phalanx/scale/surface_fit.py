@@ -172,12 +172,19 @@ def _is_degenerate(data: SurfaceData, theta: Array) -> bool:
 
 
 def _middle_draw(data: SurfaceData, draws: Array) -> Array:
-    """The best fit among the fifth of the draws whose a is nearest its median."""
-    exponents = 1.0 / (1.0 + np.exp(draws[:, 3] - draws[:, 4]))
-    middle = draws[np.argsort(np.abs(exponents - np.median(exponents)))[: max(1, len(draws) // 5)]]
-    level, term_n, term_d = surface_values(middle, data)
+    """The best fit among draws in the middle: the fifth whose a is nearest its median, of these half by N*.
+
+    N* of ten times the largest compute: a draw may have a middling exponent and an optimum at the edge of all.
+    """
+    alpha, beta = np.exp(draws[:, 3]), np.exp(draws[:, 4])
+    exponents = beta / (alpha + beta)
+    reach = float((data.x + data.y).max()) + math.log(10.0)
+    sizes = (draws[:, 1] - draws[:, 2] + draws[:, 3] - draws[:, 4] + beta * reach) / (alpha + beta)
+    near = np.argsort(np.abs(exponents - np.median(exponents)))[: max(2, len(draws) // 5)]
+    near = near[np.argsort(np.abs(sizes[near] - np.median(sizes)))[: max(1, len(near) // 2)]]
+    level, term_n, term_d = surface_values(draws[near], data)
     costs = (((data.loss - level - term_n - term_d) / data.noise) ** 2).sum(axis=1)
-    return np.asarray(middle[int(np.argmin(costs))])
+    return np.asarray(draws[near[int(np.argmin(costs))]])
 
 
 def _share_agreeing(tried: Array, theta: Array) -> float:
