@@ -107,8 +107,8 @@ def check_points(points: ScalingPoints, method: str) -> None:
     if not problems and (ends := _rising_losses(points)):
         how = "rise" if ends[1] > ends[0] else "do not fall"
         what = (
-            f"its losses {how} with compute: the best of the smaller half of the runs is {ends[0]:.4g}, of the larger "
-            f"half {ends[1]:.4g}"
+            f"its losses {how} with compute: among the best of the smaller half of the runs is {ends[0]:.4g}, of the "
+            f"larger half {ends[1]:.4g}"
         )
         fix = "look at the columns (loss in nats, not accuracy; flops, not seconds), and at runs that diverged"
         problems.append(Problem(where=points.source, what=what, fix=fix))
