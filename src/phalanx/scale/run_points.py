@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.errors import Problem, UserError, mistake
+from phalanx.errors import PhalanxError, Problem, UserError, mistake
 from phalanx.io.codec import from_json_values
 from phalanx.io.values import at, integer, number, text
+from phalanx.job.dataset import read_manifest
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Scale
 from phalanx.record.archive.history import RunHistory
@@ -37,6 +38,8 @@ class RunLosses:
     tokens: tuple[float, ...]
     losses: tuple[float, ...]
     evaluated: bool  # on held-out text; otherwise these are training losses
+    tokenizer: str = ""  # digests, as a sweep's table has them; empty where the dataset is gone
+    data: str = ""
 
 
 def read_run_points(folder: Path, options: TableOptions) -> ScalingPoints:
@@ -90,8 +93,9 @@ def _run_row(folder: Path, options: TableOptions) -> dict[str, str]:
         "params": str(found.params),
         "tokens": repr(found.tokens[-1]),
         "loss": repr(found.losses[-1]),
-        "data": text(at(job, "data"), "path") or text(at(job, "data"), "corpus"),
-        "seed": str(integer(job, "seed") or 0),
+        "tokenizer": found.tokenizer,
+        "data": found.data,
+        "seed": str(integer(at(job, "data"), "seed") or 0),
         "lr": repr(number(at(job, "optim"), "lr") or float("nan")),
         "batch_tokens": str((integer(batch, "global_sequences") or 0) * sequence),
         "parametrization": parametrization_text(from_json_values(Scale, dict(at(job, "scale")), where, noun="plan")),
@@ -159,6 +163,7 @@ def read_run_losses(folder: Path, *, counted: str) -> RunLosses:
         curve = history.curve("loss", rank=rank)
         points = {int(step): float(mean) for step, mean in zip(curve.step, curve.mean, strict=True) if mean is not None}
     steps = sorted(points)
+    tokenizer, data = _data_identity(at(job, "data"))
     return RunLosses(
         name=run.name,
         state=text(run.status(), "state"),
@@ -167,4 +172,16 @@ def read_run_losses(folder: Path, *, counted: str) -> RunLosses:
         tokens=tuple(step * batch_tokens for step in steps),
         losses=tuple(points[step] for step in steps),
         evaluated=evaluated,
+        tokenizer=tokenizer,
+        data=data,
     )
+
+
+def _data_identity(data: Mapping[str, Any]) -> tuple[str, str]:
+    """Digests of the tokenizer and of the data a run reads; of a dataset that is gone, its path stands for it."""
+    paths = [str(one) for one in data.get("paths") or () if isinstance(one, str)]
+    try:
+        manifests = [read_manifest(Path(one)) for one in paths]
+    except (PhalanxError, OSError):
+        return "", "+".join(paths)
+    return "+".join(one.tokenizer_sha256[:16] for one in manifests), "+".join(one.digest[:16] for one in manifests)
