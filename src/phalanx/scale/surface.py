@@ -74,6 +74,8 @@ class SurfaceData:
     loss: Array
     middle: tuple[float, float]  # ln N0, ln D0
     noise: Array  # what residuals are divided by
+    strays: int = 0  # rows that were left out
+    stray_squares: float = 0.0  # what they add to the sum of squares all the same: they say how large noise can be
 
     @classmethod
     def of(cls, params: Array, tokens: Array, loss: Array, *, relative: bool = True) -> SurfaceData:

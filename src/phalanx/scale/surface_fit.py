@@ -16,7 +16,7 @@ from scipy import stats
 
 from phalanx.scale.fit_result import FitEstimate
 from phalanx.scale.huber import fit_huber, grid_starts
-from phalanx.scale.stray_rows import MOST_SHARE, find_stray_row, residual_slopes
+from phalanx.scale.stray_rows import MOST_SHARE, find_stray_row, residual_slopes, with_strays
 from phalanx.scale.surface import (
     LEAST_EXPONENT,
     MOST_EXPONENT,
@@ -95,7 +95,10 @@ def fit_surface(
         if starts:
             tried, _ = polish_surface(data, grid_starts(data, starts, rng), tied=tied, iterations=200)
             agreeing = _share_agreeing(tried, theta)
-        posterior = sample_posterior([one[2] for one in solved], draws=draws, rng=rng) if draws and not tied else None
+        posterior = None
+        if draws and not tied:
+            noises = [with_strays(one[2], one[0], len(strays)) for one in solved]
+            posterior = sample_posterior(noises, draws=draws, rng=rng)
         resampled = _flip_residuals(data, theta, draws, rng, tied=tied) if posterior is None else posterior
         if posterior is not None:
             is_middle = _is_degenerate(data, theta)
