@@ -88,6 +88,63 @@ def test_allocate_plans_and_writes_a_job(fitted: Path, tmp_path: Path, capsys: p
     assert main(["plan", str(job)]) == 0
 
 
+def test_rates_come_from_step_law_only_where_it_was_fitted(
+    fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Extended to 60k parameters it asked for a learning rate of 0.17."""
+
+    def allocated(fit: Path, budget: str, *more: str) -> dict[str, Any]:
+        job = tmp_path / "rates.toml"
+        capsys.readouterr()
+        assert main(["scale", "allocate", str(fit), "--budget", budget, "--json", "--out", str(job), *more]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        written = tomllib.loads(job.read_text())
+        assert written["optim"]["lr"] == pytest.approx(found["lr"], rel=0.01)
+        assert written["batch"]["global_tokens"] == found["batch_tokens"]
+        return {**found, "job": written}
+
+    inside = allocated(fitted, "6e19")
+    assert inside["rates_from"] == "step law"
+    assert inside["lr"] == inside["step_law_lr"]
+    assert not any("Step Law" in one for one in inside["notes"])
+    large = allocated(fitted, "6e23")  # 70B parameters: Chinchilla was trained with 1e-4 and batches of 3M
+    assert large["rates_from"] == "step law, bounded"
+    assert 5e-5 < large["lr"] < large["step_law_lr"] < 2e-4
+    assert 2e6 < large["batch_tokens"] < 8e6
+
+    table, law = tmp_path / "small.csv", tmp_path / "small.json"
+    points = [(n, d) for n in (1e4, 2e4, 4e4, 8e4) for d in (2e5, 6e5, 2e6)]
+    rows = rows_of(points).splitlines()
+    table.write_text("\n".join(rows) + "\n")
+    assert main(["scale", "fit", str(table), "--draws", "0", "--out", str(law)]) == 0
+    tiny = ("--vocab", "64", "--sequence", "16")
+    bare = allocated(law, "1e12", *tiny)
+    assert bare["rates_from"] == "step law, bounded"
+    assert bare["lr"] < 4e-3 < 0.02 < bare["step_law_lr"]
+    assert bare["tokens"] / bare["batch_tokens"] > 280  # 400 steps, and a power of two
+    assert sum("is cut to" in one for one in bare["notes"]) == 1
+    assert main(["check", str(tmp_path / "rates.toml"), "--select", "OPT001"]) == 0
+
+    used = "lr,batch_tokens,parametrization"
+    lines = [f"{row},0.01,128,completep:64:3:8" for row in rows[1:]]
+    table.write_text("\n".join([f"{rows[0]},{used}", *lines]) + "\n")
+    assert main(["scale", "fit", str(table), "--draws", "0", "--out", str(law)]) == 0
+    carried = allocated(law, "1e12", *tiny)
+    assert carried["rates_from"] == "runs"
+    assert carried["lr"] == pytest.approx(0.01 * (carried["tokens"] / 2e6) ** 0.307)
+    assert carried["job"]["scale"] == {
+        "parametrization": "completep",
+        "base_width": 64,
+        "base_depth": 3,
+        "base_head_dim": 8,
+    }
+    table.write_text("\n".join([f"{rows[0]},{used}", *(one.replace("completep:64:3:8", "") for one in lines)]) + "\n")
+    assert main(["scale", "fit", str(table), "--draws", "0", "--out", str(law)]) == 0
+    standard = allocated(law, "1e12", *tiny)
+    assert 0.0025 <= standard["lr"] < carried["lr"]
+    assert "scale" not in standard["job"]
+
+
 def test_allocate_for_serving_takes_a_smaller_model(fitted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scale", "allocate", str(fitted), "--budget", "1e22", "--inference-tokens", "1T", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from phalanx.scale.fit_points import fit_law, optimum_estimates
+from phalanx.scale.fit_text import fit_text
 from phalanx.scale.judge_run import law_band
 from phalanx.scale.points import ScalingPoints
+from phalanx.scale.surface import SurfaceData, polish_surface, project_grid
+from phalanx.scale.surface_fit import fit_surface
 
 
-def curves(*, bend: float, noise: float = 0.001) -> tuple[ScalingPoints, ScalingPoints]:
+def curves(*, bend: float, noise: float = 0.001, seed: int = 5) -> tuple[ScalingPoints, ScalingPoints]:
     """Five budgets of six sizes, and one ten times beyond; `bend` of ln L per decade from the third on is no law."""
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng(seed)
     flops = np.repeat([*np.geomspace(1e17, 1e19, 5), 1e20], 6)
     params = np.sqrt(flops / 120) * np.tile(np.geomspace(1 / 4, 4, 6), 6)
     tokens = flops / (6 * params)
@@ -54,6 +59,72 @@ def test_an_exponent_that_is_open_is_warned_of() -> None:
     noisy, _ = curves(bend=0.0, noise=0.08)
     assert not any("leave the exponent" in one for one in fit_law(exact, draws=60, leave_out=False).warnings)
     assert any("leave the exponent" in one for one in fit_law(noisy, draws=60, leave_out=False).warnings)
+
+
+def test_one_broken_run_is_left_out_named_and_does_not_tilt_the_law() -> None:
+    """Without it a stray of 8 % moves a of thirty runs by several per cent; Chinchilla's points have four of them."""
+    known, _ = curves(bend=0.0, noise=0.002)
+    loss = known.loss.copy()
+    loss[3] *= 1.08
+    broken = replace(known, loss=loss, run=tuple(f"run {row}" for row in range(len(loss))))
+    fit = fit_law(broken, draws=100)
+    true = 0.28 / 0.62
+    assert abs(fit.derived["a"].value / true - 1) < 0.03
+    [stray] = [one for one in fit.diagnostics.outliers if one.is_left_out]
+    assert stray.name == "run 3"
+    assert "run 3: N" in fit_text(fit)
+    assert "left out of the fit" in fit_text(fit)
+    assert fit.diagnostics.residual_sd < 0.004
+    clean = fit_law(known, draws=100)
+    assert not any(one.is_left_out for one in clean.diagnostics.outliers)
+
+
+def test_an_open_exponent_takes_a_law_from_the_middle() -> None:
+    """Least squares stand anywhere in such an interval: over eight seeds of noise they are further off."""
+    errors = []
+    for seed in range(8):
+        noisy, _ = curves(bend=0.0, noise=0.05, seed=seed)
+        found = fit_surface(
+            noisy.params,
+            noisy.tokens,
+            noisy.loss,
+            method="vpnls",
+            draws=100,
+            rng=np.random.default_rng(0),
+            starts=0,
+            profile=False,
+        )
+        data = SurfaceData.of(noisy.params, noisy.tokens, noisy.loss, relative=found.noise == "proportional")
+        tried, cost = polish_surface(data, project_grid(data))
+        squares = data.to_surface(tried[int(np.argmin(cost))]).exponent
+        assert found.is_open or found.is_middle
+        errors.append((abs(found.law.exponent - 0.4516), abs(squares - 0.4516)))
+        sizes = [one.optimum(1e20)[0] for one in found.draws]
+        assert np.quantile(sizes, 0.1) < found.law.optimum(1e20)[0] < np.quantile(sizes, 0.9)
+    ours, theirs = np.mean(errors, axis=0)
+    assert ours < theirs
+
+
+def test_laws_of_few_runs_that_tell_nothing_of_size_stay_finite() -> None:
+    """Seven runs of a sweep: N* went to 0, and the page ended in a division by it."""
+    params = np.array([10000.0, 37600, 152000, 12600, 60700, 214000, 19900])
+    tokens = np.array([20000.0, 5310, 1310, 29000, 6020, 1700, 33400])
+    loss = np.array([1.8257, 2.6507, 2.8813, 1.7929, 2.2306, 2.3587, 1.7711])
+    points = ScalingPoints(
+        source="made",
+        params=params,
+        tokens=tokens,
+        flops=6 * params * tokens,
+        loss=loss,
+        run=("",) * 7,
+        line=tuple(range(7)),
+    )
+    for method in ("huber3", "kaplan", "overtrain", "vpnls"):
+        fit = fit_law(points, method=method, draws=20)
+        assert "With ten times the compute" in fit_text(fit)
+        best = optimum_estimates(fit, 1e12)
+        assert all(np.isfinite([one.value, one.low, one.high]).all() for one in best.values())  # type: ignore[list-item]
+        assert best["params"].value >= 1.0
 
 
 def test_three_noisy_isoflop_curves_are_fitted_with_wide_intervals() -> None:

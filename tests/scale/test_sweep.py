@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import csv
-import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import phalanx
+from phalanx.cli.main import main
 from phalanx.errors import UserError
 from phalanx.job.load import load
 from phalanx.job.parameter_counts import count_parameters
@@ -172,7 +172,8 @@ def table_of(out: Path) -> dict[str, dict[str, str]]:
 
 def test_a_sweep_that_is_interrupted_goes_on_and_is_cached(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    asked = command(folder, "--method", "wsd", "--out", str(out), "--json")
+    # One worker at a time: each takes five seconds of a core to start, most of what this test takes.
+    asked = command(folder, "--method", "wsd", "--out", str(out), "--parallel", "1")
     with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder) as process:
         assert process.stderr is not None
         for line in process.stderr:
@@ -185,23 +186,24 @@ def test_a_sweep_that_is_interrupted_goes_on_and_is_cached(folder: Path, tmp_pat
     before = table_of(out)
     finished = {name for name, row in before.items() if row["status"] == "done"}
     assert finished
-    second = subprocess.run(asked, capture_output=True, text=True, cwd=folder, check=False)
-    assert second.returncode == 0, second.stderr
-    found = json.loads(second.stdout)
+    call: dict[str, Any] = {
+        "budgets": (1.2e9, 2e9),
+        "sizes": 3,
+        "tokens_per_parameter": 0.12,
+        "method": "wsd",
+        "out": out,
+        "parallel": 1,
+        "progress": False,
+    }
+    second = phalanx.scale.sweep(folder / "job.toml", **call)
+    assert second.exit_code == 0, str(second)
+    found = second.to_dict()
     assert {one["run"] for one in found["runs"] if one["cached"]} == finished
     after = table_of(out)
     assert all(row["status"] == "done" and float(row["loss"]) > 0 for row in after.values())
     assert all(after[name] == before[name] for name in finished)
     _a_branch_is_the_run_from_the_start(found, out, tmp_path)
-    assert phalanx.scale.sweep(
-        folder / "job.toml",
-        budgets=(1.2e9, 2e9),
-        sizes=3,
-        tokens_per_parameter=0.12,
-        method="wsd",
-        out=out,
-        progress=False,
-    ).is_complete
+    assert all(one.cached for one in phalanx.scale.sweep(folder / "job.toml", **call).outcomes)
     run = open_run(out / "runs" / found["runs"][0]["folder"])  # an ordinary run
     assert run.status()["state"] == "done"
     assert len(run.frame("loss")) == found["runs"][0]["steps"]
@@ -217,10 +219,12 @@ def _a_branch_is_the_run_from_the_start(found: dict, out: Path, tmp_path: Path) 
     assert evaluation.loss == branch["loss"]
 
 
-def test_a_run_that_diverges_is_stopped_and_said(folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_diverges_is_stopped_and_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
     more = ("--parallel", "1", "--set", "optim.lr=30", "--set", "optim.clip=0")  # one process, which imports torch once
-    asked = command(folder, "--out", str(tmp_path / "out"), *more, grid=["--budgets", "1.2e9", *GRID[2:]])
-    found = subprocess.run(asked, capture_output=True, text=True, cwd=folder, check=False, env={**os.environ})
-    assert found.returncode == 1, found.stderr
-    assert "diverged: loss" in found.stdout
-    assert {row["status"] for row in table_of(tmp_path / "out").values()} >= {"diverged"}
+    asked = command(folder, "--out", str(out), *more, grid=["--budgets", "1.2e9", *GRID[2:]])
+    assert main(asked[3:]) == 1
+    assert "diverged: loss" in capsys.readouterr().out
+    assert {row["status"] for row in table_of(out).values()} >= {"diverged"}

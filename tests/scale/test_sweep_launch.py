@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +15,9 @@ from phalanx.api import launching
 from phalanx.errors import UserError
 from phalanx.launch.resource_request import LaunchRequest
 from phalanx.launch.slurm import SlurmSystem
-from phalanx.launch.system import FAILED, RUNNING, WAITING, QueuedJob, Submitted
+from phalanx.launch.system import CANCELLED, FAILED, RUNNING, WAITING, QueuedJob, Submitted
 from phalanx.record.run import open_run
+from phalanx.scale.run_points import read_run_losses
 from phalanx.train.lone_rank import train_lone_rank
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -32,6 +35,7 @@ class WaitingRoom:
         self.taken: list[list[LaunchRequest]] = []
         self.states: dict[str, str] = {}
         self.requeued: list[str] = []
+        self.queue = ""
 
     def check(self, requests: Sequence[LaunchRequest], *, submits: bool = True) -> list[str]:
         return []
@@ -51,7 +55,14 @@ class WaitingRoom:
         ]
         return [
             QueuedJob(
-                id=id_, system=self.name, name=one.name, state=self.states[id_], said="", run=one.run, group=one.group
+                id=id_,
+                system=self.name,
+                name=one.name,
+                state=self.states[id_],
+                said="",
+                run=one.run,
+                group=one.group,
+                queue=self.queue,
             )
             for id_, one in every
             if not ids or id_ in ids
@@ -71,7 +82,7 @@ def test_a_group_is_submitted_once_and_collected(tmp_path: Path, monkeypatch: py
     room = WaitingRoom()
     monkeypatch.setattr(launching, "_open_system", lambda name: room)
 
-    def sweep(*, dry_run: bool = False) -> phalanx.scale.Sweep:
+    def sweep(*, dry_run: bool = False, queue: str | None = None) -> phalanx.scale.Sweep:
         return phalanx.scale.sweep(
             tmp_path / "job.toml",
             budgets=(1.2e9,),
@@ -79,6 +90,7 @@ def test_a_group_is_submitted_once_and_collected(tmp_path: Path, monkeypatch: py
             tokens_per_parameter=0.12,
             out=tmp_path / "sweep-a",
             on="slurm",
+            queue=queue,
             dry_run=dry_run,
             progress=False,
         )
@@ -105,6 +117,34 @@ def test_a_group_is_submitted_once_and_collected(tmp_path: Path, monkeypatch: py
     assert [one.folder for one in done] == [Path(trained.run).name]
     assert done[0].loss == pytest.approx(open_run(trained.run).summary().evaluation.loss)  # type: ignore[union-attr]
     assert "1 of 3 runs have ended" in str(second)
+
+    # The record of a run says what the table says of its tokenizer and data.
+    with (tmp_path / "sweep-a" / "points.csv").open(newline="") as file:
+        row = next(one for one in csv.DictReader(file) if one["status"] == "done")
+    recorded = read_run_losses(Path(trained.run), counted="total")
+    assert (recorded.tokenizer, recorded.data) == (row["tokenizer"], row["data"])
+    lines = [f"{n},{d},{2 + 9 / n**0.3 + 9 / d**0.3},foreign" for n in (1e3, 3e3, 9e3) for d in (1e3, 3e3, 9e3)]
+    (tmp_path / "law.csv").write_text("\n".join(["params,tokens,loss,tokenizer", *lines]) + "\n")
+    law = phalanx.scale.fit(tmp_path / "law.csv", draws=0)
+    assert f"the law is of other tokenizer (foreign, here {row['tokenizer']})" in str(
+        phalanx.scale.predict(law, trained.run)
+    )
+
+    # Gradients that break twice at the same step: divergence, which starting again does not mend.
+    broken = open_run(room.taken[0][2].run)
+    cause = {"kind": "Astray", "message": "the gradient was not finite", "signal": 0}
+    incidents = [{"v": 1, "event": "incident", "t": 1.0, "rank": 0, "epoch": 1, "step": 7, "cause": cause}] * 2
+    broken.supervisor.write_text("".join(f"{json.dumps(one)}\n" for one in incidents))
+    (broken.path / "status.json").write_text('{"state": "failed"}')
+    room.states |= {"1_1": CANCELLED, "1_2": FAILED}
+    # Another queue, and nothing trained yet: submitted anew, not started again in the old one.
+    room.queue = "old"
+    third = sweep(queue="new")
+    assert room.requeued == ["1_1"]
+    assert [one.name for one in room.taken[1]] == [failed.name]
+    states = {one.run.name: (one.state, one.message) for one in third.outcomes}
+    assert states[room.taken[0][2].name] == ("diverged", "step 7: the gradient was not finite, twice")
+    assert third.exit_code == 1
 
 
 @pytest.mark.parametrize(

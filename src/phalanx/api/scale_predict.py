@@ -75,7 +75,13 @@ def predict(fit: str | Path | FittedLaw, run: str | Path, *, allowance: float = 
     path = Path(run)
     if path.is_dir():
         found = read_run_losses(path, counted=law.data.params_counted)
-        notes = () if found.evaluated else ("no evaluation was recorded: these are training losses",)
+        notes: tuple[str, ...] = () if found.evaluated else ("no evaluation was recorded: these are training losses",)
+        for what, theirs, ours in (
+            ("tokenizer", law.data.tokenizer, found.tokenizer),
+            ("data", law.data.data, found.data),
+        ):
+            if theirs and ours and theirs != ours:
+                notes += (f"the law is of other {what} ({theirs[:40]}, here {ours[:40]}): losses may not compare",)
         curve = [(tokens, loss) for tokens, loss in zip(found.tokens, found.losses, strict=True) if tokens > 0]
         forecast = judge_run(
             law,

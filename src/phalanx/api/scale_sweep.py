@@ -16,8 +16,8 @@ from phalanx.io.tables import text_table
 from phalanx.job.load import ResolvedJob
 from phalanx.job.model import TOKENS_PER_PARAMETER
 from phalanx.job.schema import Job
+from phalanx.scale.step_law import ENOUGH_STEPS
 from phalanx.scale.sweep_grid import (
-    ENOUGH_STEPS,
     SPREAD,
     SweepRun,
     decides_digest,
@@ -160,7 +160,10 @@ class Sweep(PublicResult):
             lines.append(f"{done} of {plural(len(self.outcomes), 'run')} have ended; table so far: {self.table}")
             lines.append(f"repeat the command to collect the others; phalanx queue --group {self.group} lists them")
             return "\n".join(lines)
-        lines.append(f"took {format_seconds(self.wall_s)}{reused}; table: {self.table}")
+        if self.on:
+            lines.append(f"all {plural(len(self.outcomes), 'run')} have ended; table: {self.table}")
+        else:
+            lines.append(f"took {format_seconds(self.wall_s)}{reused}; table: {self.table}")
         lines.append(f"next: phalanx scale fit {self.table} --params-counted total --flops-counted 6nd")
         return "\n".join(lines)
 

@@ -15,10 +15,13 @@ from phalanx.api.launch_results import LaunchResult
 from phalanx.api.launching import launch, queue, requeue
 from phalanx.api.results import Tell
 from phalanx.errors import PhalanxError, mistake
+from phalanx.io.values import at, text
 from phalanx.job.load import ResolvedJob
 from phalanx.job.schema import Job, Parallel
 from phalanx.launch.system import CANCELLED, DONE, FAILED, OVER, QueuedJob
 from phalanx.plan.plan import Plan
+from phalanx.record.events import read_events
+from phalanx.record.run import Run
 from phalanx.scale.run_points import read_run_losses
 from phalanx.scale.sweep_store import DIVERGED, SweepFolder, SweepOutcome
 from phalanx.units import plural
@@ -26,6 +29,7 @@ from phalanx.units import plural
 WHERE = "phalanx scale sweep"
 SYSTEMS = ("slurm", "k8s")
 START_S = 600.0  # of a run: imports, the first step, the last checkpoint and the evaluation
+ASTRAY = "Astray"  # kind of an incident in which every process lives and the numbers are wrong
 ABOVE_NOTHING = 0.5  # nats above ln(vocabulary), from which a finished run has learned nothing: as train.lone_rank says
 
 
@@ -82,11 +86,16 @@ def launch_group(
     """
     collect_results(outcomes, folder, keep=not dry_run)
     alive = {} if dry_run else _known_jobs(on, group, tell)
-    missing = []
+    missing, elsewhere = [], []
     for number, one in enumerate(outcomes):
         if one.is_final:
             continue
         known = alive.get(one.folder) if one.folder else None
+        if known is not None and queue_name and known.queue not in ("", queue_name):
+            if known.state in OVER and not any((folder.runs / one.folder / "checkpoints").glob("*")):
+                known = None  # nothing would be lost: submitted anew, to the queue that is named now
+            else:
+                elsewhere.append(known)
         if known is None or known.state == DONE:
             missing.append(number)
         elif known.state in OVER:
@@ -94,6 +103,12 @@ def launch_group(
             outcomes[number] = replace(one, state="waiting", message=f"was {known.state}: submitted again")
         else:
             outcomes[number] = replace(one, state=known.state, message=known.id)
+    if elsewhere:
+        tell(
+            f"{plural(len(elsewhere), 'run')} ({elsewhere[0].id} first) stay in {elsewhere[0].queue}, where an earlier "
+            f"call submitted them; phalanx cancel ends one that waits, and the same command then submits it to "
+            f"{queue_name}"
+        )
     if not missing:
         return None
     # One time limit for all: requests that differ in their run alone become one array.
@@ -128,16 +143,32 @@ def collect_results(outcomes: list[SweepOutcome], folder: SweepFolder, *, keep: 
             found = read_run_losses(folder.runs / one.folder, counted="total")
         except (PhalanxError, OSError):
             continue  # nothing recorded yet
-        if found.state != "done" or not found.evaluated:
+        if found.state == "failed" and (why := _divergence(folder.runs / one.folder)):
+            outcomes[number] = replace(one, state=DIVERGED, loss=None, message=why)
+        elif found.state != "done" or not found.evaluated:
             continue
-        loss = found.losses[-1]
-        ceiling = math.log(one.run.job.model.vocab) + ABOVE_NOTHING
-        if math.isfinite(loss) and loss <= ceiling:
+        elif math.isfinite(loss := found.losses[-1]) and loss <= math.log(one.run.job.model.vocab) + ABOVE_NOTHING:
             outcomes[number] = replace(one, state="done", loss=loss, message="")
         else:
             outcomes[number] = replace(one, state=DIVERGED, loss=None, message=f"ended at {loss:.4g} nats")
         if keep:
             folder.keep(outcomes[number])
+
+
+def _divergence(run: Path) -> str:
+    """Why a failed run diverged; empty where it failed for another reason, and may do better when it goes on.
+
+    It went back to an earlier step and its gradients broke again at the same one: a third time would be no different.
+    """
+    try:
+        events, _ = read_events(Run(path=run).supervisor)
+    except (PhalanxError, OSError):
+        return ""
+    broke = [one for one in events if one["event"] == "incident"][-2:]
+    causes = [at(one, "cause") for one in broke]
+    if len(broke) < 2 or any(text(cause, "kind") != ASTRAY for cause in causes) or broke[0]["step"] != broke[1]["step"]:
+        return ""
+    return f"step {broke[1]['step']}: {text(causes[1], 'message')}, twice"
 
 
 def _known_jobs(on: str, group: str, tell: Tell) -> dict[str, QueuedJob]:

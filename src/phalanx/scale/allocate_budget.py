@@ -20,8 +20,9 @@ from phalanx.plan.plan import Plan
 from phalanx.scale.fit_points import optimum_estimates
 from phalanx.scale.fit_result import FORMAT, FitEstimate, ScalingFit
 from phalanx.scale.laws import law_loss, law_optimum
-from phalanx.scale.published import EXTRAPOLATIONS, step_law
+from phalanx.scale.published import EXTRAPOLATIONS
 from phalanx.scale.shapes import counted_params, nearest_shape
+from phalanx.scale.step_law import RunRates, rates_of_run, step_law
 from phalanx.units import format_count, parse_count
 
 FIRST_MFU = 0.4  # of the first guess from GPU-hours; the planner's own replaces it
@@ -74,6 +75,8 @@ class Allocation:
     predicted_loss: float
     lr: float
     batch_tokens: int
+    rates_from: str  # "step law", "step law, bounded", or "runs": those of the sweep
+    step_law_lr: float
     step_law_batch_tokens: float
     plan: Plan | None
     job_toml: str
@@ -189,9 +192,12 @@ def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Clu
     far = max(size / params, params / size)
     training = serving.training_flops if serving is not None else flops
     tokens = training / (6.0 * size)  # the shape is not exactly N*: the budget stays, the tokens follow
-    lr, step_law_batch = step_law(counted_params(shape, "no-embedding"), tokens)
-    notes: list[str] = []
-    plan, job_toml, batch = _plan_allocation(settings, shape, tokens, lr, step_law_batch, machine, notes)
+    used = fit.used_rates
+    bare = counted_params(shape, "no-embedding-no-head")
+    rates = rates_of_run(size=bare, tokens=tokens, larger=size / used.params if used else None, used=used)
+    law_lr, law_batch = step_law(bare, tokens)
+    notes = [rates.sentence] if rates.sentence else []
+    plan, job_toml, batch = _plan_allocation(settings, shape, tokens, rates, machine, notes)
     if far > FAR_SHAPE:
         notes.append(
             f"the nearest shape with a vocabulary of {settings.vocab:,} is {far:.1f} times off N*: "
@@ -222,9 +228,11 @@ def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Clu
         shape_params=size,
         tokens=tokens,
         predicted_loss=law_loss(fit.method, values, size, tokens),
-        lr=lr,
+        lr=rates.lr,
         batch_tokens=batch,
-        step_law_batch_tokens=step_law_batch,
+        rates_from=rates.source,
+        step_law_lr=law_lr,
+        step_law_batch_tokens=law_batch,
         plan=plan,
         job_toml=job_toml,
         notes=tuple(notes),
@@ -292,17 +300,16 @@ def _plan_allocation(
     settings: _Settings,
     shape: ModelShape,
     tokens: float,
-    lr: float,
-    wanted_batch: float,
+    rates: RunRates,
     machine: Cluster | None,
     notes: list[str],
 ) -> tuple[Plan | None, str, int]:
     """The job, and its plan where there is a cluster; the batch is doubled until the planner can place it."""
-    sequences = 2 ** max(0, round(math.log2(wanted_batch / settings.sequence)))
+    sequences = 2 ** max(0, round(math.log2(rates.batch_tokens / settings.sequence)))
     spec = machine.name if machine is not None else "local"
     for attempt in range(BATCH_TRIES + 1):
         batch = sequences * 2**attempt * settings.sequence
-        text = job_text(settings, shape, tokens, lr, batch, spec)
+        text = job_text(settings, shape, tokens, rates, batch, spec)
         job = load_table(Path("job.toml"), tomllib.loads(text), {})
         if machine is None:
             return None, text, batch
@@ -315,20 +322,31 @@ def _plan_allocation(
             continue
         if attempt:
             notes.append(
-                f"Step Law's batch of {format_count(wanted_batch)} tokens cannot be placed on {machine.name}: "
+                f"a batch of {format_count(rates.batch_tokens)} tokens cannot be placed on {machine.name}: "
                 f"{format_count(batch)} is the smallest doubling that can; expect some loss of sample efficiency"
             )
         return plan, text, batch
     raise AssertionError("unreachable")
 
 
-def job_text(settings: _Settings, shape: ModelShape, tokens: float, lr: float, batch: int, spec: str) -> str:
+def job_text(settings: _Settings, shape: ModelShape, tokens: float, rates: RunRates, batch: int, spec: str) -> str:
     """The job file."""
     steps = max(1, round(tokens / batch))
     warmup = min(2000, max(10, steps // 100)) * batch
     fit = settings.fit
     # A fit is a file that anybody may have written.
     digest = "".join(one for one in fit.data.sha256 if one in "0123456789abcdef")[:16]
+    used = fit.used_rates
+    scale = ""
+    if rates.source == "runs" and used is not None and used.parametrization:
+        scale = f"""
+[scale]  # as in the sweep: the learning rate is of this width and depth
+parametrization = "{used.parametrization}"
+base_width = {used.base_width}
+base_depth = {used.base_depth}
+base_head_dim = {used.base_head_dim}
+"""
+    source = "of the sweep's best run" if rates.source == "runs" else f"{rates.source.capitalize()}, arXiv:2503.04715"
     cluster = f'\n[cluster]\nspec = "{spec}"\n' if spec != "local" else ""
     return f"""\
 # Sized by phalanx scale allocate from a law of {fit.data.rows} runs ({fit.method}, data sha256 {digest}).
@@ -353,6 +371,6 @@ tokens = {steps * batch}  # {steps:,} steps
 global_tokens = {batch}
 
 [optim]
-lr = {lr:.3g}  # Step Law, arXiv:2503.04715
+lr = {rates.lr:.3g}  # {source}
 warmup_tokens = {warmup}
-{cluster}"""
+{scale}{cluster}"""

@@ -34,8 +34,9 @@ def allocation_text(found: Allocation) -> str:
             f"FOR {format_count(served.inference_tokens)} SERVED TOKENS",
             f"  {format_count(served.params)} parameters on {format_count(served.tokens)} tokens "
             f"({served.tokens / served.params:.0f} per parameter) reach the same loss",
-            f"  training {served.training_flops:.3g} FLOP, with serving {served.total_flops:.3g}: {served.saved:.1%} "
-            "less than with the compute-optimal model",
+            f"  training {served.training_flops:.3g} FLOP ({served.training_flops / found.flops - 1:.0%} above the "
+            f"budget), with serving {served.total_flops:.3g}: {served.saved:.1%} less than with the compute-optimal "
+            "model",
         ]
     shape = found.shape
     lines += [
@@ -46,7 +47,7 @@ def allocation_text(found: Allocation) -> str:
         f"  {format_count(found.shape_params)} parameters on {format_count(found.tokens)} tokens: predicted loss "
         f"{found.predicted_loss:.4f}",
         f"  peak learning rate {found.lr:.2e}, batch {format_count(found.batch_tokens)} tokens "
-        f"(Step Law: {format_count(found.step_law_batch_tokens)})",
+        f"(Step Law: {found.step_law_lr:.2e}, {format_count(found.step_law_batch_tokens)})",
     ]
     if found.plan is not None:
         lines += ["", "ON THE CLUSTER", *_plan_lines(found)]

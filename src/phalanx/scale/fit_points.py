@@ -25,8 +25,9 @@ from phalanx.scale.other_laws import KAPLAN_NAMES, fit_kaplan
 from phalanx.scale.points import COUNTED, ScalingPoints
 from phalanx.scale.published import PUBLISHED
 from phalanx.scale.repeated_data import effective_tokens, fit_repeated
+from phalanx.scale.run_points import used_rates
 from phalanx.scale.surface import Surface, SurfaceData
-from phalanx.scale.surface_fit import NAMES, estimate_interval, fit_surface
+from phalanx.scale.surface_fit import NAMES, estimate_interval, fit_surface, is_open_exponent
 from phalanx.units import format_count, plural
 
 Array = NDArray[np.float64]
@@ -49,7 +50,6 @@ LEFT_OUT_SHARE = 0.15  # of the rows, where there are no budgets to leave out
 LEFT_OUT_DRAWS = 60  # resamples of the fit to the others: enough for the size of its doubt
 DRIFT_SDS = 2.0  # standard deviations off, from which it is not noise: one of 20 fits of a law that is right
 LEAST_DECADES = 0.3  # that a held-out budget is taken to lie beyond the others
-OPEN_EXPONENT = 1.5  # ratio of the ends of an interval of a or 1 - a, from which the runs leave the optimum open
 
 
 def fit_law(
@@ -63,13 +63,15 @@ def fit_law(
     """Fit; raises UserError for points that no law can be fitted to."""
     check_points(points, method)
     rng = np.random.default_rng(seed)
+    kept = np.ones(len(points), dtype=bool)
     if method == "data-constrained":
         repeated = fit_repeated(points, draws=draws, rng=rng)
         notes = Diagnostics(objective=repeated.objective, residual_sd=0.0)
         made = _assemble_fit(points, method, repeated.values, repeated.draws, repeated.residuals, notes)
         made = replace(made, warnings=("allocate and predict take the law of fresh data: no token is read twice",))
     elif method in SURFACES:
-        made = _fit_surface(points, method, draws, rng)
+        made, strays = _fit_surface(points, method, draws, rng)
+        kept[list(strays)] = False
     elif method == "isoflop":
         made = _fit_isoflop(points, draws, rng)
     else:
@@ -78,10 +80,12 @@ def fit_law(
         made = _assemble_fit(
             points, method, names, resampled, residuals, Diagnostics(objective=objective, residual_sd=0.0)
         )
-    left_out = left_out_error(points, method) if leave_out else None
+    # A row that is no part of the law says nothing of how far the law carries.
+    left_out = left_out_error(points.take(kept), method) if leave_out else None
     return replace(
         made,
         seed=seed,
+        used_rates=used_rates(points),
         diagnostics=replace(made.diagnostics, left_out_budget=left_out),
         warnings=(*_fit_warnings(points, made), *made.warnings),
     )
@@ -103,8 +107,8 @@ def check_points(points: ScalingPoints, method: str) -> None:
     if not problems and (ends := _rising_losses(points)):
         how = "rise" if ends[1] > ends[0] else "do not fall"
         what = (
-            f"its losses {how} with compute: the best of the smaller half of the runs is {ends[0]:.4g}, of the larger "
-            f"half {ends[1]:.4g}"
+            f"its losses {how} with compute: among the best of the smaller half of the runs is {ends[0]:.4g}, of the "
+            f"larger half {ends[1]:.4g}"
         )
         fix = "look at the columns (loss in nats, not accuracy; flops, not seconds), and at runs that diverged"
         problems.append(Problem(where=points.source, what=what, fix=fix))
@@ -113,13 +117,20 @@ def check_points(points: ScalingPoints, method: str) -> None:
 
 
 def _rising_losses(points: ScalingPoints) -> tuple[float, float] | None:
-    """The best losses of the smaller and the larger half, where more compute does not make them better."""
+    """The best losses of the smaller and the larger half, where more compute does not make them better.
+
+    Of 20 rows and more the second best, and so on: one row that is wrong is no reason to refuse a table.
+    """
     middle = np.median(points.flops)
-    small, large = points.loss[points.flops <= middle], points.loss[points.flops > middle]
-    return (float(small.min()), float(large.min())) if len(large) and large.min() >= small.min() else None
+    small, large = (np.sort(points.loss[rows]) for rows in (points.flops <= middle, points.flops > middle))
+    place = min(len(points) // 20, len(large) - 1)
+    return (float(small[place]), float(large[place])) if len(large) and large[place] >= small[place] else None
 
 
-def _fit_surface(points: ScalingPoints, method: str, draws: int, rng: np.random.Generator) -> ScalingFit:
+def _fit_surface(
+    points: ScalingPoints, method: str, draws: int, rng: np.random.Generator
+) -> tuple[ScalingFit, tuple[int, ...]]:
+    """The fit, and the rows that it left out."""
     found = fit_surface(points.params, points.tokens, points.loss, method=method, draws=draws, rng=rng)
     resampled = np.array([[getattr(one, name) for name in NAMES] for one in found.draws]).reshape(draws, 5)
     notes = Diagnostics(
@@ -132,17 +143,18 @@ def _fit_surface(points: ScalingPoints, method: str, draws: int, rng: np.random.
         noise=found.noise if method == "vpnls" else "",
     )
     values = {name: float(getattr(found.law, name)) for name in NAMES}
-    made = _assemble_fit(points, method, values, resampled, found.residuals, notes, found.profiles)
+    made = _assemble_fit(points, method, values, resampled, found.residuals, notes, found.profiles, found.strays)
     data = SurfaceData.of(points.params, points.tokens, points.loss)
     note = (
         "the runs do not tell how the loss depends on N, or on D: the values are a law in the middle of what they "
         "allow, and the intervals count; train runs of more sizes and token counts"
     )
-    return replace(
+    made = replace(
         made,
         comparisons=_compare_published(data, found.law, made),
         warnings=(note,) if found.is_middle else (),
     )
+    return made, found.strays
 
 
 def _fit_isoflop(points: ScalingPoints, draws: int, rng: np.random.Generator) -> ScalingFit:
@@ -170,11 +182,13 @@ def _assemble_fit(
     residuals: Array,
     notes: Diagnostics,
     profiles: dict[str, tuple[float, float]] | None = None,
+    strays: tuple[int, ...] = (),
 ) -> ScalingFit:
-    """A fit of any method from its numbers, resamples and residuals of ln loss."""
+    """A fit of any method from its numbers, resamples and residuals of ln loss; `strays` are rows that it left out."""
     names = tuple(values)
     exponents = np.array([size_exponent(method, dict(zip(names, row, strict=True))) for row in resampled])
-    outliers = tuple(_find_outliers(points, residuals))
+    outliers = tuple(_find_outliers(points, residuals, strays))
+    fitted = np.delete(residuals, strays)
     return ScalingFit(
         method=method,
         formula=FORMULAS[method],
@@ -186,27 +200,28 @@ def _assemble_fit(
         data=describe_points(points),
         diagnostics=replace(
             notes,
-            residual_sd=float(np.sqrt((residuals**2).sum() / max(1, len(points) - len(names)))),
+            residual_sd=float(np.sqrt((fitted**2).sum() / max(1, len(fitted) - len(names)))),
             outliers=outliers,
         ),
         draws=tuple(tuple(float(one) for one in row) for row in resampled),
     )
 
 
-def _find_outliers(points: ScalingPoints, residuals: Array) -> list[Outlier]:
-    """Points further from the law than 4.5 robust standard deviations."""
+def _find_outliers(points: ScalingPoints, residuals: Array, strays: tuple[int, ...] = ()) -> list[Outlier]:
+    """Rows that the fit left out, and points further from the law than 4.5 robust standard deviations."""
     spread = 1.4826 * float(np.median(np.abs(residuals - np.median(residuals))))
     if spread <= 0.0:
         return []
     size = np.abs(residuals - np.median(residuals)) / spread
-    rows = [int(one) for one in np.argsort(-size) if size[one] > OUTLIER_SDS]
+    rows = [int(one) for one in np.argsort(-size) if size[one] > OUTLIER_SDS or one in strays]
+    rows = [*(one for one in rows if one in strays), *(one for one in rows if one not in strays)]
     found = []
     for row in rows[:MOST_OUTLIERS]:
         what = (
             f"N {points.params[row]:.3g}, D {points.tokens[row]:.3g}: loss {points.loss[row]:.4g} is "
             f"{100 * np.expm1(residuals[row]):+.1f} % off the law, {size[row]:.0f} standard deviations"
         )
-        found.append(Outlier(name=points.name(row), what=what))
+        found.append(Outlier(name=points.name(row), what=what, is_left_out=row in strays))
     if len(rows) > MOST_OUTLIERS:
         found.append(Outlier(name=f"{len(rows) - MOST_OUTLIERS} more", what="as far off"))
     return found
@@ -327,27 +342,22 @@ def _fit_warnings(points: ScalingPoints, made: ScalingFit) -> list[str]:
                 f"({format_count(edge)}): losses of their sizes can be predicted, the optimum cannot; train {side} "
                 "models"
             )
-    if made.method == "vpnls" and (outliers := len(made.diagnostics.outliers)):
+    outliers = [one for one in made.diagnostics.outliers if not one.is_left_out]
+    if made.method == "vpnls" and outliers:
         found.append(
-            f"least squares follows the {plural(outliers, 'outlier')} named above: compare with --method huber3, which "
-            "does not, or leave rows out that you do not trust"
+            f"least squares follows the {plural(len(outliers), 'outlier')} named above that it keeps: compare with "
+            "--method huber3, which does not, or leave rows out that you do not trust"
         )
-    if _leaves_optimum_open(a := made.derived["a"]):
+    if is_open_exponent(a := made.derived["a"]):
+        middle = "; the values are a law in the middle of what they allow" if made.method == "vpnls" else ""
         found.append(
-            f"the runs leave the exponent of the best size open: a is between {a.low:.2f} and {a.high:.2f}; N* and D* "
-            "far beyond the data are guesses; train more sizes, more budgets, or less noisy runs"
+            f"the runs leave the exponent of the best size open: a is between {a.low:.2f} and {a.high:.2f}{middle}; N* "
+            "and D* far beyond the data are guesses; train more sizes, more budgets, or less noisy runs"
         )
     irreducible = made.parameters.get("E")
     if irreducible is not None and made.method != "kaplan" and irreducible.value < 0.05 * points.loss.min():
         found.append("E is nearly 0: the runs do not reach far enough to see the irreducible loss")
     return found
-
-
-def _leaves_optimum_open(a: FitEstimate) -> bool:
-    """Whether the interval of a, or of 1 - a, is so wide that an optimum far beyond the data means nothing."""
-    if a.low is None or a.high is None:
-        return False
-    return a.high > OPEN_EXPONENT * a.low or 1.0 - a.low > OPEN_EXPONENT * (1.0 - a.high)
 
 
 def describe_points(points: ScalingPoints) -> DataNote:

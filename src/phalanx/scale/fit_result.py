@@ -40,11 +40,26 @@ class DataNote:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UsedRates:
+    """What the best run of the largest budget was trained with, where the table says it: for allocate."""
+
+    params: float  # as the law counts them
+    tokens: float
+    lr: float
+    batch_tokens: float = 0.0  # 0: not known
+    parametrization: str = ""  # "mup" or "completep", which carry the rate over to other sizes; empty: standard
+    base_width: int = 0
+    base_depth: int = 0
+    base_head_dim: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Outlier:
     """A point or a curve that the others contradict."""
 
     name: str
     what: str
+    is_left_out: bool = False  # the fit did not take it in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +131,7 @@ class ScalingFit:
     warnings: tuple[str, ...] = ()
     seed: int = 0
     format: int = FORMAT
+    used_rates: UsedRates | None = None
     extra: dict[str, float] = field(default_factory=dict)
 
     def values(self) -> dict[str, float]:

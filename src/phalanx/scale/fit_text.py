@@ -49,7 +49,9 @@ def fit_text(fit: ScalingFit) -> str:
         lines += ["", "ISOFLOP CURVES", *_curve_lines(fit)]
     lines += ["", "DIAGNOSTICS", *_trust_lines(fit)]
     if notes.outliers:
-        lines += ["", "OUTLIERS (kept in the fit)", *(f"  {one.name}: {one.what}" for one in notes.outliers)]
+        lines += ["", "OUTLIERS"]
+        kept = ("kept in the fit", "left out of the fit")
+        lines += [f"  {one.name}: {one.what}; {kept[one.is_left_out]}" for one in notes.outliers]
     if fit.comparisons:
         lines += ["", "PUBLISHED FITS"]
         lines += [f"  {one.name}: {one.sentence}  [{one.source}]" for one in fit.comparisons]

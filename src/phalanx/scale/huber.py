@@ -55,14 +55,15 @@ def fit_huber(
 ) -> tuple[Array, Array]:
     """Minimise from K starts, or K resamples given by `weights` (K, P); `scale` multiplies the objective."""
 
+    lowest, highest = np.array([-40.0] * 3 + [-6.0] * 2), np.array([40.0] * 3 + [1.5] * 2)
+
     def objective(theta: Array, rows: Rows) -> tuple[Array, Array]:
-        bounded = np.clip(theta, -40.0, 40.0)
-        bounded[:, 3:] = np.clip(theta[:, 3:], -6.0, 1.5)
+        bounded = np.clip(theta, lowest, highest)
         cost, slope = huber_objective(data, bounded, None if weights is None else weights[rows], delta=delta)
         return scale * cost, scale * slope
 
     theta, cost = minimize_batch(objective, start_K5)
-    return theta, cost / scale
+    return np.clip(theta, lowest, highest), cost / scale
 
 
 def grid_starts(data: SurfaceData, count: int, rng: np.random.Generator) -> Array:

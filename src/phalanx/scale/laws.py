@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from phalanx.scale.surface import Surface
+from phalanx.scale.surface import Surface, bounded_optimum
 
 SURFACES = ("vpnls", "huber3", "overtrain", "data-constrained")
 FORMULAS = {
@@ -17,6 +17,8 @@ FORMULAS = {
     "kaplan": "L = ((Nc/N)^(αN/αD) + Dc/D)^αD",
 }
 Values = Mapping[str, float]
+_TINY = 1e-300
+FARTHEST_LOSS = 300.0  # ln of a loss, from which a law of few points is only large
 FARTHEST_BEND = 20.0  # of ln L: a parabola means nothing long before, and its exponential would overflow
 
 
@@ -35,8 +37,11 @@ def law_loss(method: str, values: Values, params: float, tokens: float) -> float
     if method in SURFACES:
         return as_surface(values).loss(params, tokens)
     if method == "kaplan":
-        ratio = values["alpha_N"] / values["alpha_D"]
-        return float(((values["N_c"] / params) ** ratio + values["D_c"] / tokens) ** values["alpha_D"])
+        size = values["alpha_N"] / values["alpha_D"] * math.log(values["N_c"] / params)
+        data = math.log(values["D_c"] / tokens)
+        most = max(size, data)
+        both = most + math.log(math.exp(size - most) + math.exp(data - most))
+        return math.exp(min(values["alpha_D"] * both, FARTHEST_LOSS))
     if method == "isoflop":
         flops = 6.0 * params * tokens
         off = math.log(params / law_optimum(method, values, flops)[0])
@@ -47,14 +52,13 @@ def law_loss(method: str, values: Values, params: float, tokens: float) -> float
 
 def law_optimum(method: str, values: Values, flops: float, *, flops_per_token: float = 6.0) -> tuple[float, float]:
     """N* and D* of a budget."""
+    compute = math.log(flops / flops_per_token)
     if method == "isoflop":
-        params = values["G"] * flops ** values["a"]
-        return params, flops / (flops_per_token * params)
+        return bounded_optimum(math.log(max(values["G"], _TINY)) + values["a"] * math.log(flops), compute)
     if method == "kaplan":
         ratio = values["alpha_N"] / values["alpha_D"]
-        best = ratio * values["N_c"] ** ratio * flops / (flops_per_token * values["D_c"])
-        params = best ** (1.0 / (1.0 + ratio))
-        return params, flops / (flops_per_token * params)
+        best = math.log(ratio) + ratio * math.log(values["N_c"]) + compute - math.log(values["D_c"])
+        return bounded_optimum(best / (1.0 + ratio), compute)
     return as_surface(values).optimum(flops, flops_per_token)
 
 

@@ -10,6 +10,9 @@ from phalanx.scale.minimize import Array, Rows, minimize_batch
 from phalanx.scale.points import ScalingPoints
 
 KAPLAN_NAMES = ("N_c", "alpha_N", "D_c", "alpha_D")
+# Of ln u0, ln k, ln v0 and ln αD: few points that do not tell N from D drive the search without end.
+LOWEST, HIGHEST = np.array([-60.0, -5.0, -60.0, -8.0]), np.array([300.0, 5.0, 300.0, 3.0])
+FARTHEST = 300.0  # ln Nc
 
 
 def fit_kaplan(points: ScalingPoints, *, draws: int, rng: np.random.Generator) -> tuple[Array, Array, Array, float]:
@@ -29,7 +32,7 @@ def fit_kaplan(points: ScalingPoints, *, draws: int, rng: np.random.Generator) -
 
     def solve(start: Array, weights: Array | None) -> tuple[Array, Array]:
         def objective(theta: Array, rows: Rows) -> tuple[Array, Array]:
-            theta = np.clip(theta, -300.0, 300.0)
+            theta = np.clip(theta, LOWEST, HIGHEST)
             value, size, data = predict(theta)
             rest = value - log_l
             pull = rest if weights is None else rest * weights[rows]
@@ -45,7 +48,8 @@ def fit_kaplan(points: ScalingPoints, *, draws: int, rng: np.random.Generator) -
             )
             return 0.5 * (pull * rest).sum(axis=1), slope
 
-        return minimize_batch(objective, start, iterations=400)
+        found, cost = minimize_batch(objective, start, iterations=400)
+        return np.clip(found, LOWEST, HIGHEST), cost
 
     level = float(log_l.mean())
     starts = np.array(
@@ -63,6 +67,7 @@ def fit_kaplan(points: ScalingPoints, *, draws: int, rng: np.random.Generator) -
 
     def natural(theta: Array) -> Array:
         ratio, decay = np.exp(theta[:, 1]), np.exp(theta[:, 3])
-        return np.stack([np.exp(theta[:, 0] / ratio + x0), ratio * decay, np.exp(theta[:, 2] + y0), decay], axis=1)
+        size = np.exp(np.clip(theta[:, 0] / ratio + x0, -FARTHEST, FARTHEST))
+        return np.stack([size, ratio * decay, np.exp(theta[:, 2] + y0), decay], axis=1)
 
     return natural(best[None, :])[0], natural(resampled), log_l - predict(best[None, :])[0][0], float(cost.min())

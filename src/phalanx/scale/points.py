@@ -10,6 +10,7 @@ Columns of the file (docs/scaling.md):
     tokenizer      identity of the tokenizer                        optional; two of them are refused
     data           identity of the training data                    optional; two of them are refused
     seed lr batch_tokens                                            optional, kept
+    parametrization  as completep:64:3:8, with the base shape       optional, kept: what the learning rate belongs to
     unique_tokens  tokens before they repeat                        optional; for data-constrained
     budget         FLOPs of the IsoFLOP curve a row belongs to      optional: rows with nearly equal flops
     status         anything but "done", "ok" or empty is left out   optional
@@ -35,7 +36,7 @@ from phalanx.units import first_few, plural
 Array = NDArray[np.float64]
 
 NUMBERS = ("params", "tokens", "flops", "loss", "lr", "batch_tokens", "unique_tokens", "budget")
-TEXTS = ("run", "tokenizer", "data", "seed", "status")
+TEXTS = ("run", "tokenizer", "data", "seed", "status", "parametrization")
 COLUMNS = (*NUMBERS, *TEXTS)
 # What other people call them; the first that a file has is read.
 ALIASES = {
@@ -85,6 +86,7 @@ class ScalingPoints:
     lr: Array | None = None
     batch_tokens: Array | None = None
     seed: tuple[str, ...] = ()
+    parametrization: tuple[str, ...] = ()
     tokenizer: str = ""
     data: str = ""
     left_out: tuple[str, ...] = ()  # sentences: what was dropped, and why
@@ -111,6 +113,7 @@ class ScalingPoints:
             run=tuple(self.run[one] for one in picked),
             line=tuple(self.line[one] for one in picked),
             seed=tuple(self.seed[one] for one in picked) if self.seed else (),
+            parametrization=tuple(self.parametrization[one] for one in picked) if self.parametrization else (),
             unique_tokens=some(self.unique_tokens),
             budget=some(self.budget),
             lr=some(self.lr),
@@ -245,6 +248,7 @@ def make_points(
         lr=values.get("lr"),
         batch_tokens=values.get("batch_tokens"),
         seed=tuple(texts.get("seed", ())),
+        parametrization=tuple(texts.get("parametrization", ())),
         tokenizer=next((one for one in texts.get("tokenizer", ()) if one), ""),
         data=next((one for one in texts.get("data", ()) if one), ""),
     )

@@ -50,15 +50,3 @@ EXTRAPOLATIONS = (
     "RefinedWeb: 1.4B on 461B tokens -0.0 %, 6.9B on 138B tokens -1.6 %",
     "C4: 6.9B on 138B tokens -4.3 %, where the method failed",
 )
-
-
-def step_law(params: float, tokens: float) -> tuple[float, float]:
-    """Peak learning rate and tokens per batch: Step Law, arXiv:2503.04715, medians of its 1,000 bootstrap fits.
-
-    N without the embedding. 95 % of the fits: -0.774 to -0.655 (N), 0.271 to 0.345 (D), 0.534 to 0.606 (batch).
-
-    >>> lr, batch = step_law(1e9, 100e9)
-    >>> round(lr * 1e3, 2), round(batch / 1e6, 2)
-    (1.66, 1.09)
-    """
-    return 1.78 * params**-0.712 * tokens**0.307, 0.57 * tokens**0.571

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import Problem, UserError, mistake
+import numpy as np
+
+from phalanx.errors import PhalanxError, Problem, UserError, mistake
 from phalanx.io.codec import from_json_values
 from phalanx.io.values import at, integer, number, text
+from phalanx.job.dataset import read_manifest
 from phalanx.job.model import ModelShape
+from phalanx.job.schema import Scale
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
+from phalanx.scale.fit_result import UsedRates
 from phalanx.scale.points import COLUMNS, ScalingPoints, TableOptions, make_points, read_points
 from phalanx.scale.shapes import counted_params
 
 TABLE = "points.csv"  # what phalanx scale sweep writes beside its runs
 MOST_RUNS = 10_000
+LARGEST_SHARE = 0.7  # of the largest FLOPs: the runs of the largest budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +38,8 @@ class RunLosses:
     tokens: tuple[float, ...]
     losses: tuple[float, ...]
     evaluated: bool  # on held-out text; otherwise these are training losses
+    tokenizer: str = ""  # digests, as a sweep's table has them; empty where the dataset is gone
+    data: str = ""
 
 
 def read_run_points(folder: Path, options: TableOptions) -> ScalingPoints:
@@ -84,12 +93,53 @@ def _run_row(folder: Path, options: TableOptions) -> dict[str, str]:
         "params": str(found.params),
         "tokens": repr(found.tokens[-1]),
         "loss": repr(found.losses[-1]),
-        "data": text(at(job, "data"), "path") or text(at(job, "data"), "corpus"),
-        "seed": str(integer(job, "seed") or 0),
+        "tokenizer": found.tokenizer,
+        "data": found.data,
+        "seed": str(integer(at(job, "data"), "seed") or 0),
         "lr": repr(number(at(job, "optim"), "lr") or float("nan")),
         "batch_tokens": str((integer(batch, "global_sequences") or 0) * sequence),
+        "parametrization": parametrization_text(from_json_values(Scale, dict(at(job, "scale")), where, noun="plan")),
         "status": "done",
     }
+
+
+def parametrization_text(scale: Scale) -> str:
+    """What a learning rate belongs to, as a table has it: the parametrization with its base shape; empty for standard.
+
+    >>> parametrization_text(Scale(parametrization="completep", base_width=64, base_depth=3, base_head_dim=8))
+    'completep:64:3:8'
+    """
+    if scale.parametrization == "standard":
+        return ""
+    return f"{scale.parametrization}:{scale.base_width}:{scale.base_depth}:{scale.base_head_dim}"
+
+
+def used_rates(points: ScalingPoints) -> UsedRates | None:
+    """Learning rate and batch of the best run of the largest budget; None where the table does not say them.
+
+    Of several runs of one size and tokens, as of a search for the rate, that is the one with the best rate.
+    """
+    if points.lr is None:
+        return None
+    known = np.isfinite(points.lr) & (points.lr > 0.0)
+    if not known.any():
+        return None
+    near = known & (points.flops > LARGEST_SHARE * points.flops[known].max())
+    best = int(np.flatnonzero(near)[np.argmin(points.loss[near])])
+    batch = points.batch_tokens[best] if points.batch_tokens is not None else 0.0
+    words = re.fullmatch(
+        r"(mup|completep):(\d{1,6}):(\d{1,4}):(\d{1,4})", points.parametrization[best] if points.parametrization else ""
+    )
+    return UsedRates(
+        params=float(points.params[best]),
+        tokens=float(points.tokens[best]),
+        lr=float(points.lr[best]),
+        batch_tokens=float(batch) if np.isfinite(batch) and batch > 0.0 else 0.0,
+        parametrization=words[1] if words else "",
+        base_width=int(words[2]) if words else 0,
+        base_depth=int(words[3]) if words else 0,
+        base_head_dim=int(words[4]) if words else 0,
+    )
 
 
 def read_run_losses(folder: Path, *, counted: str) -> RunLosses:
@@ -113,6 +163,7 @@ def read_run_losses(folder: Path, *, counted: str) -> RunLosses:
         curve = history.curve("loss", rank=rank)
         points = {int(step): float(mean) for step, mean in zip(curve.step, curve.mean, strict=True) if mean is not None}
     steps = sorted(points)
+    tokenizer, data = _data_identity(at(job, "data"))
     return RunLosses(
         name=run.name,
         state=text(run.status(), "state"),
@@ -121,4 +172,16 @@ def read_run_losses(folder: Path, *, counted: str) -> RunLosses:
         tokens=tuple(step * batch_tokens for step in steps),
         losses=tuple(points[step] for step in steps),
         evaluated=evaluated,
+        tokenizer=tokenizer,
+        data=data,
     )
+
+
+def _data_identity(data: Mapping[str, Any]) -> tuple[str, str]:
+    """Digests of the tokenizer and of the data a run reads; of a dataset that is gone, its path stands for it."""
+    paths = [str(one) for one in data.get("paths") or () if isinstance(one, str)]
+    try:
+        manifests = [read_manifest(Path(one)) for one in paths]
+    except (PhalanxError, OSError):
+        return "", "+".join(paths)
+    return "+".join(one.tokenizer_sha256[:16] for one in manifests), "+".join(one.digest[:16] for one in manifests)

@@ -22,8 +22,17 @@ Array = NDArray[np.float64]
 LEAST_EXPONENT, MOST_EXPONENT = 0.01, 3.0
 GRID = 28  # exponents of each kind that are tried
 ITERATIONS = 60
+_TINY = 1e-300
 _LOWEST = np.array([-12.0, -30.0, -30.0, math.log(LEAST_EXPONENT), math.log(LEAST_EXPONENT)])
 _HIGHEST = np.array([8.0, 12.0, 12.0, math.log(MOST_EXPONENT), math.log(MOST_EXPONENT)])
+
+
+def bounded_optimum(log_params: float, log_compute: float) -> tuple[float, float]:
+    """N* and D* of ln N* and ln N·D, with one parameter and one token at least: a law that hardly knows N puts its
+    optimum anywhere.
+    """
+    size = min(max(log_params, 0.0), max(log_compute, 0.0))
+    return math.exp(size), math.exp(log_compute - size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +60,9 @@ class Surface:
 
     def optimum(self, flops: float, flops_per_token: float = 6.0) -> tuple[float, float]:
         """N* and D* for C = `flops_per_token`·N·D."""
-        ratio = self.alpha * self.A / (self.beta * self.B)
-        params = (ratio * (flops / flops_per_token) ** self.beta) ** (1.0 / (self.alpha + self.beta))
-        return params, flops / (flops_per_token * params)
+        compute = math.log(flops / flops_per_token)
+        ratio = math.log(self.alpha / self.beta) + math.log(max(self.A, _TINY)) - math.log(max(self.B, _TINY))
+        return bounded_optimum((ratio + self.beta * compute) / (self.alpha + self.beta), compute)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +74,8 @@ class SurfaceData:
     loss: Array
     middle: tuple[float, float]  # ln N0, ln D0
     noise: Array  # what residuals are divided by
+    strays: int = 0  # rows that were left out
+    stray_squares: float = 0.0  # what they add to the sum of squares all the same: they say how large noise can be
 
     @classmethod
     def of(cls, params: Array, tokens: Array, loss: Array, *, relative: bool = True) -> SurfaceData:

@@ -178,9 +178,9 @@ def _project_laws(data: SurfaceData, pairs: Array) -> ProjectedLaws:
     return ProjectedLaws(
         linear=np.einsum("kij,kj->ki", inverse, parts),
         inverse=inverse,
-        rest=np.maximum(np.einsum("kp,kp->k", left, left), EXACT * total),
+        rest=np.maximum(np.einsum("kp,kp->k", left, left), EXACT * total) + data.stray_squares,
         log_bent=np.log(np.maximum(gram[0] * gram[2] - gram[1] ** 2, _TINY)),
-        free=max(len(data.loss) - 3, 1),
+        free=max(len(data.loss) + data.strays - 3, 1),
     )
 
 

@@ -17,6 +17,7 @@ from phalanx.io.codec import json_values
 from phalanx.job.model import TOKENS_PER_PARAMETER, ModelShape
 from phalanx.job.parameter_counts import count_parameters
 from phalanx.job.schema import Job
+from phalanx.scale.step_law import STEP_LAW_SIZES, carry_rates, step_law
 from phalanx.scale.sweep_shapes import distinct_shapes, refuse_unscalable
 from phalanx.units import format_count
 
@@ -24,16 +25,8 @@ METHODS = ("isoflop", "wsd")
 BUDGETS = 5  # of a range LO..HI
 SPREAD = 4.0  # sizes reach from a fourth to four times the present optimum of a budget, unless asked otherwise
 LEAST_STEPS = 20  # of a run: fewer say nothing
-# Below it small models have not begun to learn from context: on the offline corpus, runs of 50 to 135 steps end at 5.3
-# nats, the entropy of single tokens, whatever their size. No power law has such a step.
-ENOUGH_STEPS = 400
 MOST_RUNS = 10_000
 WARMUP = 0.1  # of the tokens of the shortest run of a size, at most; the job's own where that is less
-# Step Law (arXiv:2503.04715), medians of 1,000 bootstrap fits; fitted to 60M to 1B parameters without the embeddings.
-LR_FACTOR, LR_SIZE, LR_TOKENS = 1.78, -0.712, 0.307
-BATCH_FACTOR, BATCH_TOKENS = 0.57, 0.571
-STEP_LAW_RANGE = (5e7, 1.1e9)
-FARTHEST_LR = 4.0  # from the job's own, where its exponents are extrapolated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,13 +208,15 @@ def learning_rate_and_batch(job: Job, shape: ModelShape, tokens: float) -> tuple
     """
     size = _without_embeddings(shape)
     is_carried = job.scale.parametrization != "standard"
-    if STEP_LAW_RANGE[0] <= size <= STEP_LAW_RANGE[1] and not is_carried:
-        return LR_FACTOR * size**LR_SIZE * tokens**LR_TOKENS, BATCH_FACTOR * tokens**BATCH_TOKENS
-    more_tokens = tokens / own_tokens(job)
-    larger = 1.0 if is_carried else size / _without_embeddings(job.model)
-    ratio = larger**LR_SIZE * more_tokens**LR_TOKENS
-    lr = job.optim.lr * min(max(ratio, 1.0 / FARTHEST_LR), FARTHEST_LR)
-    return lr, job.batch.global_tokens * more_tokens**BATCH_TOKENS
+    if STEP_LAW_SIZES[0] <= size <= STEP_LAW_SIZES[1] and not is_carried:
+        return step_law(size, tokens)
+    return carry_rates(
+        job.optim.lr,
+        job.batch.global_tokens,
+        larger=size / _without_embeddings(job.model),
+        more_tokens=tokens / own_tokens(job),
+        is_carried=is_carried,
+    )
 
 
 def own_tokens(job: Job) -> float:

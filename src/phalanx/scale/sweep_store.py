@@ -12,12 +12,13 @@ from typing import Any
 
 from phalanx.errors import Problem, SystemFailure
 from phalanx.io.files import FileTooLargeError, read_bounded, replace_text
+from phalanx.scale.run_points import parametrization_text
 from phalanx.scale.sweep_grid import SweepRun
 
 TABLE = "points.csv"  # the name that `scale fit FOLDER` looks for
 COLUMNS = (
     *("run", "params", "tokens", "flops", "loss", "tokenizer", "data", "seed", "lr", "batch_tokens"),
-    *("unique_tokens", "budget", "status"),
+    *("parametrization", "unique_tokens", "budget", "status"),
 )
 MOST_BYTES = 1 << 20
 DONE, DIVERGED = "done", "diverged"
@@ -124,6 +125,7 @@ class SweepFolder:
                     "seed": job.data.seed,
                     "lr": f"{job.optim.lr:.6g}",
                     "batch_tokens": job.batch.global_tokens,
+                    "parametrization": parametrization_text(job.scale),
                     "budget": f"{one.run.budget:.6g}",
                     "status": one.state,
                     **identity,
