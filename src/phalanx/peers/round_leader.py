@@ -14,6 +14,7 @@ from phalanx.peers.attempt import NORM_TOLERANCE, segment_values
 from phalanx.peers.facts import Member
 from phalanx.peers.messages import PeerMessage, Ready, RoundPlan
 from phalanx.peers.screening import screen_ready
+from phalanx.peers.speed_turns import SpeedTurns
 from phalanx.peers.view_agreement import is_majority
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class RoundLeader:
         self._attempt = 0
         self._last_commit: say.Commit | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._turns = SpeedTurns(node)
+        self._began = 0.0  # the attempt under way
         self._clear()
 
     def _clear(self) -> None:
@@ -46,6 +49,7 @@ class RoundLeader:
     def on_view(self) -> None:
         """A new view: its members say again that they are ready."""
         self._attempt, self._last_commit = 0, None
+        self._turns.on_view()
         self._clear()
 
     def on_committed(self) -> None:
@@ -121,7 +125,15 @@ class RoundLeader:
             if now < self._quorum_at + rule.grace_s:
                 self._wake_in(self._quorum_at + rule.grace_s - now)
                 return
+        if wait_s := self._turns.wait_s(self._ready, now):
+            self._wake_in(wait_s)
+            return
         self._begin()
+
+    def on_measured(self, peer: str) -> None:
+        """A member knows how fast its link is: its turn is over."""
+        self._turns.on_measured(peer)
+        self.tick()
 
     def _begin(self) -> None:
         node = self._node
@@ -149,6 +161,7 @@ class RoundLeader:
             dropped=dropped,
         )
         self._restart_at, self._haves, self._squares = None, {}, {}
+        self._began = time.monotonic()
         self._to_all(say.Begin(plan=self._plan))
 
     def _owners(self, form: Ready, ready: list[str]) -> dict[str, tuple[int, int]]:
@@ -233,6 +246,7 @@ class RoundLeader:
                 self._restart(0.0)
                 return
         if is_majority(node.view.ids, self._haves):
+            self._turns.on_committed(plan, time.monotonic() - self._began)
             self._last_commit = say.Commit(key=plan.key, digest=mine.digest)
             self._to_all(self._last_commit)
 
