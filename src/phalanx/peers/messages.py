@@ -107,6 +107,7 @@ class RoundPlan(msgspec.Struct, frozen=True, kw_only=True):
     norms: dict[PeerId, Amount]
     owners: dict[PeerId, tuple[Count, Count]]  # begin and end of each owner's values
     dropped: dict[PeerId, Text]
+    paces: dict[PeerId, Amount] = {}  # samples a second that members said they learn from: the next deal follows them
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -177,6 +178,7 @@ class Ready(CompactMessage, frozen=True, kw_only=True, tag="ready"):
     grace_s: Amount
     timeout_s: Amount
     call: Count  # of `average`, counted by the member: an answer to an earlier call is not for this one
+    pace: Amount = 0.0  # samples a second
 
 
 class Withdraw(CompactMessage, frozen=True, kw_only=True, tag="withdraw"):

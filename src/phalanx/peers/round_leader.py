@@ -159,6 +159,7 @@ class RoundLeader:
             norms={peer: counted[peer].norm or 0.0 for peer in weights},
             owners=self._owners(form, [peer for peer in sorted(self._ready) if peer not in self._excluded]),
             dropped=dropped,
+            paces={peer: float(f"{counted[peer].pace:.3g}") for peer in weights if counted[peer].pace > 0.0},
         )
         self._restart_at, self._haves, self._squares = None, {}, {}
         self._began = time.monotonic()
