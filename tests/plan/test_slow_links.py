@@ -126,6 +126,14 @@ def test_no_h_makes_up_for_a_site_of_half_the_speed() -> None:
     assert [round(use.utilisation, 2) for use in uses] == [0.5, 1.0]
 
 
+def test_a_batch_dealt_by_pace_keeps_a_fast_site_busy() -> None:
+    sites = peers(1e6, 1e6, step_s=[0.1, 0.3])
+    found = predict_mode(sites, VALUES, SyncSettings(mode="target-batch"))
+    assert [round(use.utilisation, 2) for use in found.sites] == pytest.approx([1.0, 1.0], abs=0.1)
+    assert found.step_s < 0.16  # 2 parts at 10 and 3.3 a second; dealt alike it is 0.3 s
+    assert predict_mode(sites, VALUES, SyncSettings(mode="every-step")).step_s > 0.3
+
+
 def test_a_quorum_does_not_wait_for_the_slow_site() -> None:
     sites = peers(20, 20, 20, step_s=[0.1, 0.1, 1.0])
     sync = SyncSettings(mode="quorum", inner_steps=50, quorum=2, grace_s=1.5)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.job.sync_section import SyncSettings
 from phalanx.network.slow_codecs import encoded_bytes
+from phalanx.network.slow_shares import pace_weights
 from phalanx.plan.slow_exchange import PeerLink, SlowExchange, exchange_time
 
 # Messages that wait for each other in one round (docs/slow-links.md): ready and begin, shares out and sums back, done
@@ -91,10 +92,18 @@ def mode_exchange(sites: Sequence[SitePace], values: float, sync: SyncSettings) 
 
 
 def _each_step(sites: Sequence[SitePace], values: float, sync: SyncSettings) -> ModePrediction:
-    """Gradients of every step: nothing hides them, for the step needs their sum, and all have an equal part of it."""
+    """Gradients of every step: nothing hides them, for the step needs their sum.
+
+    Peers are dealt the batch of such a step by their pace; ranks of one job alike.
+    """
     exchange = mode_exchange(sites, values, sync)
     tokens = sum(site.tokens_per_step for site in sites)
-    wall_s = max(site.step_s for site in sites) + exchange.seconds
+    compute_s = [site.step_s for site in sites]
+    weights = pace_weights([site.tokens_per_s for site in sites])
+    if sync.mode == "target-batch" and len(set(weights)) > 1:
+        dealt = (tokens * weight / sum(weights) for weight in weights)
+        compute_s = [part / site.tokens_per_s for part, site in zip(dealt, sites, strict=True)]
+    wall_s = max(compute_s) + exchange.seconds
     return ModePrediction(
         mode=sync.mode,
         inner_steps=1,
@@ -107,8 +116,8 @@ def _each_step(sites: Sequence[SitePace], values: float, sync: SyncSettings) -> 
         tokens_per_s=tokens / wall_s,
         bytes_per_step=max(exchange.bytes_sent),
         sites=tuple(
-            SiteUse(name=site.name, share=share, bytes_per_step=sent, utilisation=site.step_s / wall_s, counted=True)
-            for site, share, sent in zip(sites, exchange.shares, exchange.bytes_sent, strict=True)
+            SiteUse(name=site.name, share=share, bytes_per_step=sent, utilisation=spent_s / wall_s, counted=True)
+            for site, share, sent, spent_s in zip(sites, exchange.shares, exchange.bytes_sent, compute_s, strict=True)
         ),
     )
 

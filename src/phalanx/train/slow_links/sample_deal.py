@@ -7,15 +7,11 @@ sample counts exactly once whoever comes and goes.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-# Peers whose paces differ by less are dealt alike: one step of the same machine differs from the next by as much.
-ALIKE = 1.5
-# A peer is dealt at most so many times what the median one is, and at least as small a part: one that overstates its
-# pace makes the others wait, and one that has a bad minute must stay in the deal to be seen to recover.
-MOST_TIMES = 4.0
+from phalanx.network.slow_shares import pace_weights
+
 Ranges = tuple[range, ...]  # disjoint positions of the sampler, in the order in which a peer takes them
 
 
@@ -30,21 +26,13 @@ def deal_samples(
     {'a': (range(0, 6),), 'b': (range(6, 8),)}
     """
     ordered = sorted(set(members))
-    counts = _whole_parts(count_samples(samples), _deal_weights(ordered, paces or {}))
+    weights = pace_weights([(paces or {}).get(member, 0.0) for member in ordered])
+    counts = _whole_parts(count_samples(samples), weights)
     ends = list(accumulate(counts))
     return {
         member: slice_ranges(samples, end - count, end)
         for member, count, end in zip(ordered, counts, ends, strict=True)
     }
-
-
-def _deal_weights(members: Sequence[str], paces: Mapping[str, float]) -> list[float]:
-    """Paces within bounds; alike where one is not known, or none is far from the others."""
-    known = [paces.get(member, 0.0) for member in members]
-    if not known or min(known) <= 0.0 or max(known) < ALIKE * min(known):
-        return [1.0] * len(members)
-    middle = statistics.median(known)
-    return [min(max(pace, middle / MOST_TIMES), middle * MOST_TIMES) for pace in known]
 
 
 def _whole_parts(total: int, weights: Sequence[float]) -> list[int]:
