@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phalanx.peers import messages as say
@@ -31,22 +32,6 @@ MOST_OTHERS = 8
 MBIT = 125_000.0  # bytes
 
 
-@dataclass(slots=True)
-class Arrival:
-    """Bytes of one member that are coming in; timed from the end of the first block on."""
-
-    began: float
-    last: float
-    size: int = 0
-
-    def add(self, size: int, now: float) -> None:
-        self.size, self.last = self.size + size, now
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.size / max(1e-4, self.last - self.began)
-
-
 class LinkSpeed:
     """Of one member: what it measured of its own link, and what others measured with it."""
 
@@ -54,9 +39,9 @@ class LinkSpeed:
         self._node = node
         self.measured_mbps: tuple[float, float] | None = None  # up and down, of this member
         self.measured: set[str] = set()  # members whose speed in the view was measured, not stated
-        self._incoming: dict[str, Arrival] = {}
-        self._sent: dict[str, float] = {}  # bytes a second that others saw of ours
-        self._received: dict[str, float] = {}
+        self._incoming: dict[str, list[float]] = {}  # when each block came, of those that are coming in
+        self._sent: dict[str, list[float]] = {}  # the same of our blocks, as others say
+        self._received: dict[str, list[float]] = {}
         self._changed = asyncio.Event()
         self._asked_at: dict[str, list[float]] = {}
         self._is_measuring = False
@@ -83,21 +68,20 @@ class LinkSpeed:
         elif isinstance(message, say.SpeedRequest) and self._may_ask(peer):
             node.spawn(self._send(peer, message.size))
         elif isinstance(message, say.SpeedReport):
-            self._sent[peer] = message.bytes_per_s
+            self._sent[peer] = message.arrivals_s
             self._changed.set()
 
     def on_block(self, peer: str, size: int, *, is_last: bool) -> None:
         """Some bytes that somebody measures with."""
-        now = time.monotonic()
-        if is_last:
-            if (arrival := self._incoming.pop(peer, None)) is not None:
-                self._received[peer] = arrival.bytes_per_s
-                self._node.links.post(peer, say.SpeedReport(bytes_per_s=arrival.bytes_per_s))
-                self._changed.set()
-        elif (arrival := self._incoming.get(peer)) is None:
-            self._incoming[peer] = Arrival(began=now, last=now)
-        else:
-            arrival.add(size, now)
+        arrivals = self._incoming.setdefault(peer, [])
+        if not is_last:
+            if size == BLOCK_BYTES and len(arrivals) <= MOST_BYTES // BLOCK_BYTES:
+                arrivals.append(time.monotonic())
+            return
+        del self._incoming[peer]
+        self._received[peer] = [round(at - arrivals[0], 5) for at in arrivals[1:]]  # the first only starts the clock
+        self._node.links.post(peer, say.SpeedReport(arrivals_s=self._received[peer]))
+        self._changed.set()
 
     def take_turn(self) -> None:
         """Measure now, unless the speed was stated or a turn is under way."""
@@ -140,12 +124,12 @@ class LinkSpeed:
         finally:
             for task in sending:
                 task.cancel()
-        return sum(self._sent.values()), sum(self._received.values())
+        return rate_together(list(self._sent.values())), rate_together(list(self._received.values()))
 
     async def _send(self, peer: str, size: int) -> None:
         try:
             link = await self._node.links.data_link(peer, 1.0)
-            for _ in range(1 + -(-size // BLOCK_BYTES)):  # the first only starts the clock
+            for _ in range(1 + -(-size // BLOCK_BYTES)):
                 await link.send(say.SpeedBlock(is_last=False), bytes(BLOCK_BYTES))
             await link.send(say.SpeedBlock(is_last=True))
         except (OSError, TimeoutError):
@@ -157,6 +141,26 @@ class LinkSpeed:
         recent = [at for at in self._asked_at.get(peer, []) if now - at < BETWEEN_S]
         self._asked_at[peer] = [*recent, now][-4:]
         return len(recent) < 3
+
+
+def rate_together(arrivals_s: list[list[float]]) -> float:
+    """Bytes a second of several streams while all of them flow: until the first of them ends.
+
+    After that the others have the link for themselves, and their own rates sum to more than it carries.
+
+    >>> round(rate_together([[0.1, 0.2], [0.1, 0.2, 0.3, 0.4]]) / BLOCK_BYTES)
+    20
+    """
+    streams = [one for one in arrivals_s if one and one[-1] > 0.0]
+    end = min((one[-1] for one in streams), default=0.0)
+    blocks = 0.0
+    for one in streams:
+        whole = bisect_right(one, end)
+        blocks += whole
+        if whole < len(one):  # a part of the next block
+            before = one[whole - 1] if whole else 0.0
+            blocks += (end - before) / (one[whole] - before)
+    return BLOCK_BYTES * blocks / max(1e-4, end)
 
 
 def _three_digits(value: float) -> float:

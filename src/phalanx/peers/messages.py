@@ -267,9 +267,9 @@ class SpeedBlock(CompactMessage, frozen=True, kw_only=True, tag="speed-block"):
 
 
 class SpeedReport(CompactMessage, frozen=True, kw_only=True, tag="speed-report"):
-    """How fast they came."""
+    """When each block of them came, in seconds after the first."""
 
-    bytes_per_s: Amount
+    arrivals_s: Annotated[list[Amount], Meta(max_length=128)]
 
 
 class StateRequest(CompactMessage, frozen=True, kw_only=True, tag="state-request"):

@@ -25,6 +25,7 @@ class SpeedTurns:
 
     def __init__(self, node: PeerNode) -> None:
         self._node = node
+        self.measured: set[str] = set()  # members whose speed was measured, not stated
         self._had: set[str] = set()  # instances that have had their turn
         self._turn = ""  # whose it is
         self._ends = 0.0
@@ -44,7 +45,7 @@ class SpeedTurns:
             return self._ends - now
         self._turn = ""
         for member in view.members:
-            is_known = member.bandwidth is not None and member.id not in self._node.speed.measured
+            is_known = member.bandwidth is not None and member.id not in self.measured
             if is_known or member.instance in self._had or member.id not in ready:
                 continue
             self._had.add(member.instance)
@@ -63,6 +64,7 @@ class SpeedTurns:
 
     def on_measured(self, peer: str) -> None:
         """Its turn is over."""
+        self.measured.add(peer)
         if peer == self._turn:
             self._turn = ""
 
