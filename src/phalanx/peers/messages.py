@@ -93,7 +93,7 @@ class Leaving(CompactMessage, frozen=True, kw_only=True, tag="leaving"):
     pass
 
 
-class RoundPlan(msgspec.Struct, frozen=True, kw_only=True):
+class RoundPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Who adds what to a round, and who sums which values; the key of an attempt is (view, round, attempt)."""
 
     view_number: Count
