@@ -13,6 +13,7 @@ included. Needs root.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -65,6 +66,7 @@ def hivemind_average(setup: dict[str, Any], place: int) -> Any:
     import hivemind
     import torch
     from hivemind.averaging import DecentralizedAverager
+    from hivemind.compression import NoCompression, Uniform8BitQuantization
 
     known = Path(setup["folder"]) / f"{setup['tag']}.maddr"
     while place and not known.exists():
@@ -75,7 +77,7 @@ def hivemind_average(setup: dict[str, Any], place: int) -> Any:
         whole = str(next(one for one in dht.get_visible_maddrs() if "10.77.0.1" in str(one)))
         known.with_suffix(".part").write_text(whole)
         known.with_suffix(".part").rename(known)
-    compression = {"fp32": hivemind.NoCompression(), "int8": hivemind.Uniform8BitQuantization()}[setup["codec"]]
+    compression = {"fp32": NoCompression, "int8": Uniform8BitQuantization}[setup["codec"]]()
     torch.manual_seed(place)
     averager = DecentralizedAverager(
         [torch.randn(setup["values"])],
@@ -155,10 +157,8 @@ def run_session(setup: dict[str, Any], names: list[str], python: str, *, kill_af
                 os.killpg(running[-1].pid, signal.SIGKILL)
     finally:
         for process in running:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
     return lines
 

@@ -157,7 +157,7 @@ class RoundLeader:
             values=form.values,
             codec=form.codec,
             top_share=form.top_share,
-            segment=segment_values(form.codec, form.top_share),
+            segment=segment_values(form.codec, form.top_share, is_direct=len(weights) == 2),
             weights=weights,
             norms={peer: counted[peer].norm or 0.0 for peer in weights},
             owners=self._owners(form, [peer for peer in sorted(self._ready) if peer not in self._excluded]),
