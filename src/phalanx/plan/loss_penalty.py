@@ -80,16 +80,18 @@ def expected_penalty(sync: SyncSettings, *, warm: bool) -> LossPenalty:
         if known is None:
             note = f"{family} gradients of every step: nobody measured them here"
             return LossPenalty(percent=None, source="", note=note)
-        return _told(known, note="top-k of raw gradients breaks Adam's moments" if family == "topk-2bit" else "")
+        return _penalty_of(known, note="top-k of raw gradients breaks Adam's moments" if family == "topk-2bit" else "")
     if (known := tables.get(("updates", sync.inner_steps, family, warm))) is not None:
-        return _told(known)
+        return _penalty_of(known)
     if not warm and family in ("fp32", "int8"):
         nearest = min(COLD_STEPS, key=lambda steps: abs(steps - sync.inner_steps))
-        return _told(tables["updates", nearest, "fp32", False], note=f"measured at H = {nearest}, without a warm-up")
+        return _penalty_of(
+            tables["updates", nearest, "fp32", False], note=f"measured at H = {nearest}, without a warm-up"
+        )
     return LossPenalty(percent=None, source=_shipped()["published"][sync.codec], note="not measured by us at this H")
 
 
-def _told(known: MeasuredPenalty, note: str = "") -> LossPenalty:
+def _penalty_of(known: MeasuredPenalty, note: str = "") -> LossPenalty:
     return LossPenalty(
         percent=known.mean,
         source=str(known),
