@@ -1,6 +1,7 @@
 """Phalanx and hivemind in the same network namespaces: bytes on the wire, time of an exchange, stall after a kill.
 
     sudo python benchmarks/slow_links_side_by_side.py --hivemind VENV/bin/python [--values 2000000] [--json FILE]
+        [--cases bytes,kill]
 
 Every peer is a process in a network namespace of its own at 20 Mbit/s each way (tbf, one bridge, no latency). Each
 averages a vector of so many values, and pauses in place of the steps between two averages. hivemind is asked as its
@@ -134,7 +135,7 @@ def build_network(hub: str, names: list[str]) -> None:
 
 
 def run_session(setup: dict[str, Any], names: list[str], python: str, *, kill_after: int = 0) -> list[list[Any]]:
-    """All peers to the end; the lines of each. The last is killed half a second into the pause after `kill_after`."""
+    """All peers to the end; the lines of each. The last is killed in its exchange after `kill_after` of them."""
     path = Path(setup["folder"]) / f"{setup['tag']}.json"
     path.touch(mode=0o600)
     path.write_text(json.dumps(setup))
@@ -153,7 +154,7 @@ def run_session(setup: dict[str, Any], names: list[str], python: str, *, kill_af
                 assert process.stdout is not None
                 lines[place].append(json.loads(process.stdout.readline()))
             if kill_after and number == kill_after:
-                time.sleep(0.5)
+                time.sleep(setup["pause_s"] + 0.4)  # an exchange takes more than a second
                 os.killpg(running[-1].pid, signal.SIGKILL)
     finally:
         for process in running:
@@ -184,6 +185,7 @@ def main() -> None:
     parser.add_argument("--hivemind", metavar="PYTHON")
     parser.add_argument("--values", type=int, default=2_000_000)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--cases", default="bytes,kill")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--setup", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -208,11 +210,13 @@ def main() -> None:
                     "people": [(one.key_pem, one.certificate_pem) for one in people],
                     "allowed": allowed.to_json(),
                 }
-                for place, (name, codec, steps, rounds) in enumerate(CASES):
+                for place, (name, codec, steps, rounds) in enumerate(CASES if "bytes" in args.cases else ()):
                     setup = {**base, "peers": 2, "codec": codec, "rounds": rounds, "pause_s": steps * PAUSE_S}
                     setup["tag"] = f"{system}{place}"
                     found[f"{system}, {name}"] = counted(run_session(setup, names, python), setup, steps)
                     print(json.dumps({f"{system}, {name}": found[f"{system}, {name}"]}), flush=True)
+                if "kill" not in args.cases:
+                    continue
                 setup = {**base, "peers": 3, "codec": "int8", "rounds": 5, "pause_s": 2.0, "tag": f"{system}-kill"}
                 lines = run_session(setup, names, python, kill_after=2)
                 rounds_s = [[round(line["seconds"], 2) for line in peer] for peer in lines[:2]]
