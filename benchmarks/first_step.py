@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/first_step.py [--precision bf16 fp8] [--out FILE.json] [--shape 1b]
 
 Every run is a process of its own on tokens drawn by Zipf's law, three steps long; the first of each precision finds
-empty caches (compiled code, kernels, choices), the second what the first left. What it took is read from the run's own
-report, and the wall clock of the whole command stands beside it.
+empty caches (compiled code, kernels, choices, Python's bytecode), the second what the first left. What it took is read
+from the run's own report, and the wall clock of the whole command stands beside it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ import phalanx
 from phalanx.io.toml import to_toml
 
 
+def events_after(path: Path, launched: float) -> list[tuple[str, float]]:
+    """What rank 0 told first, and how long after the launch."""
+    events = [json.loads(line) for line in path.read_text().splitlines()[:12]]
+    return [(one["event"], round(one["t"] - launched, 1)) for one in events]
+
+
 def main() -> None:
     """Train twice for each precision, print what the runs say."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -36,8 +42,9 @@ def main() -> None:
     end_s, rows = time.monotonic() + args.seconds, []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        # Compiled Python too: an installed package has it beside its sources, a copied tree does not.
         caches = {"XDG_CACHE_HOME": f"{name}/cache", "TORCHINDUCTOR_CACHE_DIR": f"{name}/inductor",
-                  "TRITON_CACHE_DIR": f"{name}/triton"}  # fmt: skip
+                  "TRITON_CACHE_DIR": f"{name}/triton", "PYTHONPYCACHEPREFIX": f"{name}/bytecode"}  # fmt: skip
         job = {
             "spec": "2026.1",
             "name": "first-step",
@@ -55,7 +62,7 @@ def main() -> None:
                     continue
                 call = [sys.executable, "-m", "phalanx", "train", f"{name}/job.toml", "--steps", "3", "--runs",
                         f"{name}/{precision}-{state}", "--set", f"precision.compute={precision}"]  # fmt: skip
-                began = time.monotonic()
+                began, launched = time.monotonic(), time.time()
                 done = subprocess.run(call, capture_output=True, text=True, env={**os.environ, **caches}, check=False)
                 row = {"precision": precision, "caches": state, "exit": done.returncode,
                        "command_s": round(time.monotonic() - began, 1)}  # fmt: skip
@@ -63,6 +70,7 @@ def main() -> None:
                 if done.returncode == 0 and found:
                     summary = phalanx.run(found[-1]).summary()
                     row["first_step_s"] = summary.first_step_s
+                    row["events_s"] = events_after(phalanx.run(found[-1]).events(0), launched)
                 shutil.rmtree(folder / f"{precision}-{state}", ignore_errors=True)  # checkpoints of 14 GB
                 print(json.dumps(row), flush=True)
                 lines = (done.stdout + done.stderr).splitlines()

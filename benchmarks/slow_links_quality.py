@@ -1,14 +1,17 @@
 """What few exchanges and few bits cost in quality: validation loss on real text, same tokens, several seeds.
 
 nice -n 5 python benchmarks/slow_links_quality.py [--seeds 0,1,2] [--steps 400] [--out FILE.json]
-                                                  [--width 64] [--layers 1] [--rate 0.002]
+                                                  [--width 64] [--layers 1] [--rate 0.002] [--length 64]
+                                                  [--sequences 8] [--device cpu]
 
 All workers in one process, one after the other, so that it runs on two cores. The arithmetic between them is the
 product's own, the same code that peers run: `peers.attempt.Attempt` encodes, sums in shares and decodes what every
 worker sends (with `peers.codecs.Sender` for what codecs lose), and `OuterOptimizer` of `train.slow_links` applies it.
 Only sockets are left out. The model is a byte-level transformer of about 0.07M parameters, inner optimizer AdamW.
+`--device cuda` computes gradients and steps on a GPU; what is exchanged passes through host memory as ever.
 
     synchronous        gradients averaged at every step, fp32; the same with int8
+    synchronous moved  fp32 again, from first weights that differ by one part in a million: what chance alone does
     diloco             synchronous for 20 % of the steps (the product's default), then H = 20; the same with int8
     sparse             the same with top 3 % in 2 bits and error feedback 0.95
 
@@ -47,9 +50,14 @@ LEARNING_RATE, WARM_UP = 2e-3, 20
 INNER_STEPS, SYNCHRONOUS = 20, 0.2
 TOP_SHARE, FEEDBACK = 0.03, 0.95
 HELD_OUT = 2048  # sequences that are scored
-CASES = ("synchronous", "synchronous int8", "diloco", "diloco int8", "sparse")
-# Which cases go on from the synchronous steps of which.
-AFTER = {"synchronous": ("diloco",), "synchronous int8": ("diloco int8", "sparse")}
+DEVICE = "cpu"
+CASES = ("synchronous", "synchronous moved", "synchronous int8", "diloco", "diloco int8", "sparse")
+# Which cases go on from the synchronous steps of which, with which codec: those before `sparse` exchange gradients in
+# int8, as in the product.
+AFTER = {
+    "synchronous": {"diloco": "fp32"},
+    "synchronous int8": {"diloco int8": "int8", "sparse": "topk-2bit"},
+}
 
 
 class Block(nn.Module):
@@ -101,7 +109,7 @@ class Worker:
     @classmethod
     def create(cls) -> Worker:
         """With the weights that torch's seed gives."""
-        model = ByteModel()
+        model = ByteModel().to(DEVICE)
         return cls(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95)))
 
     @property
@@ -176,12 +184,12 @@ class MemoryGroup:
 
 def flatten(tensors: list[torch.Tensor]) -> np.ndarray:
     """One vector of float32."""
-    return torch.cat([one.detach().reshape(-1) for one in tensors]).numpy()
+    return torch.cat([one.detach().reshape(-1) for one in tensors]).cpu().numpy()
 
 
 def unflatten(vector: np.ndarray, like: list[nn.Parameter]) -> list[torch.Tensor]:
     """The tensors of a vector."""
-    parts = torch.from_numpy(vector.astype(np.float32)).split([one.numel() for one in like])
+    parts = torch.from_numpy(vector.astype(np.float32)).to(DEVICE).split([one.numel() for one in like])
     return [part.view_as(one) for part, one in zip(parts, like, strict=True)]
 
 
@@ -208,7 +216,8 @@ class Corpus:
         return self._cut(self._held, np.random.default_rng(7).integers(0, len(self._held) - LENGTH - 1, HELD_OUT))
 
     def _cut(self, data: np.ndarray, starts: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.stack([data[at : at + LENGTH + 1] for at in starts]).astype(np.int64))
+        rows = np.stack([data[at : at + LENGTH + 1] for at in starts]).astype(np.int64)
+        return torch.from_numpy(rows).to(DEVICE)
 
 
 def train_synchronously(worker: Worker, corpus: Corpus, seed: int, steps: range, total: int, codec: str) -> int:
@@ -236,7 +245,8 @@ def train_apart(first: Worker, corpus: Corpus, seed: int, steps: range, total: i
         made = torch.optim.AdamW(worker.parameters, lr=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95))
         made.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
         worker.optimizer = made
-    rate, momentum = SyncSettings(mode="diloco", codec=codec).outer_step  # the product's defaults
+    settings = SyncSettings(mode="diloco", codec=codec, inner_steps=INNER_STEPS)
+    rate, momentum = settings.outer_step(total)  # the product's defaults
     outers = [OuterOptimizer(_shards(one), learning_rate=rate, momentum=momentum) for one in workers]
     for step in steps:
         for place, worker in enumerate(workers):
@@ -285,7 +295,8 @@ def run_seed(seed: int, steps: int, corpus: Corpus, cases: set[str]) -> list[Qua
 
     def note(case: str, worker: Worker, sent: int, count: int, began: float) -> None:
         with torch.no_grad():
-            loss = float(worker.model(corpus.held_out()))
+            parts = corpus.held_out().split(256)
+            loss = sum(float(worker.model(part)) * len(part) for part in parts) / HELD_OUT
         seconds = time.monotonic() - began
         each = sent / WORKERS / count
         found.append(Quality(case=case, seed=seed, loss=loss, bytes_per_step=each, seconds=seconds))
@@ -293,18 +304,21 @@ def run_seed(seed: int, steps: int, corpus: Corpus, cases: set[str]) -> list[Qua
 
     torch.manual_seed(seed)
     start = Worker.create()
-    for codec, case in (("fp32", "synchronous"), ("int8", "synchronous int8")):
-        if not cases & {case, *AFTER[case]}:
+    for codec, case in (("fp32", "synchronous"), ("fp32", "synchronous moved"), ("int8", "synchronous int8")):
+        after = AFTER.get(case, {})
+        if not cases & {case, *after}:
             continue
         began, worker = time.monotonic(), _clone(start)
+        if case == "synchronous moved":
+            with torch.no_grad():
+                for one in worker.parameters:
+                    one.mul_(1.0 + 1e-6 * torch.randn(one.shape).to(DEVICE))
         sent = train_synchronously(worker, corpus, seed, range(warm), steps, codec)
         warmed = _clone(worker)
         if case in cases:
             sent += train_synchronously(worker, corpus, seed, range(warm, steps), steps, codec)
             note(case, worker, sent, steps, began)
-        # The synchronous steps before `sparse` exchange gradients in int8, as in the product.
-        later = {"fp32": [("fp32", "diloco")], "int8": [("int8", "diloco int8"), ("topk-2bit", "sparse")]}[codec]
-        for update_codec, name in (one for one in later if one[1] in cases):
+        for name, update_codec in ((name, codec) for name, codec in after.items() if name in cases):
             began = time.monotonic()
             shared, sent_apart = train_apart(warmed, corpus, seed, range(warm, steps), steps, update_codec)
             note(name, shared, sent_apart, steps - warm, began)
@@ -352,8 +366,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--rate", type=float, default=LEARNING_RATE, help="learning rate of AdamW, in every case")
+    parser.add_argument("--length", type=int, default=LENGTH, help="bytes of a sequence")
+    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="of each worker and step")
+    parser.add_argument("--device", default=DEVICE)
     args = parser.parse_args()
-    globals().update(WIDTH=args.width, LAYERS=args.layers, LEARNING_RATE=args.rate)
+    globals().update(WIDTH=args.width, LAYERS=args.layers, LEARNING_RATE=args.rate, LENGTH=args.length)
+    globals().update(SEQUENCES=args.sequences, DEVICE=args.device)
     torch.set_num_threads(1)
     text = args.text or next(iter(sorted((cache_folder(os.environ) / "text").glob("movie-reviews-*.jsonl"))), None)
     if text is None:

@@ -104,7 +104,17 @@ def test_hosts_too_small_for_the_parameters_are_said(make_job):
     plan = phalanx.plan(
         make_job("llama-3.1-405b", cluster="8xH100:1", parallel__offload="parameters", parallel__recompute="full")
     )
-    assert any("offloaded parameters state of 6.5 TB does not fit the hosts' " in text for text in plan.warnings)
+    said = next(text for text in plan.warnings if "parameters in host memory: about 7.79 TB of state" in text)
+    assert "and the hosts have 2.05 TB" in said
+
+
+def test_an_optimizer_that_hosts_cannot_hold_is_not_offloaded_unasked(make_ask):
+    ask = make_ask("llama-3-70b", cluster="8xH100:1", batch=64)
+    assert {one.layout.offload for one in (search_layouts(ask).best,)} == {"optimizer"}
+    small = replace(ask, cluster=replace(ask.cluster, host_memory_bytes=512 * 2**30))
+    with pytest.raises(UserError) as caught:
+        search_layouts(small)
+    assert "16 such devices with the optimizer in host memory" not in str(caught.value)
 
 
 def test_host_parameters_are_never_chosen_unasked(make_ask):

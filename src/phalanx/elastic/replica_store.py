@@ -155,9 +155,9 @@ def _anonymous(name: str) -> int:
 def _no_memory(size_bytes: int, error: OSError) -> Problem:
     return Problem(
         where="checkpoint.memory_every",
-        what=f"no {size_bytes:,} bytes of host memory for a snapshot: {error.strerror or error}",
-        why="a rank that fails is restored from it without losing a step",
-        fix="memory_every = 0 for checkpoints on disk alone, or fewer ranks on this host",
+        what=f"no {size_bytes:,} bytes of host memory for a copy of the state: {error.strerror or error}",
+        why="a rank that fails is restored from copies without losing a step; checkpoints on disk are written from one",
+        fix="memory_every = 0 for checkpoints on disk alone (one copy instead of three), or fewer ranks on this host",
     )
 
 

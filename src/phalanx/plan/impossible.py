@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from phalanx.errors import UserError, mistake
+from phalanx.plan.host_memory import offload_problem
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import INDEX_LIMIT
 from phalanx.plan.request import PlanRequest
@@ -218,5 +219,6 @@ def _devices_needed(request: PlanRequest, offload: tuple[str, ...]) -> int:
 
 
 def _fits_on(request: PlanRequest, growth: int, *, offload: tuple[str, ...]) -> bool:
-    larger = replace(request.cluster, domains=request.cluster.domains * growth)
-    return bool(score_layouts(build_space(replace(request, cluster=larger), offload=offload)).fits.any())
+    asked = replace(request, cluster=replace(request.cluster, domains=request.cluster.domains * growth))
+    held = tuple(one for one in offload if offload_problem(asked, one) is None)
+    return bool(held) and bool(score_layouts(build_space(asked, offload=held)).fits.any())

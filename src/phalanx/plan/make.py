@@ -22,6 +22,7 @@ from phalanx.plan.auto_settings import compression_pays
 from phalanx.plan.bill import run_bill
 from phalanx.plan.compute import element_bytes
 from phalanx.plan.cpu_step import step_columns
+from phalanx.plan.host_memory import offload_problem
 from phalanx.plan.layout import Layout
 from phalanx.plan.mapping import RANK_ORDER, map_axes, with_messages
 from phalanx.plan.model_replicas import ReplicaLoss, price_loss
@@ -159,7 +160,7 @@ def _make_plan(
         *uneven,
         *_slow_progress(request, trouble),
         *_too_long(request, lasting, layout),
-        *_host_memory(request, layout),
+        *([full] if (full := offload_problem(request, layout.offload)) else []),
         *_trainer_problems(job, request, layout),
         *attention_remarks(job.model, job.data.sequence, ours=trains_with_phalanx(job)),
         *(
@@ -326,20 +327,6 @@ def _trainer_problems(job: Job, request: PlanRequest, layout: Layout) -> tuple[P
         replace(problem, what=f"`phalanx train` cannot run this plan: {problem.what}")
         for problem in trainer_problems(job, layout, request.cluster)
     )
-
-
-def _host_memory(request: PlanRequest, layout: Layout) -> tuple[Problem, ...]:
-    """Offloaded state must fit in the hosts."""
-    if layout.offload not in ("optimizer", "parameters"):
-        return ()
-    # Parameters in host memory are fp32 (the master copy, which optimizer_bytes counts) and so are their gradients.
-    per_parameter = float(np.max(request.memory.optimizer_bytes)) + (4.0 if layout.offload == "parameters" else 0.0)
-    state = count_parameters(request.model).total * per_parameter
-    room = request.cluster.host_memory_bytes * request.cluster.hosts
-    if state * 1.2 <= room:
-        return ()
-    what = f"offloaded {layout.offload} state of {state / 1e12:.1f} TB does not fit the hosts' {room / 1e12:.1f} TB"
-    return (Problem(where=request.cluster.name, what=what, fix="use more hosts"),)
 
 
 # Plan for this machine's own cores, and time the layout that is chosen before the plan is shown.

@@ -9,6 +9,7 @@ import numpy as np
 
 from phalanx.errors import Problem
 from phalanx.plan.cases import OFFLOAD, RECOMPUTE, SCHEDULES
+from phalanx.plan.host_memory import offload_problem
 from phalanx.plan.impossible import no_fit, no_layout
 from phalanx.plan.layout import Layout
 from phalanx.plan.request import UNSPLIT_OWN, PlanRequest
@@ -93,10 +94,12 @@ def _first_that_fits(request: PlanRequest) -> tuple[LayoutScores, tuple[Problem,
         return plain, ()
     where = request.cluster.name
     offloaded = score_layouts(build_space(request, offload=("optimizer",)))
-    if "offload" not in request.fixed and offloaded.fits.any():
+    holds = offload_problem(request, "optimizer") is None
+    if "offload" not in request.fixed and offloaded.fits.any() and holds:
         what = "nothing fits in device memory without keeping the optimizer in host memory"
         return offloaded, (Problem(where=where, what=what, fix="more devices would make offload unnecessary"),)
-    wide = score_layouts(build_space(request, offload=("none", "optimizer"), widest_tensor=request.cluster.devices))
+    offload = ("none", "optimizer") if holds else ("none",)
+    wide = score_layouts(build_space(request, offload=offload, widest_tensor=request.cluster.devices))
     if wide.fits.any():
         what = (
             f"nothing fits unless tensor groups reach beyond the {request.cluster.domain_devices} devices of a domain"

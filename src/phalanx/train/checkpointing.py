@@ -67,6 +67,7 @@ class Checkpointing(Callback):
         self.safe_step = -1  # newest step whose copy is safe in memory on every rank
         self.copy_s: float | None = None  # for which the copy after the last step held the training up
         self._save_requested = False
+        self.needs_memory = False  # no copy was taken yet, and fresh memory costs more to touch than to fill
 
     def request_save(self) -> None:
         """Save after the next step: one rank that asks is enough."""
@@ -92,10 +93,18 @@ class Checkpointing(Callback):
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """Tell of the save that ended, copy to memory, and save where some rank asked for it."""
         self.tell_saved()
+        if self.needs_memory:  # not before the first step: gigabytes take seconds, and CUDA waits for some of them
+            self._reserve_memory(checkpoint_shards(training.engine))
         self._copy_to_memory(training)
         if report.result.requests[StepRequest.SAVE]:
             self._save_requested = False
             self.save("interval")
+
+    def _reserve_memory(self, shards: Sequence[TensorShard]) -> None:
+        self.needs_memory = False
+        if self._keeper is not None:
+            self._keeper.reserve(shards)
+        self.saver.reserve(shards)
 
     def confirm_copies(self, copied_step: int, requests: tuple[bool, ...]) -> None:
         """No rank said that its copy, of `copied_step`, was unsafe."""

@@ -36,7 +36,6 @@ from phalanx.train.state.replica_reader import ReplicaSource
 from phalanx.train.state.retention import delete_commits_after, remove_drafts
 from phalanx.train.state.training_state import (
     RestoredRun,
-    checkpoint_shards,
     load_hf_weights,
     restore_from_replicas,
     restore_newest_checkpoint,
@@ -86,7 +85,7 @@ def train_rank(
         across=across,
     )
     if control.peers is not None:
-        control.peers.attach(engine)
+        control.peers.attach(engine, steps=plan.duration.steps)
     if device.type == "cpu":
         refuse_strangers(listening)
     engine.spikes = SpikeDetector(job.train.spike_factor)
@@ -133,9 +132,7 @@ def train_rank(
         )
         if dist.get_rank() == 0 and (lines := kernel_lines(engine)):
             events.write("remark", step=restored.step, text="; ".join(lines), is_told=True)
-        if control.keeper is not None and source != "memory":  # fresh memory costs more to touch than to fill
-            control.keeper.reserve(checkpoint_shards(engine))
-            training.checkpoints.saver.reserve(checkpoint_shards(engine))
+        training.checkpoints.needs_memory = control.keeper is not None and source != "memory"
         control.progress(restored.step, Phase.BUILDING)  # the first step may compile
         return run_training(training, restored.step), training.step
     finally:

@@ -42,7 +42,8 @@ def test_one_inner_step_without_momentum_averages_weights(trials, wide) -> None:
 
 
 def test_the_outer_step_is_nesterov(trials, wide) -> None:
-    peers, sent = train_with_notes(trials, trials.plan(PLAIN + "inner_steps = 2", steps=6))
+    outer = "outer_learning_rate = 0.7\nouter_momentum = 0.9\n"
+    peers, sent = train_with_notes(trials, trials.plan(PLAIN + outer + "inner_steps = 2", steps=6))
     shared, momentum = flat(peers[0].first), 0.0
     for number in (1, 2, 3):
         mean = (sent[number, "peer-0"] + sent[number, "peer-1"]) / 2

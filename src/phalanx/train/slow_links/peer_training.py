@@ -93,15 +93,15 @@ class PeerTraining(Callback):
 
     # ---- set-up, in this order -------------------------------------------------------------------------------------
 
-    def attach(self, engine: Engine) -> None:
-        """Before the state is restored: room for what peers share. Every rank of the peer calls this."""
+    def attach(self, engine: Engine, *, steps: int) -> None:
+        """Before the state is restored: room for what peers share in a run of so many steps. Every rank calls this."""
         self._engine = engine
         self._gradients = VectorMap(engine.shards)
         self.outer: OuterOptimizer | None = None
         self._fragments: list[list[int]] = []
         if self._sync.mode in ("diloco", "quorum"):
             sync = self._sync
-            rate, momentum = sync.outer_step
+            rate, momentum = sync.outer_step(steps)
             self.outer = OuterOptimizer(engine.shards, learning_rate=rate, momentum=momentum)
             chosen = assign_fragments(self._gradients.sizes, sync.fragments)
             for number in range(sync.fragments):

@@ -11,11 +11,14 @@ from functools import partial
 
 import torch
 
+from phalanx.elastic.replica_store import MemorySegment
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.checkpoint_index import JSON
+from phalanx.train.state.memory_reservation import MemoryReservation
 from phalanx.train.state.paths import Location
 from phalanx.train.state.save import SAVE_TIMEOUT_S, CommitFence, SavedCheckpoint, save_checkpoint
-from phalanx.train.state.shards import owned_shards
+from phalanx.train.state.shards import StoredShard, lay_out_shards, owned_shards
+from phalanx.train.state.snapshot import ALIGN_BYTES, copy_shards, device_of, reserve_segment
 from phalanx.train.state.storage import open_storage
 
 ABANDON_S = 0.1  # a survivor that recovers waits no longer for its own disk
@@ -69,9 +72,9 @@ class AsyncSaver:
         return self._current is not None and self._current.is_alive()
 
     def reserve(self, shards: Sequence[TensorShard]) -> None:
-        """Take the host memory now, so that the first save blocks no longer than the others."""
+        """Take the host memory beside the training, so that the first save blocks no longer than the others."""
         self.wait()
-        self._copies.take(shards)
+        self._copies.reserve(shards)
 
     def save(
         self,
@@ -135,7 +138,7 @@ class AsyncSaver:
         job.abandoned.set()
         job.join(ABANDON_S)
         if job.is_alive():
-            self._copies.forget()
+            self._copies.leave_to(job)
         self._saved = job.saved or self._saved
 
 
@@ -162,30 +165,51 @@ class _SaveThread(threading.Thread):
 
 
 class HostCopies:
-    """One host copy of each tensor a rank owns. Memory: what the rank owns, once."""
+    """One host copy of each tensor a rank owns. Memory: what the rank owns, once; pinned where a GPU copies into it."""
 
     def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._segment: MemorySegment | None = None
+        self._left: list[tuple[MemorySegment, threading.Thread]] = []
+        self._reservation = MemoryReservation()
 
+    def reserve(self, shards: Sequence[TensorShard]) -> None:
+        """Take the memory for copies of these, in a thread."""
+        self._reservation.wait()
+        segment, device = self._present_segment(), device_of(shards)
+        _, end = _lay_out(owned_shards(shards))
+
+        def take() -> None:
+            reserve_segment(segment, end, device)
+
+        self._reservation.begin(take, device)
+
+    @torch.no_grad()
     def take(self, shards: Sequence[TensorShard]) -> list[TensorShard]:
         """The owned shards with the values of now; those handed out before are overwritten."""
+        self._reservation.wait()
         mine = owned_shards(shards)
-        old, self._tensors = self._tensors, {}
-        for shard in mine:
-            copy = _fitting_buffer(old.pop(shard.name, None), shard.tensor)
-            copy.copy_(shard.tensor.detach(), non_blocking=copy.is_pinned())
-            self._tensors[shard.name] = copy
-        for device in {shard.tensor.device for shard in mine if shard.tensor.is_cuda}:
-            torch.cuda.synchronize(device)
-        return [replace(shard, tensor=self._tensors[shard.name]) for shard in mine]
+        device, (laid_out, end) = device_of(mine), _lay_out(mine)
+        view = reserve_segment(self._present_segment(), end, device)
+        copies = copy_shards(view, mine, laid_out, device)
+        return [replace(shard, tensor=copy) for shard, copy in zip(mine, copies, strict=True)]
 
-    def forget(self) -> None:
-        """Leave the present copies to whoever still reads from them; the next are fresh."""
-        self._tensors = {}
+    def leave_to(self, reader: threading.Thread) -> None:
+        """Leave the present copies to a thread that still reads them; the next lie elsewhere until it has ended."""
+        if self._segment is not None:
+            self._left.append((self._segment, reader))
+            self._segment = None
+
+    def _present_segment(self) -> MemorySegment:
+        """Memory that nobody reads, as far as possible some that was used before: touching fresh memory costs more."""
+        if self._segment is None:
+            free = next((one for one in self._left if not one[1].is_alive()), None)
+            if free is not None:
+                self._left.remove(free)
+            self._segment = MemorySegment("saver") if free is None else free[0]
+        return self._segment
 
 
-def _fitting_buffer(old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """The buffer of the save before where it fits: touching fresh memory costs more than the copy into it."""
-    if old is not None and old.shape == like.shape and old.dtype == like.dtype:
-        return old
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+def _lay_out(shards: Sequence[TensorShard]) -> tuple[tuple[StoredShard, ...], int]:
+    """Where each lies in a segment, and where the last ends."""
+    laid_out = lay_out_shards(shards, rank=0, offset=0, align_bytes=ALIGN_BYTES)
+    return laid_out, max((one.offset + one.size_bytes for one in laid_out), default=1)

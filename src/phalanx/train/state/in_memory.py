@@ -26,7 +26,16 @@ from phalanx.elastic.replica_store import (
 )
 from phalanx.record.provenance import redact
 from phalanx.train.parallel.tensor_shard import TensorShard
-from phalanx.train.state.snapshot import SnapshotDraft, decode_snapshot_index, seal_snapshot, take_snapshot
+from phalanx.train.state.memory_reservation import MemoryReservation
+from phalanx.train.state.snapshot import (
+    SnapshotDraft,
+    decode_snapshot_index,
+    device_of,
+    reserve_segment,
+    seal_snapshot,
+    snapshot_bytes,
+    take_snapshot,
+)
 
 CLOSE_S = 3.0  # the longest wait for a copy on its way to a host that may be dead
 CONNECT_S = 2.0
@@ -63,6 +72,7 @@ class InMemoryCheckpointer:
         self._kept = [] if restored is None else [restored[1]]  # steps that may be needed, the same on all ranks
         self._busy: dict[int, int] = {}  # buffer by step, until it counts here and with the peer
         self._safe = -1
+        self._reservation = MemoryReservation()
         self._sealer = JobThread("replica-seal")
         hello = {"role": "replica", "rank": rank, "generation": generation}
         self._replica = ReplicaSender(peer, secret=secret, hello=hello, bind=address) if peer is not None else None
@@ -81,11 +91,17 @@ class InMemoryCheckpointer:
         return self._replica.trouble if self._replica is not None else ""
 
     def reserve(self, shards: Sequence[TensorShard]) -> None:
-        """Take the memory of two buffers now, so that the first snapshots block no longer than the others."""
+        """Take the memory of two buffers beside the training, so that the first snapshots block as long as others."""
         taken: list[int] = []
         while len(taken) < 2 and (buffer := self._free_segment(-1, busy=taken)) is not None:
-            self._take_copy(buffer, shards, {}, {})
             taken.append(buffer)
+        size_bytes, device = snapshot_bytes(shards, self._rank), device_of(shards)
+
+        def take() -> None:
+            for buffer in taken:
+                reserve_segment(self._segments[buffer], size_bytes, device)
+
+        self._reservation.begin(take, device)
 
     def put(
         self,
@@ -102,6 +118,7 @@ class InMemoryCheckpointer:
         peer that does not answer, say) nothing is put and `skipped` counts, on all ranks alike.
         """
         began_s = time.monotonic()
+        self._reservation.wait()
         self._kept = [kept for kept in self._kept if kept >= held]
         is_full = len(self._kept) == BUFFERS
         self.skipped += is_full
@@ -155,6 +172,7 @@ class InMemoryCheckpointer:
 
     def close(self) -> None:
         """End of the generation: what is copied is completed here; a copy on its way to the peer is given up."""
+        self._reservation.wait()
         self._sealer.close()  # local work, as long as summing up takes; the next generation must find nobody writing
         if self._replica is not None:
             self._replica.interrupt()

@@ -6,6 +6,7 @@ The training waits for the copy into the segment (`take_snapshot`), not for the 
 from __future__ import annotations
 
 import json
+import mmap
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -113,11 +114,20 @@ def pin_segment(segment: MemorySegment, view: memoryview) -> None:
     runtime, failed = torch.cuda.cudart(), 0
     if segment.pinned is not None:
         failed = int(runtime.cudaHostUnregister(_view_address(segment.pinned)))
+    _map_pages(view)
     failed |= int(runtime.cudaHostRegister(_view_address(view), len(view), 0))
     segment.pinned = view
     if failed:
         with suppress(RuntimeError):  # the failure would be told again, by the next kernel that is launched
             torch.zeros(1, device="cuda")
+
+
+def _map_pages(view: memoryview) -> None:
+    """Touch every page, by all threads: what CUDA pins then is mapped already, and no kernel is launched meanwhile.
+
+    8 GB on an H200's host: 3.3 s of pinning alone, 0.4 s after 1.8 s of touching, which holds nobody up.
+    """
+    torch.frombuffer(view, dtype=torch.uint8)[:: mmap.PAGESIZE].bitwise_or_(0)  # changes nothing
 
 
 def _view_address(view: memoryview) -> int:
@@ -130,6 +140,26 @@ class SnapshotDraft:
 
     segment: MemorySegment
     index: SnapshotIndex
+
+
+def reserve_segment(segment: MemorySegment, end: int, device: torch.device | None) -> memoryview:
+    """At least `end` bytes of a segment, pinned where a GPU is to copy into them."""
+    view = segment.reserve(end)
+    if device is not None:
+        pin_segment(segment, view)
+    return view
+
+
+def device_of(shards: Sequence[TensorShard]) -> torch.device | None:
+    """The GPU that holds these; None where the host does."""
+    return next((shard.tensor.device for shard in shards if shard.tensor.is_cuda), None)
+
+
+def snapshot_bytes(shards: Sequence[TensorShard], rank: int) -> int:
+    """Memory that a snapshot of what this rank owns takes, with room for its index."""
+    mine = owned_shards(shards)
+    laid_out = lay_out_shards(mine, rank, offset=DATA_AT, align_bytes=ALIGN_BYTES)
+    return SnapshotIndex(shards=laid_out, meta={}, rank_meta={}).end + ROW_BYTES * (len(mine) + 4)
 
 
 @torch.no_grad()
@@ -146,15 +176,22 @@ def take_snapshot(
     laid_out = lay_out_shards(mine, rank, offset=DATA_AT, align_bytes=ALIGN_BYTES)
     index = SnapshotIndex(shards=laid_out, meta=dict(meta), rank_meta=dict(rank_meta))
     segment.wipe()
-    view = segment.reserve(index.end + ROW_BYTES * (len(mine) + 4))
-    devices = {shard.tensor.device for shard in mine if shard.tensor.is_cuda}
-    if devices:
-        pin_segment(segment, view)
-    for shard, stored in zip(mine, index.shards, strict=True):
-        tensor_in_segment(view, stored).copy_(shard.tensor.detach(), non_blocking=shard.tensor.is_cuda)
-    for device in devices:
-        torch.cuda.synchronize(device)
+    device = device_of(mine)
+    view = reserve_segment(segment, index.end + ROW_BYTES * (len(mine) + 4), device)
+    copy_shards(view, mine, laid_out, device)
     return SnapshotDraft(segment=segment, index=index)
+
+
+def copy_shards(
+    view: memoryview, shards: Sequence[TensorShard], laid_out: Sequence[StoredShard], device: torch.device | None
+) -> list[torch.Tensor]:
+    """Their values into a segment, each to its place; the copies."""
+    copies = [tensor_in_segment(view, stored) for stored in laid_out]
+    for copy, shard in zip(copies, shards, strict=True):
+        copy.copy_(shard.tensor.detach(), non_blocking=shard.tensor.is_cuda)
+    if device is not None:
+        torch.cuda.synchronize(device)
+    return copies
 
 
 def seal_snapshot(

@@ -1,5 +1,7 @@
 """Saving in a thread: the values of the moment, one at a time, errors not lost."""
 
+import errno
+import os
 import threading
 import time
 
@@ -51,16 +53,35 @@ def test_only_one_is_in_flight(kit, tmp_path):
 def test_host_memory_is_used_again(kit, tmp_path):
     saver, shards = saver_of(tmp_path), [kit.shard("w", torch.ones(4)), kit.shard("x", torch.ones(2))]
     saver.reserve(shards)
+    saver._copies._reservation.wait()
     assert list(tmp_path.iterdir()) == []
-    before = {name: copy.data_ptr() for name, copy in saver._copies._tensors.items()}
-    saver.save(step=2, shards=[kit.shard("w", torch.zeros(4)), kit.shard("x", torch.ones(3))], meta={})
+    reserved = saver._copies._segment
+    assert reserved.size_bytes >= 24
+    saver.save(step=2, shards=[kit.shard("w", torch.zeros(4)), kit.shard("x", torch.full((3,), 5.0))], meta={})
     saver.wait()
-    after = {name: copy.data_ptr() for name, copy in saver._copies._tensors.items()}
-    assert after["w"] == before["w"]
-    assert saver._copies._tensors["x"].shape == (3,)
-    target = torch.ones(4)
-    load_shards(newest_checkpoint(tmp_path).path, [kit.shard("w", target)])
-    assert not target.any()
+    assert saver._copies._segment is reserved
+    targets = torch.ones(4), torch.ones(3)
+    load_shards(newest_checkpoint(tmp_path).path, [kit.shard("w", targets[0]), kit.shard("x", targets[1])])
+    assert not targets[0].any()
+    assert targets[1].tolist() == [5.0] * 3
+
+
+def test_a_save_of_nothing_is_a_save(kit, tmp_path):
+    saver = saver_of(tmp_path)
+    saver.reserve([])
+    saver.save(step=1, shards=[], meta={})
+    assert saver.wait().step == 1
+
+
+def test_memory_that_cannot_be_had_is_told_by_the_save(kit, tmp_path, monkeypatch):
+    def refuse(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    saver, shards = saver_of(tmp_path), [kit.shard("w", torch.ones(4))]
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    saver.reserve(shards)
+    with pytest.raises(SystemFailure, match="no 16 bytes of host memory"):
+        saver.save(step=1, shards=shards, meta={})
 
 
 def test_the_same_step_is_not_written_twice(kit, tmp_path):

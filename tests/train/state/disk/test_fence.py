@@ -87,10 +87,11 @@ def test_a_save_that_waits_for_a_lost_rank_is_given_up(kit, tmp_path, monkeypatc
     assert saver.wait() is None  # nothing was saved, and that is no error
     assert names(tmp_path) == []
     after = AsyncSaver(tmp_path, attempt="b", rank=0, world=1, copies=copies)
-    before = {name: copy.data_ptr() for name, copy in copies._tensors.items()}
+    before = copies._segment
+    assert before is not None
     after.save(step=1, shards=[shard_of(kit, 3.0)], meta={})
     assert after.wait().step == 1
-    assert {name: copy.data_ptr() for name, copy in copies._tensors.items()} == before  # no fresh memory
+    assert copies._segment is before  # no fresh memory
     saver.abandon()  # once more: there is nothing left
 
 
@@ -106,14 +107,18 @@ def test_a_save_held_by_the_disk_goes_on_alone_and_commits_nothing(kit, tmp_path
     saver = AsyncSaver(tmp_path, attempt="a", rank=0, world=1, copies=copies, point=point)
     saver.save(step=1, shards=[shard_of(kit)], meta={})
     held.wait(60)
-    thread, before = saver._current, copies._tensors["w"]
+    thread, before = saver._current, copies._segment
+    values = torch.frombuffer(before.view(), dtype=torch.float32, count=shard_of(kit).tensor.numel())
     saver.abandon()
     assert thread.is_alive()
     copies.take([shard_of(kit, 2.0)])
-    assert bool((before == 1).all())  # the thread may still read from it
+    assert bool((values == 1).all())  # the thread may still read from it
     disk.set()
     thread.join(60)
     assert names(tmp_path) == []
+    copies.leave_to(threading.Thread())
+    copies.take([shard_of(kit, 3.0)])
+    assert copies._segment is before  # its reader has ended
 
 
 def test_a_rank_that_is_given_up_while_it_writes_stops(kit, tmp_path):

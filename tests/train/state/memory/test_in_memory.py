@@ -179,6 +179,7 @@ def test_a_snapshot_that_could_not_be_used_stays_and_is_not_in_the_way(kit, repl
 def test_memory_reserved_is_the_memory_used(kit, replica_store):
     keeper, shards = kit.keeper(replica_store, 0, 1), kit.cut(kit.state(), 1)[0]
     keeper.reserve(shards)
+    keeper._reservation.wait()
     sizes = [segment.size_bytes for segment in replica_store.buffers("own", 0)]
     assert sizes[0] == sizes[1] > 0
     assert sizes[2] == 0
@@ -265,9 +266,9 @@ def test_no_memory_is_a_message_and_not_a_signal(kit, replica_store, monkeypatch
     with pytest.raises(SystemFailure) as caught:
         keeper.put(1, [kit.shard("w", torch.zeros(1000))], {}, held=-1)
     assert str(caught.value).splitlines() == [
-        "checkpoint.memory_every: no 9,376 bytes of host memory for a snapshot: No space left on device",
-        "  a rank that fails is restored from it without losing a step",
-        "  memory_every = 0 for checkpoints on disk alone, or fewer ranks on this host",
+        "checkpoint.memory_every: no 9,376 bytes of host memory for a copy of the state: No space left on device",
+        "  a rank that fails is restored from copies without losing a step; checkpoints on disk are written from one",
+        "  memory_every = 0 for checkpoints on disk alone (one copy instead of three), or fewer ranks on this host",
     ]
     assert replica_store.held() == []
     keeper.close()

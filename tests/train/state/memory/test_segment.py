@@ -107,7 +107,9 @@ def test_memory_pinned_for_a_gpu_is_given_back_before_a_larger_segment_is_mapped
     segment = MemorySegment("test")
     for size_bytes in (4096, 4096, 1 << 20, 1 << 20, 64 << 20):
         view = segment.reserve(size_bytes)
+        view[0] = 7
         pin_segment(segment, view)
+        assert view[0] == 7  # what lies there stays
         assert list(pinned.values()) == [size_bytes]  # nothing of the smaller mapping is left
         assert all(map(_is_mapped, pinned))
     assert mapped_when_freed == [True, True]
