@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,6 +28,7 @@ class MeasuredPenalty:
     percents: tuple[float, ...]
     page: str
     what: str
+    chance: tuple[float, ...] = ()  # what synchronous training differs by from itself
 
     @property
     def mean(self) -> float:
@@ -38,7 +39,8 @@ class MeasuredPenalty:
         seeds = plural(len(self.percents), "seed")
         spread = f"{min(self.percents):+.2f} to {max(self.percents):+.2f} % over {seeds}"
         told = spread if len(self.percents) > 1 else f"{self.mean:+.2f} % with one seed"
-        return f"our runs: {told}, {self.what} ({self.page})"
+        by_chance = f"; {min(self.chance):+.2f} to {max(self.chance):+.2f} % by chance alone" if self.chance else ""
+        return f"our runs: {told}{by_chance}; {self.what} ({self.page})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,11 +106,17 @@ def _penalty_of(known: MeasuredPenalty, note: str = "") -> LossPenalty:
 
 def _rows() -> Iterator[tuple[Case, MeasuredPenalty]]:
     for table in _shipped()["table"]:
+        base = table["synchronous"]
+        chance = _percents(table.get("moved", ()), base)
         for row in table["rows"]:
-            pairs = zip(row["nats"], table["synchronous"], strict=False)  # a row may have fewer seeds
-            percents = tuple(100 * (nats / base - 1) for nats, base in pairs)
-            penalty = MeasuredPenalty(percents=percents, page=table["page"], what=table["what"])
+            percents = _percents(row["nats"], base)
+            penalty = MeasuredPenalty(percents=percents, page=table["page"], what=table["what"], chance=chance)
             yield (row["exchanged"], row["inner_steps"], row["codec"], row["warm"]), penalty
+
+
+def _percents(nats: Sequence[float], base: Sequence[float]) -> tuple[float, ...]:
+    """By seed; a row may have fewer than the table."""
+    return tuple(100 * (one / synchronous - 1) for one, synchronous in zip(nats, base, strict=False))
 
 
 @cache
