@@ -28,7 +28,8 @@ from typing import Any
 
 MBIT_S, PORT, PAUSE_S = 20.0, 7500, 0.56
 # name, codec, steps between two averages, rounds that are counted
-CASES = (("fp32 every step", "fp32", 1, 5), ("8 bits, H = 20", "int8", 20, 4))
+CASES = (("fp32 every step", "fp32", 1, 5), ("16 bits, H = 20", "bf16", 20, 4), ("8 bits, H = 20", "int8", 20, 4))
+KILL_CODEC = "bf16"
 
 
 def sent_bytes() -> int:
@@ -67,7 +68,7 @@ def hivemind_average(setup: dict[str, Any], place: int) -> Any:
     import hivemind
     import torch
     from hivemind.averaging import DecentralizedAverager
-    from hivemind.compression import NoCompression, Uniform8BitQuantization
+    from hivemind.compression import Float16Compression, NoCompression, Uniform8BitQuantization
 
     known = Path(setup["folder"]) / f"{setup['tag']}.maddr"
     while place and not known.exists():
@@ -78,7 +79,8 @@ def hivemind_average(setup: dict[str, Any], place: int) -> Any:
         whole = str(next(one for one in dht.get_visible_maddrs() if "10.77.0.1" in str(one)))
         known.with_suffix(".part").write_text(whole)
         known.with_suffix(".part").rename(known)
-    compression = {"fp32": NoCompression, "int8": Uniform8BitQuantization}[setup["codec"]]()
+    compressions = {"fp32": NoCompression, "bf16": Float16Compression, "int8": Uniform8BitQuantization}
+    compression = compressions[setup["codec"]]()
     torch.manual_seed(place)
     averager = DecentralizedAverager(
         [torch.randn(setup["values"])],
@@ -90,8 +92,12 @@ def hivemind_average(setup: dict[str, Any], place: int) -> Any:
     )
 
     def average(number: int) -> bool:
+        with averager.get_tensors() as tensors:
+            tensors[0].normal_()
         found = averager.step(timeout=120.0)
-        return found is not None and len(found) > 1
+        with averager.get_tensors() as tensors:  # it counts a step in which nothing was averaged as one
+            spread = float(tensors[0].std())
+        return found is not None and spread < 0.85  # of a mean of two 0.71, of three 0.58
 
     return average
 
@@ -166,7 +172,8 @@ def run_session(setup: dict[str, Any], names: list[str], python: str, *, kill_af
 
 def counted(lines: list[list[Any]], setup: dict[str, Any], steps: int) -> dict[str, Any]:
     """Rounds after the first, of all peers."""
-    assert all(line["ok"] for peer in lines for line in peer[1:]), lines
+    if not all(line["ok"] for peer in lines for line in peer[1:]):
+        return {"ok": [[line["ok"] for line in peer] for peer in lines]}
     spent = [statistics.mean(line["seconds"] for line in peer[1:]) for peer in lines]
     wall = [(peer[-1]["ended"] - peer[0]["ended"]) / setup["rounds"] for peer in lines]
     sent = [(peer[-1]["sent"] - peer[0]["sent"]) / setup["rounds"] for peer in lines]
@@ -217,7 +224,7 @@ def main() -> None:
                     print(json.dumps({f"{system}, {name}": found[f"{system}, {name}"]}), flush=True)
                 if "kill" not in args.cases:
                     continue
-                setup = {**base, "peers": 3, "codec": "int8", "rounds": 5, "pause_s": 2.0, "tag": f"{system}-kill"}
+                setup = {**base, "peers": 3, "codec": KILL_CODEC, "rounds": 5, "pause_s": 2.0, "tag": f"{system}-kill"}
                 lines = run_session(setup, names, python, kill_after=2)
                 rounds_s = [[round(line["seconds"], 2) for line in peer] for peer in lines[:2]]
                 usual = statistics.median(line["seconds"] for peer in lines for line in peer[1:3])
