@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 import time
 from collections.abc import Container
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from phalanx.peers import messages as say
 from phalanx.peers.attempt import NORM_TOLERANCE, segment_values
 from phalanx.peers.facts import Member
 from phalanx.peers.messages import PeerMessage, Ready, RoundPlan
-from phalanx.peers.screening import screen_ready
+from phalanx.peers.screening import UsualUpdate, screen_ready
 from phalanx.peers.speed_turns import SpeedTurns
 from phalanx.peers.view_agreement import is_majority
 
@@ -34,6 +35,7 @@ class RoundLeader:
         self._timer: asyncio.TimerHandle | None = None
         self._turns = SpeedTurns(node)
         self._began = 0.0  # the attempt under way
+        self._usual_update: UsualUpdate | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -141,7 +143,7 @@ class RoundLeader:
     def _begin(self) -> None:
         node = self._node
         most = node.rounds.pending.most_weight if node.rounds.pending is not None else None
-        dropped = {**screen_ready(self._ready, node.settings.norm_limit, most), **self._excluded}
+        dropped = screen_ready(self._ready, node.settings.norm_limit, most, self._usual_update) | self._excluded
         dropped = {peer: reason for peer, reason in dropped.items() if peer in self._ready}
         counted = {peer: one for peer, one in self._ready.items() if peer not in dropped}
         weights = {peer: one.weight for peer, one in sorted(counted.items()) if one.weight > 0.0}
@@ -250,6 +252,8 @@ class RoundLeader:
                 self._restart(0.0)
                 return
         if is_majority(node.view.ids, self._haves):
+            norm, weight = statistics.median(plan.norms.values()), statistics.median(plan.weights.values())
+            self._usual_update = UsualUpdate(norm=norm, weight=weight)
             self._turns.on_committed(plan, time.monotonic() - self._began)
             self._last_commit = say.Commit(key=plan.key, digest=mine.digest)
             self._to_all(self._last_commit)
