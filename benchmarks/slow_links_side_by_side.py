@@ -227,7 +227,7 @@ def main() -> None:
                 setup = {**base, "peers": 3, "codec": KILL_CODEC, "rounds": 5, "pause_s": 2.0, "tag": f"{system}-kill"}
                 lines = run_session(setup, names, python, kill_after=2)
                 rounds_s = [[round(line["seconds"], 2) for line in peer] for peer in lines[:2]]
-                usual = statistics.median(line["seconds"] for peer in lines for line in peer[1:3])
+                usual = statistics.median(line["seconds"] for peer in lines[:2] for line in peer[4:])  # of two
                 stall = max(peer[3]["seconds"] for peer in lines[:2]) - usual
                 late = {"rounds_s": rounds_s, "usual_s": round(usual, 2), "stall_s": round(stall, 2)}
                 late["ok"] = [[line["ok"] for line in peer] for peer in lines[:2]]
