@@ -57,7 +57,7 @@ class LinkSpeed:
         self.measured.add(peer)
         members = tuple(replace(one, bandwidth=link) if one.id == peer else one for one in node.view.members)
         node.view = replace(node.view, members=members)
-        node.tell("measured", f"its link carries {mbps[0]:.3g} Mbit/s up and {mbps[1]:.3g} down", peer=peer)
+        node.tell("measured", f"its link carries {mbps[0]:g} Mbit/s up and {mbps[1]:g} down", peer=peer)
         node.leader.on_measured(peer)
 
     def on_message(self, peer: str, message: PeerMessage) -> None:
