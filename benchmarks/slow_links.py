@@ -1,6 +1,7 @@
 """Two real peers over a slow link: utilisation beside the planner's, bytes on the wire beside the codec's.
 
-python benchmarks/slow_links.py [--links clean,latency,loss,reno] [--modes step,h20,h20-int8] [--pause 0.1] [--out FILE]
+python benchmarks/slow_links.py [--links clean,latency,loss,reno] [--modes step,h20,h20-int8] [--pause 0.1]
+    [--values 2000000] [--out FILE]
 
 Each case starts `phalanx peers start` and `phalanx peers join` in two network namespaces (slow_network.py; root) with a
 link of 20 Mbit/s, trains a model of 0.35M parameters, and reads both peers' records. Compute per step is what each peer
@@ -8,7 +9,7 @@ needed between two exchanges; the planner is asked with it. Waiting for the slow
 target-batch in fp32: gradients of every step. `make run` fetches the corpus, that of examples/first-run.toml.
 
 With --pause the peers exchange as in training, but pause for so long instead of each step: the link alone is measured,
-on a machine whose cores are busy.
+on a machine whose cores are busy. --values then sets the size of the model.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ PATIENCE_S = 240.0
 PAUSED_ROUNDS = 8
 AROUND_S = 0.15  # of an exchange: two samples of the counters, and the last acknowledgements
 PORT = 7771
+VALUES = "SLOW_LINKS_VALUES"
 JOB = """\
 name = "slow"
 [model]
@@ -399,6 +401,8 @@ def _exchange_bytes(counter: ByteCounter, rounds: list[dict[str, Any]]) -> float
 
 
 def _model_values() -> int:
+    if values := os.environ.get(VALUES):
+        return int(values)
     from phalanx.job.load import load
     from phalanx.job.parameter_counts import count_parameters
 
@@ -435,10 +439,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--keep", type=Path, help="keep the run folders here")
     parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="pause so long instead of each step")
+    parser.add_argument("--values", type=int, help="of the model, with --pause")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer:
         return _run_paused_peer(json.loads(args.peer))
+    if args.values:
+        if not args.pause:
+            parser.error("--values is for --pause: trained models have their own size")
+        os.environ[VALUES] = str(args.values)
     root = args.keep or Path(tempfile.mkdtemp(prefix="slow-links-"))
     rows: list[Measured] = []
     for link in args.links.split(","):

@@ -1,5 +1,7 @@
 """Four peers at 80, 10, 10 and 10 Mbit/s: equal shares against water-filling, and wire bytes against the codec's.
 
+Water-filling goes by speeds that the peers measure (nobody states any), and for comparison by the true ones.
+
     sudo python benchmarks/slow_links_shares.py [--values 1500000] [--rounds 3] [--codec fp32] [--json FILE]
 
 Each peer is a process in a network namespace of its own, behind a veth pair with a token bucket (tbf) each way, on one
@@ -114,7 +116,8 @@ def run_peer(setup: dict[str, Any], place: int) -> None:
     person = PeerIdentity.from_pem(*setup["people"][place], where="benchmark")
     allowed = AllowList.from_json(setup["allowed"], where="benchmark")
     speed = SPEEDS_MBPS[place]
-    link = Bandwidth(up_mbps=speed, down_mbps=speed) if setup["shares"] == "water-filling" else None
+    stated = {"equal": 10.0, "stated": speed, "water-filling": None}[setup["shares"]]
+    link = Bandwidth(up_mbps=stated, down_mbps=stated) if stated else None
     vector = np.random.default_rng(place).standard_normal(setup["values"]).astype(np.float32)
 
     def counters() -> tuple[int, int]:
@@ -136,6 +139,7 @@ def run_peer(setup: dict[str, Any], place: int) -> None:
                 "reason": result.reason,
                 "ended": time.monotonic(),  # one clock for all of a machine
                 "share": result.shares.get(group.id, 0.0),
+                "known_mbps": [m.bandwidth.slower_mbps if m.bandwidth else None for m in group.view().members],
                 "codec_sent": result.bytes_sent,
                 "codec_received": result.bytes_received,
                 "wire_sent": after[0] - before[0],
@@ -183,6 +187,7 @@ def report(lines: dict[str, list[list[dict[str, Any]]]], values: int, codec: str
     ideal = {
         "equal": round_seconds(size, speeds, [0.25] * 4),
         "water-filling": round_seconds(size, speeds, water_filling(speeds)),
+        "stated": round_seconds(size, speeds, water_filling(speeds)),
     }
     found: dict[str, Any] = {"values": values, "codec": codec, "encoded_bytes": size}
     plain = round_times(lines["plain"])
@@ -196,6 +201,7 @@ def report(lines: dict[str, list[list[dict[str, Any]]]], values: int, codec: str
         own = sum(line["codec_sent"] + line["codec_received"] for line in counted)
         found[kind] = {
             "shares": [round(peer[1]["share"], 4) for peer in peers],
+            "speeds_mbps": peers[0][1]["known_mbps"],
             "seconds": [round(one, 3) for one in rounds],
             "median_s": round(statistics.median(rounds), 3),
             "formula_s": round(ideal[kind], 3),
@@ -236,7 +242,7 @@ def main() -> int:
     try:
         build_network(hub, names)
         with tempfile.TemporaryDirectory() as folder:
-            for kind in ("plain", "equal", "water-filling"):
+            for kind in ("plain", "equal", "stated", "water-filling"):
                 setup = {
                     "people": [(one.key_pem, one.certificate_pem) for one in people],
                     "allowed": allowed.to_json(),

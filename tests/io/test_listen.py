@@ -53,6 +53,12 @@ def test_a_port_is_taken_once() -> None:
         assert str(caught.value).startswith(f"telemetry.listen {bound_address(first)}: cannot listen there")
 
 
+def test_an_address_of_another_machine_is_named() -> None:
+    with pytest.raises(SystemFailure) as caught:
+        open_socket(Address(host="203.0.113.9", port=29400), guarded=True, where="peers listen")
+    assert "no network interface of this machine has this address\n  listen on 0.0.0.0:29400" in str(caught.value)
+
+
 @pytest.mark.parametrize("header", ["localhost", "127.0.0.1:9400", "[::1]:9400", "LOCALHOST:1", "127.1.2.3"])
 def test_our_names(header: str) -> None:
     assert is_own_name(header)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.network.slow_codecs import CODECS, CUT_VALUES, cut_shares, encoded_bytes
-from phalanx.peers.codecs import BadBytes, Sender, decode, encode
+from phalanx.peers.codecs import BadBytes, Sender, _largest_places, decode, encode
 
 ALL = ("fp64", *CODECS)
 # Largest error of a value, as a part of the largest value.
@@ -125,3 +125,12 @@ def test_a_wrong_size_is_named(codec: str) -> None:
     with pytest.raises(BadBytes) as caught:
         decode(codec, b"x" * 7, 1000)
     assert "7 bytes for 1000 values" in str(caught.value)
+
+
+@given(rows=st.lists(st.lists(st.sampled_from([0.0, -0.5, 0.5, 1.0, -1.0, np.nan, np.inf]), min_size=9, max_size=9)))
+def test_of_equal_values_the_first_are_sent_as_a_stable_sort_has_them(rows: list[list[float]]) -> None:
+    table = np.array(rows, dtype=np.float32).reshape(-1, 9)
+    size = np.abs(np.nan_to_num(table, nan=np.inf))
+    for count in (1, 4, 9):
+        wanted = np.sort(np.argsort(-size, axis=1, kind="stable")[:, :count], axis=1)
+        assert np.array_equal(_largest_places(table, count), wanted)

@@ -38,7 +38,7 @@ MOST_INVITATION_BYTES = 16 * 2**20
 ANSWER_S = 60.0  # that a running peer may take to agree with those that are left
 SILENT_S = 10.0  # a running peer says twice a second how it stands
 ALONE = "no majority is left, so rounds wait; if the lost peers are gone for good: phalanx peers go-on-alone {run}"
-HEAD = ("name", "id", "address", "step", "samples", "latency", "state")
+HEAD = ("name", "id", "address", "step", "samples", "latency", "Mbit/s", "state")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -86,14 +86,15 @@ class PeerTable(PublicResult):
         present = sum(one["state"] == "member" for one in self.members)
         head = f"{self.run}: {plural(present, 'member')}, {self.mode}, step {self.step:,}, round {self.round:,}"
         waits = [] if self.has_majority else [ALONE.format(run=self.run)]
-        return "\n".join([f"{head}, as of {self.age_s:,.0f} s ago", *text_table(rows, right=(3, 4, 5)), *waits])
+        return "\n".join([f"{head}, as of {self.age_s:,.0f} s ago", *text_table(rows, right=(3, 4, 5, 6)), *waits])
 
 
 def _member_cells(one: dict[str, Any]) -> tuple[str, ...]:
     address = f"{one['address'][0]}:{one['address'][1]}" if one.get("address") else "–"
     step = "–" if one.get("step") is None else f"{one['step']:,}"
     latency = "–" if not one.get("latency_s") else f"{1000 * one['latency_s']:.0f} ms"
-    return one["name"], one["id"], address, step, format_count(one["samples"]), latency, one["state"]
+    speed = f"{one['up_mbps']:g}/{one['down_mbps']:g}" if one.get("up_mbps") and one.get("down_mbps") else "–"
+    return one["name"], one["id"], address, step, format_count(one["samples"]), latency, speed, one["state"]
 
 
 def start(

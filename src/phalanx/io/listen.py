@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import secrets
@@ -79,6 +80,8 @@ def open_socket(address: Address, *, guarded: bool, where: str = "--listen") -> 
         listener.close()
         what = f"cannot listen there: {(error.strerror or str(error)).lower()}"
         fix = "end the program that has the port, or take a free one: 127.0.0.1:0"
+        if error.errno == errno.EADDRNOTAVAIL:
+            what, fix = "no network interface of this machine has this address", f"listen on 0.0.0.0:{address.port}"
         raise SystemFailure(Problem(where=f"{where} {address}", what=what, fix=fix)) from error
     return listener
 

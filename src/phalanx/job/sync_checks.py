@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from phalanx.job.draft import Draft
 from phalanx.job.schema import Job
+from phalanx.job.sync_section import SyncSettings
 
+DEFAULTS = SyncSettings()
 # The modes in which a key has an effect; keys that are not listed have one in every mode with peers.
 USED_BY = {
     "inner_steps": ("diloco", "quorum"),
@@ -50,7 +52,9 @@ def check_sync(draft: Draft, job: Job) -> None:
         draft.warn("sync.screening", f'sync.screening = "loss" has no effect {what}: norms are looked at')
     for name, modes in USED_BY.items():
         key = f"sync.{name}"
-        if sync.mode not in modes and key in draft.origins and draft.origins[key].by_hand:
+        # A job that was written out whole, as in an invitation, has every key.
+        is_default = getattr(sync, name) == getattr(DEFAULTS, name)
+        if sync.mode not in modes and key in draft.origins and draft.origins[key].by_hand and not is_default:
             draft.warn(key, f'{key} has no effect with sync.mode = "{sync.mode}"')
 
 

@@ -4,11 +4,20 @@ A peer with share s of a vector of P bytes moves P · (1 + (n - 2) · s) bytes e
 the time of a round is the largest of that over the peers' bandwidths. The smallest T for which the shares
 ((T · bandwidth / P) - 1) / (n - 2), none below 0, sum to 1 is the best that can be done. A peer that cannot be
 connected to takes no share and still moves P.
+
+Which part of a batch each peer learns from follows its pace, so that all are done at the same time.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+
+# Peers whose paces differ by less are dealt alike: one step of the same machine differs from the next by as much.
+ALIKE = 1.5
+# A peer is dealt at most so many times what the median one is, and at least as small a part: one that overstates its
+# pace makes the others wait, and one that has a bad minute must stay in the deal to be seen to recover.
+MOST_TIMES = 4.0
 
 
 def water_filling(bandwidths: Sequence[float], client_only: Sequence[bool] = ()) -> list[float]:
@@ -51,3 +60,17 @@ def round_seconds(encoded_bytes: float, bandwidths: Sequence[float], shares: Seq
         return 0.0
     moved = (encoded_bytes * (1.0 + (len(bandwidths) - 2) * share) for share in shares)
     return max(size / speed for size, speed in zip(moved, bandwidths, strict=True))
+
+
+def pace_weights(paces: Sequence[float]) -> list[float]:
+    """What peers are dealt of a batch that all learn from together, in proportion; paces in samples a second.
+
+    Alike where one is not known (0), or none is far from the others.
+
+    >>> pace_weights([30.0, 10.0]), pace_weights([12.0, 10.0]), pace_weights([1000.0, 10.0, 10.0])
+    ([30.0, 10.0], [1.0, 1.0], [40.0, 10.0, 10.0])
+    """
+    if not paces or min(paces) <= 0.0 or max(paces) < ALIKE * min(paces):
+        return [1.0] * len(paces)
+    middle = statistics.median(paces)
+    return [min(max(pace, middle / MOST_TIMES), middle * MOST_TIMES) for pace in paces]

@@ -24,6 +24,7 @@ from phalanx.peers.facts import MemberView, RoundResult, Vector
 from phalanx.peers.messages import RoundPlan
 
 SEGMENT_BYTES = 32 * 1024  # a fortieth of a second at 10 Mbit/s: what waits for the last piece of a segment is short
+DIRECT_SEGMENT_BYTES = 128 * 1024  # of two peers, where nothing waits for a piece: fewer heads and TLS records
 MOST_SEGMENT_VALUES = 2**20
 MOST_VALUES = 2**40
 # A codec changes the norm a little (2-bit values by up to a tenth); the limit on norms is far above it.
@@ -67,13 +68,15 @@ def sum_of_squares(values: Vector) -> float:
         return float(np.square(values, dtype=np.float64).sum())
 
 
-def segment_values(codec: str, top_share: float) -> int:
+def segment_values(codec: str, top_share: float, *, is_direct: bool = False) -> int:
     """Values that travel together: about `SEGMENT_BYTES`, and a multiple of what every block divides.
 
-    >>> segment_values("fp32", 0.03), segment_values("topk-2bit", 0.03)
-    (8192, 929792)
+    >>> segment_values("fp32", 0.03), segment_values("topk-2bit", 0.03), segment_values("fp32", 0.03, is_direct=True)
+    (8192, 929792, 32768)
     """
-    chunks = SEGMENT_BYTES // max(1, encoded_bytes(codec, CUT_VALUES, top_share))
+    chunks = (DIRECT_SEGMENT_BYTES if is_direct else SEGMENT_BYTES) // max(
+        1, encoded_bytes(codec, CUT_VALUES, top_share)
+    )
     return min(MOST_SEGMENT_VALUES, max(1, chunks) * CUT_VALUES)
 
 

@@ -184,9 +184,7 @@ def _encode_top(table: Float32, top_share: float) -> bytes:
     if not rows or not length:
         return b""
     count = top_values(length, top_share)
-    size = np.abs(np.nan_to_num(table, nan=np.inf))
-    # Stable by place among equals, so that two machines choose alike.
-    places = np.sort(np.argsort(-size, axis=1, kind="stable")[:, :count], axis=1)
+    places = _largest_places(table, count)
     sent = np.take_along_axis(table, places, axis=1)
     with np.errstate(invalid="ignore", over="ignore"):
         scales = np.abs(sent).mean(axis=1, dtype=np.float64).astype("<f4")
@@ -201,6 +199,22 @@ def _encode_top(table: Float32, top_share: float) -> bytes:
     head = scales.view(np.uint8).reshape(rows, SCALE_BYTES)
     packed = [np.packbits(bits, axis=1, bitorder="little") for bits in (low_bits, row, value_bits)]
     return np.concatenate([head, *packed], axis=1).tobytes()
+
+
+def _largest_places(table: Float32, count: int) -> npt.NDArray[np.int64]:
+    """Where the `count` largest magnitudes of each row are, in order; of equals the first, so that machines agree.
+
+    Bits of a float that is not negative order as its value does. With the place below them keys are unique, and can be
+    partitioned, which takes a third of the time of a stable sort.
+    """
+    length = table.shape[1]
+    place_size = max(1, (length - 1).bit_length())
+    size = np.abs(np.nan_to_num(table, nan=np.inf)).astype(np.float32, copy=False)
+    keys = size.view(np.uint32).astype(np.uint64) << np.uint64(place_size)
+    keys |= np.arange(length - 1, -1, -1, dtype=np.uint64)
+    best = np.partition(keys, length - count, axis=1)[:, length - count :]
+    found = length - 1 - (best & np.uint64((1 << place_size) - 1)).astype(np.int64)
+    return np.asarray(np.sort(found, axis=1), dtype=np.int64)
 
 
 def _decode_top(data: memoryview, rows: int, length: int, top_share: float) -> Float32:

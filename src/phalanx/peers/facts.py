@@ -78,10 +78,11 @@ class MemberView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerProgress:
-    """How far a peer is: optimizer steps, and samples gathered since the last committed round."""
+    """How far a peer is: optimizer steps, samples gathered since the last committed round, and how fast it gathers."""
 
     step: int = 0
     samples: int = 0
+    samples_per_s: float = 0.0  # 0: not known yet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +107,7 @@ class RoundResult:
     behind: bool = False
     view_number: int = 0
     shares: Mapping[str, float] = field(default_factory=dict)
+    paces: Mapping[str, float] = field(default_factory=dict)  # samples a second that each counted member said it learns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +115,7 @@ class PeerEvent:
     """Something that happened in the group, for the run's record.
 
     kind: joined, left, lost, evicted, rejoined, no-majority, forced, view, committed, discarded, dropped, refused,
-    revoked, doubtful-progress, state-served, state-fetched.
+    revoked, measured, doubtful-progress, state-served, state-fetched.
     """
 
     kind: str

@@ -94,7 +94,6 @@ class PeerConnection:
 
     def _write(self, message: PeerMessage, data: bytes) -> None:
         text = encode_message(message)
-        self._writer.write(PREFIX.pack(len(text), len(data)) + text)
-        if data:
-            self._writer.write(data)
+        # One write: two would be two TLS records, and without Nagle's waiting two packets.
+        self._writer.write(b"".join((PREFIX.pack(len(text), len(data)), text, data)))
         self.sent_bytes += len(text) + len(data)

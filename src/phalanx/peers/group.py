@@ -111,9 +111,9 @@ class PeerGroup:
         if self._node.view.number:
             raise mistake("join", "this peer is in the group already")
         if addresses:
-            self._call(self._node.join(list(addresses), timeout_s))
+            self._call(self._node.joining.join(list(addresses), timeout_s))
         else:
-            self._call(_run_soon(lambda: self._node.found(first_round)))
+            self._call(_run_soon(lambda: self._node.joining.found(first_round)))
         return self._node.view
 
     def view(self) -> MemberView:
@@ -224,7 +224,7 @@ class PeerGroup:
         """Tell the others, so that nobody waits for this peer; then `close`."""
         if not self._closed and self._node.view.number:
             with contextlib.suppress(TimeoutError):
-                self._call(self._node.leave())
+                self._call(self._node.joining.leave())
         self.close()
 
     def close(self) -> None:

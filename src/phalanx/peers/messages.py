@@ -9,6 +9,8 @@ ready, withdraw, begin, trouble,   how a round is agreed on (rounds.py)
 norms, have, commit, discard,
 want, whole, gone
 piece, mean                        values, on the data connection only
+speed-turn, speed-request,         how fast a member's link is (link_speed.py)
+speed-block, speed-report
 state-request, manifest, block     the state for a newcomer
 """
 
@@ -21,7 +23,7 @@ from msgspec import Meta
 
 from phalanx.peers.facts import Member, MemberView, PeerProgress, RunFacts
 
-PROTOCOL = 1
+PROTOCOL = 2
 Text = Annotated[str, Meta(max_length=500)]
 PeerId = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
@@ -31,7 +33,11 @@ Ballot = tuple[Count, PeerId]
 
 
 class PeerMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """Base of all."""
+    """Base of all; a JSON object, which other versions of the protocol understand too."""
+
+
+class CompactMessage(PeerMessage, frozen=True, kw_only=True, array_like=True):
+    """What is said often: a JSON array of its kind and its values, without their names (a third of the bytes)."""
 
 
 class Hello(PeerMessage, frozen=True, kw_only=True, tag="hello"):
@@ -50,22 +56,22 @@ class PeerRefusal(PeerMessage, frozen=True, kw_only=True, tag="refusal"):
     fix: Text = ""
 
 
-class Join(PeerMessage, frozen=True, kw_only=True, tag="join"):
+class Join(CompactMessage, frozen=True, kw_only=True, tag="join"):
     member: Member
     history: Text  # of the group it was in before: one that comes back has a state
 
 
-class PeerRedirect(PeerMessage, frozen=True, kw_only=True, tag="redirect"):
+class PeerRedirect(CompactMessage, frozen=True, kw_only=True, tag="redirect"):
     leader: PeerId
     host: Annotated[str, Meta(max_length=253)]
     port: Annotated[int, Meta(ge=1, le=65535)]
 
 
-class Wait(PeerMessage, frozen=True, kw_only=True, tag="wait"):
+class Wait(CompactMessage, frozen=True, kw_only=True, tag="wait"):
     """The member knows of no leader now; ask again."""
 
 
-class PeerHeartbeat(PeerMessage, frozen=True, kw_only=True, tag="heartbeat"):
+class PeerHeartbeat(CompactMessage, frozen=True, kw_only=True, tag="heartbeat"):
     view_number: Count
     history: Text
     sent_at: float
@@ -76,17 +82,18 @@ class PeerHeartbeat(PeerMessage, frozen=True, kw_only=True, tag="heartbeat"):
     suspects: Annotated[list[PeerId], Meta(max_length=4096)]
     list_version: Count
     committed: int
+    measured_mbps: tuple[Amount, Amount] | None = None  # up and down, of a link whose speed its owner did not state
 
 
-class AllowlistUpdate(PeerMessage, frozen=True, kw_only=True, tag="lists"):
+class AllowlistUpdate(CompactMessage, frozen=True, kw_only=True, tag="lists"):
     """An allowlist goes with it as data."""
 
 
-class Leaving(PeerMessage, frozen=True, kw_only=True, tag="leaving"):
+class Leaving(CompactMessage, frozen=True, kw_only=True, tag="leaving"):
     pass
 
 
-class RoundPlan(msgspec.Struct, frozen=True, kw_only=True):
+class RoundPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Who adds what to a round, and who sums which values; the key of an attempt is (view, round, attempt)."""
 
     view_number: Count
@@ -100,6 +107,7 @@ class RoundPlan(msgspec.Struct, frozen=True, kw_only=True):
     norms: dict[PeerId, Amount]
     owners: dict[PeerId, tuple[Count, Count]]  # begin and end of each owner's values
     dropped: dict[PeerId, Text]
+    paces: dict[PeerId, Amount] = {}  # samples a second that members said they learn from: the next deal follows them
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -123,12 +131,12 @@ class NextView(msgspec.Struct, frozen=True, kw_only=True):
     forced_from: Text = ""  # the history that this view leaves, where it was made without a majority
 
 
-class Prepare(PeerMessage, frozen=True, kw_only=True, tag="prepare"):
+class Prepare(CompactMessage, frozen=True, kw_only=True, tag="prepare"):
     view_number: Count
     ballot: Ballot
 
 
-class Promise(PeerMessage, frozen=True, kw_only=True, tag="promise"):
+class Promise(CompactMessage, frozen=True, kw_only=True, tag="promise"):
     view_number: Count
     ballot: Ballot
     committed: int
@@ -137,28 +145,28 @@ class Promise(PeerMessage, frozen=True, kw_only=True, tag="promise"):
     proposal_ballot: Ballot | None = None
 
 
-class Nack(PeerMessage, frozen=True, kw_only=True, tag="nack"):
+class Nack(CompactMessage, frozen=True, kw_only=True, tag="nack"):
     view_number: Count
     ballot: Ballot
     promised: Ballot | None = None
 
 
-class Propose(PeerMessage, frozen=True, kw_only=True, tag="propose"):
+class Propose(CompactMessage, frozen=True, kw_only=True, tag="propose"):
     view_number: Count
     ballot: Ballot
     proposal: NextView
 
 
-class Agreed(PeerMessage, frozen=True, kw_only=True, tag="agreed"):
+class Agreed(CompactMessage, frozen=True, kw_only=True, tag="agreed"):
     view_number: Count
     ballot: Ballot
 
 
-class Install(PeerMessage, frozen=True, kw_only=True, tag="install"):
+class Install(CompactMessage, frozen=True, kw_only=True, tag="install"):
     proposal: NextView
 
 
-class Ready(PeerMessage, frozen=True, kw_only=True, tag="ready"):
+class Ready(CompactMessage, frozen=True, kw_only=True, tag="ready"):
     view_number: Count
     round_number: Count
     weight: Amount
@@ -170,18 +178,19 @@ class Ready(PeerMessage, frozen=True, kw_only=True, tag="ready"):
     grace_s: Amount
     timeout_s: Amount
     call: Count  # of `average`, counted by the member: an answer to an earlier call is not for this one
+    pace: Amount = 0.0  # samples a second
 
 
-class Withdraw(PeerMessage, frozen=True, kw_only=True, tag="withdraw"):
+class Withdraw(CompactMessage, frozen=True, kw_only=True, tag="withdraw"):
     view_number: Count
     round_number: Count
 
 
-class Begin(PeerMessage, frozen=True, kw_only=True, tag="begin"):
+class Begin(CompactMessage, frozen=True, kw_only=True, tag="begin"):
     plan: RoundPlan
 
 
-class AttemptFailed(PeerMessage, frozen=True, kw_only=True, tag="trouble"):
+class AttemptFailed(CompactMessage, frozen=True, kw_only=True, tag="trouble"):
     """An attempt cannot go on: `peer` was not reached, or sent what cannot be summed (`drop`)."""
 
     key: tuple[Count, Count, Count]
@@ -190,58 +199,80 @@ class AttemptFailed(PeerMessage, frozen=True, kw_only=True, tag="trouble"):
     drop: bool
 
 
-class UpdateNorms(PeerMessage, frozen=True, kw_only=True, tag="norms"):
+class UpdateNorms(CompactMessage, frozen=True, kw_only=True, tag="norms"):
     """Sums of squares that an owner found in its share of each update."""
 
     key: tuple[Count, Count, Count]
     squares: dict[PeerId, Amount]
 
 
-class ResultDigest(PeerMessage, frozen=True, kw_only=True, tag="have"):
+class ResultDigest(CompactMessage, frozen=True, kw_only=True, tag="have"):
     key: tuple[Count, Count, Count]
     digest: Digest
     parts: dict[PeerId, Digest]  # by owner, to name one that tells two stories
 
 
-class Commit(PeerMessage, frozen=True, kw_only=True, tag="commit"):
+class Commit(CompactMessage, frozen=True, kw_only=True, tag="commit"):
     key: tuple[Count, Count, Count]
     digest: Digest
 
 
-class Discard(PeerMessage, frozen=True, kw_only=True, tag="discard"):
+class Discard(CompactMessage, frozen=True, kw_only=True, tag="discard"):
     view_number: Count
     round_number: Count
     call: Count  # the one that said it was ready
     reason: Text
 
 
-class ResultRequest(PeerMessage, frozen=True, kw_only=True, tag="want"):
+class ResultRequest(CompactMessage, frozen=True, kw_only=True, tag="want"):
     """The result of a committed round, please."""
 
     round_number: Count
 
 
-class ResultPlan(PeerMessage, frozen=True, kw_only=True, tag="whole"):
+class ResultPlan(CompactMessage, frozen=True, kw_only=True, tag="whole"):
     """Its plan; the means follow on the data connection."""
 
     result: Accepted
 
 
-class ResultForgotten(PeerMessage, frozen=True, kw_only=True, tag="gone"):
+class ResultForgotten(CompactMessage, frozen=True, kw_only=True, tag="gone"):
     round_number: Count
 
 
-class UpdateChunk(PeerMessage, frozen=True, kw_only=True, tag="piece"):
+class UpdateChunk(CompactMessage, frozen=True, kw_only=True, tag="piece"):
     key: tuple[Count, Count, Count]
     start: Count
 
 
-class MeanChunk(PeerMessage, frozen=True, kw_only=True, tag="mean"):
+class MeanChunk(CompactMessage, frozen=True, kw_only=True, tag="mean"):
     key: tuple[Count, Count, Count]
     start: Count
 
 
-class StateRequest(PeerMessage, frozen=True, kw_only=True, tag="state-request"):
+class SpeedTurn(CompactMessage, frozen=True, kw_only=True, tag="speed-turn"):
+    """From the leader, while nobody sends values: measure your link now."""
+
+
+class SpeedRequest(CompactMessage, frozen=True, kw_only=True, tag="speed-request"):
+    """Send so many bytes to me, as fast as the link takes them."""
+
+    size: Annotated[int, Meta(ge=1, le=2**20)]
+
+
+class SpeedBlock(CompactMessage, frozen=True, kw_only=True, tag="speed-block"):
+    """Some of these bytes, on the data connection."""
+
+    is_last: bool
+
+
+class SpeedReport(CompactMessage, frozen=True, kw_only=True, tag="speed-report"):
+    """When each block of them came, in seconds after the first."""
+
+    arrivals_s: Annotated[list[Amount], Meta(max_length=128)]
+
+
+class StateRequest(CompactMessage, frozen=True, kw_only=True, tag="state-request"):
     pass
 
 
@@ -253,22 +284,20 @@ class TensorFacts(msgspec.Struct, frozen=True, kw_only=True):
     sha256: Digest
 
 
-class Manifest(PeerMessage, frozen=True, kw_only=True, tag="manifest"):
+class Manifest(CompactMessage, frozen=True, kw_only=True, tag="manifest"):
     """Its list of tensors goes with it as data; `tensors` of them."""
 
     round_number: Annotated[int, Meta(ge=-1, le=2**53)]
     tensors: Annotated[int, Meta(ge=0, le=2**20)]
 
 
-class StateBlock(PeerMessage, frozen=True, kw_only=True, tag="block"):
+class StateBlock(CompactMessage, frozen=True, kw_only=True, tag="block"):
     """The next bytes of the state go with it."""
 
 
-AnyMessage = (
-    Hello
-    | Welcome
-    | PeerRefusal
-    | Join
+OpeningMessage = Hello | Welcome | PeerRefusal
+LaterMessage = (
+    Join
     | PeerRedirect
     | Wait
     | PeerHeartbeat
@@ -293,11 +322,16 @@ AnyMessage = (
     | ResultForgotten
     | UpdateChunk
     | MeanChunk
+    | SpeedTurn
+    | SpeedRequest
+    | SpeedBlock
+    | SpeedReport
     | StateRequest
     | Manifest
     | StateBlock
 )
-_decoder = msgspec.json.Decoder(AnyMessage)
+_opening_decoder = msgspec.json.Decoder(OpeningMessage)
+_later_decoder = msgspec.json.Decoder(LaterMessage)
 _encoder = msgspec.json.Encoder()
 
 
@@ -309,7 +343,7 @@ def encode_message(message: PeerMessage) -> bytes:
 def decode_message(data: bytes) -> PeerMessage:
     """A message of ours; raises ValueError for anything else."""
     try:
-        message: PeerMessage = _decoder.decode(data)
-        return message
+        decoder: msgspec.json.Decoder[PeerMessage] = _opening_decoder if data[:1] == b"{" else _later_decoder
+        return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise ValueError(f"not a message of a peer: {error}") from error

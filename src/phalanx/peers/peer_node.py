@@ -7,16 +7,18 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-from phalanx.errors import UserError, mistake
+from phalanx.errors import UserError
 from phalanx.io.values import printable
 from phalanx.peers import messages as say
 from phalanx.peers.allowlist import MOST_LIST_BYTES, AllowList
 from phalanx.peers.facts import Address, Member, MemberView, PeerEvent, PeerProgress, PeerState, RunFacts
 from phalanx.peers.frames import PeerConnection
-from phalanx.peers.identity import ID_DIGITS, NAME, PeerIdentity
+from phalanx.peers.group_entry import GroupEntry
+from phalanx.peers.identity import ID_DIGITS, PeerIdentity
+from phalanx.peers.link_speed import LinkSpeed
 from phalanx.peers.links import PeerLinks
 from phalanx.peers.messages import PeerMessage
 from phalanx.peers.node_settings import NodeSettings
@@ -24,7 +26,7 @@ from phalanx.peers.round_leader import RoundLeader
 from phalanx.peers.rounds import RoundKeeper
 from phalanx.peers.screening import ProgressCheck
 from phalanx.peers.state_transfer import fetch_state_from, serve_state_to
-from phalanx.peers.tls_transport import NoWelcomeError, PeerTransport, first_refusal, unknown_key, unreachable
+from phalanx.peers.tls_transport import PeerTransport
 from phalanx.peers.view_agreement import worst_complaints
 from phalanx.peers.view_change import ViewKeeper
 
@@ -53,20 +55,18 @@ class PeerNode:
         self.views = ViewKeeper(self)
         self.rounds = RoundKeeper(self)
         self.leader = RoundLeader(self)
+        self.joining = GroupEntry(self)
+        self.speed = LinkSpeed(self)
         self.progress: dict[str, PeerProgress] = {self.me: PeerProgress()}
         self.syncing: set[str] = set()  # members that still fetch the state: nobody waits for them
         self.latency_s: dict[str, float] = {}
         self.provider: Callable[[], PeerState | None] | None = None
         self.leaving: set[str] = set()
         self.closing = False
-        self.left = False  # a view without us is there, as we asked for
-        self.known_addresses: list[Address] = []
         self.complaints: dict[tuple[str, str], float] = {}
         self._heard: dict[str, tuple[float, float]] = {}  # sent_at of the last heartbeat, and when it came
         self._checks: dict[str, ProgressCheck] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._joined = asyncio.Event()
-        self._rejoining: asyncio.Task[None] | None = None
         self._ticked_at = time.monotonic()
         self._view_since = time.monotonic()
 
@@ -93,7 +93,7 @@ class PeerNode:
         """End everything; whoever waits for a round learns that it was discarded."""
         self.closing = True
         self.rounds.fail_pending("this peer was closed")
-        tasks = [*self._tasks, *([self._rejoining] if self._rejoining else [])]
+        tasks = [*self._tasks, *([self.joining.rejoining] if self.joining.rejoining else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -129,152 +129,15 @@ class PeerNode:
         found = (name for fingerprint, name in self.transport.fingerprints.items() if fingerprint[:ID_DIGITS] == peer)
         return next(found, "")
 
-    # ---- joining ----------------------------------------------------------------------------------------------------
-
-    def found(self, first_round: int) -> None:
-        """Be the first member of a new group."""
-        if self.settings.client_only:
-            fix = "found the group with a peer that accepts connections"
-            raise mistake("join", "a client-only peer cannot found a group", fix=fix)
-        view = MemberView(
-            number=1,
-            members=(self.member,),
-            next_round=first_round,
-            first_round=first_round,
-            history=secrets.token_hex(8),
-        )
-        self.views.install(say.NextView(view=view))
-
-    async def join(self, addresses: Sequence[Address], timeout_s: float) -> None:
-        """Be admitted through one of the addresses; raises as `PeerGroup.join` says."""
-        self.known_addresses = list(dict.fromkeys([*addresses, *self.known_addresses]))
-        why: dict[Address, str] = {}
-        refusals: list[BaseException] = []
-        unwelcome: dict[Address, int] = {}
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    refusals.clear()
-                    for address in list(addresses):
-                        try:
-                            if await self._join_through(address):
-                                return
-                        except UserError as error:
-                            refusals.append(error)
-                        except NoWelcomeError:
-                            unwelcome[address] = unwelcome.get(address, 0) + 1
-                            if unwelcome[address] >= 3:  # a peer that dies does so once
-                                refusals.append(unknown_key(address, self.identity.name))
-                        except (OSError, TimeoutError, ValueError) as error:
-                            why[address] = printable(str(error) or type(error).__name__, most=100)
-                    if len(refusals) == len(addresses) and (refusal := first_refusal(refusals)):
-                        raise refusal
-                    await asyncio.sleep(self.settings.heartbeat_s)
-        except TimeoutError:
-            raise first_refusal(refusals) or unreachable(list(addresses), why) from None
-
-    async def _join_through(self, address: Address) -> bool:
-        """Ask at one address, follow it to the leader, wait for the view; whether we are in."""
-        for _ in range(4):
-            connection = await self.transport.dial(address, "join")
-            try:
-                connection.post(say.Join(member=self.member, history=self.view.history))
-                patience_s = 4 * self.settings.dead_after_s + 5.0
-                answer, data = await asyncio.wait_for(connection.receive(), patience_s)
-                if isinstance(
-                    answer, say.AllowlistUpdate
-                ):  # an invitation is older than those who were invited after it
-                    self._learn_list(data)
-                    answer, _ = await asyncio.wait_for(connection.receive(), patience_s)
-            finally:
-                connection.abort()
-            if isinstance(answer, say.Install) and answer.proposal.view.member(self.me):
-                return self.views.install(answer.proposal)
-            if isinstance(answer, say.PeerRefusal):
-                raise mistake(f"peer at {printable(address[0])}:{address[1]}", printable(answer.what), fix=answer.fix)
-            if not isinstance(answer, say.PeerRedirect):
-                return False
-            address = self.settings.routes.get(answer.leader, (answer.host, answer.port))
-        return False
-
-    def _learn_list(self, data: bytes) -> None:
-        """A newer allowlist of the same owner, before this peer is a member; anything else is left alone."""
-        if len(data) > MOST_LIST_BYTES:
-            return
-        allowed = self.transport.allowed
-        newer = AllowList.from_json(json.loads(data), where="allowlist", owner=allowed.owner_fingerprint)
-        if newer.replaces(allowed):
-            self.transport.set_allowed(newer)
+    # ---- links --------------------------------------------------------------------------------------------------
 
     async def _on_accept(self, connection: PeerConnection, hello: say.Hello) -> None:
         if hello.purpose == "join":
-            await self._on_join(connection)
+            await self.joining.on_join(connection)
         elif hello.purpose == "state":
             await serve_state_to(connection, self.provider, self._state_served)
         else:
             await self.links.run(connection, hello.purpose)
-
-    async def _on_join(self, connection: PeerConnection) -> None:
-        message, _ = await asyncio.wait_for(connection.receive(), self.settings.dead_after_s)
-        if not isinstance(message, say.Join) or message.member.id != connection.peer:
-            raise ValueError("a join for somebody else")
-        member = message.member
-        if member.instance != connection.instance or not _is_member(member):
-            raise ValueError("a join with impossible facts")
-        leader = self.view.member(self.view.leader)
-        if leader is None or self.closing or self.views.is_stuck:
-            await connection.send(say.Wait())
-        elif leader.id == self.me:
-            installed = await self.views.admit(member, is_new=message.history != self.view.history)
-            await connection.send(say.Install(proposal=installed) if installed else say.Wait())
-        else:
-            host, port = leader.address
-            await connection.send(say.AllowlistUpdate(), json.dumps(self.transport.allowed.to_json()).encode())
-            await connection.send(say.PeerRedirect(leader=leader.id, host=host, port=port))
-        await connection.close()
-
-    def evicted(self, why: str) -> None:
-        """The group went on without us: come back as soon as it answers."""
-        if self.me in self.leaving:
-            self.left = True
-        if self._rejoining is not None or self.closing or self.me in self.leaving:
-            return
-        self.tell("evicted", why)
-        addresses = [self.links.address_of(member) for member in self.view.members if member.id != self.me]
-        addresses = [*addresses, *self.known_addresses]
-
-        async def rejoin() -> None:
-            while not self.closing:
-                try:
-                    await self.join(list(dict.fromkeys(addresses)), 60.0)
-                    self.tell("rejoined", f"back in view {self.view.number}, next round {self.view.next_round}")
-                    break
-                except UserError as error:
-                    self.tell("refused", str(error))
-                    self.rounds.fail_pending(str(error), behind=True)
-                    break
-                except Exception as error:
-                    self.tell("refused", f"cannot rejoin yet: {error}")
-            self._rejoining = None
-
-        self._rejoining = asyncio.get_running_loop().create_task(rejoin())
-
-    @property
-    def is_rejoining(self) -> bool:
-        """Whether this peer was left out and is on its way back."""
-        return self._rejoining is not None
-
-    async def leave(self) -> None:
-        """Tell everybody, and stay until a view without us is there, or soon."""
-        self.leaving.add(self.me)
-        for connection in self.links.control.values():
-            connection.post(say.Leaving())
-        self.views.consider(self.suspects(), set())
-        deadline = time.monotonic() + self.settings.dead_after_s
-        while self.view.member(self.me) is not None and len(self.view.members) > 1 and time.monotonic() < deadline:
-            if self.left:
-                return
-            await asyncio.sleep(min(0.05, self.settings.heartbeat_s))
 
     def link_facts(self) -> dict[str, dict[str, float]]:
         """See `PeerGroup.links`."""
@@ -313,7 +176,6 @@ class PeerNode:
     def view_changed(self) -> None:
         """A new view: links are checked at once, and everybody has time to connect."""
         self._view_since = time.monotonic()
-        self._joined.set()
         gone = {*self.links.control, *self.links.data} - set(self.view.ids)
         for peer in gone:
             self.progress.pop(peer, None)
@@ -341,7 +203,7 @@ class PeerNode:
         self.links.maintain(self.member, self.view)
         suspects = self.suspects()
         self._send_heartbeats(suspects, now)
-        if not self.is_rejoining:
+        if not self.joining.is_rejoining:
             self.views.consider(suspects, self._complained(suspects, now))
             self.rounds.tick()
             self.leader.tick()
@@ -350,7 +212,11 @@ class PeerNode:
         """Whether this peer fetches the state and nobody is to wait for it; the others hear of it at once."""
         if is_syncing != (self.me in self.syncing):
             (self.syncing.add if is_syncing else self.syncing.discard)(self.me)
-            self._send_heartbeats(self.suspects(), time.monotonic())
+            self.send_heartbeats()
+
+    def send_heartbeats(self) -> None:
+        """Out of turn, because something is new that the others should know at once."""
+        self._send_heartbeats(self.suspects(), time.monotonic())
 
     def _send_heartbeats(self, suspects: set[str], now: float) -> None:
         for peer, connection in self.links.control.items():
@@ -359,14 +225,15 @@ class PeerNode:
                 say.PeerHeartbeat(
                     view_number=self.view.number,
                     history=self.view.history,
-                    sent_at=now,
+                    sent_at=round(now, 4),
                     echo=heard[0],
-                    held_s=now - heard[1],
+                    held_s=round(now - heard[1], 4),
                     progress=self.progress[self.me],
                     syncing=self.me in self.syncing,
                     suspects=sorted(suspects),
                     list_version=self.transport.allowed.version,
                     committed=self.view.next_round - 1,
+                    measured_mbps=self.speed.measured_mbps,
                 )
             )
 
@@ -417,11 +284,16 @@ class PeerNode:
             self.views.on_message(peer, message)
         elif isinstance(message, say.Ready | say.Withdraw | say.AttemptFailed | say.UpdateNorms | say.ResultDigest):
             self.leader.on_message(peer, message)
+        elif isinstance(message, say.SpeedTurn | say.SpeedRequest | say.SpeedReport):
+            self.speed.on_message(peer, message)
         else:
             self.rounds.on_message(peer, message)
 
     async def _on_data(self, connection: PeerConnection, message: PeerMessage, data: bytes) -> None:
-        await self.rounds.on_data(connection, message, data)
+        if isinstance(message, say.SpeedBlock):
+            self.speed.on_block(connection.peer, len(data), is_last=message.is_last)
+        else:
+            await self.rounds.on_data(connection, message, data)
 
     def _on_heartbeat(self, connection: PeerConnection, message: say.PeerHeartbeat) -> None:
         peer, now = connection.peer, time.monotonic()
@@ -443,6 +315,7 @@ class PeerNode:
             connection.post(say.Install(proposal=self.views.installed))
         (self.syncing.add if message.syncing else self.syncing.discard)(peer)
         self.progress[peer] = message.progress
+        self.speed.on_heartbeat(peer, message.measured_mbps)
         check = self._checks.setdefault(peer, ProgressCheck(samples_per_s=self.settings.samples_per_s))
         if doubt := check.doubt(message.progress, now):
             self.tell("doubtful-progress", doubt, peer=peer)
@@ -491,12 +364,3 @@ class PeerNode:
 
     def _state_served(self, peer: str, size: int) -> None:
         self.tell("state-served", f"{size:,} bytes of state sent", peer=peer, bytes=float(size))
-
-
-def _is_member(member: Member) -> bool:
-    """Whether facts that a newcomer states of itself can be: they are told to everybody."""
-    link = member.bandwidth
-    fast = link is None or (0.0 < link.up_mbps < 1e9 and 0.0 < link.down_mbps < 1e9)
-    host, port = member.address
-    reachable = 0 < len(host) <= 253 and host.isascii() and host.isprintable() and 0 < port < 2**16
-    return bool(NAME.fullmatch(member.name)) and fast and reachable and 0 < len(member.instance) <= 32

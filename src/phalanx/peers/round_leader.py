@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 import time
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from phalanx.network.slow_codecs import GATHERED_CODECS, cut_shares
@@ -13,11 +15,14 @@ from phalanx.peers import messages as say
 from phalanx.peers.attempt import NORM_TOLERANCE, segment_values
 from phalanx.peers.facts import Member
 from phalanx.peers.messages import PeerMessage, Ready, RoundPlan
-from phalanx.peers.screening import screen_ready
+from phalanx.peers.screening import UsualUpdate, screen_ready
+from phalanx.peers.speed_turns import SpeedTurns
 from phalanx.peers.view_agreement import is_majority
 
 if TYPE_CHECKING:
     from phalanx.peers.peer_node import PeerNode
+
+TAKES_ALL = 0.8  # of what the others' links carry together; three of 10 Mbit/s bring a faster one 27 to 29
 
 
 class RoundLeader:
@@ -28,6 +33,9 @@ class RoundLeader:
         self._attempt = 0
         self._last_commit: say.Commit | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._turns = SpeedTurns(node)
+        self._began = 0.0  # the attempt under way
+        self._usual_update: UsualUpdate | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -46,6 +54,7 @@ class RoundLeader:
     def on_view(self) -> None:
         """A new view: its members say again that they are ready."""
         self._attempt, self._last_commit = 0, None
+        self._turns.on_view()
         self._clear()
 
     def on_committed(self) -> None:
@@ -121,12 +130,20 @@ class RoundLeader:
             if now < self._quorum_at + rule.grace_s:
                 self._wake_in(self._quorum_at + rule.grace_s - now)
                 return
+        if wait_s := self._turns.wait_s(self._ready, now):
+            self._wake_in(wait_s)
+            return
         self._begin()
+
+    def on_measured(self, peer: str) -> None:
+        """A member knows how fast its link is: its turn is over."""
+        self._turns.on_measured(peer)
+        self.tick()
 
     def _begin(self) -> None:
         node = self._node
         most = node.rounds.pending.most_weight if node.rounds.pending is not None else None
-        dropped = {**screen_ready(self._ready, node.settings.norm_limit, most), **self._excluded}
+        dropped = screen_ready(self._ready, node.settings.norm_limit, most, self._usual_update) | self._excluded
         dropped = {peer: reason for peer, reason in dropped.items() if peer in self._ready}
         counted = {peer: one for peer, one in self._ready.items() if peer not in dropped}
         weights = {peer: one.weight for peer, one in sorted(counted.items()) if one.weight > 0.0}
@@ -142,13 +159,15 @@ class RoundLeader:
             values=form.values,
             codec=form.codec,
             top_share=form.top_share,
-            segment=segment_values(form.codec, form.top_share),
+            segment=segment_values(form.codec, form.top_share, is_direct=len(weights) == 2),
             weights=weights,
             norms={peer: counted[peer].norm or 0.0 for peer in weights},
             owners=self._owners(form, [peer for peer in sorted(self._ready) if peer not in self._excluded]),
             dropped=dropped,
+            paces={peer: float(f"{counted[peer].pace:.3g}") for peer in weights if counted[peer].pace > 0.0},
         )
         self._restart_at, self._haves, self._squares = None, {}, {}
+        self._began = time.monotonic()
         self._to_all(say.Begin(plan=self._plan))
 
     def _owners(self, form: Ready, ready: list[str]) -> dict[str, tuple[int, int]]:
@@ -156,7 +175,7 @@ class RoundLeader:
         found = [node_member for peer in ready if (node_member := self._node.view.member(peer)) is not None]
         if all(member.client_only for member in found):
             return {self._node.me: (0, values)}
-        shares = plan_shares(found, form.codec)
+        shares = plan_shares(found, form.codec, self._turns.measured)
         cuts = cut_shares(values, shares)
         return {
             member.id: (cuts[place], cuts[place + 1])
@@ -233,6 +252,9 @@ class RoundLeader:
                 self._restart(0.0)
                 return
         if is_majority(node.view.ids, self._haves):
+            norm, weight = statistics.median(plan.norms.values()), statistics.median(plan.weights.values())
+            self._usual_update = UsualUpdate(norm=norm, weight=weight)
+            self._turns.on_committed(plan, time.monotonic() - self._began)
             self._last_commit = say.Commit(key=plan.key, digest=mine.digest)
             self._to_all(self._last_commit)
 
@@ -244,14 +266,20 @@ class RoundLeader:
         node.rounds.on_message(node.me, message)
 
 
-def plan_shares(members: list[Member], codec: str = "fp32") -> list[float]:
-    """Shares by bandwidth; a member that states none counts as the slowest that does.
+def plan_shares(members: list[Member], codec: str = "fp32", measured: Container[str] = ()) -> list[float]:
+    """Shares by bandwidth; a member of which none is known counts as the slowest of which it is.
 
-    Of a gathered codec everybody receives n - 1 vectors, whoever owns what, and with equal shares nobody sends more.
+    A member that was `measured` to take about all that the others have at once is not limited by its own link: how fast
+    that is nobody saw, and it matters to nobody. Of a gathered codec everybody receives n - 1 vectors, whoever owns
+    what, and with equal shares nobody sends more.
     """
-    stated = [member.bandwidth.slower_mbps for member in members if member.bandwidth is not None]
-    slowest = min(stated, default=1.0)
+    known = [member.bandwidth.slower_mbps for member in members if member.bandwidth is not None]
+    slowest = min(known, default=1.0)
     speeds = [member.bandwidth.slower_mbps if member.bandwidth is not None else slowest for member in members]
+    total = sum(speeds)
+    for place, member in enumerate(members):
+        if member.id in measured and speeds[place] > TAKES_ALL * (total - speeds[place]) > 0.0:
+            speeds[place] = 100.0 * total
     if len(set(speeds)) == 1 or codec in GATHERED_CODECS:
         owners = sum(not member.client_only for member in members)
         return [0.0 if member.client_only else 1.0 / owners for member in members]

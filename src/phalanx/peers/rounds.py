@@ -99,7 +99,7 @@ class RoundKeeper:
         pending, view = self.pending, self._node.view
         if pending is None or pending.round_number != view.next_round or view.member(self._node.me) is None:
             return
-        square = sum_of_squares(pending.outgoing)
+        square, pace = sum_of_squares(pending.outgoing), self._node.progress[self._node.me].samples_per_s
         self._early.send(pending, self._newest)  # before the leader knows, who may be here and begin at once
         self._to_leader(
             say.Ready(
@@ -114,6 +114,7 @@ class RoundKeeper:
                 grace_s=pending.grace_s,
                 timeout_s=pending.timeout_s,
                 call=pending.call,
+                pace=pace if math.isfinite(pace) and pace > 0.0 else 0.0,
             )
         )
 
@@ -481,6 +482,7 @@ class RoundKeeper:
             seconds=time.monotonic() - pending.began,
             dropped=plan.dropped,
             view_number=plan.view_number,
+            paces=plan.paces,
             shares={peer: (end - begin) / max(1, plan.values) for peer, (begin, end) in plan.owners.items()},
         )
 

@@ -13,10 +13,24 @@ from phalanx.peers.messages import Ready
 WEIGHT_LIMIT = 100.0
 
 
-def screen_ready(ready: Mapping[str, Ready], norm_limit: float, most_weight: float | None = None) -> dict[str, str]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UsualUpdate:
+    """What the updates of the last committed round were like."""
+
+    norm: float
+    weight: float
+
+
+def screen_ready(
+    ready: Mapping[str, Ready],
+    norm_limit: float,
+    most_weight: float | None = None,
+    usual_update: UsualUpdate | None = None,
+) -> dict[str, str]:
     """Peers whose updates are left out, with the reason; owners find out whether the stated norms are true.
 
-    `most_weight` is what no honest peer can have learnt from, where that is known.
+    `most_weight` is what no honest peer can have learnt from, where that is known. Of two updates the median does not
+    say which is wrong: one that is far from the other and from `usual_update` is.
     """
     dropped: dict[str, str] = {}
     if not ready:
@@ -34,7 +48,17 @@ def screen_ready(ready: Mapping[str, Ready], norm_limit: float, most_weight: flo
     weights = {peer: one.weight for peer, one in rest.items() if one.weight > 0.0}
     middle = statistics.median(norms.values()) if norms else 0.0
     usual = statistics.median(weights.values()) if weights else 0.0
+    if len(norms) == 2 and usual_update is not None:
+        for peer, other in (list(norms), list(norms)[::-1]):
+            if usual_update.norm > 0.0 and norms[peer] > norm_limit * max(norms[other], usual_update.norm):
+                times = norms[peer] / usual_update.norm
+                dropped[peer] = f"the norm of its update, {norms[peer]:.3g}, is {times:.3g} times the last round's"
+            elif weights[peer] > WEIGHT_LIMIT * max(weights[other], usual_update.weight):
+                times = weights[peer] / usual_update.weight
+                dropped[peer] = f"it claims a weight of {weights[peer]:.3g}, {times:.3g} times the last round's"
     for peer, norm in norms.items():
+        if peer in dropped:
+            continue
         if middle > 0.0 and norm > norm_limit * middle:
             dropped[peer] = f"the norm of its update, {norm:.3g}, is {norm / middle:.3g} times the round's median"
         elif most_weight is not None and weights[peer] > most_weight:

@@ -30,6 +30,10 @@ FACT_NAMES = {
     "code_digest": "version of the code",
 }
 
+FACT_FIXES = {
+    "model_digest": "start both with the same [model], [optim], [batch], [data] and [sync]: the invitation has the job"
+}
+
 
 class NoWelcomeError(ConnectionResetError):
     """What answers has a key that we trust, and ended the connection: it does not trust ours, or just died."""
@@ -188,7 +192,7 @@ class PeerTransport:
             theirs, ours = getattr(hello.run, field), getattr(self.run, field)
             if theirs != ours:
                 what = f"has another {name}: {printable(ours, most=40)} there, {printable(theirs, most=40)} here"
-                return PeerRefusal(what=what, fix=f"start both with the same {name}")
+                return PeerRefusal(what=what, fix=FACT_FIXES.get(field, f"start both with the same {name}"))
         return None
 
     def _identify(self, writer: asyncio.StreamWriter) -> str:

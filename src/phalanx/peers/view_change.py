@@ -81,7 +81,7 @@ class ViewKeeper:
             await node.links.probe(member)
         for after_s in (node.settings.heartbeat_s, node.settings.reconnect_s):
             await asyncio.sleep(max(0.0, began + after_s - time.monotonic()) + 0.01)
-            if peer in (suspects := node.suspects()) and not node.is_rejoining:
+            if peer in (suspects := node.suspects()) and not node.joining.is_rejoining:
                 self.consider(suspects, set())
                 return
 
@@ -236,7 +236,7 @@ class ViewKeeper:
         if (found := view.member(node.me)) is not None and found.instance == node.instance:
             self.install(proposal)
         else:
-            node.evicted(f"view {view.number} was formed without this peer")
+            node.joining.evicted(f"view {view.number} was formed without this peer")
 
     def _on_forced(self, proposal: NextView) -> None:
         """Some members went on without a majority. Whoever is one of them follows, if it sees no majority either."""
@@ -249,7 +249,7 @@ class ViewKeeper:
             node.leaving |= set(proposal.view.ids)
             self.consider(node.suspects(), set())
         else:
-            node.evicted("the others went on without this peer, as was asked for there")
+            node.joining.evicted("the others went on without this peer, as was asked for there")
 
     def install(self, proposal: NextView) -> bool:
         """Take over a decided view; whether this peer is in it."""

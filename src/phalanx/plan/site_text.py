@@ -70,7 +70,11 @@ def grid_table(forecast: SiteForecast) -> Table:
 def site_sections(forecast: SiteForecast) -> list[tuple[str, list[str]]]:
     """Headed blocks of lines for the page of a plan."""
     modes, sources = mode_table(forecast)
-    notes = [part for note in (*mode_notes(forecast), *sources) for part in textwrap.wrap(note, WIDTH)]
+    notes = [
+        part
+        for note in (*mode_notes(forecast), *sources)
+        for part in textwrap.wrap(note, WIDTH, break_on_hyphens=False)
+    ]
     return [
         ("SITES", text_table(site_table(forecast), right=(3, 4, 5, 6, 7, 8))),
         ("MODES AND CODECS ON THE SLOW LINKS", [*text_table(modes, right=range(2, 10)), *notes]),

@@ -20,10 +20,10 @@ from phalanx.network.slow_shares import water_filling
 SEGMENT_BYTES, FRAME_BYTES, ACK_BYTES = 1448, 1514, 66
 PAYLOAD_SHARE = SEGMENT_BYTES / (FRAME_BYTES + ACK_BYTES / 2) * 16384 / (16384 + 22)
 # Beside the values, a member sends each other one in a round: ready, norms and digest (or begin and commit), the heads
-# of its pieces, TLS records, and packets and acknowledgements of their own for all these: 850 bytes and six packets.
-# Every half second a heartbeat of 268 bytes goes out, and that of the other is acknowledged (counted on 18 November
+# of its pieces, TLS records, and packets and acknowledgements of their own for all these: 450 bytes and six packets.
+# Every half second a heartbeat of 160 bytes goes out, and that of the other is acknowledged (counted on 18 November
 # 2026).
-MESSAGE_BYTES, HEARTBEAT_BYTES = 850 + 6 * ACK_BYTES, 268 + 2 * ACK_BYTES
+MESSAGE_BYTES, HEARTBEAT_BYTES = 450 + 6 * ACK_BYTES, 160 + 2 * ACK_BYTES
 # Mathis, Semke, Mahdavi and Ott, "The Macroscopic Behavior of the TCP Congestion Avoidance Algorithm", ACM CCR 27(3),
 # 1997: rate = MSS / RTT · C / sqrt(p), with C = sqrt(3/2) where every segment grows the window, as Linux' byte counting
 # does (RFC 3465). CUBIC keeps to the same rate where its own would be lower (RFC 9438, section 4.3), as it is at these

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.job.sync_section import SyncSettings
 from phalanx.network.slow_codecs import encoded_bytes
+from phalanx.network.slow_shares import pace_weights
 from phalanx.plan.slow_exchange import PeerLink, SlowExchange, exchange_time
 
 # Messages that wait for each other in one round (docs/slow-links.md): ready and begin, shares out and sums back, done
@@ -20,8 +21,9 @@ ROUND_TRIPS, ROUND_TRIPS_OF_TWO = 3.0, 2.0
 MOST_INNER_STEPS = 10_000  # beyond any published H (DiLoCo: 500); also where the search for the smallest one ends
 TARGET_UTILISATION = 0.90
 # Values per second through one exchange on one core: half of what peers/codecs.py encodes and decodes once (228, 124,
-# 64, 59 and 12 million a second, numpy on a busy Xeon core): a peer encodes what it sends and the sums that it owns.
-CODEC_VALUES_PER_S = {"fp64": 110e6, "fp32": 110e6, "bf16": 60e6, "int8": 32e6, "int4": 25e6, "topk-2bit": 5e6}
+# 64 and 59 million a second, numpy on a busy Xeon core; topk-2bit 24, on a busy Neoverse core): a peer encodes what it
+# sends and the sums that it owns.
+CODEC_VALUES_PER_S = {"fp64": 110e6, "fp32": 110e6, "bf16": 60e6, "int8": 32e6, "int4": 25e6, "topk-2bit": 12e6}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,10 +93,18 @@ def mode_exchange(sites: Sequence[SitePace], values: float, sync: SyncSettings) 
 
 
 def _each_step(sites: Sequence[SitePace], values: float, sync: SyncSettings) -> ModePrediction:
-    """Gradients of every step: nothing hides them, for the step needs their sum, and all have an equal part of it."""
+    """Gradients of every step: nothing hides them, for the step needs their sum.
+
+    Peers are dealt the batch of such a step by their pace; ranks of one job alike.
+    """
     exchange = mode_exchange(sites, values, sync)
     tokens = sum(site.tokens_per_step for site in sites)
-    wall_s = max(site.step_s for site in sites) + exchange.seconds
+    compute_s = [site.step_s for site in sites]
+    weights = pace_weights([site.tokens_per_s for site in sites])
+    if sync.mode == "target-batch" and len(set(weights)) > 1:
+        dealt = (tokens * weight / sum(weights) for weight in weights)
+        compute_s = [part / site.tokens_per_s for part, site in zip(dealt, sites, strict=True)]
+    wall_s = max(compute_s) + exchange.seconds
     return ModePrediction(
         mode=sync.mode,
         inner_steps=1,
@@ -107,8 +117,8 @@ def _each_step(sites: Sequence[SitePace], values: float, sync: SyncSettings) -> 
         tokens_per_s=tokens / wall_s,
         bytes_per_step=max(exchange.bytes_sent),
         sites=tuple(
-            SiteUse(name=site.name, share=share, bytes_per_step=sent, utilisation=site.step_s / wall_s, counted=True)
-            for site, share, sent in zip(sites, exchange.shares, exchange.bytes_sent, strict=True)
+            SiteUse(name=site.name, share=share, bytes_per_step=sent, utilisation=spent_s / wall_s, counted=True)
+            for site, share, sent, spent_s in zip(sites, exchange.shares, exchange.bytes_sent, compute_s, strict=True)
         ),
     )
 

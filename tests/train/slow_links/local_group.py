@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -43,6 +43,7 @@ class LocalGroup:
         self.hub, self.id, self._said, self._provider = hub, name, PeerProgress(), None
         self.poison: Callable[[int, np.ndarray], np.ndarray] = lambda number, vector: vector
         self.before_round: Callable[[int], None] = lambda number: None
+        self.pace = 0.0  # samples a second that it says it learns from
 
     def join(self, addresses: Sequence[object] = (), *, timeout_s: float = 30.0, first_round: int = 0) -> MemberView:
         with self.hub.lock:
@@ -100,6 +101,8 @@ class LocalGroup:
                 return RoundResult(round_number=round_number, committed=False, behind=True)
             if round_number not in hub.committed:
                 hub.committed[round_number] = _mean_of(round_number, calls)
+                paces = {one: hub.members[one].pace for one in calls if one in hub.members and hub.members[one].pace}
+                hub.committed[round_number] = replace(hub.committed[round_number], paces=paces)
                 hub.next_round = round_number + 1
                 hub.lock.notify_all()
             return hub.committed[round_number]

@@ -19,6 +19,7 @@ from phalanx.io.toml import to_toml
 from phalanx.job.load import job_to_dict
 from phalanx.peers.allowlist import AllowList
 from phalanx.peers.identity import PeerIdentity
+from phalanx.record.report.render import resume_command
 from phalanx.record.run import Run, create_run
 from phalanx.train.slow_links.peer_session import (
     PeerSession,
@@ -51,6 +52,12 @@ def test_peers_agree_on_model_data_and_code(trials, tmp_path: Path) -> None:
     elsewhere = run_facts(replace(job, data=replace(job.data, paths=(str(other),))), tmp_path, "run")
     assert elsewhere.tokenizer_digest != same.tokenizer_digest
     assert elsewhere.model_digest == same.model_digest
+
+
+def test_a_report_says_how_one_peer_is_resumed(owner: Run) -> None:
+    assert resume_command(owner.path) == f"phalanx peers start --resume {owner.path}"
+    owner.set_launch(is_trial=True)
+    assert resume_command(owner.path) == f"phalanx train --resume {owner.path}"
 
 
 def test_an_invitation_is_private_and_carries_the_job(owner: Run, tmp_path: Path) -> None:

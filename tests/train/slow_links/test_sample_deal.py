@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +43,20 @@ def test_shares_are_even_and_depend_on_nothing_but_the_members(batch, members) -
     sizes = [count_samples(one) for one in dealt.values()]
     assert max(sizes) - min(sizes) <= 1
     assert dealt == deal_samples((range(batch),), sorted(members, reverse=True))
+
+
+@given(
+    batch=st.integers(0, 300),
+    paces=st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.01, 1e4), min_size=1),
+)
+def test_shares_follow_the_pace_and_nobody_is_far_from_the_median(batch, paces) -> None:
+    sizes = {one: count_samples(part) for one, part in deal_samples((range(batch),), list(paces), paces).items()}
+    assert sum(sizes.values()) == batch
+    ordered = sorted(paces, key=lambda one: (paces[one], sizes[one]))
+    assert all(sizes[slow] <= sizes[fast] + 1 for slow, fast in itertools.pairwise(ordered))
+    assert max(sizes.values()) <= 16 * (min(sizes.values()) + 1) + 1
+    unknown = deal_samples((range(batch),), [*paces, "z"], paces)
+    assert unknown == deal_samples((range(batch),), [*paces, "z"])
 
 
 @given(inner=st.integers(1, 60), data=st.data(), first=st.integers(0, 5))

@@ -41,6 +41,20 @@ def test_three_peers_equal_one_process_in_float32(trials) -> None:
         assert peer.peers.credit == {f"peer-{place}": 12 for place in range(3)}  # 6 steps of 2 sequences each
 
 
+def test_a_fast_peer_learns_from_more_and_the_step_is_the_same(trials, wide) -> None:
+    alone = trials.start(trials.plan(), None)
+    plan, hub = trials.plan(SYNC), LocalHub()
+    groups = [LocalGroup(hub, f"peer-{place}") for place in range(3)]
+    for group, pace in zip(groups, (40.0, 10.0, 10.0), strict=True):
+        group.pace = pace
+    for peer in join_all([lambda group=group: trials.start(plan, group) for group in groups]):
+        assert distance(peer.weights, alone.weights) < 1e-10
+        assert peer.peers.credit == {"peer-0": 24, "peer-1": 6, "peer-2": 6}
+        weights = [list(one["weights"].values()) for one in peer.events("exchange") if one["kind"] == "gradient"]
+        assert weights == [[64.0, 16.0, 16.0]] * 6  # tokens that each gathered: what its gradient counts
+    assert groups[0]._said.samples_per_s > 0.0  # and each says how fast it was itself
+
+
 def test_a_kill_and_a_late_joiner_change_nothing(trials, wide) -> None:
     """What the lost peer did not deliver is done by the others in the same step, so every step has its whole batch."""
     alone = trials.start(trials.plan(), None)

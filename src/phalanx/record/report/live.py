@@ -30,7 +30,7 @@ REMARKED = (
 # Of a group of peers: what changes who learns with whom. Connections that end and return are not.
 TOLD_OF_PEERS = (
     *("joined", "left", "evicted", "rejoined", "no-majority", "forced", "dropped", "revoked"),
-    *("doubtful-progress", "behind", "caught-up"),
+    *("doubtful-progress", "measured", "behind", "caught-up"),
 )
 
 
@@ -144,7 +144,8 @@ def remark_of_rank(event: Event) -> list[str]:
     if event["event"] == "checkpoint":
         return _checkpoint_lines(event, step)
     if event["event"] == "peer":
-        named = f"{text(event, 'name')}: " if event.get("kind") in ("dropped", "revoked", "doubtful-progress") else ""
+        is_named = event.get("kind") in ("dropped", "revoked", "doubtful-progress", "measured")
+        named = f"{text(event, 'name')}: " if is_named else ""
         return [f"step {step:,}: {named}{text(event, 'text')}"] if event.get("kind") in TOLD_OF_PEERS else []
     if event["event"] == "memory":
         return [f"step {step:,}: {_copies_text(event)}"]

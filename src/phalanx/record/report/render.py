@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
+from phalanx.errors import UserError
 from phalanx.io.tables import markdown_table, markdown_text, text_bar, text_table, two_part_bar
 from phalanx.io.values import printable
 from phalanx.record.account.summary import Summary
@@ -21,6 +23,7 @@ from phalanx.record.report.sections import (
     report_headline,
     report_sections,
 )
+from phalanx.record.run_settings import read_launch
 
 WIDTH = 100
 BAR_WIDTH = 24
@@ -39,8 +42,18 @@ def render_text(summary: Summary) -> str:
         lines += ["", section.title.upper(), *(f"  {line}".rstrip() for line in body)]
     lines += ["", f"run folder: {summary.run}"]
     if summary.checkpoints and summary.state != "done":
-        lines.append(f"resume with: phalanx train --resume {summary.run}")  # not wrapped: it is to be copied
+        lines.append(f"resume with: {resume_command(Path(summary.run))}")  # not wrapped: it is to be copied
     return "\n".join(lines)
+
+
+def resume_command(run: Path) -> str:
+    """One peer of several is resumed alone, unless all of them were started here as a trial."""
+    try:
+        launch = read_launch(run / "launch.json")
+    except UserError:
+        launch = {}
+    is_peer = (run / "peers").is_dir() and "is_trial" not in launch
+    return f"phalanx {'peers start' if is_peer else 'train'} --resume {run}"
 
 
 def _text_lines(block: Block) -> list[str]:

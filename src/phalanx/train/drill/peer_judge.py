@@ -16,7 +16,7 @@ from phalanx.units import plural
 SCREENED = ("nan", "poison", "liar")  # their updates must be left out
 LOSES = ("kill", "leave", "hang", "partition")  # others go on without them
 NAMED = ("lost", "left", "evicted")  # events that name a peer that is gone
-PARTS = ("step", "kind", "members", "weights", "dropped", "digest")  # of a round, the same for everybody
+PARTS = ("step", "kind", "members", "weights", "dropped", "paces", "digest")  # of a round, the same for everybody
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -79,6 +79,7 @@ class AgreedRound:
     number: int
     weights: dict[str, float]  # tokens of everybody who took part, by id; 0 of who had none
     dropped: dict[str, str]
+    paces: dict[str, float] = field(default_factory=dict)  # samples a second that each said it learns from
     scale: float = 1.0  # of the mean: members without tokens took part with a vector of zeros and a weight
     seconds: float = 0.0
     bytes_sent: int = 0
@@ -272,6 +273,7 @@ def _agreed_round(result: RoundResult) -> AgreedRound:
         number=result.round_number,
         weights=tokens,
         dropped=dict(result.dropped),
+        paces=dict(result.paces),
         scale=sum(weights.values()) / total if total else 1.0,
         seconds=result.seconds,
         bytes_sent=result.bytes_sent,

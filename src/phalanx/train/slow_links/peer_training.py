@@ -19,12 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import Problem, SystemFailure
 from phalanx.job.schema import Job
 from phalanx.job.sync_section import SyncSettings
 from phalanx.network.slow_codecs import FEEDBACK_CODECS
-from phalanx.peers.facts import Address, MemberView, PeerProgress, Vector
-from phalanx.peers.view_agreement import is_majority
+from phalanx.peers.facts import Address, PeerProgress, Vector
 from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.train.callbacks import Callback
 from phalanx.train.data.batches import BatchPlan
@@ -37,17 +35,14 @@ from phalanx.train.slow_links.peer_batches import PeerBatches
 from phalanx.train.slow_links.peer_exchange import AgreedRound, GroupLink, PeerExchange, PendingRound
 from phalanx.train.slow_links.peer_state import StateServer, copy_state, take_state
 from phalanx.train.slow_links.peer_vector import VectorMap, spread_object
+from phalanx.train.slow_links.round_ledger import PaceMeter, RoundLedger
 from phalanx.train.slow_links.sample_deal import Ranges, count_samples, deal_samples, uncounted_samples
+from phalanx.train.slow_links.training_entry import TrainingEntry
 from phalanx.train.slow_links.update_screening import LossScreen
-from phalanx.units import plural
 
 if TYPE_CHECKING:
     from phalanx.train.step_result import StepReport
     from phalanx.train.training_context import TrainingContext
-
-POLL_S = 0.05  # between looks at who has joined
-FETCH_S = 600.0  # for the whole state; a peer that stalls is given up much earlier
-MOST_MISSED = 3  # rounds in a row without a peer, after which it is dealt no more samples
 
 
 class PeerTraining(Callback):
@@ -67,21 +62,27 @@ class PeerTraining(Callback):
         stop: Callable[[], bool] = lambda: False,
         patience_s: float = 60.0,
     ) -> None:
-        self._link, self._sync, self._addresses = link, sync, tuple(addresses)
-        self._founds, self._is_allowed = founds or not addresses, is_allowed
-        self._stop, self._patience_s = stop, patience_s
+        self._link, self._sync = link, sync
+        self._entry: TrainingEntry | None = None
+        if link is not None:
+            self._entry = TrainingEntry(
+                link,
+                sync,
+                addresses=addresses,
+                founds=founds,
+                is_allowed=is_allowed,
+                stop=stop,
+                patience_s=patience_s,
+            )
         self._server = StateServer()
         # The ranks of a mesh copy the state together, so only one that is alone is copied while it waits.
         frozen = {"frozen": self._server.frozen} if dist.get_world_size() == 1 else {}
         self.exchange = PeerExchange(link, sync, stop=stop, **frozen)
         self.id = str(spread_object(link.id if link is not None else ""))
-        self.members: tuple[str, ...] = ()
-        self.credit: dict[str, int] = {}  # samples that each peer's updates counted for, by id
-        self._dealt: dict[str, Ranges] = {}  # of the present step
-        self._dealt_step = -1
+        self.ledger = RoundLedger(waits_for_all=sync.mode != "quorum")
+        self._pace = PaceMeter()
         self._boundary: dict[str, Any] = {}  # what a newcomer's position is, as of the last step that all have done
         self._tokens: dict[int, int] = {}  # learnt from since each fragment was exchanged
-        self._missed: dict[str, int] = {}  # rounds in a row that a member was late for, with a quorum
         self._samples = 0  # since the last round
         self._exchanged_step = -1
         self._sent_fragment: int | None = None
@@ -144,13 +145,14 @@ class PeerTraining(Callback):
         self._mark_boundary(step)
         self._server.serve(self._copy_state)
         is_elsewhere = False
-        if self._link is not None:
+        if self._link is not None and self._entry is not None:
             self._link.serve_state(self._server.provide)
-            is_elsewhere = self._join_group(self._link).next_round != self.exchange.round
+            number = self.exchange.round
+            is_elsewhere = self._entry.join_group(number).next_round != number
             if not is_elsewhere:
-                self._wait_for_peers()
-                self._check_majority()
-                is_elsewhere = self._link.view().next_round > self.exchange.round
+                self._entry.wait_for_peers(number)
+                self._entry.check_majority(number, self.members)
+                is_elsewhere = self._link.view().next_round > number
         if spread_object(is_elsewhere):
             return self.catch_up(training)
         self._agree(self.exchange.meet(), kind="meet", step=step)
@@ -174,52 +176,12 @@ class PeerTraining(Callback):
             )
             self._pending = (until, fragment, pending)
 
-    def _join_group(self, link: GroupLink) -> MemberView:
-        if self._addresses:
-            try:
-                patience_s = 2 * self._sync.dead_after_s if self._founds else self._patience_s
-                return link.join(self._addresses, timeout_s=patience_s)
-            except SystemFailure:
-                if not self._founds:
-                    raise
-        return link.join((), first_round=self.exchange.round)
-
-    def _wait_for_peers(self) -> None:
-        """Until as many are here as the job says, the group has begun, or patience is at its end."""
-        assert self._link is not None
-        until_s = time.monotonic() + self._patience_s
-        while time.monotonic() < until_s and not self._stop():
-            view = self._link.view()
-            if len(view.members) >= self._sync.peers or view.next_round > self.exchange.round:
-                return
-            time.sleep(POLL_S)
-
-    def _check_majority(self) -> None:
-        """Raise SystemFailure unless most of those that a restarted peer was with are here, or already train on.
-
-        Else the others may be training where it cannot reach them, and the same rounds would be committed twice.
-        """
-        assert self._link is not None
-        view, known = self._link.view(), [one for one in self.members if self._is_allowed(one)]
-        here = [one.id for one in view.members]
-        if view.next_round > self.exchange.round or not known or is_majority(known, here) or self._stop():
-            return
-        raise SystemFailure(
-            Problem(
-                where="peers",
-                what=f"{len(set(known) & set(here))} of the {plural(len(known), 'peer')} of the last round came "
-                f"within {self._patience_s:g} s",
-                why="the others may be training on where this peer cannot reach them",
-                fix="start the others, or join one of them; for those gone for good, phalanx peers revoke RUN PEER",
-            )
-        )
-
     def catch_up(self, training: TrainingContext, why: str = "") -> int:
         """Take the newest state of the group; the steps that it has done. Every rank of the peer calls this."""
         text = why or "this peer is new"
         training.events.write("peer", step=training.step, kind="behind", text=text)
         with self._server.frozen() if dist.get_world_size() == 1 else nullcontext():  # its own state is still a state
-            found = self._fetch_state()
+            found = self._entry.fetch_state() if self._entry is not None else {}
         self._engine.clear_gradients()
         position = take_state(self._engine, self.outer, found)
         self._restore_position(position)
@@ -235,20 +197,6 @@ class PeerTraining(Callback):
         self._mark_boundary(step)
         training.events.write("peer", step=step, kind="caught-up", text=f"took the state after step {step:,}")
         return step
-
-    def _fetch_state(self) -> dict[str, bytes]:
-        """On rank 0, from whoever has it; a group that cannot be reached is asked again for a while."""
-        until_s = time.monotonic() + self._patience_s
-        while self._link is not None:
-            found: dict[str, bytes] = {}
-            try:
-                self._link.fetch_state(found.__setitem__, timeout_s=FETCH_S)
-                return found
-            except SystemFailure:
-                if time.monotonic() > until_s or self._stop():
-                    raise
-                time.sleep(POLL_S)
-        return {}
 
     @property
     def step(self) -> int:
@@ -266,9 +214,7 @@ class PeerTraining(Callback):
         return {
             "step": step,
             "round": self.exchange.round,
-            "members": list(self.members),
-            "credit": dict(self.credit),
-            "missed": dict(self._missed),
+            **self.ledger.state(),
             "exchanged": self._exchanged_step,
             "tokens": {str(fragment): count for fragment, count in self._tokens.items()},
             "under_way": list(self._under_way) if self._under_way is not None else None,
@@ -277,10 +223,8 @@ class PeerTraining(Callback):
     def _restore_position(self, position: Any) -> None:
         if not position:
             return
-        self.exchange.round, self._dealt_step = int(position["round"]), -1
-        self.members = tuple(position["members"])
-        self.credit = {str(peer): int(count) for peer, count in position["credit"].items()}
-        self._missed = {str(peer): int(count) for peer, count in position.get("missed", {}).items()}
+        self.exchange.round = int(position["round"])
+        self.ledger.load_state(position)
         self._exchanged_step = int(position.get("exchanged", -1))
         self._tokens = {int(fragment): int(count) for fragment, count in position.get("tokens", {}).items()}
         if (under_way := position.get("under_way")) is not None:
@@ -294,19 +238,29 @@ class PeerTraining(Callback):
         is_shared = self._boundary["step"] <= self.warm_up
         return copy_state(self._engine, self.outer, self._boundary, is_shared=is_shared)
 
+    def _deal(self, step: int) -> dict[str, Ranges]:
+        """Everybody's samples of a step. A step that all take together is dealt by how fast each of them is."""
+        return self.ledger.deal(self._batch_plan, step, by_pace=step < self.warm_up)
+
     def _share_of(self, step: int) -> Ranges:
-        if step != self._dealt_step:
-            first, count = self._batch_plan.at(step)
-            self._dealt, self._dealt_step = deal_samples((range(first, first + count),), self.members), step
-        return self._dealt.get(self.id, ())
+        return self._deal(step).get(self.id, ())
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Who takes part, by id."""
+        return self.ledger.members
+
+    @property
+    def credit(self) -> dict[str, int]:
+        """Samples that each peer's updates counted for, by id."""
+        return self.ledger.credit
 
     def _agree(self, agreed: AgreedRound, *, kind: str, step: int, fragment: int | None = None) -> None:
         """Who takes part from now on, and whose samples count; told in the record."""
-        self.members = self._members_after(agreed)
+        self.ledger.agree(agreed, sequence=self._engine.settings.sequence, is_update=kind != "meet")
         self._samples = 0
-        sequence = self._engine.settings.sequence
-        for peer, tokens in agreed.weights.items() if kind != "meet" else ():
-            self.credit[peer] = self.credit.get(peer, 0) + round(tokens / sequence)
+        if kind != "meet":  # the first step also starts up
+            self._pace.begin(time.monotonic())
         if self._training is not None and self._link is not None:
             self._training.events.write(
                 "exchange",
@@ -317,20 +271,13 @@ class PeerTraining(Callback):
                 weights=agreed.weights,
                 dropped=agreed.dropped,
                 fragment=fragment,
+                paces=agreed.paces,
                 seconds=agreed.seconds,
                 bytes_sent=agreed.bytes_sent,
                 bytes_received=agreed.bytes_received,
                 digest=agreed.digest,
                 credit=self.credit,
             )
-
-    def _members_after(self, agreed: AgreedRound) -> tuple[str, ...]:
-        """Who is dealt samples: all that took part, and with a quorum also those that were late a few times."""
-        if self._sync.mode == "quorum":
-            gone = {*agreed.members, *agreed.dropped}
-            missed = {one: self._missed.get(one, 0) + 1 for one in self.members if one not in gone}
-            self._missed = {one: count for one, count in missed.items() if count < MOST_MISSED}
-        return tuple(sorted({*agreed.members, *self._missed}))
 
     # ---- gradients: target-batch, and the first steps of the others ------------------------------------------------
 
@@ -343,13 +290,14 @@ class PeerTraining(Callback):
             return False
         training.pause()
         own, sequence = self._share_of(step), self._engine.settings.sequence
-        dealt, further = self._dealt, list(grads)
+        dealt, further = self._deal(step), list(grads)
         total: list[torch.Tensor] | None = None
         weight, is_stuck = 0.0, False
         while True:
             tokens = count_samples(own) * sequence
             scale = 1.0 / (self._engine.unit * tokens) if tokens else 0.0
             self._samples = count_samples(own)
+            self._pace.end(self._samples, time.monotonic())
             self._report(step)
             with self._engine.clock.stall():
                 means = [grad * scale if tokens else torch.zeros_like(grad) for grad in further]
@@ -366,7 +314,7 @@ class PeerTraining(Callback):
             if not left or not self.members or (is_stuck and mean is None):
                 break
             is_stuck = mean is None
-            dealt = deal_samples(left, self.members)
+            dealt = deal_samples(left, self.members, self.ledger.paces)
             own = dealt.get(self.id, ())
             rows = (torch.from_numpy(one) for one in self.batches.read(own))
             further = self._engine.more_gradients(*rows)
@@ -379,7 +327,8 @@ class PeerTraining(Callback):
 
     def _report(self, step: int) -> None:
         if self._link is not None:
-            self._link.report(PeerProgress(step=step, samples=self._samples))
+            pace = self._pace.samples_per_s
+            self._link.report(PeerProgress(step=step, samples=self._samples, samples_per_s=pace))
 
     # ---- weights: the outer steps of diloco and quorum --------------------------------------------------------------
 

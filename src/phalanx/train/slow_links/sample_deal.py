@@ -10,23 +10,43 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from phalanx.network.slow_shares import pace_weights
+
 Ranges = tuple[range, ...]  # disjoint positions of the sampler, in the order in which a peer takes them
 
 
-def deal_samples(samples: Ranges, members: Sequence[str]) -> dict[str, Ranges]:
-    """Each member's part, in order of their ids, as evenly as whole samples allow.
+def deal_samples(
+    samples: Ranges, members: Sequence[str], paces: Mapping[str, float] | None = None
+) -> dict[str, Ranges]:
+    """Each member's part, in order of their ids: in proportion to their paces where those are known and far apart.
 
     >>> deal_samples((range(0, 5),), ["b", "a"])
     {'a': (range(0, 3),), 'b': (range(3, 5),)}
+    >>> deal_samples((range(0, 8),), ["b", "a"], {"a": 30.0, "b": 10.0})
+    {'a': (range(0, 6),), 'b': (range(6, 8),)}
     """
     ordered = sorted(set(members))
-    whole, more = divmod(count_samples(samples), max(1, len(ordered)))
-    counts = [whole + (place < more) for place in range(len(ordered))]
+    weights = pace_weights([(paces or {}).get(member, 0.0) for member in ordered])
+    counts = _whole_parts(count_samples(samples), weights)
     ends = list(accumulate(counts))
     return {
         member: slice_ranges(samples, end - count, end)
         for member, count, end in zip(ordered, counts, ends, strict=True)
     }
+
+
+def _whole_parts(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers that sum to `total`, as near to the proportion as can be; of equal rests the first gets more.
+
+    >>> _whole_parts(5, [1.0, 1.0]), _whole_parts(7, [3.0, 1.0, 1.0])
+    ([3, 2], [4, 2, 1])
+    """
+    exact = [total * weight / sum(weights) for weight in weights]
+    parts = [int(one) for one in exact]
+    rests = sorted(range(len(parts)), key=lambda place: (parts[place] - exact[place], place))
+    for place in rests[: total - sum(parts)]:
+        parts[place] += 1
+    return parts
 
 
 def uncounted_samples(dealt: Mapping[str, Ranges], counted: Mapping[str, int]) -> Ranges:

@@ -1,0 +1,179 @@
+"""Coming into a group and leaving it: found one, be admitted by any member, admit others, come back when left out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from phalanx.errors import UserError, mistake
+from phalanx.io.values import printable
+from phalanx.peers import messages as say
+from phalanx.peers.allowlist import MOST_LIST_BYTES, AllowList
+from phalanx.peers.facts import Address, Member, MemberView
+from phalanx.peers.frames import PeerConnection
+from phalanx.peers.identity import NAME
+from phalanx.peers.tls_transport import NoWelcomeError, first_refusal, unknown_key, unreachable
+
+if TYPE_CHECKING:
+    from phalanx.peers.peer_node import PeerNode
+
+
+class GroupEntry:
+    """How one peer enters and leaves its group."""
+
+    def __init__(self, node: PeerNode) -> None:
+        self._node = node
+        self.known_addresses: list[Address] = []
+        self.left = False  # a view without us is there, as we asked for
+        self.rejoining: asyncio.Task[None] | None = None
+
+    def found(self, first_round: int) -> None:
+        """Be the first member of a new group."""
+        if self._node.settings.client_only:
+            fix = "found the group with a peer that accepts connections"
+            raise mistake("join", "a client-only peer cannot found a group", fix=fix)
+        view = MemberView(
+            number=1,
+            members=(self._node.member,),
+            next_round=first_round,
+            first_round=first_round,
+            history=secrets.token_hex(8),
+        )
+        self._node.views.install(say.NextView(view=view))
+
+    async def join(self, addresses: Sequence[Address], timeout_s: float) -> None:
+        """Be admitted through one of the addresses; raises as `PeerGroup.join` says."""
+        self.known_addresses = list(dict.fromkeys([*addresses, *self.known_addresses]))
+        why: dict[Address, str] = {}
+        refusals: list[BaseException] = []
+        unwelcome: dict[Address, int] = {}
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    refusals.clear()
+                    for address in list(addresses):
+                        try:
+                            if await self._join_through(address):
+                                return
+                        except UserError as error:
+                            refusals.append(error)
+                        except NoWelcomeError:
+                            unwelcome[address] = unwelcome.get(address, 0) + 1
+                            if unwelcome[address] >= 3:  # a peer that dies does so once
+                                refusals.append(unknown_key(address, self._node.identity.name))
+                        except (OSError, TimeoutError, ValueError) as error:
+                            why[address] = printable(str(error) or type(error).__name__, most=100)
+                    if len(refusals) == len(addresses) and (refusal := first_refusal(refusals)):
+                        raise refusal
+                    await asyncio.sleep(self._node.settings.heartbeat_s)
+        except TimeoutError:
+            raise first_refusal(refusals) or unreachable(list(addresses), why) from None
+
+    async def _join_through(self, address: Address) -> bool:
+        """Ask at one address, follow it to the leader, wait for the view; whether we are in."""
+        for _ in range(4):
+            connection = await self._node.transport.dial(address, "join")
+            try:
+                connection.post(say.Join(member=self._node.member, history=self._node.view.history))
+                patience_s = 4 * self._node.settings.dead_after_s + 5.0
+                answer, data = await asyncio.wait_for(connection.receive(), patience_s)
+                if isinstance(
+                    answer, say.AllowlistUpdate
+                ):  # an invitation is older than those who were invited after it
+                    self._learn_list(data)
+                    answer, _ = await asyncio.wait_for(connection.receive(), patience_s)
+            finally:
+                connection.abort()
+            if isinstance(answer, say.Install) and answer.proposal.view.member(self._node.me):
+                return self._node.views.install(answer.proposal)
+            if isinstance(answer, say.PeerRefusal):
+                raise mistake(f"peer at {printable(address[0])}:{address[1]}", printable(answer.what), fix=answer.fix)
+            if not isinstance(answer, say.PeerRedirect):
+                return False
+            address = self._node.settings.routes.get(answer.leader, (answer.host, answer.port))
+        return False
+
+    def _learn_list(self, data: bytes) -> None:
+        """A newer allowlist of the same owner, before this peer is a member; anything else is left alone."""
+        if len(data) > MOST_LIST_BYTES:
+            return
+        allowed = self._node.transport.allowed
+        newer = AllowList.from_json(json.loads(data), where="allowlist", owner=allowed.owner_fingerprint)
+        if newer.replaces(allowed):
+            self._node.transport.set_allowed(newer)
+
+    async def on_join(self, connection: PeerConnection) -> None:
+        message, _ = await asyncio.wait_for(connection.receive(), self._node.settings.dead_after_s)
+        if not isinstance(message, say.Join) or message.member.id != connection.peer:
+            raise ValueError("a join for somebody else")
+        member = message.member
+        if member.instance != connection.instance or not _is_member(member):
+            raise ValueError("a join with impossible facts")
+        leader = self._node.view.member(self._node.view.leader)
+        if leader is None or self._node.closing or self._node.views.is_stuck:
+            await connection.send(say.Wait())
+        elif leader.id == self._node.me:
+            installed = await self._node.views.admit(member, is_new=message.history != self._node.view.history)
+            await connection.send(say.Install(proposal=installed) if installed else say.Wait())
+        else:
+            host, port = leader.address
+            await connection.send(say.AllowlistUpdate(), json.dumps(self._node.transport.allowed.to_json()).encode())
+            await connection.send(say.PeerRedirect(leader=leader.id, host=host, port=port))
+        await connection.close()
+
+    def evicted(self, why: str) -> None:
+        """The group went on without us: come back as soon as it answers."""
+        if self._node.me in self._node.leaving:
+            self.left = True
+        if self.rejoining is not None or self._node.closing or self._node.me in self._node.leaving:
+            return
+        self._node.tell("evicted", why)
+        node = self._node
+        addresses = [node.links.address_of(member) for member in node.view.members if member.id != node.me]
+        addresses = [*addresses, *self.known_addresses]
+
+        async def rejoin() -> None:
+            while not self._node.closing:
+                try:
+                    await self.join(list(dict.fromkeys(addresses)), 60.0)
+                    node.tell("rejoined", f"back in view {node.view.number}, next round {node.view.next_round}")
+                    break
+                except UserError as error:
+                    self._node.tell("refused", str(error))
+                    self._node.rounds.fail_pending(str(error), behind=True)
+                    break
+                except Exception as error:
+                    self._node.tell("refused", f"cannot rejoin yet: {error}")
+            self.rejoining = None
+
+        self.rejoining = asyncio.get_running_loop().create_task(rejoin())
+
+    @property
+    def is_rejoining(self) -> bool:
+        """Whether this peer was left out and is on its way back."""
+        return self.rejoining is not None
+
+    async def leave(self) -> None:
+        """Tell everybody, and stay until a view without us is there, or soon."""
+        self._node.leaving.add(self._node.me)
+        for connection in self._node.links.control.values():
+            connection.post(say.Leaving())
+        self._node.views.consider(self._node.suspects(), set())
+        deadline = time.monotonic() + self._node.settings.dead_after_s
+        while time.monotonic() < deadline and not self.left:
+            if self._node.view.member(self._node.me) is None or len(self._node.view.members) < 2:
+                return
+            await asyncio.sleep(min(0.05, self._node.settings.heartbeat_s))
+
+
+def _is_member(member: Member) -> bool:
+    """Whether facts that a newcomer states of itself can be: they are told to everybody."""
+    link = member.bandwidth
+    fast = link is None or (0.0 < link.up_mbps < 1e9 and 0.0 < link.down_mbps < 1e9)
+    host, port = member.address
+    reachable = 0 < len(host) <= 253 and host.isascii() and host.isprintable() and 0 < port < 2**16
+    return bool(NAME.fullmatch(member.name)) and fast and reachable and 0 < len(member.instance) <= 32
