@@ -91,6 +91,8 @@ def _torchtitan(tree: dict[str, Any]) -> Truth:
     if degree("pipeline_parallel_degree") != 1:
         stage = "?"  # "default" keeps whole weights with a pipeline: ZeRO-2
     batch = training.get("local_batch_size", training.get("batch_size"))
+    if degree("pipeline_parallel_degree") != 1:  # the local batch is cut for the pipeline
+        batch = split.get("pipeline_parallel_microbatch_size", "?")
     whole = _number(training.get("global_batch_size"), "?")
     return "torchtitan", _values(
         TP=degree("tensor_parallel_degree"),
