@@ -43,6 +43,8 @@ def test_launch_cancel_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         table = phalanx.queue()
         assert [(one.id, one.state) for one in table.jobs] == [(job, "running")]
         assert table.steps[job] > 0  # before the first checkpoint
+        with pytest.raises(phalanx.UserError, match="--group sweep: no launched job is in this group"):
+            phalanx.queue(group="sweep")
         assert str(phalanx.why(job)) == f"{job} is running: on this machine; phalanx watch {run.path}"
         with pytest.raises(phalanx.UserError, match=f"job tiny is already running, as {job}"):
             phalanx.launch("job.toml", **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -188,3 +189,24 @@ def test_only_who_was_interrupted_wants_to_go_on(tmp_path: Path) -> None:
             (tmp_path / "checkpoints" / f"step-{saved:08d}").mkdir(parents=True, exist_ok=True)
             (tmp_path / "checkpoints" / f"step-{saved:08d}" / "manifest.json").touch()
         assert conclude_run(run)[0] == code, (state, stop, saved)
+
+
+def test_a_run_that_lost_a_host_without_a_spare_goes_on_elsewhere(tmp_path: Path) -> None:
+    run = Run(path=tmp_path)
+    run.set_launch(began_at_step=10)
+    run.set_status("failed", exit_code=3, message="rank 1 failed")
+    (tmp_path / "checkpoints" / "step-00000020").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000020" / "manifest.json").touch()
+    for kind, recovery, began, code in (
+        ("HostLost", "auto", 10, 75),
+        ("HostLost", "auto", 20, 3),  # nothing new was saved: it may come to nothing again and again
+        ("HostLost", "stop", 10, 3),
+        ("ValueError", "auto", 10, 3),
+    ):
+        (tmp_path / "plan.json").write_text(json.dumps({"job": {"fault": {"recovery": recovery}}}))
+        run.set_launch(began_at_step=began)
+        incident = {"v": 1, "event": "incident", "t": 1.0, "rank": 1, "epoch": 1, "host": "n2", "cause": {"kind": kind}}
+        run.supervisor.write_text(json.dumps(incident) + "\n")
+        found, said = conclude_run(run)
+        assert found == code, (kind, recovery, began)
+        assert (said == "lost host n2, and has no spare for it: goes on from step 20 elsewhere") == (code == 75)

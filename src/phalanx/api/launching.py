@@ -21,7 +21,7 @@ from phalanx.errors import mistake
 from phalanx.job.load import ResolvedJob
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
-from phalanx.units import format_seconds, plural
+from phalanx.units import first_few, format_seconds, plural
 
 if TYPE_CHECKING:
     from phalanx.launch.resource_request import LaunchRequest
@@ -159,6 +159,10 @@ def queue(*, group: str = "", on: str | None = None, progress: bool | Tell = Fal
     from phalanx.launch.book import read_records
 
     known = read_records(os.environ, group=group)
+    if group and not known and (others := read_records(os.environ)):
+        groups = sorted({one.group for one in others if one.group})
+        fix = f"the groups are {first_few(groups, 8)}" if groups else "phalanx launch JOB… --group NAME makes one"
+        raise mistake(f"--group {group}", "no launched job is in this group", fix=fix)
     names = [on] if on else sorted({one.system for one in known})
     found: list[QueuedJob] = []
     notes = []

@@ -38,6 +38,7 @@ from phalanx.io.values import text as text_value
 from phalanx.io.visible import one_line
 from phalanx.launch.lost_script import ScriptSuccessor
 from phalanx.launch.system import CONCLUDED, REQUEUE, WANTS_TO_GO_ON
+from phalanx.record.events import read_events
 from phalanx.record.run import Run, open_run
 from phalanx.units import plural
 
@@ -217,15 +218,16 @@ def conclude_run(run: Run) -> tuple[int, str]:
     """The exit code of a launch, and the sentence for its log.
 
     A run that was stopped wants to go on (75), unless a person asked for it with a stop file, or a time limit passed
-    without a new checkpoint: it would come to nothing the next time, too.
+    without a new checkpoint: it would come to nothing the next time, too. One that failed because a host was lost, and
+    no other could take its ranks, wants to go on with other hosts, if it has a new checkpoint.
     """
     status = run.status()
     state, message = status.get("state"), text_value(status, "message")
     if state == "done":
         return 0, "done"
+    saved, began = max(run.saved_steps(), default=0), int(run.launch().get("began_at_step") or 0)
     if state == "stopped":
         asked = _stop_request(run)
-        saved, began = max(run.saved_steps(), default=0), int(run.launch().get("began_at_step") or 0)
         if asked is not None and asked != WANTS_TO_GO_ON:
             return 0, f"stopped as asked: {message}"
         if asked == WANTS_TO_GO_ON and saved <= began:
@@ -235,7 +237,20 @@ def conclude_run(run: Run) -> tuple[int, str]:
             )
         return REQUEUE, f"interrupted at step {saved:,}: {message}"
     code = int(status.get("exit_code") or 3)
+    if state == "failed" and saved > began and (host := _lost_host(run)):
+        return REQUEUE, f"lost host {host}, and has no spare for it: goes on from step {saved:,} elsewhere"
     return (code if code != REQUEUE else 3), f"{state or 'never started'}: {message}"
+
+
+def _lost_host(run: Run) -> str:
+    """The host whose loss ended a run; empty when that was something else, or the job wants to end with the first."""
+    with contextlib.suppress(OSError):
+        if run.plan()["job"]["fault"]["recovery"] == "stop":
+            return ""
+        incidents = [event for event in read_events(run.supervisor)[0] if event["event"] == "incident"]
+        if incidents and incidents[-1]["cause"]["kind"] == "HostLost":
+            return str(incidents[-1]["host"])
+    return ""
 
 
 def _stop_request(run: Run) -> str | None:
