@@ -35,6 +35,9 @@ class QueueScheduler:
         # whoever asks for as many nodes and as long, or longer.
         self.kept_from: dict[int, float] = {}  # nodes -> the shortest time that was refused
         self.over_quota: dict[str, int] = {}  # team -> the fewest nodes that were refused
+        # Since the last start: (team, priority, domain) -> the fewest nodes that nobody's end would free. A start may
+        # make its team a borrower, whose older jobs can then be ended.
+        self.no_victims: dict[tuple[str, int, Domain], int] = {}
         self.most_promises = 1 if self.policy.backfill == "easy" else self.policy.promises
         self.blocked_teams: set[str] = set()
         self.stale = True
@@ -76,7 +79,7 @@ class QueueScheduler:
         if not only_new:
             self.profile, self.reservations, self.blocked_teams = None, [], set()
         self.stale = not backfill and self.policy.backfill != "none"
-        self.kept_from, self.over_quota = {}, {}
+        self.kept_from, self.over_quota, self.no_victims = {}, {}, {}
         reasons: list[tuple[int, str]] = []
         started: list[int] = []
         preempted = False
@@ -152,12 +155,17 @@ class QueueScheduler:
         if nodes is None:
             if pledged:
                 del self.cluster.awaiting[number]  # what it was to get failed meanwhile
+                self.no_victims = {}
             return TOPOLOGY if job.nodes <= pool.free else TOO_FEW
         if self.profile is not None:
             self.profile.promise(self.cluster.now, lasts, job.nodes)
+        self._start(number, nodes, started)
+        return None
+
+    def _start(self, number: int, nodes: list[int], started: list[int]) -> None:
         self.cluster.start_job(number, nodes)
         started.append(number)
-        return None
+        self.no_victims = {}
 
     def _reserve(self, number: int, backfill: bool) -> bool:
         """Promises nodes to a job that must wait; False when nobody after it may be looked at."""
@@ -204,8 +212,11 @@ class QueueScheduler:
             return False  # its victims are still ending
         if not self.quota.teams and (self.reservations or state.job.priority <= self.lowest_priority):
             return False  # somebody before it waits for nodes too, or nobody has a lower priority
-        free = self.cluster.pool.free - sum(count for _, count in self.cluster.awaiting.values())
         domain = self.domains[number]
+        alike = (state.job.team, state.job.priority, domain)
+        if state.job.nodes >= self.no_victims.get(alike, inf):
+            return False
+        free = self.cluster.pool.free - sum(count for _, count in self.cluster.awaiting.values())
         victims = choose_victims(
             state.job,
             domain,
@@ -216,13 +227,15 @@ class QueueScheduler:
             quota=self.quota,
             team_nodes=self.cluster.use.running,
         )
+        if not victims:
+            self.no_victims[alike] = state.job.nodes
+            return False
         for victim in victims:
             self.cluster.preempt_job(victim)
-        if victims and self.policy.grace_s:
+        if self.policy.grace_s:
             self.cluster.awaiting[number] = (set(victims), max(0, min(free, state.job.nodes)))
             return False
-        nodes = self.cluster.pool.take(state.job.nodes, domain) if victims else None
+        nodes = self.cluster.pool.take(state.job.nodes, domain)
         if nodes is not None:
-            self.cluster.start_job(number, nodes)
-            started.append(number)
-        return bool(victims)
+            self._start(number, nodes, started)
+        return True
