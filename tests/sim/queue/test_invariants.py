@@ -173,3 +173,56 @@ def test_what_was_refused_once_is_remembered_without_changing_a_start(policy: Qu
     found = simulate_jobs(jobs, nodes=NODES, policy=policy, failures_per_node_day=0.0, seed=0)
     starts = " ".join(f"{state.first_start_s:.3f}-{state.end_s:.3f}" for state in found.states)
     assert hashlib.sha256(starts.encode()).hexdigest()[:12] == digest
+
+
+class BoundedJournal(list[JournalEntry]):
+    """Raises instead of growing for ever."""
+
+    def append(self, entry: JournalEntry) -> None:
+        assert len(self) < 30_000, "jobs end each other again and again"
+        super().append(entry)
+
+
+@pytest.mark.parametrize("seed", [36, 127, 296])
+def test_jobs_of_two_teams_do_not_end_each_other_for_ever(seed: int) -> None:
+    """The first ended all running jobs every 7 s, the others two jobs in turn at one moment."""
+    chance = random.Random(seed)
+    nodes = chance.choice([12, 24, 48])
+    teams = tuple(
+        QueueTeam(name=name, nodes=nodes // 3, most_borrowed=chance.choice([None, 3, nodes])) for name in "abc"
+    )
+    jobs = []
+    for _ in range(chance.randint(5, 120)):
+        submit_s, size, duration_s = chance.randint(0, 600), chance.randint(1, nodes // 2), chance.randint(1, 200)
+        jobs.append(
+            QueueJob(
+                name="j",
+                submit_s=float(submit_s),
+                nodes=size,
+                duration_s=float(duration_s),
+                limit_s=float(duration_s * chance.randint(1, 3)),
+                team=chance.choice("abc"),
+                priority=chance.randint(0, 2),
+                domain=chance.choice(["", "", "any", "rack", "block"]),
+            )
+        )
+    jobs.sort(key=lambda job: job.submit_s)
+    policy = QueuePolicy(
+        backfill=chance.choice(["none", "easy", "conservative"]),
+        preemption=chance.random() < 0.6,
+        grace_s=chance.choice([0.0, 0.0, 7.0]),
+        fair_share=chance.random() < 0.4,
+        packing=chance.choice(["first", "preferred", "required"]),
+        nodes_per_rack=4,
+        racks_per_block=2,
+        team=teams if chance.random() < 0.8 else (),
+        repair_h=0.01,
+        on_failure=chance.choice(["requeue", "replace"]),
+        checkpoint_s=20.0,
+        restart_s=3.0,
+    )
+    failures = chance.choice([0.0, 20.0])
+    journal = BoundedJournal()
+    found = simulate_jobs(jobs, nodes=nodes, policy=policy, failures_per_node_day=failures, seed=seed, journal=journal)
+    assert {begins for _, begins, _, _ in journal} == {True, False}
+    assert max(state.preemptions for state in found.states) <= 100

@@ -9,7 +9,7 @@ something. Promises are made anew in every pass, so they move forward when jobs 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from math import inf
 
@@ -35,9 +35,9 @@ class QueueScheduler:
         # whoever asks for as many nodes and as long, or longer.
         self.kept_from: dict[int, float] = {}  # nodes -> the shortest time that was refused
         self.over_quota: dict[str, int] = {}  # team -> the fewest nodes that were refused
-        # Since the last start: (team, priority, domain) -> the fewest nodes that nobody's end would free. A start may
-        # make its team a borrower, whose older jobs can then be ended.
-        self.no_victims: dict[tuple[str, int, Domain], int] = {}
+        # Since the last job that started or gave way: (team, priority) -> the fewest nodes anywhere that nobody's
+        # end would free. A start may make its team a borrower, whose older jobs can then be ended.
+        self.no_victims: dict[tuple[str, int], int] = {}
         self.most_promises = 1 if self.policy.backfill == "easy" else self.policy.promises
         self.blocked_teams: set[str] = set()
         self.stale = True
@@ -205,6 +205,22 @@ class QueueScheduler:
                     return time, frozenset(domains[index])
         return self.cluster.now, frozenset()
 
+    def _settled_nodes(self) -> Mapping[str, int]:
+        """Nodes of each team when all who have to give way are gone and those they give way to have started.
+
+        By what runs now, a team would be made to give its own nodes up after what it borrowed, and jobs of two teams
+        could end each other for ever.
+        """
+        if not self.quota.teams or not self.cluster.awaiting:
+            return self.cluster.use.running
+        states, settled = self.cluster.states, dict(self.cluster.use.running)
+        for number, (victims, _) in self.cluster.awaiting.items():
+            job = states[number].job
+            settled[job.team] = settled.get(job.team, 0) + job.nodes
+            for victim in victims:
+                settled[states[victim].job.team] -= len(states[victim].nodes)
+        return settled
+
     def _preempt_for(self, number: int, started: list[int]) -> bool:
         """Ends others for a waiting job; True when it started at once in their place."""
         state = self.cluster.states[number]
@@ -213,8 +229,8 @@ class QueueScheduler:
         if not self.quota.teams and (self.reservations or state.job.priority <= self.lowest_priority):
             return False  # somebody before it waits for nodes too, or nobody has a lower priority
         domain = self.domains[number]
-        alike = (state.job.team, state.job.priority, domain)
-        if state.job.nodes >= self.no_victims.get(alike, inf):
+        alike = (state.job.team, state.job.priority)
+        if domain == "any" and state.job.nodes >= self.no_victims.get(alike, inf):
             return False
         free = self.cluster.pool.free - sum(count for _, count in self.cluster.awaiting.values())
         victims = choose_victims(
@@ -225,11 +241,13 @@ class QueueScheduler:
             free=max(0, free),
             policy=self.policy,
             quota=self.quota,
-            team_nodes=self.cluster.use.running,
+            team_nodes=self._settled_nodes(),
         )
         if not victims:
-            self.no_victims[alike] = state.job.nodes
+            if domain == "any" and state.job.nodes > free:  # where enough is free, nobody's end would help
+                self.no_victims[alike] = state.job.nodes
             return False
+        self.no_victims = {}
         for victim in victims:
             self.cluster.preempt_job(victim)
         if self.policy.grace_s:

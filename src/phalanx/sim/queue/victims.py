@@ -9,6 +9,10 @@ from phalanx.sim.queue.node_pool import NodePool
 from phalanx.sim.queue.queue_job import Domain, QueueJob
 from phalanx.sim.queue.queue_policy import QueuePolicy, QueueTeam
 
+# Times that a job gives way: priorities within teams and nodes taken back between them can end two jobs in turn, again
+# and again, before either has done any work.
+MOST_PREEMPTIONS = 100
+
 
 class TeamQuota:
     """Whose nodes are whose. Without teams, everything is everybody's."""
@@ -96,7 +100,7 @@ def _who_may_be_ended(
     takes_back = policy.reclaim and quota.owns(job, team_nodes)
 
     def may(state: JobState) -> bool:
-        if state.evict_at_s >= 0:
+        if state.evict_at_s >= 0 or state.preemptions >= MOST_PREEMPTIONS:
             return False
         other = state.job
         if policy.preemption and other.priority < job.priority and (not quota.teams or other.team == job.team):
