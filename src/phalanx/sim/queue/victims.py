@@ -98,6 +98,11 @@ def _who_may_be_ended(
 ) -> list[int]:
     """Candidates in the order in which they go."""
     takes_back = policy.reclaim and quota.owns(job, team_nodes)
+    borrowers = {
+        name for name in quota.teams if takes_back and name != job.team and quota.borrowed(name, team_nodes) > 0
+    }
+    if not borrowers and not policy.preemption:
+        return []
 
     def may(state: JobState) -> bool:
         if state.evict_at_s >= 0 or state.preemptions >= MOST_PREEMPTIONS:
@@ -105,7 +110,7 @@ def _who_may_be_ended(
         other = state.job
         if policy.preemption and other.priority < job.priority and (not quota.teams or other.team == job.team):
             return True
-        return takes_back and other.team != job.team and quota.borrowed(other.team, team_nodes) > 0
+        return other.team in borrowers
 
     found = [number for number, state in running.items() if may(state)]
     return sorted(found, key=lambda number: (running[number].job.priority, -running[number].start_s, -number))
