@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MOST_ITEMS = 4_096
 MOST_NUMBER = 10**30
 
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], object]] = {
+ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], object]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -194,9 +194,9 @@ def _binary(op: ast.operator, left: object, right: object) -> object:
             if isinstance(left, int) and isinstance(right, int) and right >= 0:
                 return _small_power(left, right)
             return float(left) ** float(right)
-        if type(op) not in _ARITHMETIC or abs(left) > MOST_NUMBER or abs(right) > MOST_NUMBER:
+        if type(op) not in ARITHMETIC or abs(left) > MOST_NUMBER or abs(right) > MOST_NUMBER:
             return UnknownPython("is arithmetic that is not worked out")
-        return _ARITHMETIC[type(op)](left, right)
+        return ARITHMETIC[type(op)](left, right)
     except (ArithmeticError, ValueError, TypeError):
         return UnknownPython("is arithmetic without a result")
 

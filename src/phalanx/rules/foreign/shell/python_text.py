@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.rules.foreign.python_config.expressions import ARITHMETIC
 from phalanx.rules.foreign.shell.partial_text import is_known
 
 MOST_PROGRAM = 20_000  # characters
@@ -67,14 +68,6 @@ def files_it_may_write(text: str) -> list[str]:
     return NAMED_FILE.findall(text) if _WRITES.search(text) else []
 
 
-_BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
 _COMPARED: Mapping[type, Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -192,11 +185,11 @@ class _ProgramReader:
                 return value
             case ast.Name(id=name) if name in self.names:
                 return self.names[name]
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
                 one, two = self._value(left), self._value(right)
                 if isinstance(op, ast.Mod | ast.Mult) and not all(isinstance(x, int | float) for x in (one, two)):
                     raise NotFollowedError  # "%s" % x, and texts that are repeated
-                return _BINARY[type(op)](one, two)
+                return ARITHMETIC[type(op)](one, two)
             case ast.UnaryOp(op=ast.USub(), operand=inner):
                 return -self._value(inner)
             case ast.UnaryOp(op=ast.Not(), operand=inner):
