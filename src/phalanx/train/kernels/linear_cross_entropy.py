@@ -25,6 +25,7 @@ from torch import Tensor
 
 from phalanx.plan.lean_step import loss_chunk
 from phalanx.train.data.batches import IGNORED
+from phalanx.train.kernels.float8_head import fits_float8_head, float8_loss_and_gradients
 from phalanx.train.kernels.kernel_op import Inputs, KernelOp, KernelWork, Outputs, Shape, register_kernel
 from phalanx.train.kernels.triton_support import can_launch, on_device
 
@@ -38,21 +39,21 @@ ROW_BLOCK, ROW_WARPS = 8192, 8  # logits that one program reads at once, and its
 
 
 def linear_cross_entropy(
-    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, scale: float = 1.0, chunk: int = 0
+    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, scale: float = 1.0, chunk: int = 0, float8: bool = False
 ) -> Tensor:
     """Cross-entropy of hidden · weightᵀ summed over the valid targets, in float32 or wider.
 
     Gradients are computed in forward, for a loss that is multiplied by `scale`. `chunk` tokens at a time, 0: as many as
-    `loss_chunk` says.
+    `loss_chunk` says. `float8`: while training, its three products in fp8 where sizes allow it (`float8_head.py`).
     """
     if torch.compiler.is_compiling():
-        loss: Tensor = linear_cross_entropy_op(hidden_TD, weight_VD, targets_T, scale, chunk)[0]
+        loss: Tensor = linear_cross_entropy_op(hidden_TD, weight_VD, targets_T, scale, chunk, float8)[0]
         return loss
     if not torch.is_grad_enabled():
         return _loss_and_gradients(
             hidden_TD, weight_VD, targets_T, scale, chunk, wants_hidden=False, wants_weight=False
         )[0]
-    out: Tensor = _LinearCrossEntropy.apply(hidden_TD, weight_VD, targets_T, scale, chunk)
+    out: Tensor = _LinearCrossEntropy.apply(hidden_TD, weight_VD, targets_T, scale, chunk, float8)
     return out
 
 
@@ -60,17 +61,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The operator below by its parts, so that a trace sees every product of it."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int, float8: bool
+    ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         loss, grad_hidden, grad_weight = _loss_and_gradients(
-            hidden_TD, weight_VD, targets_T, scale, chunk, wants_hidden=wants_hidden, wants_weight=wants_weight
-        )
+            hidden_TD, weight_VD, targets_T, scale, chunk, wants_hidden=wants_hidden,
+            wants_weight=wants_weight, float8=float8,
+        )  # fmt: skip
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.scale = scale
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         if ctx.scale is None:
             raise RuntimeError("this loss went backward before: its gradients are made once, in forward")
         grad_hidden, grad_weight = ctx.saved_tensors
@@ -79,7 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for grad in (grad_hidden, grad_weight):
             if grad is not None:
                 torch.ops.phalanx.scale_unless_one_(grad, factor)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _loss_and_gradients(
@@ -91,8 +95,11 @@ def _loss_and_gradients(
     *,
     wants_hidden: bool = True,
     wants_weight: bool = True,
+    float8: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     tokens, vocab = hidden_TD.shape[0], weight_VD.shape[0]
+    if float8 and tokens and fits_float8_head(tokens, hidden_TD.shape[1], vocab):
+        return float8_loss_and_gradients(hidden_TD, weight_VD, targets_T, scale, chunk)
     grad_hidden = torch.empty_like(hidden_TD) if wants_hidden else None
     grad_weight = torch.empty_like(weight_VD) if wants_weight else None
     if not tokens:
@@ -125,10 +132,10 @@ def _parts(tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
 
 @torch.library.custom_op("phalanx::linear_cross_entropy", mutates_args=())
 def linear_cross_entropy_op(
-    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int
+    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int, float8: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and the gradients of `scale` times it by hidden states and weight."""
-    loss, grad_hidden, grad_weight = _loss_and_gradients(hidden_TD, weight_VD, targets_T, scale, chunk)
+    loss, grad_hidden, grad_weight = _loss_and_gradients(hidden_TD, weight_VD, targets_T, scale, chunk, float8=float8)
     assert grad_hidden is not None
     assert grad_weight is not None
     return loss, grad_hidden, grad_weight
@@ -136,9 +143,9 @@ def linear_cross_entropy_op(
 
 @linear_cross_entropy_op.register_fake
 def _loss_shapes(
-    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int
+    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int, float8: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del targets_T, scale, chunk
+    del targets_T, scale, chunk, float8
     wide = torch.promote_types(hidden_TD.dtype, torch.float32)
     return hidden_TD.new_empty((), dtype=wide), torch.empty_like(hidden_TD), torch.empty_like(weight_VD)
 
@@ -150,11 +157,18 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 def _scale_gradients(
     ctx: Any, grad_loss: Tensor, _: Tensor | None, __: Tensor | None
-) -> tuple[Tensor, Tensor, None, None, None]:
+) -> tuple[Tensor, Tensor, None, None, None, None]:
     """Gradients of the gradients are not offered: only the loss has one."""
     grad_hidden, grad_weight = ctx.saved_tensors
     factor = grad_loss / torch.full_like(grad_loss, ctx.scale)
-    return (grad_hidden * factor).to(grad_hidden.dtype), (grad_weight * factor).to(grad_weight.dtype), None, None, None
+    return (
+        (grad_hidden * factor).to(grad_hidden.dtype),
+        (grad_weight * factor).to(grad_weight.dtype),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 linear_cross_entropy_op.register_autograd(_scale_gradients, setup_context=_keep_gradients)
