@@ -106,8 +106,8 @@ def _gather(x_TD: Tensor, back_TK: Tensor) -> Tensor:
     visits, columns = _tile_sizes(times, width)
     with on_device(x_TD):
         _gather_tile[(len(x_TD), triton.cdiv(width, columns))](
-            x_TD.contiguous(), back_TK.contiguous(), rows_MD, times, width,
-            VISITS=visits, COLUMNS=columns, num_warps=WARPS,
+            x_TD.contiguous(), back_TK.contiguous(), rows_MD,
+            TIMES=times, WIDTH=width, VISITS=visits, COLUMNS=columns, num_warps=WARPS,
         )  # fmt: skip
     return rows_MD
 
@@ -129,7 +129,8 @@ def _launch_sum(rows_MD: Tensor, back_TK: Tensor, weight_TK: Tensor | None) -> T
     with on_device(rows_MD):
         _sum_tile[(tokens, triton.cdiv(width, columns))](
             rows_MD.contiguous(), back_TK.contiguous(), back_TK if weight_TK is None else weight_TK.contiguous(),
-            sum_TD, times, width, WEIGHTED=weight_TK is not None, VISITS=visits, COLUMNS=columns, num_warps=WARPS,
+            sum_TD, WEIGHTED=weight_TK is not None, TIMES=times, WIDTH=width, VISITS=visits, COLUMNS=columns,
+            num_warps=WARPS,
         )  # fmt: skip
     return sum_TD
 
@@ -211,7 +212,7 @@ def _combine_gradients(grad_TD: Tensor, y_MD: Tensor, back_TK: Tensor, weight_TK
     with on_device(y_MD):
         _combine_gradient_tile[(len(grad_TD),)](
             grad_TD.contiguous(), y_MD.contiguous(), back_TK.contiguous(), weight_TK.contiguous(), by_row, by_weight,
-            times, width, VISITS=visits, COLUMNS=columns, num_warps=WARPS,
+            TIMES=times, WIDTH=width, VISITS=visits, COLUMNS=columns, num_warps=WARPS,
         )  # fmt: skip
     return by_row, by_weight
 
@@ -250,47 +251,47 @@ torch.library.register_autograd("phalanx::expert_combine", _combine_backward, se
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _gather_tile(x, back, rows, times, width,  # type: ignore[no-untyped-def]
+    def _gather_tile(x, back, rows, TIMES: tl.constexpr, WIDTH: tl.constexpr,  # type: ignore[no-untyped-def]
                      VISITS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
         token = tl.program_id(0).to(tl.int64)
         visit = tl.arange(0, VISITS)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        place = tl.load(back + token * times + visit, mask=visit < times, other=0)
-        value = tl.load(x + token * width + column, mask=column < width, other=0.0)
-        inside = (visit < times)[:, None] & (column < width)[None, :]
+        place = tl.load(back + token * TIMES + visit, mask=visit < TIMES, other=0)
+        value = tl.load(x + token * WIDTH + column, mask=column < WIDTH, other=0.0)
+        inside = (visit < TIMES)[:, None] & (column < WIDTH)[None, :]
         all_rows = tl.broadcast_to(value[None, :], (VISITS, COLUMNS))
-        tl.store(rows + place[:, None] * width + column[None, :], all_rows, mask=inside)
+        tl.store(rows + place[:, None] * WIDTH + column[None, :], all_rows, mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _sum_tile(rows, back, weight, total, times, width, WEIGHTED: tl.constexpr,  # type: ignore[no-untyped-def]
-                  VISITS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    def _sum_tile(rows, back, weight, total, WEIGHTED: tl.constexpr, TIMES: tl.constexpr,  # type: ignore[no-untyped-def]
+                  WIDTH: tl.constexpr, VISITS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
         token = tl.program_id(0).to(tl.int64)
         visit = tl.arange(0, VISITS)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        place = tl.load(back + token * times + visit, mask=visit < times, other=0)
-        inside = (visit < times)[:, None] & (column < width)[None, :]
-        value = tl.load(rows + place[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        place = tl.load(back + token * TIMES + visit, mask=visit < TIMES, other=0)
+        inside = (visit < TIMES)[:, None] & (column < WIDTH)[None, :]
+        value = tl.load(rows + place[:, None] * WIDTH + column[None, :], mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
-            share = tl.load(weight + token * times + visit, mask=visit < times, other=0.0).to(tl.float32)
+            share = tl.load(weight + token * TIMES + visit, mask=visit < TIMES, other=0.0).to(tl.float32)
             value = value * share[:, None]
-        tl.store(total + token * width + column, tl.sum(value, axis=0), mask=column < width)
+        tl.store(total + token * WIDTH + column, tl.sum(value, axis=0), mask=column < WIDTH)
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def _combine_gradient_tile(grad, y, back, weight, by_row, by_weight, times, width,  # type: ignore[no-untyped-def]
-                               VISITS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    def _combine_gradient_tile(grad, y, back, weight, by_row, by_weight, TIMES: tl.constexpr,  # type: ignore[no-untyped-def]
+                               WIDTH: tl.constexpr, VISITS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
         token = tl.program_id(0).to(tl.int64)
         visit = tl.arange(0, VISITS)
-        place = tl.load(back + token * times + visit, mask=visit < times, other=0)
-        share = tl.load(weight + token * times + visit, mask=visit < times, other=0.0).to(tl.float32)
+        place = tl.load(back + token * TIMES + visit, mask=visit < TIMES, other=0)
+        share = tl.load(weight + token * TIMES + visit, mask=visit < TIMES, other=0.0).to(tl.float32)
         products = tl.zeros((VISITS, COLUMNS), dtype=tl.float32)
-        for start in range(0, width, COLUMNS):
+        for start in range(0, WIDTH, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
-            inside = (visit < times)[:, None] & (column < width)[None, :]
-            where = place[:, None] * width + column[None, :]
-            d = tl.load(grad + token * width + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+            inside = (visit < TIMES)[:, None] & (column < WIDTH)[None, :]
+            where = place[:, None] * WIDTH + column[None, :]
+            d = tl.load(grad + token * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
             products += d * tl.load(y + where, mask=inside, other=0.0).to(tl.float32)
             tl.store(by_row + where, d * share[:, None], mask=inside)
-        tl.store(by_weight + token * times + visit, tl.sum(products, axis=1), mask=visit < times)
+        tl.store(by_weight + token * TIMES + visit, tl.sum(products, axis=1), mask=visit < TIMES)
 
 
 # For the catalogue. -------------------------------------------------------------------------------------------------
