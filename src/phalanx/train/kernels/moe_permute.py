@@ -199,7 +199,7 @@ def _combine(y_MD: Tensor, back_TK: Tensor, weight_TK: Tensor) -> Tensor:
 
 def _combine_gradients(grad_TD: Tensor, y_MD: Tensor, back_TK: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Of the rows, in the experts' order, and of the weights."""
-    by_row, by_weight = torch.empty_like(y_MD), torch.empty_like(weight_TK)
+    by_row, by_weight = y_MD.new_empty(y_MD.shape), weight_TK.new_empty(weight_TK.shape)
     if not can_launch(grad_TD, y_MD, weight_TK):
         wide = torch.promote_types(y_MD.dtype, weight_TK.dtype)
         grad_T1D, weight_TK1 = grad_TD[:, None].to(wide), weight_TK[:, :, None].to(wide)
