@@ -6,10 +6,10 @@
 
 The shape is a 1.1B Llama: 16 layers, 2048 wide, MLP 8192, 32 heads, 8 key/value heads; or, with --shape 8b-slice, eight
 layers of Llama 3 8B with its head, 32,768 tokens a step; or layers of mixtures of experts, four of Qwen3-30B-A3B
-(qwen3-moe) and two of Mixtral 8x7B (mixtral). `rows-plain` and `rows-kernels` bring tokens to experts by plain operations and
-by our kernels, whatever the selector chose; `-eager` without compiling. `held` and `fp8-held` are `ours` and `fp8` with
-`train.lean = false`: all logits and products of MLPs are held; `fp8-apart` never fuses norms and SwiGLU with
-quantising. MFU counts 6 × the
+(qwen3-moe) and two of Mixtral 8x7B (mixtral). `rows-plain` and `rows-kernels` bring tokens to experts by plain
+operations and by our kernels, whatever the selector chose; `-eager` without compiling. `held` and `fp8-held` are
+`ours` and `fp8` with `train.lean = false`: all logits and products of MLPs are held; `fp8-apart` never fuses norms and
+SwiGLU with quantising. MFU counts 6 × the
 parameters without the input embedding, plus causal attention (half the scores), over 989 TFLOP/s (H200, dense bf16).
 """
 
@@ -49,8 +49,8 @@ def shape_of(vocab: int, name: str = "1.2b") -> ModelShape:
         )  # fmt: skip
     if name == "qwen3-moe":
         return ModelShape(
-            name="qwen3-30b-a3b-slice", layers=4, hidden=2048, heads=32, kv_heads=4, head_dim=128, ffn=6144, vocab=vocab,
-            qk_norm=True, experts=128, experts_per_token=8, expert_ffn=768,
+            name="qwen3-30b-a3b-slice", layers=4, hidden=2048, heads=32, kv_heads=4, head_dim=128, ffn=6144,
+            vocab=vocab, qk_norm=True, experts=128, experts_per_token=8, expert_ffn=768,
         )  # fmt: skip
     if name == "mixtral":
         return ModelShape(

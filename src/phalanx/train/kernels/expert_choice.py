@@ -43,12 +43,12 @@ def choose_in_layer(
 
     def measure() -> dict[str, float]:
         times: dict[str, float] = {BUILTIN: math.inf}
+        drawn = [device] if device.type == "cuda" else []
         for variant in [BUILTIN, *([OURS] if is_right(op, OURS, dtype, device) else [])]:
+            ours = op.name if variant == OURS else ""
             # A run that measured draws the same numbers afterwards as one that remembered.
-            with torch.random.fork_rng(devices=[device]), contextlib.suppress(torch.OutOfMemoryError):
-                call = layer_call(
-                    shape, asked["tokens"], dtype, device, backend=backend, ours=op.name if variant == OURS else ""
-                )
+            with torch.random.fork_rng(drawn), contextlib.suppress(torch.OutOfMemoryError):
+                call = layer_call(shape, asked["tokens"], dtype, device, backend=backend, ours=ours)
                 times[variant] = time_call(call, device, rounds=10, flushes=FLUSHES)
             torch.cuda.empty_cache()
         torch._dynamo.reset()  # what was compiled here counts against the limit of a block's own versions
