@@ -1,4 +1,4 @@
-"""Tokens to experts and back on one GPU: each kernel of `kernels/moe_permute.py` by tile and warps, and the sorting before.
+"""Tokens to experts and back on one GPU: each kernel of `kernels/moe_permute.py` by tile and warps, and the sorting.
 
     PYTHONPATH=src python benchmarks/expert_rows.py [--tiles 2048,4096,8192] [--warps 4,8] [--all]
 
