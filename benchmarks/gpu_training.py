@@ -2,11 +2,14 @@
 
     python benchmarks/gpu_training.py [--vocab 32000] [--steps 8] [--variants ours,eager,fp8] [--micro-tokens 65536]
     python benchmarks/gpu_training.py --shape 8b-slice --sequence 8192 --variants ours,held,fp8 --micro-tokens 16384
+    python benchmarks/gpu_training.py --shape qwen3-moe --sequence 4096 --variants rows-plain,rows-kernels,ours
 
 The shape is a 1.1B Llama: 16 layers, 2048 wide, MLP 8192, 32 heads, 8 key/value heads; or, with --shape 8b-slice, eight
-layers of Llama 3 8B with its head, 32,768 tokens a step. `held` and `fp8-held` are `ours` and `fp8` with
-`train.lean = false`: all logits and products of MLPs are held; `fp8-apart` never fuses norms and SwiGLU with
-quantising. MFU counts 6 × the
+layers of Llama 3 8B with its head, 32,768 tokens a step; or layers of mixtures of experts, four of Qwen3-30B-A3B
+(qwen3-moe) and two of Mixtral 8x7B (mixtral). `rows-plain` and `rows-kernels` bring tokens to experts by plain
+operations and by our kernels, whatever the selector chose; `-eager` without compiling. `held` and `fp8-held` are
+`ours` and `fp8` with `train.lean = false`: all logits and products of MLPs are held; `fp8-apart` never fuses norms and
+SwiGLU with quantising. MFU counts 6 × the
 parameters without the input embedding, plus causal attention (half the scores), over 989 TFLOP/s (H200, dense bf16).
 """
 
@@ -19,6 +22,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,6 +32,8 @@ from phalanx.job.schema import Optim
 from phalanx.plan.layout import Layout
 from phalanx.train.engine import Engine
 from phalanx.train.kernels.engine_kernels import kernel_lines
+from phalanx.train.kernels.expert_choice import use_expert_kernels
+from phalanx.train.models.moe import Experts
 from phalanx.train.parallel.float8_choice import fuse_layers
 from phalanx.train.rank_settings import Settings
 
@@ -41,6 +47,16 @@ def shape_of(vocab: int, name: str = "1.2b") -> ModelShape:
         return ModelShape(
             name="llama-8b-slice", layers=8, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256,
         )  # fmt: skip
+    if name == "qwen3-moe":
+        return ModelShape(
+            name="qwen3-30b-a3b-slice", layers=4, hidden=2048, heads=32, kv_heads=4, head_dim=128, ffn=6144,
+            vocab=vocab, qk_norm=True, experts=128, experts_per_token=8, expert_ffn=768,
+        )  # fmt: skip
+    if name == "mixtral":
+        return ModelShape(
+            name="mixtral-8x7b-slice", layers=2, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336,
+            vocab=vocab, experts=8, experts_per_token=2, expert_ffn=14336,
+        )  # fmt: skip
     return ModelShape(
         name="llama-1.2b", layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=vocab,
     )  # fmt: skip
@@ -48,7 +64,8 @@ def shape_of(vocab: int, name: str = "1.2b") -> ModelShape:
 
 def flops_per_token(shape: ModelShape, sequence: int) -> float:
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    weights = shape.layers * (attention + 3 * shape.hidden * shape.ffn) + shape.vocab * shape.hidden
+    width = shape.experts_per_token * shape.expert_ffn if shape.is_moe else shape.ffn
+    weights = shape.layers * (attention + 3 * shape.hidden * width) + shape.vocab * shape.hidden
     return 6 * weights + 6 * shape.layers * sequence * shape.heads * shape.head_dim
 
 
@@ -71,7 +88,7 @@ def batch_tokens(shape: ModelShape) -> int:
 
 def ours(
     shape: ModelShape, sequence: int, *, steps: int, compute: str, compiled: bool, micro_tokens: int,
-    lean: bool | None = None, fused: bool | None = None,
+    lean: bool | None = None, fused: bool | None = None, by_kernels: bool | None = None,
 ) -> float:  # fmt: skip
     micro, batch = micro_tokens // sequence, batch_tokens(shape) // sequence
     layout = Layout(
@@ -84,6 +101,9 @@ def ours(
     if fused is not None:
         for part in engine.parts:
             fuse_layers(list(part.model.layers.values()), fused=fused)
+    if by_kernels is not None:
+        for module in (one for part in engine.parts for one in part.model.modules() if isinstance(one, Experts)):
+            use_expert_kernels(module, gather=by_kernels, combine=by_kernels)
     engine.initialise()
     print("  " + "; ".join(kernel_lines(engine)))
     torch.manual_seed(0)
@@ -125,7 +145,7 @@ def eager(shape: ModelShape, sequence: int, *, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vocab", type=int, nargs="+", default=[32000])
-    parser.add_argument("--shape", choices=("1.2b", "8b-slice"), default="1.2b")
+    parser.add_argument("--shape", choices=("1.2b", "8b-slice", "qwen3-moe", "mixtral"), default="1.2b")
     parser.add_argument("--sequence", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--variants", default="eager,ours")
@@ -162,6 +182,12 @@ def measure(
             shape, sequence, steps=steps, compute="fp8", compiled=True, micro_tokens=micro_tokens, lean=False
         ),
     }
+    for name, compiled in (("", True), ("-eager", False)):
+        for by_kernels in (False, True):
+            kinds[f"rows-{'kernels' if by_kernels else 'plain'}{name}"] = partial(
+                ours, shape, sequence, steps=steps, compute="bf16", compiled=compiled, micro_tokens=micro_tokens,
+                by_kernels=by_kernels,
+            )  # fmt: skip
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -26,7 +26,8 @@ from phalanx.train.kernels.selector import BUILTIN, choose_variant, time_call, t
 
 OPS = (
     "rms-norm", "swiglu", "rope", "linear-cross-entropy", "adamw", "float8-rows", "float8-norm", "float8-swiglu",
-    "float8-swiglu-gradients", "int8-blocks", "int4-blocks",
+    "float8-swiglu-gradients", "int8-blocks", "int4-blocks", "expert-gather",
+    "expert-combine",
 )  # fmt: skip
 
 

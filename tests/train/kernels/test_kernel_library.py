@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.train.kernels.adamw import adamw_step_, round_stochastically
 from phalanx.train.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_op, reference_loss
+from phalanx.train.kernels.moe_permute import combine_rows, gather_rows
 from phalanx.train.kernels.operations import load_all
 from phalanx.train.kernels.rms_norm import add_rms_norm, rms_norm
 from phalanx.train.kernels.rope import rotate_heads
@@ -92,12 +93,15 @@ def calls() -> dict[str, tuple[object, tuple[torch.Tensor, ...]]]:
     rows, more, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(8)
     cos, sin = torch.rand(3, 4), torch.rand(3, 4)
     head, targets = torch.randn(10, 8), torch.tensor([1, 2, -100, 4, 5, 9])
+    back = torch.randperm(6).view(3, 2)
     return {
         "norm": (rms_norm, (rows, weight)),
         "sum": (lambda *given: sum(add_rms_norm(*given)), (rows, more, weight)),
         "swiglu": (swiglu, (rows, more)),
         "gated_down": (gated_down, (rows, more, head)),
         "rope": (lambda x: rotate_heads(x, cos, sin), (torch.randn(2, 3, 2, 8),)),
+        "gather": (lambda x: gather_rows(x, back), (torch.randn(3, 8),)),
+        "combine": (lambda y, share: combine_rows(y, back, share), (rows, torch.rand(3, 2))),
         "loss": (lambda x, w: linear_cross_entropy(x, w, targets, chunk=4), (rows, head)),
     }
 

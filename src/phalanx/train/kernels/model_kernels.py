@@ -2,8 +2,9 @@
 
 Compiled blocks stay as they are: the compiler fuses norms, rotations and activations with what stands beside them, and
 a kernel of our own would only stand in its way. What no compiler sees is chosen: the last norm always, and of blocks
-that are not compiled every norm, rotation and gated product. The loss in parts is there for its memory, which the plan
-counts on: it is measured and told, not chosen.
+that are not compiled every norm, rotation and gated product. How tokens reach experts and come back is chosen in all
+blocks, for compiled ones by timing a compiled layer (`expert_choice.py`). The loss in parts is there for its memory,
+which the plan counts on: it is measured and told, not chosen.
 """
 
 from __future__ import annotations
@@ -19,6 +20,14 @@ from torch import nn
 
 from phalanx.job.model import ModelShape
 from phalanx.train.kernels.evolved_norm import evolved_norm, find_winner, winner_name, with_winner
+from phalanx.train.kernels.expert_choice import (
+    COMBINE,
+    GATHER,
+    OURS,
+    choose_in_layer,
+    expert_shape,
+    use_expert_kernels,
+)
 from phalanx.train.kernels.kernel_op import KernelOp, Shape
 from phalanx.train.kernels.operations import load_all
 from phalanx.train.kernels.rms_norm import rms_norm
@@ -27,6 +36,7 @@ from phalanx.train.kernels.selector import BUILTIN, KernelChoice, choose_variant
 from phalanx.train.kernels.swiglu import swiglu
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.models.layers import Mlp, SelectedNorm
+from phalanx.train.models.moe import Experts
 from phalanx.train.rank_settings import Settings
 
 TYPES = (torch.bfloat16, torch.float32)
@@ -38,7 +48,7 @@ class LayerKernels:
     """What was chosen for a model's layers, by operation."""
 
     choices: Mapping[str, KernelChoice]
-    compiled: bool  # blocks are: only the last norm was chosen
+    compiled: bool  # blocks are: only the last norm and the way of tokens to experts were chosen
 
     def describe(self) -> list[str]:
         """For a person.
@@ -50,7 +60,8 @@ class LayerKernels:
         """
         lines = []
         for op, choice in self.choices.items():
-            lines.append(f"last {choice.describe()}" if op == NORM and self.compiled else choice.describe())
+            line = f"last {choice.describe()}" if op == NORM and self.compiled else choice.describe()
+            lines.append(f"{line} in a layer of narrow experts" if op in (GATHER, COMBINE) and self.compiled else line)
         return [*lines, "norms, rope and swiglu of blocks: fused by the compiler"] if self.compiled else lines
 
 
@@ -73,6 +84,8 @@ def asked_shapes(shape: ModelShape, settings: Settings, device: torch.device) ->
             and not settings.drops_product(shape, device)
         ):
             asked[SWIGLU] = {"tokens": tokens, "width": shape.ffn}
+    if shape.is_moe:
+        asked[GATHER] = asked[COMBINE] = expert_shape(shape, tokens)
     if settings.chunks_loss(shape, device):
         asked[LOSS] = {"tokens": tokens, "width": shape.hidden, "vocab": shape.vocab}
     return asked
@@ -100,7 +113,11 @@ def choose_layer_kernels(
     choices: dict[str, KernelChoice] = {}
     for name, op in ops.items():
         if world == 1 or dist.get_rank() == 0:
-            choices[name] = choose_variant(op, asked[name], dtype, device, folder=folder)
+            if settings.compile and name in (GATHER, COMBINE):
+                backend = settings.compile_backend
+                choices[name] = choose_in_layer(op, shape, asked[name], dtype, device, backend=backend, folder=folder)
+            else:
+                choices[name] = choose_variant(op, asked[name], dtype, device, folder=folder)
         if world > 1:
             choices[name] = _agreed(op, choices.get(name), device)
     torch.cuda.reset_peak_memory_stats(device)  # what was measured is no part of a step
@@ -134,6 +151,10 @@ def use_kernels(models: Sequence[Decoder], chosen: LayerKernels, winner: str = "
     for model in models:
         if isinstance(model.norm, SelectedNorm):
             model.norm.kernel = norm
+        for one in model.modules():
+            if isinstance(one, Experts):
+                gather, combine = (variant.get(op) == OURS for op in (GATHER, COMBINE))
+                use_expert_kernels(one, gather=gather, combine=combine)
         if chosen.compiled:
             continue
         model.rope_kernel = rotate_heads if variant.get(ROPE) == "triton" else None

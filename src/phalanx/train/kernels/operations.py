@@ -11,6 +11,7 @@ MODULES: tuple[str, ...] = (
     "block_codec",
     "float8_catalogue",
     "linear_cross_entropy",
+    "moe_permute",
     "rms_norm",
     "rope",
     "swiglu",

@@ -176,6 +176,7 @@ def time_call(
     rounds: int = 20,
     limit_s: float = 1.0,
     with_host: bool = False,
+    flushes: int = FLUSHES,
 ) -> float:
     """Median milliseconds of a call with a cold L2 cache, of `rounds` or as many as fit into the limit.
 
@@ -190,7 +191,7 @@ def time_call(
     began_s = time.perf_counter()
     found: list[float] = []
     while len(found) < rounds and (len(found) < 3 or time.perf_counter() - began_s < limit_s):
-        for _ in range(FLUSHES):
+        for _ in range(flushes):
             flushed.zero_()
         if with_host:
             torch.cuda.synchronize(device)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.job.model import ModelShape
+from phalanx.train.kernels.moe_permute import permute_rows, repeat_tokens, weigh_answers
 from phalanx.train.models.layers import ACTIVATIONS, Mlp
 
 Dispatch = Callable[["Experts", Tensor, Tensor, Tensor], Tensor]
@@ -64,6 +65,21 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(inner))
         self.down = nn.Parameter(torch.empty(shape.experts, shape.hidden, shape.expert_ffn))
         self.act = ACTIVATIONS[shape.activation]
+        # Where kernels were chosen: gather_rows and combine_rows of kernels/moe_permute.py.
+        self.gather_kernel: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.combine_kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+
+    def gather_visits(self, x_TD: Tensor, order_M: Tensor, back_TK: Tensor) -> Tensor:
+        """A row for every visit, sorted by expert."""
+        if self.gather_kernel is not None:
+            return self.gather_kernel(x_TD, back_TK)
+        return permute_rows(repeat_tokens(x_TD, back_TK.shape[1]), order_M, back_TK.flatten())
+
+    def combine_answers(self, y_MD: Tensor, order_M: Tensor, back_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """The weighted answers of each token, added up."""
+        if self.combine_kernel is not None:
+            return self.combine_kernel(y_MD, back_TK, weight_TK)
+        return weigh_answers(permute_rows(y_MD, back_TK.flatten(), order_M), weight_TK)
 
     def forward(self, x_MD: Tensor, counts_E: Tensor | Sequence[int]) -> Tensor:
         """Each run of rows through its expert; rows are sorted by expert, `counts_E` says how many each has."""
@@ -172,12 +188,9 @@ class Moe(nn.Module):
 
 def run_locally(experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """All experts are here: sort the visits by expert, run them, and add up each token's weighted answers."""
-    flat_M = choice_TK.flatten()
-    order_M = flat_M.argsort(stable=True)
-    back_M = order_M.argsort()
-    x_MD = permute_rows(repeat_tokens(x_TD, choice_TK.shape[1]), order_M, back_M)
-    y_MD = experts(x_MD, count_visits(choice_TK, len(experts.up)))
-    return weigh_answers(permute_rows(y_MD, back_M, order_M), weight_TK)
+    order_M, back_TK = sort_visits(choice_TK)
+    y_MD = experts(experts.gather_visits(x_TD, order_M, back_TK), count_visits(choice_TK, len(experts.up)))
+    return experts.combine_answers(y_MD, order_M, back_TK, weight_TK)
 
 
 def run_evenly(experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Tensor:
@@ -188,41 +201,18 @@ def run_evenly(experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Ten
     return weigh_answers(experts(x_MD, counts_E), weight_TK)
 
 
+def sort_visits(choice_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Visits in the order of their experts, those of earlier tokens first; and where each visit then stands."""
+    order_M = choice_TK.flatten().argsort(stable=True)
+    return order_M, order_M.argsort().view_as(choice_TK)
+
+
 def count_visits(choice: Tensor, experts: int, times: Tensor | None = None) -> Tensor:
     """How often each expert was chosen, a choice counting `times` times; unlike bincount, of a size known without
     values."""
     flat = choice.flatten()
     zeros = torch.zeros(experts, dtype=torch.int64, device=choice.device)
     return zeros.scatter_add_(0, flat, torch.ones_like(flat) if times is None else times.flatten())
-
-
-def repeat_tokens(x_TD: Tensor, times: int) -> Tensor:
-    """Each token once per visit, the visits of a token side by side."""
-    return x_TD[:, None, :].expand(-1, times, -1).flatten(0, 1)
-
-
-def weigh_answers(y_MD: Tensor, weight_TK: Tensor) -> Tensor:
-    """A token's answers (side by side, in the order it ranked its experts), weighted and added."""
-    y_TKD = y_MD.view(*weight_TK.shape, -1)
-    return (y_TKD * weight_TK[:, :, None]).sum(dim=1).to(y_MD.dtype)
-
-
-def permute_rows(x_MD: Tensor, order_M: Tensor, back_M: Tensor) -> Tensor:
-    """x[order], where `back` undoes `order`: the gradient is a gather too, so no atomics and always the same bits."""
-    moved: Tensor = _Permute.apply(x_MD, order_M, back_M)  # type: ignore[no-untyped-call]
-    return moved
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, order_M: Tensor, back_M: Tensor) -> Tensor:
-        ctx.save_for_backward(back_M)
-        return x_MD[order_M]
-
-    @staticmethod
-    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None]:
-        (back_M,) = ctx.saved_tensors
-        return grad_MD[back_M], None, None
 
 
 class _WithLoss(torch.autograd.Function):

@@ -18,16 +18,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from phalanx.errors import mistake
-from phalanx.train.models.moe import (
-    Experts,
-    Moe,
-    count_visits,
-    permute_rows,
-    repeat_tokens,
-    run_evenly,
-    run_locally,
-    weigh_answers,
-)
+from phalanx.train.kernels.moe_permute import permute_rows
+from phalanx.train.models.moe import Experts, Moe, count_visits, run_evenly, run_locally, sort_visits
 from phalanx.train.parallel import exchanges
 from phalanx.train.parallel.dims import Meshes
 
@@ -65,16 +57,15 @@ class ExpertExchange:
     def _dispatch_tokens(self, experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Tensor:
         if self.balanced:
             choice_TK = even_choice(choice_TK, self.num_experts)
-        order_M = choice_TK.flatten().argsort(stable=True)
-        back_M = order_M.argsort()
+        order_M, back_TK = sort_visits(choice_TK)
         leaving_PE = count_visits(choice_TK, self.num_experts).view(self.group.size(), -1)
         arriving_PE = exchanges.all_to_all(leaving_PE, self.group)
         send, receive, held = self._exchange_sizes(leaving_PE, arriving_PE, choice_TK.numel())
-        x_MD = permute_rows(repeat_tokens(x_TD, choice_TK.shape[1]), order_M, back_M)
+        x_MD = experts.gather_visits(x_TD, order_M, back_TK)
         x_RD = exchanges.exchange_rows(x_MD, self.group, send=send, receive=receive)
         y_RD = _run_arrived(experts, x_RD, arriving_PE, held)
         y_MD = exchanges.exchange_rows(y_RD, self.group, send=receive, receive=send)
-        return weigh_answers(permute_rows(y_MD, back_M, order_M), weight_TK)
+        return experts.combine_answers(y_MD, order_M, back_TK, weight_TK)
 
     def _exchange_sizes(
         self, leaving_PE: Tensor, arriving_PE: Tensor, visits: int

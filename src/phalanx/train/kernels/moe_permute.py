@@ -1,0 +1,406 @@
+"""Tokens to their experts and back: each way one pass over memory, forward and backward, without atomics.
+
+Experts want their rows side by side. `gather_rows` reads a token once and writes it to each of its K places;
+plain operations copy every token K times and read all copies again to sort them. `combine_rows` reads a token's K
+answers where the experts left them, weighs and adds them; backward writes each answer's gradient to its place and takes
+the gradient of its weight from the same reads. Every place is written by one program, and sums have one order: the same
+bits every time.
+
+Error: gathering is exact. Sums over K run in float32 and are rounded once: half a unit in the last place of the result
+plus K · 2⁻²⁴ of the sum of magnitudes. The gradient of a weight is a product of two rows of D, summed in float32 in a
+tree: at most (D / 32 + 10) · 2⁻²⁴ of the sum of its terms' magnitudes, about 2⁻²³ of the rows' lengths multiplied, so
+relative to a result that cancels it can be more than a unit.
+
+T tokens, K experts per token, M = T · K visits, D model. `order_M` names the visits (T · K of them, a token's side by
+side) in the order of their experts, `back_M` undoes it: visit v stands in row back[v].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.train.kernels.kernel_op import Inputs, KernelOp, KernelWork, Outputs, Shape, register_kernel
+from phalanx.train.kernels.triton_support import can_launch, on_device, runs_at_once
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for CPUs comes without it
+    triton = None
+
+TILE, WARPS = 4096, 4  # values of all K rows that one program holds at a time
+
+torch.library.define("phalanx::expert_gather", "(Tensor x, Tensor back) -> Tensor")
+torch.library.define("phalanx::expert_sum", "(Tensor rows, Tensor back) -> Tensor")
+torch.library.define("phalanx::expert_combine", "(Tensor y, Tensor back, Tensor weight) -> Tensor")
+torch.library.define(
+    "phalanx::expert_combine_gradients", "(Tensor grad, Tensor y, Tensor back, Tensor weight) -> (Tensor, Tensor)"
+)
+
+
+# Plain operations: what a CPU runs, and a GPU where they were measured to be faster. ----------------------------------
+
+
+def repeat_tokens(x_TD: Tensor, times: int) -> Tensor:
+    """Each token once per visit, the visits of a token side by side."""
+    return x_TD[:, None, :].expand(-1, times, -1).flatten(0, 1)
+
+
+def weigh_answers(y_MD: Tensor, weight_TK: Tensor) -> Tensor:
+    """A token's answers (side by side, in the order it ranked its experts), weighted and added."""
+    y_TKD = y_MD.view(*weight_TK.shape, y_MD.shape[-1])
+    return (y_TKD * weight_TK[:, :, None]).sum(dim=1).to(y_MD.dtype)
+
+
+def permute_rows(x_MD: Tensor, order_M: Tensor, back_M: Tensor) -> Tensor:
+    """x[order], where `back` undoes `order`: the gradient is a gather too, so no atomics and always the same bits."""
+    moved: Tensor = _Permute.apply(x_MD, order_M, back_M)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, order_M: Tensor, back_M: Tensor) -> Tensor:
+        ctx.save_for_backward(back_M)
+        return x_MD[order_M]
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None]:
+        (back_M,) = ctx.saved_tensors
+        return grad_MD[back_M], None, None
+
+
+# To the experts. ----------------------------------------------------------------------------------------------------
+
+
+def gather_rows(x_TD: Tensor, back_TK: Tensor) -> Tensor:
+    """Row back[t, k] is token t, for each of its k visits; every row has one visit."""
+    if runs_at_once(x_TD, back_TK):
+        found: Tensor = _Gather.apply(x_TD, back_TK)
+        return found
+    rows: Tensor = torch.ops.phalanx.expert_gather(x_TD, back_TK)
+    return rows
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, back_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(back_TK)
+        return _gather(x_TD, back_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _add_visits(grads[0], *ctx.saved_tensors), None
+
+
+def _gather(x_TD: Tensor, back_TK: Tensor) -> Tensor:
+    rows_MD = x_TD.new_empty(back_TK.numel(), x_TD.shape[1])
+    if not can_launch(x_TD):
+        return rows_MD.index_copy_(0, back_TK.flatten(), repeat_tokens(x_TD, back_TK.shape[1]))
+    if not rows_MD.numel():
+        return rows_MD
+    width, times = x_TD.shape[1], back_TK.shape[1]
+    visits, columns = _tile_sizes(times, width)
+    with on_device(x_TD):
+        _gather_tile[(len(x_TD), triton.cdiv(width, columns))](
+            x_TD.contiguous(), back_TK.contiguous(), rows_MD,
+            TIMES=times, WIDTH=width, VISITS=visits, COLUMNS=columns, num_warps=WARPS,
+        )  # fmt: skip
+    return rows_MD
+
+
+def _add_visits(rows_MD: Tensor, back_TK: Tensor) -> Tensor:
+    """Of each token the sum over its visits."""
+    if not can_launch(rows_MD):
+        wide = torch.promote_types(rows_MD.dtype, torch.float32)
+        return rows_MD[back_TK].to(wide).sum(dim=1).to(rows_MD.dtype)
+    return _launch_sum(rows_MD, back_TK, None)
+
+
+def _launch_sum(rows_MD: Tensor, back_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+    (tokens, times), width = back_TK.shape, rows_MD.shape[1]
+    sum_TD = rows_MD.new_empty(tokens, width)
+    if not sum_TD.numel():
+        return sum_TD
+    visits, columns = _tile_sizes(times, width)
+    with on_device(rows_MD):
+        _sum_tile[(tokens, triton.cdiv(width, columns))](
+            rows_MD.contiguous(), back_TK.contiguous(), back_TK if weight_TK is None else weight_TK.contiguous(),
+            sum_TD, WEIGHTED=weight_TK is not None, TIMES=times, WIDTH=width, VISITS=visits, COLUMNS=columns,
+            num_warps=WARPS,
+        )  # fmt: skip
+    return sum_TD
+
+
+def _tile_sizes(times: int, width: int) -> tuple[int, int]:
+    """Visits and columns of a tile, both powers of two."""
+    visits = int(triton.next_power_of_2(times))
+    return visits, max(min(TILE // visits, int(triton.next_power_of_2(width))), 64)
+
+
+torch.library.impl("phalanx::expert_gather", ("cpu", "cuda"), _gather)
+torch.library.impl("phalanx::expert_sum", ("cpu", "cuda"), _add_visits)
+
+
+@torch.library.register_fake("phalanx::expert_gather")  # type: ignore[untyped-decorator]
+def _gathered_shape(x_TD: Tensor, back_TK: Tensor) -> Tensor:
+    return x_TD.new_empty(back_TK.shape[0] * back_TK.shape[1], x_TD.shape[1])
+
+
+@torch.library.register_fake("phalanx::expert_sum")  # type: ignore[untyped-decorator]
+def _summed_shape(rows_MD: Tensor, back_TK: Tensor) -> Tensor:
+    return rows_MD.new_empty(back_TK.shape[0], rows_MD.shape[1])
+
+
+def _keep_places(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(inputs[1])
+
+
+def _gather_backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.phalanx.expert_sum(grad_MD, *ctx.saved_tensors), None
+
+
+torch.library.register_autograd("phalanx::expert_gather", _gather_backward, setup_context=_keep_places)
+
+
+# And back. ----------------------------------------------------------------------------------------------------------
+
+
+def combine_rows(y_MD: Tensor, back_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """Of each token its K answers, which stand in rows back[t], weighted and added."""
+    if runs_at_once(y_MD, back_TK, weight_TK):
+        found: Tensor = _Combine.apply(y_MD, back_TK, weight_TK)
+        return found
+    sum_TD: Tensor = torch.ops.phalanx.expert_combine(y_MD, back_TK, weight_TK)
+    return sum_TD
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_MD: Tensor, back_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(y_MD, back_TK, weight_TK)
+        return _combine(y_MD, back_TK, weight_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor]:
+        by_row, by_weight = _combine_gradients(grads[0], *ctx.saved_tensors)
+        return by_row, None, by_weight
+
+
+def _combine(y_MD: Tensor, back_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    if not can_launch(y_MD, weight_TK):
+        return weigh_answers(y_MD[back_TK.flatten()], weight_TK)
+    return _launch_sum(y_MD, back_TK, weight_TK)
+
+
+def _combine_gradients(grad_TD: Tensor, y_MD: Tensor, back_TK: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the rows, in the experts' order, and of the weights."""
+    by_row, by_weight = y_MD.new_empty(y_MD.shape), weight_TK.new_empty(weight_TK.shape)
+    if not can_launch(grad_TD, y_MD, weight_TK):
+        wide = torch.promote_types(y_MD.dtype, weight_TK.dtype)
+        grad_T1D, weight_TK1 = grad_TD[:, None].to(wide), weight_TK[:, :, None].to(wide)
+        by_row.index_copy_(0, back_TK.flatten(), (grad_T1D * weight_TK1).flatten(0, 1).to(y_MD.dtype))
+        return by_row, (grad_T1D * y_MD[back_TK].to(wide)).sum(-1).to(weight_TK.dtype)
+    if not by_row.numel():
+        return by_row, by_weight.zero_()
+    width, times = y_MD.shape[1], back_TK.shape[1]
+    visits, columns = _tile_sizes(times, width)
+    with on_device(y_MD):
+        _combine_gradient_tile[(len(grad_TD),)](
+            grad_TD.contiguous(), y_MD.contiguous(), back_TK.contiguous(), weight_TK.contiguous(), by_row, by_weight,
+            TIMES=times, WIDTH=width, VISITS=visits, COLUMNS=columns, num_warps=WARPS,
+        )  # fmt: skip
+    return by_row, by_weight
+
+
+torch.library.impl("phalanx::expert_combine", ("cpu", "cuda"), _combine)
+torch.library.impl("phalanx::expert_combine_gradients", ("cpu", "cuda"), _combine_gradients)
+
+
+@torch.library.register_fake("phalanx::expert_combine")  # type: ignore[untyped-decorator]
+def _combined_shape(y_MD: Tensor, back_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    del back_TK
+    return y_MD.new_empty(weight_TK.shape[0], y_MD.shape[1])
+
+
+@torch.library.register_fake("phalanx::expert_combine_gradients")  # type: ignore[untyped-decorator]
+def _combine_gradient_shapes(
+    grad_TD: Tensor, y_MD: Tensor, back_TK: Tensor, weight_TK: Tensor
+) -> tuple[Tensor, Tensor]:
+    del grad_TD, back_TK
+    return y_MD.new_empty(y_MD.shape), weight_TK.new_empty(weight_TK.shape)
+
+
+def _keep_answers(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _combine_backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, Tensor]:
+    by_row, by_weight = torch.ops.phalanx.expert_combine_gradients(grad_TD, *ctx.saved_tensors)
+    return by_row, None, by_weight
+
+
+torch.library.register_autograd("phalanx::expert_combine", _combine_backward, setup_context=_keep_answers)
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _gather_tile(x, back, rows, TIMES: tl.constexpr, WIDTH: tl.constexpr,  # type: ignore[no-untyped-def]
+                     VISITS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+        token = tl.program_id(0).to(tl.int64)
+        visit = tl.arange(0, VISITS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        place = tl.load(back + token * TIMES + visit, mask=visit < TIMES, other=0)
+        value = tl.load(x + token * WIDTH + column, mask=column < WIDTH, other=0.0)
+        inside = (visit < TIMES)[:, None] & (column < WIDTH)[None, :]
+        all_rows = tl.broadcast_to(value[None, :], (VISITS, COLUMNS))
+        tl.store(rows + place[:, None] * WIDTH + column[None, :], all_rows, mask=inside)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _sum_tile(rows, back, weight, total, WEIGHTED: tl.constexpr, TIMES: tl.constexpr,  # type: ignore[no-untyped-def]
+                  WIDTH: tl.constexpr, VISITS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+        token = tl.program_id(0).to(tl.int64)
+        visit = tl.arange(0, VISITS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        place = tl.load(back + token * TIMES + visit, mask=visit < TIMES, other=0)
+        inside = (visit < TIMES)[:, None] & (column < WIDTH)[None, :]
+        value = tl.load(rows + place[:, None] * WIDTH + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            share = tl.load(weight + token * TIMES + visit, mask=visit < TIMES, other=0.0).to(tl.float32)
+            value = value * share[:, None]
+        tl.store(total + token * WIDTH + column, tl.sum(value, axis=0), mask=column < WIDTH)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _combine_gradient_tile(grad, y, back, weight, by_row, by_weight, TIMES: tl.constexpr,  # type: ignore[no-untyped-def]
+                               WIDTH: tl.constexpr, VISITS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+        token = tl.program_id(0).to(tl.int64)
+        visit = tl.arange(0, VISITS)
+        place = tl.load(back + token * TIMES + visit, mask=visit < TIMES, other=0)
+        share = tl.load(weight + token * TIMES + visit, mask=visit < TIMES, other=0.0).to(tl.float32)
+        products = tl.zeros((VISITS, COLUMNS), dtype=tl.float32)
+        for start in range(0, WIDTH, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            inside = (visit < TIMES)[:, None] & (column < WIDTH)[None, :]
+            where = place[:, None] * WIDTH + column[None, :]
+            d = tl.load(grad + token * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+            products += d * tl.load(y + where, mask=inside, other=0.0).to(tl.float32)
+            tl.store(by_row + where, d * share[:, None], mask=inside)
+        tl.store(by_weight + token * TIMES + visit, tl.sum(products, axis=1), mask=visit < TIMES)
+
+
+# For the catalogue. -------------------------------------------------------------------------------------------------
+
+
+def _plain_gather(x_TD: Tensor, order_M: Tensor, back_M: Tensor) -> Outputs:
+    return (permute_rows(repeat_tokens(x_TD, len(back_M) // len(x_TD)), order_M, back_M),)
+
+
+def _plain_combine(y_MD: Tensor, order_M: Tensor, back_M: Tensor, weight_TK: Tensor) -> Outputs:
+    return (weigh_answers(permute_rows(y_MD, back_M, order_M), weight_TK),)
+
+
+def _kernel_gather(x_TD: Tensor, order_M: Tensor, back_M: Tensor) -> Outputs:
+    del order_M
+    return (gather_rows(x_TD, back_M.view(len(x_TD), -1)),)
+
+
+def _kernel_combine(y_MD: Tensor, order_M: Tensor, back_M: Tensor, weight_TK: Tensor) -> Outputs:
+    del order_M
+    return (combine_rows(y_MD, back_M.view_as(weight_TK), weight_TK),)
+
+
+def _draw_visits(shape: Shape, generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """order, back and weights of tokens whose experts are not chosen equally often."""
+    liking_E = torch.randn(shape["experts"], generator=generator, device=device)
+    scores_TE = torch.randn(shape["tokens"], shape["experts"], generator=generator, device=device) + liking_E
+    best = scores_TE.softmax(dim=-1).topk(shape["chosen"], dim=-1)
+    order_M = best.indices.flatten().argsort(stable=True)
+    return order_M, order_M.argsort(), best.values / best.values.sum(dim=-1, keepdim=True)
+
+
+def _gather_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
+    order_M, back_M, _ = _draw_visits(shape, generator, device)
+    x_TD = torch.randn(shape["tokens"], shape["width"], generator=generator, device=device).to(dtype)
+    return x_TD, order_M, back_M
+
+
+def _combine_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
+    order_M, back_M, weight_TK = _draw_visits(shape, generator, device)
+    y_MD = torch.randn(len(order_M), shape["width"], generator=generator, device=device).to(dtype)
+    # The router's weights are float32 beside bfloat16 rows.
+    return y_MD, order_M, back_M, weight_TK.to(torch.promote_types(dtype, torch.float32))
+
+
+def _count_gather(shape: Shape, dtype: torch.dtype) -> KernelWork:
+    """Forward reads every token and writes its visits, backward the other way; both read the places."""
+    token, visits = shape["width"] * dtype.itemsize, shape["tokens"] * shape["chosen"]
+    moved = (shape["tokens"] + visits) * token
+    return KernelWork(read_bytes=moved + 16 * visits, written_bytes=moved, flops=visits * shape["width"])
+
+
+def _count_combine(shape: Shape, dtype: torch.dtype) -> KernelWork:
+    """Answers are read twice and their gradients written, sums written and their gradients read."""
+    token, visits = shape["width"] * dtype.itemsize, shape["tokens"] * shape["chosen"]
+    moved = (shape["tokens"] + visits) * token
+    return KernelWork(
+        read_bytes=moved + visits * (token + 24), written_bytes=moved + 4 * visits, flops=5 * visits * shape["width"]
+    )
+
+
+def _sizes(*rows: tuple[int, int, int, int]) -> list[Shape]:
+    return [{"tokens": one[0], "width": one[1], "experts": one[2], "chosen": one[3]} for one in rows]
+
+
+SHAPES = _sizes(
+    (8192, 4096, 8, 2), (32768, 4096, 8, 2),  # Mixtral 8x7B
+    (16384, 6144, 8, 2),  # Mixtral 8x22B
+    (4096, 7168, 256, 8), (16384, 7168, 256, 8),  # DeepSeek-V3
+    (16384, 5120, 160, 6),  # DeepSeek-V2
+    (16384, 2048, 64, 6),  # DeepSeek-V2-Lite
+    (8192, 2048, 128, 8), (32768, 2048, 128, 8),  # Qwen3-30B-A3B
+    (16384, 4096, 128, 8),  # Qwen3-235B-A22B
+    (32768, 2048, 64, 8),  # OLMoE
+    (16384, 2880, 32, 4), (16384, 2880, 128, 4),  # gpt-oss 20b and 120b
+    (16384, 5120, 16, 1),  # Llama 4 Scout
+    (8192, 7168, 384, 8),  # Kimi K2
+)  # fmt: skip
+# At least two visits: the product of two rows may cancel, and errors are told against the largest of a token's.
+ODD_SHAPES = _sizes((1, 7, 8, 2), (13, 129, 9, 3), (37, 513, 17, 8), (101, 1031, 11, 5))
+
+EXPERT_GATHER = register_kernel(
+    KernelOp(
+        name="expert-gather",
+        summary="tokens to the experts they chose, rows sorted by expert",
+        reference=_plain_gather,
+        variants={"builtin": _plain_gather, "triton": _kernel_gather},
+        make_inputs=_gather_inputs,
+        shapes=SHAPES,
+        odd_shapes=ODD_SHAPES,
+        count_work=_count_gather,
+        error_bound=lambda dtype: 4 * torch.finfo(dtype).eps,
+        gradients=(0,),
+    )
+)
+EXPERT_COMBINE = register_kernel(
+    KernelOp(
+        name="expert-combine",
+        summary="experts' answers back to their tokens, weighted and added",
+        reference=_plain_combine,
+        variants={"builtin": _plain_combine, "triton": _kernel_combine},
+        make_inputs=_combine_inputs,
+        shapes=SHAPES,
+        odd_shapes=ODD_SHAPES,
+        count_work=_count_combine,
+        # float32: products of rows that cancel, see above; still below what tf32 would lose.
+        error_bound=lambda dtype: max(4 * torch.finfo(dtype).eps, 2.0**-14),
+        gradients=(0, 3),
+    )
+)
