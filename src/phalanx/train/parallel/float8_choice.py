@@ -1,4 +1,4 @@
-"""Which way a layer runs in fp8: each matrix apart, or norms and activation fused with them; by measurement. And whether
+"""Which way a layer runs in fp8, by measurement: each matrix apart, or norms and activation fused with them; and whether
 the head does, where the job allows it.
 
 One layer of the job's shape is compiled and timed both ways, forward and backward, host included: small layers are
@@ -119,7 +119,7 @@ def _time_layer(shape: ModelShape, settings: Settings, device: torch.device, *, 
 def choose_float8_head(
     models: Sequence[nn.Module], settings: Settings, device: torch.device, *, world: int, folder: Path | None
 ) -> KernelChoice | None:
-    """Let the head compute in fp8 if the job allows it and it is faster; every rank calls this, all take rank 0's choice.
+    """Let the head compute in fp8 if the job allows it and it is faster; every rank calls this, and rank 0 chooses.
 
     None where there is nothing to choose: not allowed, no GPU, all logits held, or sizes that fp8 products do not take.
     """
