@@ -1,5 +1,6 @@
-"""Which way a layer runs in fp8, by measurement: each matrix apart, or norms and activation fused with them; and whether
-the head does, where the job allows it.
+"""Which way a layer runs in fp8, by measurement: each matrix apart, or norms and activation fused with them.
+
+And whether the output head does too, where the job allows it.
 
 One layer of the job's shape is compiled and timed both ways, forward and backward, host included: small layers are
 limited by how fast work is issued. The faster is remembered in the user's cache, and its compiled code in torch's.
