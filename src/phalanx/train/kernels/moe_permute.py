@@ -79,13 +79,13 @@ class _Permute(torch.autograd.Function):
 def gather_rows(x_TD: Tensor, back_TK: Tensor) -> Tensor:
     """Row back[t, k] is token t, for each of its k visits; every row has one visit."""
     if runs_at_once(x_TD, back_TK):
-        found: Tensor = _Gather.apply(x_TD, back_TK)
+        found: Tensor = _GatherVisits.apply(x_TD, back_TK)
         return found
     rows: Tensor = torch.ops.phalanx.expert_gather(x_TD, back_TK)
     return rows
 
 
-class _Gather(torch.autograd.Function):
+class _GatherVisits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, back_TK: Tensor) -> Tensor:
         ctx.save_for_backward(back_TK)
@@ -173,13 +173,13 @@ torch.library.register_autograd("phalanx::expert_gather", _gather_backward, setu
 def combine_rows(y_MD: Tensor, back_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """Of each token its K answers, which stand in rows back[t], weighted and added."""
     if runs_at_once(y_MD, back_TK, weight_TK):
-        found: Tensor = _Combine.apply(y_MD, back_TK, weight_TK)
+        found: Tensor = _CombineAnswers.apply(y_MD, back_TK, weight_TK)
         return found
     sum_TD: Tensor = torch.ops.phalanx.expert_combine(y_MD, back_TK, weight_TK)
     return sum_TD
 
 
-class _Combine(torch.autograd.Function):
+class _CombineAnswers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_MD: Tensor, back_TK: Tensor, weight_TK: Tensor) -> Tensor:
         ctx.save_for_backward(y_MD, back_TK, weight_TK)

@@ -155,10 +155,12 @@ class Moe(nn.Module):
 
     def _count_tokens(self, choice_BM: Tensor) -> None:
         """Once per token that is learned from: not in evaluation, nor when a block is computed again in backward."""
-        again = torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks it
-        if torch.is_grad_enabled() and not again:
+        if torch.is_grad_enabled():
             times_BM = None if self.real_B is None else self.real_B[:, None].expand_as(choice_BM)
-            self.counts_E += count_visits(choice_BM, len(self.counts_E), times_BM)
+            if torch.compiler.is_compiling():
+                torch.ops.phalanx.count_tokens_(self.counts_E, choice_BM, times_BM)
+            else:
+                _count_tokens(self.counts_E, choice_BM, times_BM)
 
     def _aux_loss(self, scores_BSE: Tensor, choice_BSK: Tensor) -> Tensor:
         """DeepSeek-V3's sequence-wise balance loss, arXiv:2412.19437 eq. 17-20, of each sequence.
@@ -184,6 +186,19 @@ class Moe(nn.Module):
             load_E = counts_E.to(torch.float32)
             self.router.bias += self.balance_rate * torch.sign(load_E.mean() - load_E)
         self.counts_E.zero_()
+
+
+def _count_tokens(counts_E: Tensor, choice_BM: Tensor, times_BM: Tensor | None) -> None:
+    again = torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks it
+    if not again:
+        counts_E += count_visits(choice_BM, len(counts_E), times_BM)
+
+
+# An operator in compiled code. The compiler cannot ask whether a block is computed again: it would end its graph there,
+# and compile every block in parts.
+torch.library.define("phalanx::count_tokens_", "(Tensor(a!) counts, Tensor choice, Tensor? times) -> ()")
+torch.library.impl("phalanx::count_tokens_", ("cpu", "cuda"), _count_tokens)
+torch.library.register_fake("phalanx::count_tokens_", lambda counts_E, choice_BM, times_BM: None)
 
 
 def run_locally(experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Tensor:
