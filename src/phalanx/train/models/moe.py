@@ -203,7 +203,7 @@ torch.library.register_fake("phalanx::count_tokens_", lambda counts_E, choice_BM
 
 def run_locally(experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """All experts are here: sort the visits by expert, run them, and add up each token's weighted answers."""
-    order_M, back_TK = sort_visits(choice_TK)
+    order_M, back_TK = sort_visits(choice_TK, len(experts.up))
     y_MD = experts(experts.gather_visits(x_TD, order_M, back_TK), count_visits(choice_TK, len(experts.up)))
     return experts.combine_answers(y_MD, order_M, back_TK, weight_TK)
 
@@ -216,10 +216,14 @@ def run_evenly(experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Ten
     return weigh_answers(experts(x_MD, counts_E), weight_TK)
 
 
-def sort_visits(choice_TK: Tensor) -> tuple[Tensor, Tensor]:
+def sort_visits(choice_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Visits in the order of their experts, those of earlier tokens first; and where each visit then stands."""
-    order_M = choice_TK.flatten().argsort(stable=True)
-    return order_M, order_M.argsort().view_as(choice_TK)
+    # A GPU sorts by digits: 2 bytes take a quarter of the passes of 8. Places are all different, so no order of writing
+    # them gives others.
+    keys_M = choice_TK.flatten().to(torch.int16 if experts < 2**15 else torch.int64)
+    order_M = keys_M.argsort(stable=True)
+    back_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
+    return order_M, back_M.view_as(choice_TK)
 
 
 def count_visits(choice: Tensor, experts: int, times: Tensor | None = None) -> Tensor:
