@@ -31,7 +31,7 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-# Each thread holds 8 columns of all K rows: 16 bytes a read, and sums over K need no other thread. With tiles of 8 × 512
+# Each thread holds 8 columns of all K rows: 16 bytes a read, and sums over K need no other thread. In tiles of 8 × 512
 # two warps shared a column, and kernels ran at half the speed of light on an H200 instead of four fifths.
 COLUMNS_PER_WARP, MOST_WARPS = 256, 4
 
