@@ -11,6 +11,7 @@ import pytest
 import torch
 from row_norm import ROW_NORM, SOUND
 
+from phalanx.train.kernels.lab import machine_limits
 from phalanx.train.kernels.lab.arena import HEADER_BYTES, HostBlock
 from phalanx.train.kernels.lab.candidate_guard import KernelVerdict, judge_candidate
 from phalanx.train.kernels.lab.candidate_server import CandidateLimits, CandidateServer
@@ -26,6 +27,14 @@ MACHINE = MachineLimits(bytes_per_s=1e11, flops_per_s=1e13)
 def server() -> Iterator[CandidateServer]:
     with CandidateServer() as server:
         yield server
+
+
+def test_light_is_not_slowed_by_a_format_that_a_cpu_only_emulates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs without bfloat16 products a kernel that computes in float32 was taken for a cheat."""
+    rates = {torch.bfloat16: 1e8, torch.float32: 1e11}
+    monkeypatch.setattr(machine_limits, "_product_rate", lambda device, kind: rates[kind])
+    monkeypatch.setitem(machine_limits.COPY_BYTES, "cpu", 2**16)
+    assert machine_limits.measure_limits(torch.device("cpu"), torch.bfloat16).flops_per_s == 1e11
 
 
 def judged(

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from phalanx.job.model import ModelShape
 from phalanx.train.models.decoder import Block, Decoder
 from phalanx.train.models.moe import Moe
+from phalanx.train.parallel.recompute import recompute_blocks
 
 SHAPE = ModelShape(
     name="m",
@@ -123,17 +124,28 @@ def test_an_expert_nobody_chose_has_a_gradient_of_zero() -> None:
     assert moe.experts.up.grad[0].abs().max() > 0
 
 
-def test_tokens_are_counted_once() -> None:
+@pytest.mark.filterwarnings("ignore")  # what dynamo touches while it reads a block
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tokens_are_counted_once(compiled: bool) -> None:
+    """Compiled in one graph: a graph break in every block would keep its halves apart."""
+    counted = CompileCounterWithBackend("aot_eager")
     model = Decoder(SHAPE)
     model.init_weights(0)
     block = model.layers["0"]
     assert isinstance(block, Block)
     assert isinstance(block.mlp, Moe)
+    block.mlp.experts.forward = lambda x_MD, counts_E: x_MD  # type: ignore[method-assign]  # a CPU waits for the counts
     x_BSD = inputs().float().requires_grad_()
-    checkpoint(block, x_BSD, None, use_reentrant=False).sum().backward()  # computes the block twice
+    recompute_blocks([block], "full")  # computes the block twice
+    if compiled:
+        block.compile(backend=counted, fullgraph=True)
+    for real in ([1, 1, 1], [1, 0, 1]):
+        block.mlp.real_B = torch.tensor(real)
+        block(x_BSD, None).sum().backward()
     with torch.no_grad():
         block(x_BSD, None)  # an evaluation
-    assert block.mlp.counts_E.sum() == 3 * 7 * 2
+    assert block.mlp.counts_E.sum() == (3 + 2) * 7 * 2
+    assert counted.frame_count == (2 if compiled else 0)
     block.mlp.update_bias(block.mlp.counts_E)
     assert block.mlp.counts_E.sum() == 0
 

@@ -31,7 +31,9 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-TILE, WARPS = 4096, 4  # values of all K rows that one program holds at a time
+# Each thread holds 8 columns of all K rows: 16 bytes a read, and sums over K need no other thread. In tiles of 8 × 512
+# two warps shared a column, and kernels ran at half the speed of light on an H200 instead of four fifths.
+COLUMNS_PER_WARP, MOST_WARPS = 256, 4
 
 torch.library.define("phalanx::expert_gather", "(Tensor x, Tensor back) -> Tensor")
 torch.library.define("phalanx::expert_sum", "(Tensor rows, Tensor back) -> Tensor")
@@ -79,13 +81,13 @@ class _Permute(torch.autograd.Function):
 def gather_rows(x_TD: Tensor, back_TK: Tensor) -> Tensor:
     """Row back[t, k] is token t, for each of its k visits; every row has one visit."""
     if runs_at_once(x_TD, back_TK):
-        found: Tensor = _Gather.apply(x_TD, back_TK)
+        found: Tensor = _GatherVisits.apply(x_TD, back_TK)
         return found
     rows: Tensor = torch.ops.phalanx.expert_gather(x_TD, back_TK)
     return rows
 
 
-class _Gather(torch.autograd.Function):
+class _GatherVisits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, back_TK: Tensor) -> Tensor:
         ctx.save_for_backward(back_TK)
@@ -102,13 +104,11 @@ def _gather(x_TD: Tensor, back_TK: Tensor) -> Tensor:
         return rows_MD.index_copy_(0, back_TK.flatten(), repeat_tokens(x_TD, back_TK.shape[1]))
     if not rows_MD.numel():
         return rows_MD
-    width, times = x_TD.shape[1], back_TK.shape[1]
-    visits, columns = _tile_sizes(times, width)
+    tile = _tile_of(back_TK.shape[1], x_TD.shape[1])
     with on_device(x_TD):
-        _gather_tile[(len(x_TD), triton.cdiv(width, columns))](
-            x_TD.contiguous(), back_TK.contiguous(), rows_MD,
-            TIMES=times, WIDTH=width, VISITS=visits, COLUMNS=columns, num_warps=WARPS,
-        )  # fmt: skip
+        _gather_tile[(len(x_TD), triton.cdiv(x_TD.shape[1], tile["COLUMNS"]))](
+            x_TD.contiguous(), back_TK.contiguous(), rows_MD, **tile
+        )
     return rows_MD
 
 
@@ -125,20 +125,20 @@ def _launch_sum(rows_MD: Tensor, back_TK: Tensor, weight_TK: Tensor | None) -> T
     sum_TD = rows_MD.new_empty(tokens, width)
     if not sum_TD.numel():
         return sum_TD
-    visits, columns = _tile_sizes(times, width)
+    tile = _tile_of(times, width)
     with on_device(rows_MD):
-        _sum_tile[(tokens, triton.cdiv(width, columns))](
+        _sum_tile[(tokens, triton.cdiv(width, tile["COLUMNS"]))](
             rows_MD.contiguous(), back_TK.contiguous(), back_TK if weight_TK is None else weight_TK.contiguous(),
-            sum_TD, WEIGHTED=weight_TK is not None, TIMES=times, WIDTH=width, VISITS=visits, COLUMNS=columns,
-            num_warps=WARPS,
+            sum_TD, WEIGHTED=weight_TK is not None, **tile,
         )  # fmt: skip
     return sum_TD
 
 
-def _tile_sizes(times: int, width: int) -> tuple[int, int]:
-    """Visits and columns of a tile, both powers of two."""
+def _tile_of(times: int, width: int) -> dict[str, int]:
+    """How a kernel is launched for so many visits per token and columns."""
+    warps = min(MOST_WARPS, int(triton.next_power_of_2(triton.cdiv(width, COLUMNS_PER_WARP))))
     visits = int(triton.next_power_of_2(times))
-    return visits, max(min(TILE // visits, int(triton.next_power_of_2(width))), 64)
+    return {"TIMES": times, "WIDTH": width, "VISITS": visits, "COLUMNS": COLUMNS_PER_WARP * warps, "num_warps": warps}
 
 
 torch.library.impl("phalanx::expert_gather", ("cpu", "cuda"), _gather)
@@ -173,13 +173,13 @@ torch.library.register_autograd("phalanx::expert_gather", _gather_backward, setu
 def combine_rows(y_MD: Tensor, back_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """Of each token its K answers, which stand in rows back[t], weighted and added."""
     if runs_at_once(y_MD, back_TK, weight_TK):
-        found: Tensor = _Combine.apply(y_MD, back_TK, weight_TK)
+        found: Tensor = _CombineAnswers.apply(y_MD, back_TK, weight_TK)
         return found
     sum_TD: Tensor = torch.ops.phalanx.expert_combine(y_MD, back_TK, weight_TK)
     return sum_TD
 
 
-class _Combine(torch.autograd.Function):
+class _CombineAnswers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_MD: Tensor, back_TK: Tensor, weight_TK: Tensor) -> Tensor:
         ctx.save_for_backward(y_MD, back_TK, weight_TK)
@@ -207,12 +207,10 @@ def _combine_gradients(grad_TD: Tensor, y_MD: Tensor, back_TK: Tensor, weight_TK
         return by_row, (grad_T1D * y_MD[back_TK].to(wide)).sum(-1).to(weight_TK.dtype)
     if not by_row.numel():
         return by_row, by_weight.zero_()
-    width, times = y_MD.shape[1], back_TK.shape[1]
-    visits, columns = _tile_sizes(times, width)
     with on_device(y_MD):
         _combine_gradient_tile[(len(grad_TD),)](
             grad_TD.contiguous(), y_MD.contiguous(), back_TK.contiguous(), weight_TK.contiguous(), by_row, by_weight,
-            TIMES=times, WIDTH=width, VISITS=visits, COLUMNS=columns, num_warps=WARPS,
+            **_tile_of(back_TK.shape[1], y_MD.shape[1]),
         )  # fmt: skip
     return by_row, by_weight
 

@@ -57,7 +57,7 @@ class ExpertExchange:
     def _dispatch_tokens(self, experts: Experts, x_TD: Tensor, choice_TK: Tensor, weight_TK: Tensor) -> Tensor:
         if self.balanced:
             choice_TK = even_choice(choice_TK, self.num_experts)
-        order_M, back_TK = sort_visits(choice_TK)
+        order_M, back_TK = sort_visits(choice_TK, self.num_experts)
         leaving_PE = count_visits(choice_TK, self.num_experts).view(self.group.size(), -1)
         arriving_PE = exchanges.all_to_all(leaving_PE, self.group)
         send, receive, held = self._exchange_sizes(leaving_PE, arriving_PE, choice_TK.numel())
