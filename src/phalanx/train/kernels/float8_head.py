@@ -26,6 +26,7 @@ from phalanx.plan.lean_step import group_tokens, loss_chunk
 from phalanx.train.data.batches import IGNORED
 from phalanx.train.kernels.float8_product import UNIT, multiply_fp8
 from phalanx.train.kernels.float8_rows import scaled_rows, turned_rows
+from phalanx.train.kernels.softmax_rows import plain_row_gradients, row_blocks_and_warps
 from phalanx.train.kernels.triton_support import INTERPRETED, can_launch, on_device
 
 try:
@@ -36,7 +37,6 @@ except ImportError:  # torch for CPUs comes without it
 
 GRADIENT_FORMAT = torch.float8_e5m2
 GRADIENT_SCALE = 2.0**-15  # e5m2 reaches 57,344: 1 becomes 32,768
-ROW_BLOCK, ROW_WARPS = 8192, 8
 TILE_WORDS, TURN_WARPS = 32, 4  # a tile of 128 × 128 bytes
 
 torch.library.define("phalanx::cross_entropy_float8", "(Tensor logits, Tensor targets) -> (Tensor, Tensor)")
@@ -94,26 +94,19 @@ def _round_gradient(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tenso
     tokens, vocab = logits_TV.shape
     rounded_TV = torch.empty((tokens, vocab), dtype=GRADIENT_FORMAT, device=logits_TV.device)
     losses_T = torch.empty(tokens, dtype=torch.float32, device=logits_TV.device)
-    block = min(ROW_BLOCK, triton.next_power_of_2(vocab))
+    block, warps = row_blocks_and_warps(vocab)
     with on_device(logits_TV):
         _row_float8_gradient[(tokens,)](
             logits_TV, targets_T.contiguous(), rounded_TV, losses_T, vocab, logits_TV.stride(0), 1.0 / GRADIENT_SCALE,
-            IGNORED_TARGET=IGNORED, BLOCK=block, num_warps=max(1, min(ROW_WARPS, block // 256)),
+            IGNORED_TARGET=IGNORED, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return rounded_TV, losses_T
 
 
 def plain_float8_gradient(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
     """What the kernel computes, in plain operations."""
-    wide_TV = logits_TV.float()
-    sums_T1 = wide_TV.logsumexp(dim=1, keepdim=True)
-    is_valid_T1 = (targets_T != IGNORED)[:, None]
-    column_T1 = torch.where(is_valid_T1, targets_T[:, None], 0)
-    losses_T1 = torch.where(is_valid_T1, sums_T1 - wide_TV.gather(1, column_T1), 0.0)
-    grad_TV = torch.exp(wide_TV - sums_T1)
-    grad_TV.scatter_add_(1, column_T1, torch.full_like(losses_T1, -1.0))
-    rounded_TV = (torch.where(is_valid_T1, grad_TV, 0.0) / GRADIENT_SCALE).to(GRADIENT_FORMAT)
-    return rounded_TV, losses_T1.squeeze(1)
+    grad_TV, losses_T = plain_row_gradients(logits_TV, targets_T)
+    return (grad_TV / GRADIENT_SCALE).to(GRADIENT_FORMAT), losses_T
 
 
 @torch.library.register_fake("phalanx::cross_entropy_float8")  # type: ignore[untyped-decorator]
@@ -140,6 +133,7 @@ def turn_bytes(rows_TV: Tensor, out_VT: Tensor) -> None:
 
 
 if triton is not None:
+    from phalanx.train.kernels.softmax_rows import row_log2_sum
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _row_float8_gradient(logits, targets, out, losses, vocab, stride, factor,  # type: ignore[no-untyped-def]
@@ -158,15 +152,7 @@ if triton is not None:
         else:
             is_word = (target >= 0) & (target < vocab)
             wanted = tl.load(start_of_row + target, mask=is_word, other=float("nan")).to(tl.float32)
-            most = -1e30
-            total = tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, vocab, BLOCK):
-                column = start + columns
-                x = tl.load(start_of_row + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-                larger = tl.maximum(most, tl.max(x, axis=0) * LOG2E)
-                total = total * tl.exp2(most - larger) + tl.exp2(x * LOG2E - larger)
-                most = larger
-            logsum = most + tl.log2(tl.sum(total, axis=0))
+            logsum = row_log2_sum(start_of_row, vocab, BLOCK)
             for start in range(0, vocab, BLOCK):
                 column = start + columns
                 x = tl.load(start_of_row + column, mask=column < vocab, other=0.0).to(tl.float32)

@@ -27,6 +27,7 @@ from phalanx.plan.lean_step import loss_chunk
 from phalanx.train.data.batches import IGNORED
 from phalanx.train.kernels.float8_head import fits_float8_head, float8_loss_and_gradients
 from phalanx.train.kernels.kernel_op import Inputs, KernelOp, KernelWork, Outputs, Shape, register_kernel
+from phalanx.train.kernels.softmax_rows import plain_row_gradients, row_blocks_and_warps
 from phalanx.train.kernels.triton_support import can_launch, on_device
 
 try:
@@ -34,8 +35,6 @@ try:
     import triton.language as tl
 except ImportError:  # torch for CPUs comes without it
     triton = None
-
-ROW_BLOCK, ROW_WARPS = 8192, 8  # logits that one program reads at once, and its warps: the best of ten on an H200
 
 
 def linear_cross_entropy(
@@ -187,26 +186,20 @@ def _turn_into_gradient(logits_TV: Tensor, targets_T: Tensor, scale: float) -> T
         return plain_gradient_(logits_TV, targets_T, scale)
     tokens, vocab = logits_TV.shape
     losses_T = torch.empty(tokens, dtype=torch.float32, device=logits_TV.device)
-    block = min(ROW_BLOCK, triton.next_power_of_2(vocab))
+    block, warps = row_blocks_and_warps(vocab)
     with on_device(logits_TV):
         _row_gradient[(tokens,)](
             logits_TV, targets_T.contiguous(), losses_T, vocab, logits_TV.stride(0), scale,
-            IGNORED_TARGET=IGNORED, BLOCK=block, num_warps=max(1, min(ROW_WARPS, block // 256)),
+            IGNORED_TARGET=IGNORED, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return losses_T
 
 
 def plain_gradient_(logits_TV: Tensor, targets_T: Tensor, scale: float) -> Tensor:
     """What the kernel computes, in plain operations."""
-    wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    sums_T1 = wide_TV.logsumexp(dim=1, keepdim=True)
-    is_valid_T1 = (targets_T != IGNORED)[:, None]
-    column_T1 = torch.where(is_valid_T1, targets_T[:, None], 0)
-    losses_T1 = torch.where(is_valid_T1, sums_T1 - wide_TV.gather(1, column_T1), 0.0)
-    grad_TV = torch.exp(wide_TV - sums_T1)
-    grad_TV.scatter_add_(1, column_T1, torch.full_like(losses_T1, -1.0))
-    logits_TV.copy_(torch.where(is_valid_T1, grad_TV * scale, 0.0))
-    return losses_T1.squeeze(1)
+    grad_TV, losses_T = plain_row_gradients(logits_TV, targets_T)
+    logits_TV.copy_(grad_TV * scale)
+    return losses_T
 
 
 @torch.library.register_fake("phalanx::cross_entropy_gradient_")  # type: ignore[untyped-decorator]
@@ -235,6 +228,7 @@ def _scaled_shape(values: Tensor, factor: Tensor) -> None:
 
 
 if triton is not None:
+    from phalanx.train.kernels.softmax_rows import row_log2_sum
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _row_gradient(logits, targets, losses, vocab, stride, scale,  # type: ignore[no-untyped-def]
@@ -252,16 +246,7 @@ if triton is not None:
         else:
             is_word = (target >= 0) & (target < vocab)
             wanted = tl.load(start_of_row + target, mask=is_word, other=float("nan")).to(tl.float32)
-            # In powers of two: one multiplication less per logit. Lanes have sums of their own, joined at the end.
-            most = -1e30
-            total = tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, vocab, BLOCK):
-                column = start + columns
-                x = tl.load(start_of_row + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-                larger = tl.maximum(most, tl.max(x, axis=0) * LOG2E)
-                total = total * tl.exp2(most - larger) + tl.exp2(x * LOG2E - larger)
-                most = larger
-            logsum = most + tl.log2(tl.sum(total, axis=0))
+            logsum = row_log2_sum(start_of_row, vocab, BLOCK)
             for start in range(0, vocab, BLOCK):
                 column = start + columns
                 x = tl.load(start_of_row + column, mask=column < vocab, other=0.0).to(tl.float32)
