@@ -50,8 +50,11 @@ def encode(codec: str, values: Vector, top_share: float = TOP_SHARE) -> bytes:
     if codec == "int4":
         scales, whole = _scaled(flat, INT4_BLOCK, 7)
         nibbles = np.zeros(whole.size + whole.size % 2, dtype=np.uint8)
-        nibbles[: whole.size] = (whole + 8).astype(np.uint8)  # 1 to 15; 0 stands for nothing
-        return scales.tobytes() + (nibbles[0::2] | (nibbles[1::2] << 4)).astype(np.uint8).tobytes()
+        nibbles[: whole.size] = whole + np.float32(8)  # 1 to 15; 0 stands for nothing
+        pairs: npt.NDArray[np.uint16] = nibbles.view(
+            "<u2"
+        )  # the first in the low byte: four times as fast as every second of them
+        return scales.tobytes() + (pairs | (pairs >> 4)).astype(np.uint8).tobytes()
     if codec == "topk-2bit":
         chunks = flat.size // TOP_CHUNK
         body = _encode_top(flat[: chunks * TOP_CHUNK].reshape(chunks, TOP_CHUNK), top_share)
@@ -83,9 +86,9 @@ def decode(codec: str, data: bytes | bytearray | memoryview, values: int, top_sh
     if codec == "int4":
         blocks = -(-values // INT4_BLOCK)
         packed = np.frombuffer(data, dtype=np.uint8, offset=blocks * SCALE_BYTES)
-        nibbles = np.empty(packed.size * 2, dtype=np.uint8)
-        nibbles[0::2], nibbles[1::2] = packed & 15, packed >> 4
-        if np.any(nibbles[:values] == 0) or np.any(nibbles[values:]):
+        pairs = packed.astype("<u2")
+        nibbles = ((pairs | (pairs << 4)) & 0x0F0F).astype("<u2").view(np.uint8)
+        if not nibbles[:values].all() or nibbles[values:].any():
             raise BadBytes("int4: a half byte stands for nothing")
         return _unscaled(_scales(data, blocks), nibbles[:values].astype(np.float32) - 8, INT4_BLOCK)
     chunks, rest = divmod(values, TOP_CHUNK)
@@ -156,14 +159,21 @@ def _to_bf16(flat: Float32) -> npt.NDArray[np.uint16]:
 def _scaled(flat: Float32, block: int, most: int) -> tuple[Float32, Float32]:
     """One scale for each block, and whole numbers from -most to most."""
     blocks = -(-flat.size // block)
-    padded = np.zeros(blocks * block, dtype=np.float32)
-    padded[: flat.size] = flat
-    table = padded.reshape(blocks, block)
+    table = flat
+    if flat.size % block:
+        table = np.zeros(blocks * block, dtype=np.float32)
+        table[: flat.size] = flat
+    table = table.reshape(blocks, block)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        scales = (np.abs(table).max(axis=1) / np.float32(most)).astype("<f4")
-        usable = np.where(np.isfinite(scales) & (scales > 0), scales, np.float32(1))
-        whole = np.rint(np.nan_to_num(table / usable[:, None], nan=0.0, posinf=0.0, neginf=0.0))
-    return scales, np.clip(whole, -most, most).reshape(-1)[: flat.size]
+        scales: Float32 = (np.abs(table).max(axis=1, initial=0) / np.float32(most)).astype("<f4")
+        finite = np.isfinite(scales)
+        usable: Float32 = np.where(finite & (scales > 0), scales, np.float32(1))
+        whole: Float32 = np.divide(table, usable[:, None], dtype=np.float32)
+        if not finite.all():  # only then is a quotient not finite, and looking for it takes as long as all the rest
+            np.nan_to_num(whole, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        np.rint(whole, out=whole)
+        np.clip(whole, -most, most, out=whole)
+    return scales, whole.reshape(-1)[: flat.size]
 
 
 def _scales(data: bytes | bytearray | memoryview, blocks: int) -> Float32:
@@ -175,6 +185,8 @@ def _scales(data: bytes | bytearray | memoryview, blocks: int) -> Float32:
 
 def _unscaled(scales: Float32, whole: Float32, block: int) -> Float32:
     with np.errstate(invalid="ignore", over="ignore"):
+        if whole.size % block == 0:
+            return np.asarray(whole.reshape(-1, block) * scales[:, None], dtype=np.float32).reshape(-1)
         return np.asarray(whole * np.repeat(scales, block)[: whole.size], dtype=np.float32)
 
 

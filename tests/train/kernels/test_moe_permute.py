@@ -10,19 +10,27 @@ import torch
 from torch import Tensor
 
 from phalanx.job.model import ModelShape
+from phalanx.plan.layout import Layout
 from phalanx.train.kernels import expert_choice
 from phalanx.train.kernels.expert_choice import COMBINE, GATHER, choose_in_layer, expert_shape, layer_call
-from phalanx.train.kernels.model_kernels import LayerKernels, use_kernels
+from phalanx.train.kernels.model_kernels import LayerKernels, asked_shapes, use_kernels
 from phalanx.train.kernels.moe_permute import EXPERT_GATHER, combine_rows, gather_rows
 from phalanx.train.kernels.selector import KernelChoice
 from phalanx.train.models import moe as moe_layers
 from phalanx.train.models.decoder import Decoder
+from phalanx.train.rank_settings import Settings
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SHAPE = ModelShape(
     name="m", layers=2, hidden=16, heads=2, kv_heads=2, head_dim=8, ffn=16, vocab=31, experts=6, experts_per_token=2,
     expert_ffn=12, shared_experts=1,
 )  # fmt: skip
+LAYOUT = Layout(
+    data=1, shard=1, tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, zero=0, sequence_parallel=False,
+    micro_batch=2, accumulation=1, recompute="none", precision="bf16", schedule="1f1b", offload="none",
+    compression="none",
+)  # fmt: skip
+SETTINGS = Settings(layout=LAYOUT, sequence=8)
 
 
 def written_out(x_TD: Tensor, back_TK: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,9 +108,23 @@ def test_experts_take_what_was_chosen(compiled: bool, monkeypatch: pytest.Monkey
         assert any(line.startswith(f"expert-gather: {choices[GATHER].variant}") for line in chosen.describe())
 
 
-@pytest.mark.filterwarnings("ignore")  # what dynamo touches while it reads a layer
+def test_what_is_asked_for() -> None:
+    """Sizes of the job; in compiled blocks only where experts' products are one kernel."""
+    sizes = {"tokens": 2 * 8, "width": 16, "experts": 6, "chosen": 2}
+    for shape, kind, compiled, is_asked in (
+        (SHAPE, "bf16", True, True),
+        (SHAPE, "bf16", False, True),
+        (SHAPE, "fp32", False, True),
+        (SHAPE, "fp32", True, False),
+        (replace(SHAPE, experts=0), "bf16", True, False),
+    ):
+        settings = replace(SETTINGS, compute=kind, compile=compiled)
+        asked = asked_shapes(shape, settings, torch.device("cuda"))
+        assert [asked.get(op) for op in (GATHER, COMBINE)] == [sizes if is_asked else None] * 2
+
+
 def test_a_compiled_layer_is_timed_each_way_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU the layers are built and run, and the times are given."""
+    """Without a GPU the layers are built and run as they are, and the times are given."""
     asked: list[bool] = []
 
     def layer(*given: object, ours: str, **options: object) -> object:
@@ -111,13 +133,15 @@ def test_a_compiled_layer_is_timed_each_way_once(tmp_path: Path, monkeypatch: py
         assert call()[0].shape == (1, 40, 16)
         return call
 
+    compiled: list[str] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, backend: compiled.append(backend))
     monkeypatch.setattr(expert_choice, "layer_call", layer)
     monkeypatch.setattr(expert_choice, "time_call", lambda *given, **options: 2.0 - asked[-1])
     monkeypatch.setattr(expert_choice, "NARROW", 8)
     device, shape = torch.device("cpu"), replace(SHAPE, balance="bias", router_bias=True)
     for is_remembered in (False, True):
         found = choose_in_layer(
-            EXPERT_GATHER, shape, expert_shape(shape, 40), torch.float32, device, backend="aot_eager", folder=tmp_path
+            EXPERT_GATHER, shape, expert_shape(shape, 40), torch.float32, device, backend="eager", folder=tmp_path
         )
         assert (found.variant, found.is_remembered) == ("triton", is_remembered)
-    assert asked == [False, True]
+    assert (asked, compiled) == ([False, True], ["eager", "eager"])

@@ -34,6 +34,14 @@ def expert_shape(shape: ModelShape, tokens: int) -> Shape:
     return {"tokens": tokens, "width": shape.hidden, "experts": shape.experts, "chosen": shape.experts_per_token}
 
 
+def can_choose(shape: ModelShape, dtype: torch.dtype, *, compiled: bool) -> bool:
+    """Whether there is something to choose: compiled, only experts whose products are grouped.
+
+    Others run one after the other in sizes that change with every step, which are not compiled to advantage anyway.
+    """
+    return shape.is_moe and (not compiled or (dtype is torch.bfloat16 and shape.hidden % 8 == 0))
+
+
 def choose_in_layer(
     op: KernelOp, shape: ModelShape, asked: Shape, dtype: torch.dtype, device: torch.device, *, backend: str,
     folder: Path | None,

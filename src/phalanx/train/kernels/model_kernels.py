@@ -24,6 +24,7 @@ from phalanx.train.kernels.expert_choice import (
     COMBINE,
     GATHER,
     OURS,
+    can_choose,
     choose_in_layer,
     expert_shape,
     use_expert_kernels,
@@ -84,7 +85,7 @@ def asked_shapes(shape: ModelShape, settings: Settings, device: torch.device) ->
             and not settings.drops_product(shape, device)
         ):
             asked[SWIGLU] = {"tokens": tokens, "width": shape.ffn}
-    if shape.is_moe:
+    if can_choose(shape, settings.compute_dtype, compiled=settings.compile):
         asked[GATHER] = asked[COMBINE] = expert_shape(shape, tokens)
     if settings.chunks_loss(shape, device):
         asked[LOSS] = {"tokens": tokens, "width": shape.hidden, "vocab": shape.vocab}
