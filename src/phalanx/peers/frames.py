@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import socket
 import struct
+import sys
 import time
+from collections.abc import Iterator
 
 from phalanx.peers.messages import PeerMessage, decode_message, encode_message
 
@@ -23,7 +25,10 @@ MOST_UNSENT_BYTES = 16 * 2**20  # of messages that are not waited for: a peer th
 # Data that waits for a link, here and in the kernel: 0.4 s at 10 Mbit/s, so that a busy machine keeps it busy, while
 # an attempt that is given up leaves no more than that behind.
 BUFFER_BYTES = 512 * 1024
+SHALLOW_BYTES = 64 * 1024
 READ_BYTES = 1024 * 1024
+# Of Linux' struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received.
+TCP_INFO_BYTES, TCP_INFO_MOVED_AT, TCP_INFO_MOVED = 136, 120, struct.Struct("=QQ")
 
 
 class PeerConnection:
@@ -39,10 +44,8 @@ class PeerConnection:
         sock = writer.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # What the kernel holds unsent cannot be taken back; what is in flight may be as much as the link carries.
-            with contextlib.suppress(OSError, AttributeError):
-                sock.setsockopt(socket.IPPROTO_TCP, 25, BUFFER_BYTES)  # TCP_NOTSENT_LOWAT of Linux
-        writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)
+        self._sock = sock
+        self._hold(BUFFER_BYTES)
 
     @property
     def is_open(self) -> bool:
@@ -79,6 +82,27 @@ class PeerConnection:
         self.received_bytes += size + data_bytes
         return decode_message(text), data
 
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes that the other side has acknowledged and that came from it, by the kernel's count where it has one.
+
+        It counts while this process waits for a processor; ours only when it runs.
+        """
+        if self._sock is not None and sys.platform == "linux":
+            with contextlib.suppress(OSError, struct.error):
+                found = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+                acknowledged, received = TCP_INFO_MOVED.unpack_from(found, TCP_INFO_MOVED_AT)
+                return acknowledged, received
+        return self.sent_bytes - self._writer.transport.get_write_buffer_size(), self.received_bytes
+
+    @contextlib.contextmanager
+    def shallow(self) -> Iterator[None]:
+        """Meanwhile little may wait for the link."""
+        self._hold(SHALLOW_BYTES)
+        try:
+            yield
+        finally:
+            self._hold(BUFFER_BYTES)
+
     def abort(self) -> None:
         """Close at once; what was not sent is lost."""
         self._writer.transport.abort()
@@ -91,6 +115,13 @@ class PeerConnection:
                 self._writer.close()
                 await self._writer.wait_closed()
         self.abort()
+
+    def _hold(self, most_bytes: int) -> None:
+        # What the kernel holds unsent cannot be taken back; what is in flight may be as much as the link carries.
+        if self._sock is not None:
+            with contextlib.suppress(OSError, AttributeError):
+                self._sock.setsockopt(socket.IPPROTO_TCP, 25, most_bytes)  # TCP_NOTSENT_LOWAT of Linux
+        self._writer.transport.set_write_buffer_limits(high=most_bytes)
 
     def _write(self, message: PeerMessage, data: bytes) -> None:
         text = encode_message(message)
