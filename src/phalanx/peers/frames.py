@@ -13,7 +13,6 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
 
 from phalanx.peers.messages import PeerMessage, decode_message, encode_message
 
@@ -25,7 +24,6 @@ MOST_UNSENT_BYTES = 16 * 2**20  # of messages that are not waited for: a peer th
 # Data that waits for a link, here and in the kernel: 0.4 s at 10 Mbit/s, so that a busy machine keeps it busy, while
 # an attempt that is given up leaves no more than that behind.
 BUFFER_BYTES = 512 * 1024
-SHALLOW_BYTES = 64 * 1024
 READ_BYTES = 1024 * 1024
 # Of Linux' struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received.
 TCP_INFO_BYTES, TCP_INFO_MOVED_AT, TCP_INFO_MOVED = 136, 120, struct.Struct("=QQ")
@@ -44,8 +42,11 @@ class PeerConnection:
         sock = writer.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # What the kernel holds unsent cannot be taken back; what is in flight may be as much as the link carries.
+            with contextlib.suppress(OSError, AttributeError):
+                sock.setsockopt(socket.IPPROTO_TCP, 25, BUFFER_BYTES)  # TCP_NOTSENT_LOWAT of Linux
         self._sock = sock
-        self._hold(BUFFER_BYTES)
+        writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)
 
     @property
     def is_open(self) -> bool:
@@ -88,20 +89,13 @@ class PeerConnection:
         It counts while this process waits for a processor; ours only when it runs.
         """
         if self._sock is not None and sys.platform == "linux":
-            with contextlib.suppress(OSError, struct.error):
+            try:
                 found = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
                 acknowledged, received = TCP_INFO_MOVED.unpack_from(found, TCP_INFO_MOVED_AT)
-                return acknowledged, received
+            except (OSError, struct.error):
+                return 0, 0  # it is closed
+            return acknowledged, received
         return self.sent_bytes - self._writer.transport.get_write_buffer_size(), self.received_bytes
-
-    @contextlib.contextmanager
-    def shallow(self) -> Iterator[None]:
-        """Meanwhile little may wait for the link."""
-        self._hold(SHALLOW_BYTES)
-        try:
-            yield
-        finally:
-            self._hold(BUFFER_BYTES)
 
     def abort(self) -> None:
         """Close at once; what was not sent is lost."""
@@ -115,13 +109,6 @@ class PeerConnection:
                 self._writer.close()
                 await self._writer.wait_closed()
         self.abort()
-
-    def _hold(self, most_bytes: int) -> None:
-        # What the kernel holds unsent cannot be taken back; what is in flight may be as much as the link carries.
-        if self._sock is not None:
-            with contextlib.suppress(OSError, AttributeError):
-                self._sock.setsockopt(socket.IPPROTO_TCP, 25, most_bytes)  # TCP_NOTSENT_LOWAT of Linux
-        self._writer.transport.set_write_buffer_limits(high=most_bytes)
 
     def _write(self, message: PeerMessage, data: bytes) -> None:
         text = encode_message(message)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.peers import messages as say
 from phalanx.peers.facts import Bandwidth
+from phalanx.peers.frames import PeerConnection
 from phalanx.peers.messages import MOST_SPEED_S, PeerMessage
 
 if TYPE_CHECKING:
@@ -29,8 +30,10 @@ MOST_BYTES = 8 * 2**20  # for each of the others and each way; faster links are 
 BEGIN_S, BEGIN_TRIPS = 0.4, 8  # that are left out: TCP begins slowly, and bytes of the turn before may be on their way
 WINDOW_S, WINDOW_TRIPS = 0.8, 8  # the best of these counts: a pause of a machine or of TCP is not the link's
 WINDOWS = 2.5  # that a turn lasts
+LEAST_AHEAD_BYTES, AHEAD_S = 128 * 1024, 0.4  # that may wait for a link: the larger of both
 EVERY_S = 0.05  # between two looks at the counters
-MOST_S = 6.0  # of one turn; whoever has not answered by then is left out
+CONNECT_S = 2.0
+MOST_S = 8.0  # of one turn; whoever has not answered by then is left out
 MOST_ASKED = 2  # times that a member is answered in so many seconds: nobody needs more than one turn
 MOST_OTHERS = 8
 MBIT = 125_000.0  # bytes
@@ -77,20 +80,19 @@ class LinkSpeed:
 
     async def _measure(self) -> None:
         node = self._node
-        others = [peer for peer in node.view.ids if peer in node.links.data][:MOST_OTHERS]
+        others = await self._links()
         trip_s = 2 * max((node.latency_s.get(peer, 0.0) for peer in others), default=0.0)
         begin_s, window_s = max(BEGIN_S, BEGIN_TRIPS * trip_s), max(WINDOW_S, WINDOW_TRIPS * trip_s)
         lasts_s = min(MOST_SPEED_S, begin_s + WINDOWS * window_s)
         up: list[list[Sample]] = [[] for _ in others]
         down: list[list[Sample]] = [[] for _ in others]
         try:
-            links = [node.links.data[peer] for peer in others]
             for peer in others:
                 node.links.post(peer, say.SpeedRequest(seconds=lasts_s))
             sending = [node.spawn(self._send(peer, lasts_s)) for peer in others]
             ends = time.monotonic() + lasts_s
             while (now := time.monotonic()) < ends and others and not _is_over(up, down):
-                for link, sent, received in zip(links, up, down, strict=True):
+                for link, sent, received in zip(others.values(), up, down, strict=True):
                     moved = link.moved_bytes()
                     sent.append((now, moved[0]))
                     received.append((now, moved[1]))
@@ -104,15 +106,30 @@ class LinkSpeed:
             self.on_heartbeat(node.me, self.measured_mbps)
             node.send_heartbeats()
 
+    async def _links(self) -> dict[str, PeerConnection]:
+        """To the members to measure with, which may not be connected yet: without one a link looks slower."""
+        node, others = self._node, [peer for peer in self._node.view.ids if peer != self._node.me][:MOST_OTHERS]
+        waits = (node.links.data_link(peer, CONNECT_S) for peer in others)
+        found = await asyncio.gather(*waits, return_exceptions=True)
+        return {peer: link for peer, link in zip(others, found, strict=True) if isinstance(link, PeerConnection)}
+
     async def _send(self, peer: str, seconds: float) -> None:
-        ends, left = time.monotonic() + seconds, MOST_BYTES // BLOCK_BYTES
+        """Bytes for so long; those that wait are few when it is over, for they are in the way of the next turn.
+
+        Nearly half a second's worth may wait, so that a link does not wait for a processor that is busy elsewhere.
+        """
+        began, sent = time.monotonic(), 0
         try:
             link = await self._node.links.data_link(peer, 1.0)
-            async with asyncio.timeout(seconds + 1.0):
-                with link.shallow():  # what waits when the time is over is in the way of the next turn
-                    while left and time.monotonic() < ends:
-                        await link.send(say.SpeedBlock(), bytes(BLOCK_BYTES))
-                        left -= 1
+            before = link.moved_bytes()[0]
+            while sent < MOST_BYTES and (passed_s := time.monotonic() - began) < seconds:
+                moved = link.moved_bytes()[0] - before
+                if sent - moved > max(LEAST_AHEAD_BYTES, AHEAD_S * moved / max(passed_s, EVERY_S)):
+                    await asyncio.sleep(AHEAD_S / 40)
+                    continue
+                async with asyncio.timeout(seconds):
+                    await link.send(say.SpeedBlock(), bytes(BLOCK_BYTES))
+                sent += BLOCK_BYTES
         except (OSError, TimeoutError):
             return  # the turn ends without this member
 
