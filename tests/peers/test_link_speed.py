@@ -143,7 +143,7 @@ def test_one_that_takes_all_that_the_others_send_is_not_limited_by_its_own_link(
 
 @given(rates=st.lists(st.integers(1, 10_000), min_size=1, max_size=5), pause=st.integers(0, 10))
 def test_the_best_steady_window_counts_and_neither_a_pause_nor_what_follows_it(rates: list[int], pause: int) -> None:
-    """A receiver that does nothing for half a second, and then reads all that waits: at most that much is miscounted."""
+    """Of one that does nothing for up to half a second, and then reads all that waits, no more than that is wrong."""
 
     def stream(rate: int) -> list[tuple[float, int]]:
         waits = range(30, 30 + pause)

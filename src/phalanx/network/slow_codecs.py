@@ -114,8 +114,8 @@ def cut_shares(values: int, shares: Sequence[float]) -> list[int]:
     for share in shares:
         total += share
         cuts.append(min(values, round(total * values / CUT_VALUES) * CUT_VALUES))
-    # Shares sum to 1 but for rounding: whoever has the last share that is not zero takes the rest. One that has less than
-    # can be cut takes it only where nobody has more: all others would send it a piece, and wait for its sum.
+    # Shares sum to 1 but for rounding: whoever has the last share that is not zero takes the rest. One that has less
+    # than can be cut takes it only where nobody has more: all others would send it a piece, and wait for its sum.
     given = [place for place, share in enumerate(shares) if share > 0.0]
     last = max((place for place in given if cuts[place] < cuts[place + 1]), default=max(given, default=len(shares) - 1))
     return cuts[: last + 1] + [values] * (len(shares) - last)
