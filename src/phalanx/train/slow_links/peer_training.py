@@ -272,6 +272,7 @@ class PeerTraining(Callback):
                 dropped=agreed.dropped,
                 fragment=fragment,
                 paces=agreed.paces,
+                shares=agreed.shares,
                 seconds=agreed.seconds,
                 bytes_sent=agreed.bytes_sent,
                 bytes_received=agreed.bytes_received,
