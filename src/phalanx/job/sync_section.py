@@ -13,6 +13,7 @@ WARM_UP_SHARE = 0.2  # of the steps; 20 % brought DiLoCo with H = 20 within 0.18
 # Momentum of the outer step: 0.9 in runs of so many exchanges and inner steps, less in shorter ones (decision 0050).
 LEAST_MOMENTUM, MOST_MOMENTUM = 0.5, 0.9
 LONG_EXCHANGES, LONG_STEPS = 80, 1600
+TOP_SHARE, LEAST_TOP_SHARE = 0.03, 0.005  # of the values that topk-2bit sends, by each of up to four peers and at least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +66,15 @@ class SyncSettings:
         default=0.0, metadata=number("share of a peer's own weights that stays when the result is mixed in", most=0.99)
     )
     codec: str = field(default="fp32", metadata=choice("how updates are written on the wire", *CODECS))
-    top_share: float = field(
-        default=0.03, metadata=number("share of the values that topk-2bit sends", above=True, most=1.0)
+    top_share: float | Auto = field(
+        default=AUTO,
+        metadata=number(
+            'share of the values that topk-2bit sends; "auto" is 0.03, and less with more than four peers, so that '
+            "each of them receives no more",
+            above=True,
+            most=1.0,
+            auto=True,
+        ),
     )
     feedback: float = field(
         default=0.95, metadata=number("share of what int4 and topk-2bit left out that the next update carries", most=1)
@@ -119,6 +127,18 @@ class SyncSettings:
             round(rate, 4) if isinstance(self.outer_learning_rate, str) else self.outer_learning_rate,
             round(momentum, 4) if isinstance(self.outer_momentum, str) else self.outer_momentum,
         )
+
+    def sent_share(self) -> float:
+        """Share of the values that topk-2bit sends: everybody receives what all others sent, n - 1 times as much.
+
+        Together they send as many values as four peers do with 3 % each, but nobody less than 0.5 %.
+
+        >>> [SyncSettings(peers=peers).sent_share() for peers in (0, 2, 4, 8, 40)]
+        [0.03, 0.03, 0.03, 0.0129, 0.005]
+        """
+        if not isinstance(self.top_share, str):
+            return self.top_share
+        return max(LEAST_TOP_SHARE, round(TOP_SHARE * 3 / max(3, self.peers - 1), 4))
 
     @property
     def has_peers(self) -> bool:

@@ -167,7 +167,7 @@ class PeerExchange:
 
     def _new_sender(self, sender: object) -> Sender:
         sync = self._sync
-        self._senders[sender] = Sender(sync.codec, feedback=sync.feedback, top_share=sync.top_share)
+        self._senders[sender] = Sender(sync.codec, feedback=sync.feedback, top_share=sync.sent_share())
         return self._senders[sender]
 
     def _codec(self, vectors: VectorMap, sender: object) -> str | Sender:
