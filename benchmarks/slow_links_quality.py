@@ -274,6 +274,7 @@ def train_apart(
         worker.optimizer = made
     settings = SyncSettings(mode="diloco", codec=exchanges.codec, inner_steps=exchanges.inner_steps)
     rate, momentum = exchanges.outer or settings.outer_step(total)  # the product's defaults
+    scale = settings.update_scale(WORKERS) if exchanges.outer is None else 1.0
     outers = [OuterOptimizer(_shards(one), learning_rate=rate, momentum=momentum) for one in workers]
     for step in steps:
         for place, worker in enumerate(workers):
@@ -284,7 +285,7 @@ def train_apart(
             continue
         mean = group.average([flatten(outer.pseudo_gradients()) for outer in outers])
         for outer, worker in zip(outers, workers, strict=True):
-            outer.step(dict(enumerate(unflatten(mean, worker.parameters))))
+            outer.step(dict(enumerate(unflatten(mean, worker.parameters))), scale=scale)
             outer.mix_in(range(len(worker.parameters)), local_share=0.0)
     return workers[0], group.bytes_sent
 
