@@ -27,7 +27,8 @@ PHALANX = (sys.executable, "-m", "phalanx")
 def train(args: argparse.Namespace, precision: str, seed: int) -> dict[str, Any]:
     """One run, and what it came to."""
     name = f"{precision}-{seed}"
-    changes = [f"precision.compute={precision}", f"data.seed={seed}", *args.set]
+    changes = [f"precision.compute={precision.removesuffix('-head')}", f"data.seed={seed}", *args.set]
+    changes += ["precision.fp8_head=true"] if precision.endswith("-head") else []
     changes += [f"data.path={args.data}", "data.corpus="] if args.data else []
     call = [*PHALANX, "train", str(args.job), "--runs", str(args.out), "--name", name]
     for one in changes:
@@ -57,7 +58,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("parity-runs"))
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--job", type=Path, default=JOB)
-    parser.add_argument("--formats", default="bf16,fp8")
+    parser.add_argument("--formats", default="bf16,fp8", help="two of bf16, fp8 and fp8-head")
     parser.add_argument("--set", action="append", default=[])
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

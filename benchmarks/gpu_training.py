@@ -9,7 +9,7 @@ layers of Llama 3 8B with its head, 32,768 tokens a step; or layers of mixtures 
 (qwen3-moe) and two of Mixtral 8x7B (mixtral). `rows-plain` and `rows-kernels` bring tokens to experts by plain
 operations and by our kernels, whatever the selector chose; `-eager` without compiling. `held` and `fp8-held` are
 `ours` and `fp8` with `train.lean = false`: all logits and products of MLPs are held; `fp8-apart` never fuses norms and
-SwiGLU with quantising. MFU counts 6 × the
+SwiGLU with quantising, `fp8-head` has the output head in fp8 too. MFU counts 6 × the
 parameters without the input embedding, plus causal attention (half the scores), over 989 TFLOP/s (H200, dense bf16).
 """
 
@@ -89,6 +89,7 @@ def batch_tokens(shape: ModelShape) -> int:
 def ours(
     shape: ModelShape, sequence: int, *, steps: int, compute: str, compiled: bool, micro_tokens: int,
     lean: bool | None = None, fused: bool | None = None, by_kernels: bool | None = None,
+    fp8_head: bool = False,
 ) -> float:  # fmt: skip
     micro, batch = micro_tokens // sequence, batch_tokens(shape) // sequence
     layout = Layout(
@@ -96,7 +97,9 @@ def ours(
         micro_batch=micro, accumulation=batch // micro, recompute="none", precision=compute, schedule="1f1b",
         offload="none", compression="none",
     )  # fmt: skip
-    settings = Settings(layout=layout, sequence=sequence, compute=compute, compile=compiled, lean=lean)
+    settings = Settings(
+        layout=layout, sequence=sequence, compute=compute, compile=compiled, lean=lean, fp8_head=fp8_head
+    )
     engine = Engine(shape, settings, Optim(), device=torch.device("cuda"))
     if fused is not None:
         for part in engine.parts:
@@ -177,6 +180,9 @@ def measure(
         ),
         "held": lambda: ours(
             shape, sequence, steps=steps, compute="bf16", compiled=True, micro_tokens=micro_tokens, lean=False
+        ),
+        "fp8-head": lambda: ours(
+            shape, sequence, steps=steps, compute="fp8", compiled=True, micro_tokens=micro_tokens, fp8_head=True
         ),
         "fp8-held": lambda: ours(
             shape, sequence, steps=steps, compute="fp8", compiled=True, micro_tokens=micro_tokens, lean=False

@@ -15,6 +15,9 @@ Only sockets are left out. The model is a byte-level transformer of about 0.07M 
     diloco             synchronous for 20 % of the steps (the product's default), then H = 20; the same with int8
     sparse             the same with top 3 % in 2 bits and error feedback 0.95
 
+--sparse 4/0/0.95/0.03/20,1/0.5/0.5/0.03/20 adds cases of `sparse` with other settings: learning rate and momentum of
+the outer step, feedback, share of the values that are sent, and H.
+
 Each seed draws weights and samples anew. The text is the corpus of examples/first-run.toml, which `make run` fetches.
 """
 
@@ -52,11 +55,31 @@ TOP_SHARE, FEEDBACK = 0.03, 0.95
 HELD_OUT = 2048  # sequences that are scored
 DEVICE = "cpu"
 CASES = ("synchronous", "synchronous moved", "synchronous int8", "diloco", "diloco int8", "sparse")
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """How workers that train apart exchange; the outer step is the product's own where it is not stated."""
+
+    codec: str
+    outer: tuple[float, float] | None = None
+    feedback: float = FEEDBACK
+    top_share: float = TOP_SHARE
+    inner_steps: int = INNER_STEPS
+
+    @classmethod
+    def from_text(cls, text: str) -> Exchanges:
+        """RATE/MOMENTUM/FEEDBACK/TOP_SHARE/H of topk-2bit."""
+        rate, momentum, feedback, top_share, inner_steps = map(float, text.split("/"))
+        outer = (rate, momentum)
+        return cls("topk-2bit", outer=outer, feedback=feedback, top_share=top_share, inner_steps=int(inner_steps))
+
+
 # Which cases go on from the synchronous steps of which, with which codec: those before `sparse` exchange gradients in
 # int8, as in the product.
 AFTER = {
-    "synchronous": {"diloco": "fp32"},
-    "synchronous int8": {"diloco int8": "int8", "sparse": "topk-2bit"},
+    "synchronous": {"diloco": Exchanges("fp32")},
+    "synchronous int8": {"diloco int8": Exchanges("int8"), "sparse": Exchanges("topk-2bit")},
 }
 
 
@@ -138,9 +161,11 @@ class Worker:
 class MemoryGroup:
     """Rounds among the workers: every byte is encoded, summed by its owner and decoded as between peers."""
 
-    def __init__(self, codec: str) -> None:
-        self.senders = [Sender(codec, feedback=FEEDBACK, top_share=TOP_SHARE) for _ in range(WORKERS)]
-        self.codec, self.rounds, self.bytes_sent = codec, 0, 0
+    def __init__(self, exchanges: Exchanges) -> None:
+        self.codec, self.rounds, self.bytes_sent, self.top_share = exchanges.codec, 0, 0, exchanges.top_share
+        self.senders = [
+            Sender(self.codec, feedback=exchanges.feedback, top_share=self.top_share) for _ in range(WORKERS)
+        ]
 
     def average(self, vectors: list[np.ndarray]) -> np.ndarray:
         """The mean that every worker decodes."""
@@ -153,8 +178,8 @@ class MemoryGroup:
             attempt=1,
             values=vectors[0].size,
             codec=self.codec,
-            top_share=TOP_SHARE,
-            segment=segment_values(self.codec, TOP_SHARE),
+            top_share=self.top_share,
+            segment=segment_values(self.codec, self.top_share),
             weights=dict.fromkeys(ids, 1.0),
             norms={one: float(np.linalg.norm(vector)) for one, vector in zip(ids, outgoing, strict=True)},
             owners={one: (cuts[at], cuts[at + 1]) for at, one in enumerate(ids) if cuts[at] < cuts[at + 1]},
@@ -225,7 +250,7 @@ def train_synchronously(worker: Worker, corpus: Corpus, seed: int, steps: range,
 
     Their weights and moments are equal at every step, so one copy stands for all.
     """
-    group = MemoryGroup(codec)
+    group = MemoryGroup(Exchanges(codec))
     for step in steps:
         found = []
         for place in range(WORKERS):
@@ -238,26 +263,29 @@ def train_synchronously(worker: Worker, corpus: Corpus, seed: int, steps: range,
     return group.bytes_sent
 
 
-def train_apart(first: Worker, corpus: Corpus, seed: int, steps: range, total: int, codec: str) -> tuple[Worker, int]:
-    """Each worker alone for `INNER_STEPS`, then the outer step; the shared weights, and bytes that all sent."""
-    workers, group = [copy.deepcopy(first) for _ in range(WORKERS)], MemoryGroup(codec)
+def train_apart(
+    first: Worker, corpus: Corpus, seed: int, steps: range, total: int, exchanges: Exchanges
+) -> tuple[Worker, int]:
+    """Each worker alone for H steps, then the outer step; the shared weights, and bytes that all sent."""
+    workers, group = [copy.deepcopy(first) for _ in range(WORKERS)], MemoryGroup(exchanges)
     for worker in workers:  # AdamW's state is of the copied parameters
         made = torch.optim.AdamW(worker.parameters, lr=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95))
         made.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
         worker.optimizer = made
-    settings = SyncSettings(mode="diloco", codec=codec, inner_steps=INNER_STEPS)
-    rate, momentum = settings.outer_step(total)  # the product's defaults
+    settings = SyncSettings(mode="diloco", codec=exchanges.codec, inner_steps=exchanges.inner_steps)
+    rate, momentum = exchanges.outer or settings.outer_step(total)  # the product's defaults
+    scale = settings.update_scale(WORKERS) if exchanges.outer is None else 1.0
     outers = [OuterOptimizer(_shards(one), learning_rate=rate, momentum=momentum) for one in workers]
     for step in steps:
         for place, worker in enumerate(workers):
             worker.compute_gradients(corpus.rows(seed, step, place))
             worker.take_step(step, total)
         inner = step - steps.start + 1
-        if inner % INNER_STEPS and step + 1 < steps.stop:
+        if inner % exchanges.inner_steps and step + 1 < steps.stop:
             continue
         mean = group.average([flatten(outer.pseudo_gradients()) for outer in outers])
         for outer, worker in zip(outers, workers, strict=True):
-            outer.step(dict(enumerate(unflatten(mean, worker.parameters))))
+            outer.step(dict(enumerate(unflatten(mean, worker.parameters))), scale=scale)
             outer.mix_in(range(len(worker.parameters)), local_share=0.0)
     return workers[0], group.bytes_sent
 
@@ -318,9 +346,9 @@ def run_seed(seed: int, steps: int, corpus: Corpus, cases: set[str]) -> list[Qua
         if case in cases:
             sent += train_synchronously(worker, corpus, seed, range(warm, steps), steps, codec)
             note(case, worker, sent, steps, began)
-        for name, update_codec in ((name, codec) for name, codec in after.items() if name in cases):
+        for name, exchanges in ((name, one) for name, one in after.items() if name in cases):
             began = time.monotonic()
-            shared, sent_apart = train_apart(warmed, corpus, seed, range(warm, steps), steps, update_codec)
+            shared, sent_apart = train_apart(warmed, corpus, seed, range(warm, steps), steps, exchanges)
             note(name, shared, sent_apart, steps - warm, began)
     return found
 
@@ -369,7 +397,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=LENGTH, help="bytes of a sequence")
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="of each worker and step")
     parser.add_argument("--device", default=DEVICE)
+    parser.add_argument(
+        "--sparse", default="", help="more settings of topk-2bit, with commas: RATE/MOMENTUM/FEEDBACK/TOP/H"
+    )
     args = parser.parse_args()
+    more = {f"sparse {one}": Exchanges.from_text(one) for one in args.sparse.split(",") if one}
+    AFTER["synchronous int8"] |= more
     globals().update(WIDTH=args.width, LAYERS=args.layers, LEARNING_RATE=args.rate, LENGTH=args.length)
     globals().update(SEQUENCES=args.sequences, DEVICE=args.device)
     torch.set_num_threads(1)
@@ -382,7 +415,7 @@ def main() -> None:
     corpus = Corpus(text)
     for seed in map(int, args.seeds.split(",")):
         done = {row.case for row in rows if row.seed == seed}
-        rows += run_seed(seed, args.steps, corpus, set(args.cases.split(",")) - done)
+        rows += run_seed(seed, args.steps, corpus, {*args.cases.split(","), *more} - done)
         if args.out:
             args.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
     if {(row.case, row.seed) for row in rows} >= {(case, row.seed) for row in rows for case in CASES}:

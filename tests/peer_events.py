@@ -58,5 +58,6 @@ def _exchange(
         "v": 1, "event": "exchange", "rank": 0, "t": t, "step": number, "round": number, "kind": kind,
         "members": members, "weights": dict.fromkeys(members, 2048.0), "dropped": dropped or {}, "fragment": 0,
         "seconds": seconds, "bytes_sent": 1000, "bytes_received": 1000,
+        "shares": {members[0]: 0.75, members[1]: 0.25} if kind == "weights" else {},
         "credit": {NORTH: credit, SOUTH: credit} if credit else {},
     }  # fmt: skip

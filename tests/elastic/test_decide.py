@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from phalanx.elastic.heartbeat_board import Phase, fold_progress
 from phalanx.elastic.restore_point import ReplicaInfo, fold_held
 from phalanx.errors import Problem
 from phalanx.plan.plan import Plan
+from phalanx.record import run_files
 from phalanx.record.account.rank_places import rank_places
 from phalanx.record.events import EventWriter, read_events
 from phalanx.record.run import Run, create_run
@@ -372,6 +374,24 @@ def test_when_no_host_passes_its_preflight_the_run_says_why(stage: Stage) -> Non
         ("failed", 3),
         ["a host failed its preflight", "  a: its disk is full"],
     )
+
+
+def test_agents_hear_of_the_end_though_the_disk_is_full(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise they would wait for the next coordinator, and that for room on the disk."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    bad = Agent(stage=stage, name="a", slots=4)
+    stage.agents["a"] = bad
+    bad.join(problems=["a: its disk is full"])
+    monkeypatch.setattr(run_files, "replace_text", fail)
+    monkeypatch.setattr(stage, "_save", fail)
+    stage.begin(SavedState())
+    bad.join(problems=["a: its disk is full"])
+    stage.coordinator.tick()
+    assert bad.heard[-1]["kind"] == "end"
+    assert bad.heard[-1]["code"] == 3
 
 
 def test_a_clock_that_is_wrong_is_a_problem(stage: Stage) -> None:

@@ -19,7 +19,7 @@ from relay import Address, Relay
 from phalanx.peers import messages as say
 from phalanx.peers.facts import Bandwidth, Member, MemberView, RoundResult
 from phalanx.peers.group import PeerGroup
-from phalanx.peers.link_speed import BLOCK_BYTES, rate_together
+from phalanx.peers.link_speed import steady_rate
 from phalanx.peers.round_leader import plan_shares
 from phalanx.peers.speed_turns import AGAIN_S, SpeedTurns
 
@@ -141,11 +141,21 @@ def test_one_that_takes_all_that_the_others_send_is_not_limited_by_its_own_link(
     assert shares([10.0, 10.0, 10.0], {"0", "1", "2"}) == pytest.approx([1 / 3] * 3)
 
 
-@given(rates=st.lists(st.floats(1.0, 100.0), min_size=1, max_size=5))
-def test_streams_are_summed_while_all_of_them_flow(rates: list[float]) -> None:
-    streams = [[(block + 1) / rate for block in range(40)] for rate in rates]
-    assert rate_together(streams) / BLOCK_BYTES == pytest.approx(sum(rates), rel=1e-6)
-    assert rate_together([[], [0.0]]) == 0.0
+@given(rates=st.lists(st.integers(1, 10_000), min_size=1, max_size=5), pause=st.integers(0, 10))
+def test_the_best_steady_window_counts_and_neither_a_pause_nor_what_follows_it(rates: list[int], pause: int) -> None:
+    """Of one that does nothing for up to half a second, and then reads all that waits, no more than that is wrong."""
+
+    def stream(rate: int) -> list[tuple[float, int]]:
+        waits = range(30, 30 + pause)
+        return [(at / 20, rate * (29 if at in waits else at)) for at in range(60)]
+
+    found = steady_rate([stream(rate) for rate in rates], 0.4, 0.8)
+    assert 20 * sum(rates) <= found * 1.0001
+    assert found <= 20 * sum(rates) * (1 + pause / 16) * 1.0001
+    shorter = [(at / 20, rates[0] * min(at, 40)) for at in range(60)]  # it has ended after two seconds
+    longer = [(at / 20, rates[0] * (at if at <= 41 else 3 * at)) for at in range(60)]  # and left it the link
+    assert steady_rate([shorter, longer], 0.4, 0.8) == pytest.approx(40 * rates[0])
+    assert steady_rate([[], [(0.0, 5)], [(0.0, 5), (1.0, 5)]], 0.4, 0.8) == 0.0
 
 
 def _fields(member: Member) -> dict[str, Any]:

@@ -51,6 +51,15 @@ def test_utilisation_is_within_five_points_of_what_was_measured(sync: SyncSettin
     assert predict_mode(peers(20, 20), VALUES, sync).utilisation == pytest.approx(measured, abs=0.05)
 
 
+@pytest.mark.parametrize("count", [2, 4, 8, 16])
+def test_sparse_updates_of_any_group_take_a_thousandth_of_the_bytes(count: int) -> None:
+    """Of fp32 gradients at every step, per step and peer: with more peers each sends fewer values."""
+    sites = peers(*[20.0] * count)
+    sparse = SyncSettings(mode="diloco", peers=count, inner_steps=20, codec="topk-2bit")
+    each_step = predict_mode(sites, 4096.0 * 500, SyncSettings(mode="target-batch", peers=count)).bytes_per_step
+    assert each_step >= 1000 * predict_mode(sites, 4096.0 * 500, sparse).bytes_per_step
+
+
 @settings(max_examples=30)
 @given(st.lists(st.floats(1, 100), min_size=3, max_size=4), st.integers(0, 2))
 def test_no_division_of_the_vector_is_faster_than_the_chosen_one(rates: list[float], clients: int) -> None:

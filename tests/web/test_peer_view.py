@@ -21,7 +21,7 @@ def test_peers_rounds_and_utilisation(tmp_path: Path) -> None:
     assert list(peers) == ["north", "south", "west"]  # who takes part comes first
     assert (peers["north"]["is_self"], peers["west"]["present"]) == (True, False)
     assert (peers["south"]["latency_s"], peers["south"]["up_mbps"]) == (0.04, 20.0)
-    assert [peer["share"] for peer in peers.values()] == [0.5, 0.5, None]
+    assert [peer["share"] for peer in peers.values()] == [0.75, 0.25, None]
     assert peers["north"]["credit_share"] == pytest.approx(0.5)
     assert peers["west"]["dropped"] == 1
     assert found["utilisation"] == pytest.approx(0.8)  # 2 s of every 10

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phalanx.api.progress_line import ProgressLine
 from phalanx.api.results import Tell
-from phalanx.errors import Problem, TrainingFailure, mistake
+from phalanx.errors import Problem, TrainingFailure
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, open_run
 
@@ -93,13 +93,6 @@ def _listens(run: Run, *, since_s: float) -> bool:
 
 def run_trial(first: Run, others: list[Run], plan: Plan, *, allow_code: bool, tell: Tell) -> Run:
     """Train all peers of a job on this machine: `first` owns the run, and its run folder is returned."""
-    if plan.layout.devices > 1:
-        raise mistake(
-            "phalanx train",
-            f"sync.peers = {1 + len(others)} with {plan.layout.devices} ranks each",
-            why="a trial on one machine starts peers of one rank",
-            fix="use --cluster local-cpu:1, or phalanx peers start and join, which start a mesh per peer",
-        )
     return run_processes([first, *others], plan, allow_code=allow_code, tell=tell)
 
 

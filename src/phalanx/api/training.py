@@ -154,6 +154,13 @@ def _check_trial(plan: Plan, old: Run | None) -> None:
             why="phalanx train starts all peers of a job on this machine, as a trial",
             fix="say how many: --set sync.peers=4; phalanx peers start (or --resume) runs one peer that others join",
         )
+    if sync.has_peers and plan.layout.devices > 1:
+        raise mistake(
+            WHERE,
+            f"sync.peers = {sync.peers} with {plan.layout.devices} ranks each",
+            why="a trial on one machine starts peers of one rank",
+            fix="use --cluster local-cpu:1, or phalanx peers start and join, which start a mesh per peer",
+        )
 
 
 def dry_run(

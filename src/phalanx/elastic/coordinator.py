@@ -107,7 +107,8 @@ def _coordinate(run: Run, address: str, election: Election, *, pipe: int) -> Non
                 coordinator.tick()
             if coordinator.state.saved is not noted and time.monotonic() - noted_s > PROGRESS_S:
                 noted, noted_s = coordinator.state.saved, time.monotonic()
-                save(noted)
+                with suppress(OSError):  # the disk is full: training goes on, and the next note is tried again
+                    save(noted)
         agents.drain()
     finally:
         events.close()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from phalanx.elastic import failure as failing
@@ -31,6 +32,7 @@ from phalanx.elastic.coordinator_state import (
 from phalanx.elastic.decide import decide, initial_state
 from phalanx.elastic.decision import FAILED
 from phalanx.elastic.fence import begin_generation, current_generation
+from phalanx.errors import SystemFailure
 from phalanx.record.account.flight_records import find_culprit, read_flights, recorded_generations
 from phalanx.record.events import EventWriter
 from phalanx.record.run import Run
@@ -118,7 +120,8 @@ class Coordinator:
                 case RecordEvent():
                     self._events.write(action.event, **action.fields)
                 case SaveState():
-                    self._save(action.saved)
+                    with self._last_words():
+                        self._save(action.saved)
                 case BeginGeneration():
                     self._check()
                     begin_generation(self._run, action.generation)
@@ -130,11 +133,27 @@ class Coordinator:
                 case EndRun():
                     self._check()
                     message, fields = complete_message(self._run, action)
-                    self._run.set_status(action.state, **{"exit_code": action.exit_code, "message": message, **fields})
+                    with self._last_words():
+                        ended = {"exit_code": action.exit_code, "message": message, **fields}
+                        self._run.set_status(action.state, **ended)
                     self._events.write("end", epoch=action.generation, state=action.state, message=message)
                 case ListCheckpoints():
                     return True  # the last of its list
         return False
+
+    @contextmanager
+    def _last_words(self) -> Iterator[None]:
+        """Once the run is over a full disk is no reason to die: the agents must hear of the end, or they wait for ever.
+
+        The launcher then finds that status.json does not tell the end, and says so.
+        """
+        try:
+            yield
+        except (SystemFailure, OSError) as error:
+            if not self.state.is_over:
+                raise
+            with suppress(OSError):  # the log lies on the same disk
+                print(f"how the run ended could not be written: {error}", file=sys.stderr)
 
     def _record_evidence(self, action: RecordEvidence) -> None:
         """The survivors have left the membership that failed, and could say where they were.

@@ -90,6 +90,10 @@ class Precision:
     """Number formats of the arithmetic, of gradients on the wire, and of what is kept between steps."""
 
     compute: str = field(default="bf16", metadata=choice("matrix products", "bf16", "fp16", "fp8", "fp4", "fp32"))
+    fp8_head: bool = field(
+        default=False,
+        metadata=flag('with compute = "fp8": products of the output head too; hold its loss first'),
+    )
     grad_reduce: str = field(default="fp32", metadata=choice("gradients while they are summed", "fp32", "bf16"))
     optimizer_state: str = field(default="fp32", metadata=choice("optimizer moments", "fp32", "bf16", "int8"))
     master_weights: bool = field(default=True, metadata=flag("keep an fp32 copy of the weights"))

@@ -13,6 +13,8 @@ WARM_UP_SHARE = 0.2  # of the steps; 20 % brought DiLoCo with H = 20 within 0.18
 # Momentum of the outer step: 0.9 in runs of so many exchanges and inner steps, less in shorter ones (decision 0050).
 LEAST_MOMENTUM, MOST_MOMENTUM = 0.5, 0.9
 LONG_EXCHANGES, LONG_STEPS = 80, 1600
+MOST_SUMMED_PEERS = 8  # whose sparse updates are summed: more were not measured
+TOP_SHARE, LEAST_TOP_SHARE = 0.03, 0.005  # of the values that topk-2bit sends, by each of up to four peers and at least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +36,7 @@ class SyncSettings:
         default=AUTO,
         metadata=number(
             'learning rate of the outer Nesterov step; "auto" is 0.7, up to 1 in runs of fewer than 80 exchanges '
-            "or 1,600 inner steps, and 1 with topk-2bit",
+            "or 1,600 inner steps; with topk-2bit the number of peers whose updates are averaged, up to 8",
             above=True,
             most=100.0,
             auto=True,
@@ -44,7 +46,7 @@ class SyncSettings:
         default=AUTO,
         metadata=number(
             'momentum of the outer Nesterov step; "auto" is 0.9, down to 0.5 in runs of fewer than 80 exchanges '
-            "or 1,600 inner steps, and 0.5 with topk-2bit",
+            "or 1,600 inner steps, and 0 with topk-2bit",
             most=0.999,
             auto=True,
         ),
@@ -65,8 +67,15 @@ class SyncSettings:
         default=0.0, metadata=number("share of a peer's own weights that stays when the result is mixed in", most=0.99)
     )
     codec: str = field(default="fp32", metadata=choice("how updates are written on the wire", *CODECS))
-    top_share: float = field(
-        default=0.03, metadata=number("share of the values that topk-2bit sends", above=True, most=1.0)
+    top_share: float | Auto = field(
+        default=AUTO,
+        metadata=number(
+            'share of the values that topk-2bit sends; "auto" is 0.03, and less with more than four peers, so that '
+            "each of them receives no more",
+            above=True,
+            most=1.0,
+            auto=True,
+        ),
     )
     feedback: float = field(
         default=0.95, metadata=number("share of what int4 and topk-2bit left out that the next update carries", most=1)
@@ -99,26 +108,53 @@ class SyncSettings:
 
         A momentum of 0.9 moves the weights up to seven times as far as peers went. Over hundreds of exchanges that is
         DiLoCo's setting (arXiv:2311.08105); in runs of 480 steps it lost 1 to 5 % more than 0.5, in runs of 1,280 less.
-        What topk-2bit left out and carries along is a momentum already: SparseLoCo (arXiv:2508.15706) takes plain steps
-        of rate 1, and 0.5 lost less in our runs. Both in benchmarks/2026-11-18-peers-quality.md.
+        What topk-2bit left out and carries along is a momentum already, as in SparseLoCo (arXiv:2508.15706); how far
+        its steps go says `update_scale`. Both in benchmarks/2026-11-18-peers-quality.md.
 
         >>> [SyncSettings(mode="diloco", inner_steps=20).outer_step(steps) for steps in (200, 1000, 10_000)]
         [(1.0, 0.5), (0.775, 0.8), (0.7, 0.9)]
         >>> SyncSettings(mode="diloco", inner_steps=5).outer_step(600)  # many exchanges, few steps
         (0.875, 0.6667)
         >>> SyncSettings(mode="diloco", codec="topk-2bit").outer_step(10_000)
-        (1.0, 0.5)
+        (1.0, 0.0)
         """
         apart = max(1, steps - self.warm_up_steps(steps))
         shortness = max(LONG_STEPS / apart, LONG_EXCHANGES * self.inner_steps / apart)
         momentum = min(max(1.0 - (1.0 - MOST_MOMENTUM) * shortness, LEAST_MOMENTUM), MOST_MOMENTUM)
-        if self.codec == "topk-2bit":
-            momentum = LEAST_MOMENTUM
         rate = 1.0 - 0.3 * (momentum - LEAST_MOMENTUM) / (MOST_MOMENTUM - LEAST_MOMENTUM)
+        if self.codec == "topk-2bit":
+            rate, momentum = 1.0, 0.0
         return (
             round(rate, 4) if isinstance(self.outer_learning_rate, str) else self.outer_learning_rate,
             round(momentum, 4) if isinstance(self.outer_momentum, str) else self.outer_momentum,
         )
+
+    def update_scale(self, counted: int) -> float:
+        """What the mean of so many peers' updates is multiplied by before the outer step (decision 0058).
+
+        Of few values that each peer sends, most are sent by one of them: the mean divides by all, and moves too little.
+        Their sum is what was sent. Above eight peers nobody measured whether it is too much.
+
+        >>> [SyncSettings(codec="topk-2bit").update_scale(counted) for counted in (1, 4, 40)]
+        [1.0, 4.0, 8.0]
+        >>> SyncSettings(codec="topk-2bit", outer_learning_rate=1.0).update_scale(4), SyncSettings().update_scale(4)
+        (1.0, 1.0)
+        """
+        if self.codec != "topk-2bit" or not isinstance(self.outer_learning_rate, str):
+            return 1.0
+        return float(min(max(counted, 1), MOST_SUMMED_PEERS))
+
+    def sent_share(self) -> float:
+        """Share of the values that topk-2bit sends: everybody receives what all others sent, n - 1 times as much.
+
+        Together they send as many values as four peers do with 3 % each, but nobody less than 0.5 %.
+
+        >>> [SyncSettings(peers=peers).sent_share() for peers in (0, 2, 4, 8, 40)]
+        [0.03, 0.03, 0.03, 0.0129, 0.005]
+        """
+        if not isinstance(self.top_share, str):
+            return self.top_share
+        return max(LEAST_TOP_SHARE, round(TOP_SHARE * 3 / max(3, self.peers - 1), 4))
 
     @property
     def has_peers(self) -> bool:

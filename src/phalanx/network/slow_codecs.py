@@ -107,13 +107,17 @@ def cut_shares(values: int, shares: Sequence[float]) -> list[int]:
 
     >>> cut_shares(100_000, [0.5, 0.0, 0.5]), cut_shares(100, [0.5, 0.5])
     ([0, 49152, 49152, 100000], [0, 0, 100])
+    >>> cut_shares(300_000, [0.999, 0.0, 0.001])
+    [0, 300000, 300000, 300000]
     """
     cuts, total = [0], 0.0
     for share in shares:
         total += share
         cuts.append(min(values, round(total * values / CUT_VALUES) * CUT_VALUES))
-    # Shares sum to 1 but for rounding: whoever has the last share that is not zero takes the rest.
-    last = max((place for place, share in enumerate(shares) if share > 0.0), default=len(shares) - 1)
+    # Shares sum to 1 but for rounding: whoever has the last share that is not zero takes the rest. One that has less
+    # than can be cut takes it only where nobody has more: all others would send it a piece, and wait for its sum.
+    given = [place for place, share in enumerate(shares) if share > 0.0]
+    last = max((place for place in given if cuts[place] < cuts[place + 1]), default=max(given, default=len(shares) - 1))
     return cuts[: last + 1] + [values] * (len(shares) - last)
 
 

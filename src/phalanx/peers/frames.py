@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+import sys
 import time
 
 from phalanx.peers.messages import PeerMessage, decode_message, encode_message
@@ -24,6 +25,8 @@ MOST_UNSENT_BYTES = 16 * 2**20  # of messages that are not waited for: a peer th
 # an attempt that is given up leaves no more than that behind.
 BUFFER_BYTES = 512 * 1024
 READ_BYTES = 1024 * 1024
+# Of Linux' struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received.
+TCP_INFO_BYTES, TCP_INFO_MOVED_AT, TCP_INFO_MOVED = 136, 120, struct.Struct("=QQ")
 
 
 class PeerConnection:
@@ -42,6 +45,7 @@ class PeerConnection:
             # What the kernel holds unsent cannot be taken back; what is in flight may be as much as the link carries.
             with contextlib.suppress(OSError, AttributeError):
                 sock.setsockopt(socket.IPPROTO_TCP, 25, BUFFER_BYTES)  # TCP_NOTSENT_LOWAT of Linux
+        self._sock = sock
         writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)
 
     @property
@@ -78,6 +82,20 @@ class PeerConnection:
         self.heard_at = time.monotonic()
         self.received_bytes += size + data_bytes
         return decode_message(text), data
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes that the other side has acknowledged and that came from it, by the kernel's count where it has one.
+
+        It counts while this process waits for a processor; ours only when it runs.
+        """
+        if self._sock is not None and sys.platform == "linux":
+            try:
+                found = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+                acknowledged, received = TCP_INFO_MOVED.unpack_from(found, TCP_INFO_MOVED_AT)
+            except (OSError, struct.error):
+                return 0, 0  # it is closed
+            return acknowledged, received
+        return self.sent_bytes - self._writer.transport.get_write_buffer_size(), self.received_bytes
 
     def abort(self) -> None:
         """Close at once; what was not sent is lost."""

@@ -1,36 +1,43 @@
 """How fast a member's link is, measured with the others while nobody sends values: shares of a round follow from it.
 
-The leader gives one member a turn before a round begins. That member sends bytes to all others and has them send it as
-many, at once and over the connections that carry values, as in a round. It begins with few bytes and takes four times
-as many until they take long enough to be timed. The sum over the others is what its link carries in this group: more
-than the others can take is of no use to it. A speed that the owner of a peer stated is not measured.
+The leader gives one member a turn before a round begins. That member sends bytes to all others and has them send it
+bytes, at once and over the connections that carry values, as in a round, for a second or two. What its connections have
+moved meanwhile the kernel counts: neither a processor that is busy elsewhere nor blocks that are read late and all at
+once make a link look slower or faster. The sum over the others is what its link carries in this group: more than the
+others can take is of no use to it. A speed that the owner of a peer stated is not measured.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
-from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phalanx.peers import messages as say
 from phalanx.peers.facts import Bandwidth
-from phalanx.peers.messages import PeerMessage
+from phalanx.peers.frames import PeerConnection
+from phalanx.peers.messages import MOST_SPEED_S, PeerMessage
 
 if TYPE_CHECKING:
     from phalanx.peers.peer_node import PeerNode
 
 BLOCK_BYTES = 16 * 1024
-FIRST_BYTES, MOST_BYTES = 64 * 1024, 2**20  # for each of the others: 1 MiB takes 0.1 s at 80 Mbit/s
-LONG_ENOUGH_S = 0.4
-REPEATS = 2  # with the last size; the best of them counts, for a busy machine only makes a link look slower
-LONG_ENOUGH_TRIPS = 5  # round trips: TCP begins slowly
-MOST_S = 6.0  # of one turn; whoever has not answered by then is left out
-BETWEEN_S = 6.0  # a member that asks for more than one turn in that time is not answered
+MOST_BYTES = 8 * 2**20  # for each of the others and each way; faster links are known before their time is over
+BEGIN_S, BEGIN_TRIPS = 0.4, 8  # that are left out: TCP begins slowly, and bytes of the turn before may be on their way
+WINDOW_S, WINDOW_TRIPS = 0.8, 8  # the best of these counts: a pause of a machine or of TCP is not the link's
+WINDOWS = 2.5  # that a turn lasts
+LEAST_AHEAD_BYTES, AHEAD_S = 128 * 1024, 0.4  # that may wait for a link: the larger of both
+EVERY_S = 0.05  # between two looks at the counters
+CONNECT_S = 2.0
+MOST_S = 8.0  # of one turn; whoever has not answered by then is left out
+MOST_ASKED = 2  # times that a member is answered in so many seconds: nobody needs more than one turn
 MOST_OTHERS = 8
 MBIT = 125_000.0  # bytes
+Sample = tuple[float, int]  # when, and bytes until then
 
 
 class LinkSpeed:
@@ -40,10 +47,6 @@ class LinkSpeed:
         self._node = node
         self.measured_mbps: tuple[float, float] | None = None  # up and down, of this member
         self.measured: set[str] = set()  # members whose speed in the view was measured, not stated
-        self._incoming: dict[str, list[float]] = {}  # when each block came, of those that are coming in
-        self._sent: dict[str, list[float]] = {}  # the same of our blocks, as others say
-        self._received: dict[str, list[float]] = {}
-        self._changed = asyncio.Event()
         self._asked_at: dict[str, list[float]] = {}
         self._is_measuring = False
 
@@ -67,22 +70,7 @@ class LinkSpeed:
         if isinstance(message, say.SpeedTurn) and peer == node.view.leader:
             self.take_turn()
         elif isinstance(message, say.SpeedRequest) and self._may_ask(peer):
-            node.spawn(self._send(peer, message.size))
-        elif isinstance(message, say.SpeedReport):
-            self._sent[peer] = message.arrivals_s
-            self._changed.set()
-
-    def on_block(self, peer: str, size: int, *, is_last: bool) -> None:
-        """Some bytes that somebody measures with."""
-        arrivals = self._incoming.setdefault(peer, [])
-        if not is_last:
-            if size == BLOCK_BYTES and len(arrivals) <= MOST_BYTES // BLOCK_BYTES:
-                arrivals.append(time.monotonic())
-            return
-        del self._incoming[peer]
-        self._received[peer] = [round(at - arrivals[0], 5) for at in arrivals[1:]]  # the first only starts the clock
-        self._node.links.post(peer, say.SpeedReport(arrivals_s=self._received[peer]))
-        self._changed.set()
+            node.spawn(self._send(peer, message.seconds))
 
     def take_turn(self) -> None:
         """Measure now, unless the speed was stated or a turn is under way."""
@@ -92,79 +80,96 @@ class LinkSpeed:
 
     async def _measure(self) -> None:
         node = self._node
-        others = [peer for peer in node.view.ids if peer in node.links.data][:MOST_OTHERS]
-        trips_s = LONG_ENOUGH_TRIPS * 2 * max((node.latency_s.get(peer, 0.0) for peer in others), default=0.0)
-        size, up, down = FIRST_BYTES, 0.0, 0.0
+        others = await self._links()
+        trip_s = 2 * max((node.latency_s.get(peer, 0.0) for peer in others), default=0.0)
+        begin_s, window_s = max(BEGIN_S, BEGIN_TRIPS * trip_s), max(WINDOW_S, WINDOW_TRIPS * trip_s)
+        lasts_s = min(MOST_SPEED_S, begin_s + WINDOWS * window_s)
+        up: list[list[Sample]] = [[] for _ in others]
+        down: list[list[Sample]] = [[] for _ in others]
         try:
-            async with asyncio.timeout(MOST_S):
-                while others:
-                    began = time.monotonic()
-                    up, down = await self._exchange(others, size)
-                    if size >= MOST_BYTES or time.monotonic() - began > max(LONG_ENOUGH_S, trips_s):
-                        break
-                    size *= 4
-                for _ in range(REPEATS if others else 0):
-                    again = await self._exchange(others, size)
-                    up, down = max(up, again[0]), max(down, again[1])
-        except TimeoutError:
-            pass  # what was measured with fewer bytes counts
+            for peer in others:
+                node.links.post(peer, say.SpeedRequest(seconds=lasts_s))
+            sending = [node.spawn(self._send(peer, lasts_s)) for peer in others]
+            ends = time.monotonic() + lasts_s
+            while (now := time.monotonic()) < ends and others and not _is_over(up, down):
+                for link, sent, received in zip(others.values(), up, down, strict=True):
+                    moved = link.moved_bytes()
+                    sent.append((now, moved[0]))
+                    received.append((now, moved[1]))
+                await asyncio.sleep(EVERY_S)
+            await asyncio.gather(*sending, return_exceptions=True)
         finally:
             self._is_measuring = False
-        if up > 0.0 and down > 0.0:
-            self.measured_mbps = (_three_digits(up / MBIT), _three_digits(down / MBIT))
+        speeds = [steady_rate(streams, begin_s, window_s) for streams in (up, down)]
+        if min(speeds) > 0.0:
+            self.measured_mbps = (_three_digits(speeds[0] / MBIT), _three_digits(speeds[1] / MBIT))
             self.on_heartbeat(node.me, self.measured_mbps)
             node.send_heartbeats()
 
-    async def _exchange(self, others: list[str], size: int) -> tuple[float, float]:
-        """So many bytes to each of the others and from each; bytes a second of all together."""
-        self._sent, self._received = {}, {}
-        for peer in others:
-            self._node.links.post(peer, say.SpeedRequest(size=size))
-        sending = [self._node.spawn(self._send(peer, size)) for peer in others]
-        try:
-            while not (set(others) <= set(self._sent) and set(others) <= set(self._received)):
-                self._changed.clear()
-                await self._changed.wait()
-        finally:
-            for task in sending:
-                task.cancel()
-        return rate_together(list(self._sent.values())), rate_together(list(self._received.values()))
+    async def _links(self) -> dict[str, PeerConnection]:
+        """To the members to measure with, which may not be connected yet: without one a link looks slower."""
+        node, others = self._node, [peer for peer in self._node.view.ids if peer != self._node.me][:MOST_OTHERS]
+        waits = (node.links.data_link(peer, CONNECT_S) for peer in others)
+        found = await asyncio.gather(*waits, return_exceptions=True)
+        return {peer: link for peer, link in zip(others, found, strict=True) if isinstance(link, PeerConnection)}
 
-    async def _send(self, peer: str, size: int) -> None:
+    async def _send(self, peer: str, seconds: float) -> None:
+        """Bytes for so long; those that wait are few when it is over, for they are in the way of the next turn.
+
+        Nearly half a second's worth may wait, so that a link does not wait for a processor that is busy elsewhere.
+        """
+        began, sent = time.monotonic(), 0
         try:
             link = await self._node.links.data_link(peer, 1.0)
-            for _ in range(1 + -(-size // BLOCK_BYTES)):
-                await link.send(say.SpeedBlock(is_last=False), bytes(BLOCK_BYTES))
-            await link.send(say.SpeedBlock(is_last=True))
+            before = link.moved_bytes()[0]
+            while sent < MOST_BYTES and (passed_s := time.monotonic() - began) < seconds:
+                moved = link.moved_bytes()[0] - before
+                if sent - moved > max(LEAST_AHEAD_BYTES, AHEAD_S * moved / max(passed_s, EVERY_S)):
+                    await asyncio.sleep(AHEAD_S / 40)
+                    continue
+                async with asyncio.timeout(seconds):
+                    await link.send(say.SpeedBlock(), bytes(BLOCK_BYTES))
+                sent += BLOCK_BYTES
         except (OSError, TimeoutError):
             return  # the turn ends without this member
 
     def _may_ask(self, peer: str) -> bool:
-        """One turn is a few requests of growing size; more than that within a while nobody needs."""
         now = time.monotonic()
-        recent = [at for at in self._asked_at.get(peer, []) if now - at < BETWEEN_S]
+        recent = [at for at in self._asked_at.get(peer, []) if now - at < MOST_S]
         self._asked_at[peer] = [*recent, now][-8:]
-        return len(recent) < 3 + REPEATS
+        return len(recent) < MOST_ASKED
 
 
-def rate_together(arrivals_s: list[list[float]]) -> float:
-    """Bytes a second of several streams while all of them flow: until the first of them ends.
+def steady_rate(streams: Sequence[Sequence[Sample]], begin_s: float, window_s: float) -> float:
+    """Bytes a second of several streams together, looked at at the same times: the best window after the beginning.
 
-    After that the others have the link for themselves, and their own rates sum to more than it carries.
+    Streams end when all of their bytes have come. From the first end on others would have the link for themselves,
+    so nothing after it counts. Where that leaves no whole window, all that was seen is one.
 
-    >>> round(rate_together([[0.1, 0.2], [0.1, 0.2, 0.3, 0.4]]) / BLOCK_BYTES)
-    20
+    >>> even = [(at / 10, 100 * at) for at in range(30)]
+    >>> round(steady_rate([even, even], 0.4, 0.8)), round(steady_rate([even[:5], even], 0.4, 0.8))
+    (2000, 2000)
     """
-    streams = [one for one in arrivals_s if one and one[-1] > 0.0]
-    end = min((one[-1] for one in streams), default=0.0)
-    blocks = 0.0
-    for one in streams:
-        whole = bisect_right(one, end)
-        blocks += whole
-        if whole < len(one):  # a part of the next block
-            before = one[whole - 1] if whole else 0.0
-            blocks += (end - before) / (one[whole] - before)
-    return BLOCK_BYTES * blocks / max(1e-4, end)
+    flowing = [one for one in streams if len(one) > 1 and one[-1][1] > one[0][1]]
+    if not flowing:
+        return 0.0
+    least = min(map(len, flowing))
+    ends = min(max(at for at in range(1, least) if one[at][1] > one[at - 1][1] or at == 1) for one in flowing)
+    times = [at for at, _ in flowing[0][: ends + 1]]
+    total = [sum(one[at][1] for one in flowing) for at in range(ends + 1)]
+    first = next((place for place, at in enumerate(times) if at - times[0] >= begin_s), ends)
+    best, start = 0.0, first
+    for place in range(first, ends + 1):
+        while start + 1 < place and times[place] - times[start + 1] >= window_s:
+            start += 1
+        if times[place] - times[start] >= window_s:
+            best = max(best, (total[place] - total[start]) / (times[place] - times[start]))
+    return best or (total[-1] - total[0]) / max(1e-4, times[-1] - times[0])
+
+
+def _is_over(up: list[list[Sample]], down: list[list[Sample]]) -> bool:
+    """Whether a stream has moved all that it may."""
+    return any(one and one[-1][1] - one[0][1] >= MOST_BYTES for one in itertools.chain(up, down))
 
 
 def _three_digits(value: float) -> float:

@@ -23,7 +23,8 @@ from msgspec import Meta
 
 from phalanx.peers.facts import Member, MemberView, PeerProgress, RunFacts
 
-PROTOCOL = 2
+PROTOCOL = 3
+MOST_SPEED_S = 5.0  # that a link is measured
 Text = Annotated[str, Meta(max_length=500)]
 PeerId = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
@@ -255,21 +256,13 @@ class SpeedTurn(CompactMessage, frozen=True, kw_only=True, tag="speed-turn"):
 
 
 class SpeedRequest(CompactMessage, frozen=True, kw_only=True, tag="speed-request"):
-    """Send so many bytes to me, as fast as the link takes them."""
+    """Send to me for so long, as fast as the link takes it."""
 
-    size: Annotated[int, Meta(ge=1, le=2**20)]
+    seconds: Annotated[float, Meta(gt=0.0, le=MOST_SPEED_S)]
 
 
 class SpeedBlock(CompactMessage, frozen=True, kw_only=True, tag="speed-block"):
-    """Some of these bytes, on the data connection."""
-
-    is_last: bool
-
-
-class SpeedReport(CompactMessage, frozen=True, kw_only=True, tag="speed-report"):
-    """When each block of them came, in seconds after the first."""
-
-    arrivals_s: Annotated[list[Amount], Meta(max_length=128)]
+    """Bytes that only show how fast they come, on the data connection."""
 
 
 class StateRequest(CompactMessage, frozen=True, kw_only=True, tag="state-request"):
@@ -325,7 +318,6 @@ LaterMessage = (
     | SpeedTurn
     | SpeedRequest
     | SpeedBlock
-    | SpeedReport
     | StateRequest
     | Manifest
     | StateBlock

@@ -284,15 +284,13 @@ class PeerNode:
             self.views.on_message(peer, message)
         elif isinstance(message, say.Ready | say.Withdraw | say.AttemptFailed | say.UpdateNorms | say.ResultDigest):
             self.leader.on_message(peer, message)
-        elif isinstance(message, say.SpeedTurn | say.SpeedRequest | say.SpeedReport):
+        elif isinstance(message, say.SpeedTurn | say.SpeedRequest):
             self.speed.on_message(peer, message)
         else:
             self.rounds.on_message(peer, message)
 
     async def _on_data(self, connection: PeerConnection, message: PeerMessage, data: bytes) -> None:
-        if isinstance(message, say.SpeedBlock):
-            self.speed.on_block(connection.peer, len(data), is_last=message.is_last)
-        else:
+        if not isinstance(message, say.SpeedBlock):  # which the kernel has counted
             await self.rounds.on_data(connection, message, data)
 
     def _on_heartbeat(self, connection: PeerConnection, message: say.PeerHeartbeat) -> None:

@@ -279,7 +279,7 @@ def plan_shares(members: list[Member], codec: str = "fp32", measured: Container[
     total = sum(speeds)
     for place, member in enumerate(members):
         if member.id in measured and speeds[place] > TAKES_ALL * (total - speeds[place]) > 0.0:
-            speeds[place] = 100.0 * total
+            speeds[place] = 1e4 * total  # the share of the others is then less than can be cut
     if len(set(speeds)) == 1 or codec in GATHERED_CODECS:
         owners = sum(not member.client_only for member in members)
         return [0.0 if member.client_only else 1.0 / owners for member in members]

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.plan.cases import FP4, FP8, FP32, ZERO_BUBBLE, Cases, Floats
+from phalanx.plan.lean_step import drops_logits
 from phalanx.plan.physics import Physics, Profile
 
 TILE_FLOPS = 2.0 * 128 * 256  # FLOPs per unit of K of the tile shape large matmuls use
@@ -200,7 +201,9 @@ def compute_seconds(c: Cases, k: Physics, f: Profile) -> Compute:
     recompute = np.where(c.recompute == FULL, again_full, np.where(c.recompute == SELECTIVE, again_selective, 0.0))
     narrow = (c.precision == FP8) | (c.precision == FP4)
     per_layer = k.kernels * (1.0 + k.tensor_kernels * (c.tp > 1)) * (1.0 + f.narrow_kernels * narrow)
-    work = matmul_pass(c, k, c.tokens, c.vocab / c.tp, c.hidden, wide)
+    in_parts = drops_logits(c.tokens, c.vocab, tensor=c.tp, pipeline=c.pp)  # the trainer's other losses stay in 16 bit
+    head_rate = np.where((np.asarray(f.narrow_head) > 0) & in_parts, rate, wide)
+    work = matmul_pass(c, k, c.tokens, c.vocab / c.tp, c.hidden, head_rate)
     loss = c.tokens * c.vocab / c.tp * k.loss_bytes * f.loss / (c.memory_bytes_per_s * k.memory)
     head_pass = work + Pass(forward=loss / 3.0, backward=2.0 * loss / 3.0)
     return Compute(

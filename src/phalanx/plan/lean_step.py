@@ -13,6 +13,7 @@ from phalanx.plan.cases import Floats
 
 LEAST_LOGITS = 2**26  # fewer (128 MiB in 16 bit) are held: nothing is gained
 CHUNK_LOGITS = 4.3e8  # at once: 0.8 GiB in 16 bit, about 3,300 tokens of a vocabulary of 128,256
+GROUP_LOGITS = 2.2e9  # in fp8, whose tokens the weight's gradient sums over at once: 2 GiB, about 16,000 tokens
 CHUNK_UNIT = 256  # tokens: what tiles of matrix products divide
 LEAST_PRODUCT = 2**24  # elements of an MLP's product; a smaller one is kept
 
@@ -36,6 +37,15 @@ def loss_chunk(tokens: float | Floats, vocab: float | Floats) -> Floats:
     count = np.asarray(tokens, dtype=np.float64)
     parts = np.maximum(np.ceil(count * vocab / CHUNK_LOGITS), 1.0)
     return np.asarray(np.minimum(count, np.ceil(count / parts / CHUNK_UNIT) * CHUNK_UNIT))
+
+
+def group_tokens(chunk: float | Floats, vocab: float | Floats) -> Floats:
+    """Tokens over which an fp8 head's weight gradient is summed at once: whole parts of `loss_chunk`.
+
+    >>> int(group_tokens(3_328, 128_256))
+    16640
+    """
+    return np.asarray(np.maximum(np.floor(GROUP_LOGITS / vocab / chunk), 1.0) * chunk)
 
 
 def drops_product(

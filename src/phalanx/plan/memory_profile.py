@@ -45,6 +45,7 @@ class MemoryProfile:
     counted: Number = 0.0  # 1: by `trainer_memory.py`, and hidden_copies to logit_bytes above are not looked at
     compiled: Number = 0.0  # 1: blocks and loss are compiled, except under a schedule that splits backward
     chunked_loss: Number = 0.0  # 1: large logits are held in parts (lean_step.py)
+    float8_head: Number = 0.0  # 1: and their products are in fp8, which keeps copies of what it multiplies
     dropped_product: Number = 0.0  # 1: backward makes the product of a large gated MLP again
     heads_copies: Number = 0.0  # further tensors of the queries' width that context parallelism keeps (Ulysses: 1)
     sequence_copies: Number = 0.0  # whole sequences of keys and values in one layer's backward (all-gather: 3)

@@ -81,6 +81,7 @@ class Profile:
     selective_streams: Number = 1.0  # memory-bound work it repeats, relative to Physics.selective
     early_stop: Number = 0.0  # 1: full recompute stops before a layer's last matrix, whose result nobody needs
     narrow_share: Number = 1.0  # share of a layer's matmul FLOPs done in fp8 or fp4; our own trainer, all
+    narrow_head: Number = 0.0  # 1: a head whose loss goes over the tokens in parts has the layers' format; ours, asked
     launch_s: Number = 10e-6  # host time to issue one device operation
     narrow_kernels: Number = 0.0  # more of them per layer in fp8 and fp4, as a share: rounding and transposing
     launch_sharpness: Number = 4.0  # p of the p-norm that joins device time and the host's: how well it runs ahead

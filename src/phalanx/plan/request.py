@@ -139,6 +139,8 @@ def request_from_job(
     profile = update_profile(shipped_profiles()[profile_name], job.optim.name, job.precision.optimizer_state)
     if job.precision.grad_reduce == "bf16":
         profile = replace(profile, gradient_bytes=2.0)
+    if job.precision.fp8_head and trains_with_phalanx(job):
+        profile = replace(profile, narrow_head=1.0)
     if cluster.launch_s > 0:
         profile = replace(profile, launch_s=profile.launch_s * cluster.launch_s / PROBED_LAUNCH_S)
     kept = memory_profiles()
@@ -205,6 +207,7 @@ def memory_profile(job: Job, framework_memory: MemoryProfile, *, on_cpu: bool = 
             framework_memory,
             compiled=1.0 if compiled else 0.0,
             chunked_loss=1.0 if lean and not job.plugins.loss else 0.0,
+            float8_head=1.0 if job.precision.fp8_head else 0.0,
             dropped_product=1.0 if lean and job.model.gated and job.model.activation == "silu" else 0.0,
             heads_copies=1.0 if kind == "ulysses" else 0.0,
             sequence_copies=3.0 if kind == "allgather" else 0.0,

@@ -84,7 +84,7 @@ def mode_exchange(sites: Sequence[SitePace], values: float, sync: SyncSettings) 
     part = math.ceil(values / fragments)
     return exchange_time(
         [site.link for site in sites],
-        encoded_bytes(sync.codec, part, sync.top_share),
+        encoded_bytes(sync.codec, part, sync.sent_share()),
         round_trips=ROUND_TRIPS if len(sites) > 2 else ROUND_TRIPS_OF_TWO,
         values=part,
         values_per_s=CODEC_VALUES_PER_S[sync.codec],

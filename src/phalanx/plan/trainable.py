@@ -129,6 +129,15 @@ def precision_problems(job: Job) -> list[Problem]:
         return [
             Problem(where="precision.compute", what="fp4 is planned but not trained", fix='use "fp8", "bf16" or "fp32"')
         ]
+    if job.precision.fp8_head and job.precision.compute != "fp8":
+        return [
+            Problem(
+                where="precision.fp8_head",
+                what=f'fp8_head = true with compute = "{job.precision.compute}"',
+                why="the head is never narrower than the layers before it",
+                fix='set compute = "fp8", or leave fp8_head out',
+            )
+        ]
     if job.precision.compute == "fp16" and not job.precision.master_weights:
         return [
             Problem(

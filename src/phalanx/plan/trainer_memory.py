@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from phalanx.plan.cases import FP8, SCHEDULES, ZERO_BUBBLE, Cases, Floats, at_places
 from phalanx.plan.compute import FULL, SELECTIVE, element_bytes, routed_tokens
-from phalanx.plan.lean_step import drops_logits, drops_product, loss_chunk
+from phalanx.plan.lean_step import drops_logits, drops_product, group_tokens, loss_chunk
 from phalanx.plan.memory_profile import (
     OFFLOAD_ACTIVATIONS,
     OFFLOAD_PARAMETERS,
@@ -119,6 +119,13 @@ def _chunks_loss(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
     """Where the trainer never holds all logits of a micro-batch."""
     large = drops_logits(c.tokens, c.vocab, tensor=c.tp, pipeline=c.pp)
     return np.asarray((np.asarray(f.chunked_loss) > 0) & large)
+
+
+def _float8_head_bytes(c: Cases) -> Floats:
+    """More that a head in fp8 holds: its weight in one byte twice, and gradients of logits, those of several parts."""
+    part = loss_chunk(c.tokens, c.vocab)
+    together = np.minimum(c.tokens, group_tokens(part, c.vocab))
+    return np.asarray(2.0 * c.vocab * c.hidden + (part + together) * c.vocab)
 
 
 def _drops_product(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
@@ -227,6 +234,8 @@ def _counted_moments(
     whole = load["head"] * np.where(chunked, 0.0, each_logit)
     # In parts: those of some tokens, beside the gradients of the head and of its input.
     part = load["head"] * np.where(chunked, loss_chunk(c.tokens, c.vocab) * c.vocab * size, 0.0)
+    if np.any(np.asarray(f.float8_head)):
+        part = part + load["head"] * np.where(chunked, np.asarray(f.float8_head) * _float8_head_bytes(c), 0.0)
     inputs = load["head"] * np.where(chunked, (c.vocab * c.hidden + c.tokens * c.hidden) * size, 0.0)
     moments = [
         (at_head + inputs, part + whole * (logit + wider + waiting + late_logits)),

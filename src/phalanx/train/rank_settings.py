@@ -29,6 +29,7 @@ class Settings:
     layout: Layout
     sequence: int
     compute: str = "fp32"
+    fp8_head: bool = False  # the products of the output head too, where its loss goes over the tokens in parts
     reduce: str = "fp32"
     master: str = "fp32"
     context_kind: str = "ring"
@@ -57,6 +58,7 @@ class Settings:
             layout=layout,
             sequence=job.data.sequence,
             compute=job.precision.compute,
+            fp8_head=job.precision.fp8_head,
             reduce=job.precision.grad_reduce if reduced else "fp32",
             master="fp32" if job.precision.master_weights or not reduced else "bf16",
             context_kind=job.parallel.context_kind,

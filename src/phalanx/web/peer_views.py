@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.io.values import at, integer, number, printable, seconds, text
-from phalanx.network.slow_shares import water_filling
 from phalanx.record.events import Event
 from phalanx.record.run_files import read_json
 from phalanx.web.answer import AnswerParts, Json
@@ -106,7 +105,9 @@ def _known_peers(rounds: Sequence[Event], happened: Sequence[Event], status: Jso
         if isinstance(one, dict) and (peer := text(one, "id")):
             _take_link(entry(peer), one)
             found[peer]["is_self"] = peer == text(status, "id")
-    _fill_shares([found[peer] for peer in found if peer in present])
+    shares = next((one for event in reversed(rounds) if (one := _table(event, "shares"))), {})
+    for peer in present if shares else ():
+        found[peer]["share"] = number(shares, peer) or 0.0  # who averages nothing is not in it
     whole = sum(number(credit, peer) or 0.0 for peer in credit)
     rows = []
     for peer, row in found.items():
@@ -126,16 +127,6 @@ def _take_link(row: Json, said: Mapping[str, Any]) -> None:
             row[key] = value
     if isinstance(said.get("client_only"), bool):
         row["client_only"] = said["client_only"]
-
-
-def _fill_shares(rows: Sequence[Json]) -> None:
-    """The parts of the vector that members average, which follow from their bandwidths as the peers cut it."""
-    speeds = [min(row["up_mbps"] or 0.0, row["down_mbps"] or 0.0) for row in rows]
-    clients = [row["client_only"] for row in rows]
-    if not rows or min(speeds) <= 0.0 or all(clients):
-        return  # a peer that does not know its bandwidth: nobody here knows how the vector is cut
-    for row, share in zip(rows, water_filling(speeds, clients), strict=True):
-        row["share"] = share
 
 
 def _happened_row(event: Event) -> Json:

@@ -134,8 +134,9 @@ def test_operators_say_what_they_change() -> None:
     grad, gate, up = (torch.randn(5, 7) for _ in range(3))
     torch.library.opcheck(ops.swiglu_gradients_.default, (grad, gate, up), test_utils=utils)
     torch.library.opcheck(
-        linear_cross_entropy_op, (torch.randn(5, 4), torch.randn(7, 4), targets, 1.0, 2), test_utils=utils
+        linear_cross_entropy_op, (torch.randn(5, 4), torch.randn(7, 4), targets, 1.0, 2, False), test_utils=utils
     )
+    torch.library.opcheck(ops.cross_entropy_float8.default, (logits, targets), test_utils=utils)
     states = tuple(torch.rand(9) for _ in range(4))
     torch.library.opcheck(ops.adamw_.default, (*states, 1e-3, 0.9, 0.95, 1e-8, 0.1, 3, 0), test_utils=utils)
 

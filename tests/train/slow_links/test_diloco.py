@@ -53,6 +53,17 @@ def test_the_outer_step_is_nesterov(trials, wide) -> None:
     assert equal(*peers)
 
 
+def test_sparse_updates_of_peers_are_added_up(trials) -> None:
+    """Most values are sent by one peer: divided by all, they would move the weights by a part of what it went."""
+    plan = trials.plan(PLAIN + 'codec = "topk-2bit"\ninner_steps = 2', steps=6)
+    peers, sent = train_with_notes(trials, plan, count=3)
+    shared = flat(peers[0].first)
+    for number in (1, 2, 3):
+        shared = shared - sum(sent[number, f"peer-{place}"] for place in range(3))
+    assert np.abs(shared - flat(peers[0].weights)).max() < 1e-5
+    assert equal(peers[0], peers[2])
+
+
 def test_synchronous_steps_come_first_and_equal_one_process(trials, wide) -> None:
     alone = trials.start(trials.plan(), None)
     plan = trials.plan('mode = "diloco"\npeers = 2\nsynchronous_steps = 6\n')

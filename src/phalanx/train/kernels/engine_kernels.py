@@ -17,7 +17,7 @@ from phalanx.train.kernels.model_kernels import LayerKernels, choose_layer_kerne
 from phalanx.train.kernels.selector import BUILTIN, KernelChoice
 from phalanx.train.optim.adamw import AdamW
 from phalanx.train.optim.base import Optimizer
-from phalanx.train.parallel.float8_choice import choose_float8_layers
+from phalanx.train.parallel.float8_choice import choose_float8_head, choose_float8_layers
 from phalanx.train.rank_settings import Settings
 from phalanx.units import format_bytes
 
@@ -32,12 +32,12 @@ class StepKernels:
     optimizer: KernelChoice | None = None
     layers: LayerKernels | None = None
     float8: KernelChoice | None = None  # of whole layers in fp8
+    float8_head: KernelChoice | None = None
 
     def describe(self) -> list[str]:
         """For a person."""
         lines = self.layers.describe() if self.layers is not None else []
-        if self.float8 is not None:
-            lines.append(self.float8.describe())
+        lines += [one.describe() for one in (self.float8, self.float8_head) if one is not None]
         return [*lines, self.optimizer.describe()] if self.optimizer is not None else lines
 
 
@@ -50,6 +50,7 @@ def choose_kernels(
         optimizer=choose_optimizer_kernel(optimizer, device, world=world),
         layers=choose_layer_kernels(models, settings, device, world=world, folder=folder),
         float8=choose_float8_layers(models, settings, device, world=world, folder=folder),
+        float8_head=choose_float8_head(models, settings, device, world=world, folder=folder),
     )
 
 
@@ -85,6 +86,8 @@ def kernel_lines(engine: Engine) -> list[str]:
         else:
             held = f"logits become their gradient in place, {format_bytes(tokens * each)}"
         lines.append(f"head and loss: {held}")
+    elif settings.fp8_head:
+        lines.append("head and loss: in 16 bit; fp8 needs a loss in parts (train.lean, no tensor or pipeline ranks)")
     if settings.drops_product(shape, device):
         saved = tokens * shape.ffn * size * len(engine.parts[0].model.layers)
         lines.append(f"MLP: backward makes gate · up again instead of keeping {format_bytes(saved)}")

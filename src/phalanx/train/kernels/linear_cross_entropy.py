@@ -25,7 +25,9 @@ from torch import Tensor
 
 from phalanx.plan.lean_step import loss_chunk
 from phalanx.train.data.batches import IGNORED
+from phalanx.train.kernels.float8_head import fits_float8_head, float8_loss_and_gradients
 from phalanx.train.kernels.kernel_op import Inputs, KernelOp, KernelWork, Outputs, Shape, register_kernel
+from phalanx.train.kernels.softmax_rows import plain_row_gradients, row_blocks_and_warps
 from phalanx.train.kernels.triton_support import can_launch, on_device
 
 try:
@@ -34,25 +36,23 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-ROW_BLOCK, ROW_WARPS = 8192, 8  # logits that one program reads at once, and its warps: the best of ten on an H200
-
 
 def linear_cross_entropy(
-    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, scale: float = 1.0, chunk: int = 0
+    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, scale: float = 1.0, chunk: int = 0, float8: bool = False
 ) -> Tensor:
     """Cross-entropy of hidden · weightᵀ summed over the valid targets, in float32 or wider.
 
     Gradients are computed in forward, for a loss that is multiplied by `scale`. `chunk` tokens at a time, 0: as many as
-    `loss_chunk` says.
+    `loss_chunk` says. `float8`: while training, its three products in fp8 where sizes allow it (`float8_head.py`).
     """
     if torch.compiler.is_compiling():
-        loss: Tensor = linear_cross_entropy_op(hidden_TD, weight_VD, targets_T, scale, chunk)[0]
+        loss: Tensor = linear_cross_entropy_op(hidden_TD, weight_VD, targets_T, scale, chunk, float8)[0]
         return loss
     if not torch.is_grad_enabled():
         return _loss_and_gradients(
             hidden_TD, weight_VD, targets_T, scale, chunk, wants_hidden=False, wants_weight=False
         )[0]
-    out: Tensor = _LinearCrossEntropy.apply(hidden_TD, weight_VD, targets_T, scale, chunk)
+    out: Tensor = _LinearCrossEntropy.apply(hidden_TD, weight_VD, targets_T, scale, chunk, float8)
     return out
 
 
@@ -60,17 +60,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The operator below by its parts, so that a trace sees every product of it."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int, float8: bool
+    ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         loss, grad_hidden, grad_weight = _loss_and_gradients(
-            hidden_TD, weight_VD, targets_T, scale, chunk, wants_hidden=wants_hidden, wants_weight=wants_weight
-        )
+            hidden_TD, weight_VD, targets_T, scale, chunk, wants_hidden=wants_hidden,
+            wants_weight=wants_weight, float8=float8,
+        )  # fmt: skip
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.scale = scale
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         if ctx.scale is None:
             raise RuntimeError("this loss went backward before: its gradients are made once, in forward")
         grad_hidden, grad_weight = ctx.saved_tensors
@@ -79,7 +82,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for grad in (grad_hidden, grad_weight):
             if grad is not None:
                 torch.ops.phalanx.scale_unless_one_(grad, factor)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _loss_and_gradients(
@@ -91,8 +94,11 @@ def _loss_and_gradients(
     *,
     wants_hidden: bool = True,
     wants_weight: bool = True,
+    float8: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     tokens, vocab = hidden_TD.shape[0], weight_VD.shape[0]
+    if float8 and tokens and fits_float8_head(tokens, hidden_TD.shape[1], vocab):
+        return float8_loss_and_gradients(hidden_TD, weight_VD, targets_T, scale, chunk)
     grad_hidden = torch.empty_like(hidden_TD) if wants_hidden else None
     grad_weight = torch.empty_like(weight_VD) if wants_weight else None
     if not tokens:
@@ -125,10 +131,10 @@ def _parts(tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
 
 @torch.library.custom_op("phalanx::linear_cross_entropy", mutates_args=())
 def linear_cross_entropy_op(
-    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int
+    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int, float8: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and the gradients of `scale` times it by hidden states and weight."""
-    loss, grad_hidden, grad_weight = _loss_and_gradients(hidden_TD, weight_VD, targets_T, scale, chunk)
+    loss, grad_hidden, grad_weight = _loss_and_gradients(hidden_TD, weight_VD, targets_T, scale, chunk, float8=float8)
     assert grad_hidden is not None
     assert grad_weight is not None
     return loss, grad_hidden, grad_weight
@@ -136,9 +142,9 @@ def linear_cross_entropy_op(
 
 @linear_cross_entropy_op.register_fake
 def _loss_shapes(
-    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int
+    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale: float, chunk: int, float8: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del targets_T, scale, chunk
+    del targets_T, scale, chunk, float8
     wide = torch.promote_types(hidden_TD.dtype, torch.float32)
     return hidden_TD.new_empty((), dtype=wide), torch.empty_like(hidden_TD), torch.empty_like(weight_VD)
 
@@ -150,11 +156,18 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 def _scale_gradients(
     ctx: Any, grad_loss: Tensor, _: Tensor | None, __: Tensor | None
-) -> tuple[Tensor, Tensor, None, None, None]:
+) -> tuple[Tensor, Tensor, None, None, None, None]:
     """Gradients of the gradients are not offered: only the loss has one."""
     grad_hidden, grad_weight = ctx.saved_tensors
     factor = grad_loss / torch.full_like(grad_loss, ctx.scale)
-    return (grad_hidden * factor).to(grad_hidden.dtype), (grad_weight * factor).to(grad_weight.dtype), None, None, None
+    return (
+        (grad_hidden * factor).to(grad_hidden.dtype),
+        (grad_weight * factor).to(grad_weight.dtype),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 linear_cross_entropy_op.register_autograd(_scale_gradients, setup_context=_keep_gradients)
@@ -173,26 +186,20 @@ def _turn_into_gradient(logits_TV: Tensor, targets_T: Tensor, scale: float) -> T
         return plain_gradient_(logits_TV, targets_T, scale)
     tokens, vocab = logits_TV.shape
     losses_T = torch.empty(tokens, dtype=torch.float32, device=logits_TV.device)
-    block = min(ROW_BLOCK, triton.next_power_of_2(vocab))
+    block, warps = row_blocks_and_warps(vocab)
     with on_device(logits_TV):
         _row_gradient[(tokens,)](
             logits_TV, targets_T.contiguous(), losses_T, vocab, logits_TV.stride(0), scale,
-            IGNORED_TARGET=IGNORED, BLOCK=block, num_warps=max(1, min(ROW_WARPS, block // 256)),
+            IGNORED_TARGET=IGNORED, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return losses_T
 
 
 def plain_gradient_(logits_TV: Tensor, targets_T: Tensor, scale: float) -> Tensor:
     """What the kernel computes, in plain operations."""
-    wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    sums_T1 = wide_TV.logsumexp(dim=1, keepdim=True)
-    is_valid_T1 = (targets_T != IGNORED)[:, None]
-    column_T1 = torch.where(is_valid_T1, targets_T[:, None], 0)
-    losses_T1 = torch.where(is_valid_T1, sums_T1 - wide_TV.gather(1, column_T1), 0.0)
-    grad_TV = torch.exp(wide_TV - sums_T1)
-    grad_TV.scatter_add_(1, column_T1, torch.full_like(losses_T1, -1.0))
-    logits_TV.copy_(torch.where(is_valid_T1, grad_TV * scale, 0.0))
-    return losses_T1.squeeze(1)
+    grad_TV, losses_T = plain_row_gradients(logits_TV, targets_T)
+    logits_TV.copy_(grad_TV * scale)
+    return losses_T
 
 
 @torch.library.register_fake("phalanx::cross_entropy_gradient_")  # type: ignore[untyped-decorator]
@@ -221,6 +228,7 @@ def _scaled_shape(values: Tensor, factor: Tensor) -> None:
 
 
 if triton is not None:
+    from phalanx.train.kernels.softmax_rows import row_log2_sum
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _row_gradient(logits, targets, losses, vocab, stride, scale,  # type: ignore[no-untyped-def]
@@ -238,16 +246,7 @@ if triton is not None:
         else:
             is_word = (target >= 0) & (target < vocab)
             wanted = tl.load(start_of_row + target, mask=is_word, other=float("nan")).to(tl.float32)
-            # In powers of two: one multiplication less per logit. Lanes have sums of their own, joined at the end.
-            most = -1e30
-            total = tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, vocab, BLOCK):
-                column = start + columns
-                x = tl.load(start_of_row + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-                larger = tl.maximum(most, tl.max(x, axis=0) * LOG2E)
-                total = total * tl.exp2(most - larger) + tl.exp2(x * LOG2E - larger)
-                most = larger
-            logsum = most + tl.log2(tl.sum(total, axis=0))
+            logsum = row_log2_sum(start_of_row, vocab, BLOCK)
             for start in range(0, vocab, BLOCK):
                 column = start + columns
                 x = tl.load(start_of_row + column, mask=column < vocab, other=0.0).to(tl.float32)

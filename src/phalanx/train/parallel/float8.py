@@ -6,7 +6,8 @@ the largest of its rows' (`kernels/float8_rounding.py` says why).
 A weight gradient sums over all tokens of a micro-batch. Tensor cores add fp8 products with about 14 bits unless told
 otherwise ("fast accumulation"), and over 16,384 tokens of real text such sums came out up to 16 % too small (an H200;
 0.2 % with fp32 sums, the rounding itself): weight gradients are summed in fp32, at 2 to 11 % of the product's time.
-What backward needs of an input is kept as its rounded, transposed copy: half the bytes. The head is left alone.
+What backward needs of an input is kept as its rounded, transposed copy: half the bytes. The head is left alone, unless
+`precision.fp8_head` asks for it (`kernels/float8_head.py`).
 
 Under tensor parallelism every rank multiplies its own part, with scales of its own part: where a product sums over what
 is split (rows of a matrix forward, columns backward), a row has a scale per rank instead of one, and none is exchanged.
@@ -25,10 +26,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from phalanx.errors import mistake
+from phalanx.train.kernels.float8_product import UNIT, multiply_fp8
 from phalanx.train.kernels.float8_rounding import float8_transposed, round_rows
 
 LEAST_CAPABILITY = (8, 9)  # Ada and Hopper
-UNIT = 16  # _scaled_mm wants multiples of this in what it sums over and in the width of its result
 
 
 def refuse_without_float8(device: torch.device) -> None:
@@ -175,22 +176,3 @@ def _product_backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor]:
 
 fp8_product.register_autograd(_product_backward, setup_context=_save_inputs)
 FP8_PRODUCT = torch.ops.phalanx.fp8_product.default
-
-
-def multiply_fp8(
-    left_MK: tuple[Tensor, Tensor], right_NK: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast_sums: bool = True
-) -> Tensor:
-    """left rightᵀ of matrices that were rounded with one scale per row, or with one for all."""
-    (left, left_scale), (right, right_scale) = left_MK, right_NK
-    if left_scale.ndim or right_scale.ndim:  # both per row, or both for all
-        left_scale, right_scale = (
-            scale if scale.ndim else scale.expand(matrix.shape[0], 1).contiguous()
-            for matrix, scale in (left_MK, right_NK)
-        )
-        right_scale = right_scale.t()
-    if not left.is_cuda:  # no fp8 products there: the same numbers, multiplied in float32
-        return ((left.float() @ right.float().t()) * (left_scale * right_scale)).to(dtype)
-    out: Tensor = torch._scaled_mm(
-        left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=fast_sums
-    )
-    return out

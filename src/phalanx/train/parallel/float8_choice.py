@@ -1,4 +1,6 @@
-"""Which way a layer runs in fp8: each matrix apart, or norms and activation fused with them; by measurement.
+"""Which way a layer runs in fp8, by measurement: each matrix apart, or norms and activation fused with them.
+
+And whether the output head does too, where the job allows it.
 
 One layer of the job's shape is compiled and timed both ways, forward and backward, host included: small layers are
 limited by how fast work is issued. The faster is remembered in the user's cache, and its compiled code in torch's.
@@ -18,6 +20,8 @@ from torch import nn
 
 from phalanx.job.model import ModelShape
 from phalanx.plan.trainable import splits_backward
+from phalanx.train.kernels.float8_head import fits_float8_head
+from phalanx.train.kernels.linear_cross_entropy import linear_cross_entropy
 from phalanx.train.kernels.selector import BUILTIN, KernelChoice, choice_key, choose_measured
 from phalanx.train.models.decoder import Block, Decoder
 from phalanx.train.models.layers import rope_tables
@@ -26,6 +30,7 @@ from phalanx.train.parallel.float8_layer import can_fuse, fused_layer
 from phalanx.train.rank_settings import Settings
 
 OP, FUSED = "fp8-layer", "fused"
+HEAD_OP, FLOAT8 = "fp8-head", "fp8"
 ROUNDS = 8
 
 
@@ -110,3 +115,58 @@ def _time_layer(shape: ModelShape, settings: Settings, device: torch.device, *, 
         torch.cuda.synchronize(device)
         found.append((time.perf_counter() - began_s) / 2 * 1e3)
     return sorted(found[3:])[ROUNDS // 2]
+
+
+def choose_float8_head(
+    models: Sequence[nn.Module], settings: Settings, device: torch.device, *, world: int, folder: Path | None
+) -> KernelChoice | None:
+    """Let the head compute in fp8 if the job allows it and it is faster; every rank calls this, and rank 0 chooses.
+
+    None where there is nothing to choose: not allowed, no GPU, all logits held, or sizes that fp8 products do not take.
+    """
+    decoders = [one for one in models if isinstance(one, Decoder)]
+    if not settings.fp8_head or device.type != "cuda" or not decoders:
+        return None
+    shape = decoders[0].shape
+    tokens = settings.layout.micro_batch * settings.sequence // settings.layout.context
+    if not settings.chunks_loss(shape, device) or not fits_float8_head(tokens, shape.hidden, shape.vocab):
+        return None
+    choice = None
+    if world == 1 or dist.get_rank() == 0:
+        sizes = {"tokens": tokens, "width": shape.hidden, "vocab": shape.vocab}
+        choice = choose_measured(
+            HEAD_OP,
+            choice_key(HEAD_OP, sizes, settings.compute_dtype, device),
+            [BUILTIN, FLOAT8],
+            lambda: measure_head(tokens, shape, settings.compute_dtype, device),
+            folder=folder,
+        )
+    takes = torch.tensor([float(choice is not None and choice.variant == FLOAT8)], device=device)
+    if world > 1:
+        dist.broadcast(takes, 0)
+    for model in decoders:
+        if model.head is not None:
+            model.head.float8 = bool(takes.item())
+    return choice
+
+
+def measure_head(tokens: int, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Milliseconds of head and loss with their gradients, in 16 bit and in fp8; inf where it does not fit."""
+    times = {BUILTIN: math.inf, FLOAT8: math.inf}
+    with torch.random.fork_rng(devices=[device]), contextlib.suppress(torch.OutOfMemoryError):
+        hidden = torch.randn(tokens, shape.hidden, dtype=dtype, device=device, requires_grad=True)
+        weight = torch.randn(shape.vocab, shape.hidden, dtype=dtype, device=device) * shape.hidden**-0.5
+        weight.requires_grad_()
+        targets = torch.randint(0, shape.vocab, (tokens,), device=device)
+        for name in times:
+            found = []
+            for _ in range(2 + ROUNDS):
+                torch.cuda.synchronize(device)
+                began_s = time.perf_counter()
+                linear_cross_entropy(hidden, weight, targets, float8=name == FLOAT8)
+                torch.cuda.synchronize(device)
+                found.append((time.perf_counter() - began_s) * 1e3)
+            times[name] = sorted(found[2:])[ROUNDS // 2]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return times

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.train.kernels.float8_norm import float8_norm_rows
+from phalanx.train.kernels.float8_product import UNIT, multiply_fp8
 from phalanx.train.kernels.float8_rounding import FORMAT, float8_transposed
 from phalanx.train.kernels.float8_rows import scaled_matrices, scaled_rows, turned_rows
 from phalanx.train.kernels.float8_swiglu import float8_swiglu_gradient_rows, float8_swiglu_rows
 from phalanx.train.kernels.rms_norm import scaled_norm_gradients
 from phalanx.train.models.decoder import Block
 from phalanx.train.models.layers import Mlp, Rope
-from phalanx.train.parallel.float8 import UNIT, Float8Linear, multiply_fp8
+from phalanx.train.parallel.float8 import Float8Linear
 
 # Results beyond the first are for backward.
 torch.library.define(

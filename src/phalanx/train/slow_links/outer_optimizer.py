@@ -43,11 +43,11 @@ class OuterOptimizer:
         return [weight - shard.tensor for weight, shard in zip(self.weights, self._shards, strict=True)]
 
     @torch.no_grad()
-    def step(self, averages: Mapping[int, torch.Tensor]) -> None:
-        """One update of the shared weights at some places, from the averages over the peers there."""
+    def step(self, averages: Mapping[int, torch.Tensor], *, scale: float = 1.0) -> None:
+        """One update of the shared weights at some places, from `scale` times the averages over the peers there."""
         for place, average in averages.items():
             weight, momentum = self.weights[place], self.momenta[place]
-            average = average.to(weight)
+            average = scale * average.to(weight)
             momentum.mul_(self._momentum).add_(average)
             weight.sub_(average + self._momentum * momentum, alpha=self._lr)
 

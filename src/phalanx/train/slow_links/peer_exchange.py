@@ -80,6 +80,7 @@ class AgreedRound:
     weights: dict[str, float]  # tokens of everybody who took part, by id; 0 of who had none
     dropped: dict[str, str]
     paces: dict[str, float] = field(default_factory=dict)  # samples a second that each said it learns from
+    shares: dict[str, float] = field(default_factory=dict)  # of the vector, that each averaged
     scale: float = 1.0  # of the mean: members without tokens took part with a vector of zeros and a weight
     seconds: float = 0.0
     bytes_sent: int = 0
@@ -166,7 +167,7 @@ class PeerExchange:
 
     def _new_sender(self, sender: object) -> Sender:
         sync = self._sync
-        self._senders[sender] = Sender(sync.codec, feedback=sync.feedback, top_share=sync.top_share)
+        self._senders[sender] = Sender(sync.codec, feedback=sync.feedback, top_share=sync.sent_share())
         return self._senders[sender]
 
     def _codec(self, vectors: VectorMap, sender: object) -> str | Sender:
@@ -274,6 +275,7 @@ def _agreed_round(result: RoundResult) -> AgreedRound:
         weights=tokens,
         dropped=dict(result.dropped),
         paces=dict(result.paces),
+        shares={one: round(share, 4) for one, share in sorted(result.shares.items())},
         scale=sum(weights.values()) / total if total else 1.0,
         seconds=result.seconds,
         bytes_sent=result.bytes_sent,

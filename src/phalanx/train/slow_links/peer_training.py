@@ -272,6 +272,7 @@ class PeerTraining(Callback):
                 dropped=agreed.dropped,
                 fragment=fragment,
                 paces=agreed.paces,
+                shares=agreed.shares,
                 seconds=agreed.seconds,
                 bytes_sent=agreed.bytes_sent,
                 bytes_received=agreed.bytes_received,
@@ -407,7 +408,8 @@ class PeerTraining(Callback):
         is_counted = self.id in agreed.weights or not self._tokens.get(fragment)
         if means is not None:
             before = [self.outer.weights[at].clone() for at in places] if not is_counted else []
-            self.outer.step(dict(zip(places, means, strict=True)))
+            scale = self._sync.update_scale(sum(tokens > 0.0 for tokens in agreed.weights.values()))
+            self.outer.step(dict(zip(places, means, strict=True)), scale=scale)
             if is_counted or self._sync.late == "drop":
                 is_last = training.step >= self._batch_plan.steps  # the result is the shared weights, not a peer's own
                 self.outer.mix_in(places, local_share=0.0 if is_last else self._sync.local_share)

@@ -9,6 +9,7 @@ import { NONE, bytes, clock, integer, isNumber, percent, seconds } from "../unit
 const UPDATE_MS = 3000;
 const SVG = "http://www.w3.org/2000/svg";
 const MAP = { width: 860, height: 400, flat: 150, radius: 140, wide: 2.2 };
+const NARROW_MAP = { width: 300, height: 400, flat: 400, radius: 140, wide: 0.75 }; // two others above and below
 const LINE = { left: 130, width: 900, row: 26, most: 60 };
 const COLOURS = { gradient: "var(--sky)", weights: "var(--blue)", meet: "var(--grey)" };
 
@@ -64,7 +65,7 @@ export class PeersPage {
           ["Sent", bytes(answer.bytes_sent)],
           ["Received", bytes(answer.bytes_received)],
         ]),
-        scroll("Map of peers and links", map(answer.peers)),
+        scroll("Map of peers and links", map(answer.peers, this.outlet.clientWidth < MAP.width ? NARROW_MAP : MAP)),
         peerTable(answer.peers),
       ),
       section("Rounds", scroll("Rounds as a timeline", timeline(answer)), key()),
@@ -91,14 +92,14 @@ function s(tag, props = {}, ...children) {
 const nameOf = (peer) => peer.name || peer.id.slice(0, 8);
 
 // This peer in the middle, the others around it: a record knows the links of its own peer.
-function map(peers) {
+function map(peers, size) {
   const self = peers.find((peer) => peer.is_self);
   const others = peers.filter((peer) => peer !== self);
-  const height = others.length > 2 ? MAP.height : MAP.flat; // two others stand to the left and right
-  const centre = { x: MAP.width / 2, y: height / 2 - 20 };
+  const height = others.length > 2 ? size.height : size.flat; // two others stand to the left and right
+  const centre = { x: size.width / 2, y: height / 2 - 20 };
   const place = others.map((_, index) => {
-    const angle = (2 * Math.PI * index) / Math.max(1, others.length) + Math.PI;
-    return { x: centre.x + MAP.wide * MAP.radius * Math.cos(angle), y: centre.y + MAP.radius * Math.sin(angle) };
+    const angle = (2 * Math.PI * index) / Math.max(1, others.length) + (size === MAP ? Math.PI : -Math.PI / 2);
+    return { x: centre.x + size.wide * size.radius * Math.cos(angle), y: centre.y + size.radius * Math.sin(angle) };
   });
   const most = Math.max(1, ...others.map(speed));
   const lines = self ? others.map((peer, index) => drawLink(peer, centre, place[index], most)) : [];
@@ -106,7 +107,7 @@ function map(peers) {
   if (self) nodes.push(drawPeer(self, centre));
   return s(
     "svg",
-    { viewBox: `0 0 ${MAP.width} ${height}`, width: MAP.width, height, role: "img", class: "peer-map" },
+    { viewBox: `0 0 ${size.width} ${height}`, width: size.width, height, role: "img", class: "peer-map" },
     s("title", {}, `Map of ${peers.length} peers and the links of this one`),
     lines,
     nodes,
