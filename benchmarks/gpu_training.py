@@ -194,7 +194,6 @@ def measure(
                 ours, shape, sequence, steps=steps, compute="bf16", compiled=compiled, micro_tokens=micro_tokens,
                 by_kernels=by_kernels,
             )  # fmt: skip
-    torch._dynamo.reset()  # compiled code of the variant before holds its tensors
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -185,8 +185,6 @@ def _scales(data: bytes | bytearray | memoryview, blocks: int) -> Float32:
 
 def _unscaled(scales: Float32, whole: Float32, block: int) -> Float32:
     with np.errstate(invalid="ignore", over="ignore"):
-        if whole.size % block == 0:
-            return np.asarray(whole.reshape(-1, block) * scales[:, None], dtype=np.float32).reshape(-1)
         return np.asarray(whole * np.repeat(scales, block)[: whole.size], dtype=np.float32)
 
 

@@ -123,6 +123,7 @@ def test_what_is_asked_for() -> None:
         assert [asked.get(op) for op in (GATHER, COMBINE)] == [sizes if is_asked else None] * 2
 
 
+@pytest.mark.filterwarnings("ignore")  # what torch's compiler touches when it is imported, by version
 def test_a_compiled_layer_is_timed_each_way_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU the layers are built and run as they are, and the times are given."""
     asked: list[bool] = []
