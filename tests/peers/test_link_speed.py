@@ -139,6 +139,8 @@ def test_one_that_takes_all_that_the_others_send_is_not_limited_by_its_own_link(
     assert shares(noisy, {"0", "1", "2", "3"})[0] > 0.98
     assert shares(noisy, set())[0] < 0.85  # stated speeds are taken for what they are
     assert shares([10.0, 10.0, 10.0], {"0", "1", "2"}) == pytest.approx([1 / 3] * 3)
+    assert shares([219.0, 397.0, 218.0], {"0", "1", "2"}) == pytest.approx([1 / 3] * 3)  # a fast network, busy machines
+    assert shares([219.0, 397.0, 218.0], set())[1] > 0.4
 
 
 @given(rates=st.lists(st.integers(1, 10_000), min_size=1, max_size=5), pause=st.integers(0, 10))
