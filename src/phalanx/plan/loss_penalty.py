@@ -6,6 +6,7 @@ named, and where there is none, the penalty is said to be unknown.
 
 from __future__ import annotations
 
+import math
 import statistics
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -55,17 +56,22 @@ class LossPenalty:
     seeds: int = 0
 
 
-@cache
-def measured_penalties() -> dict[Case, MeasuredPenalty]:
-    """Every case of our tables, from the newest that has it."""
-    found: dict[Case, MeasuredPenalty] = {}
-    for case, penalty in _rows():
-        found.setdefault(case, penalty)
-    return found
+def measured_penalties(exchanges: float = math.inf) -> dict[Case, MeasuredPenalty]:
+    """Every case of our tables, for a run of so many exchanges.
+
+    Short runs lose more: from the longest table that the run is as long as, else from the shortest; of two alike, the
+    newest.
+    """
+    found: dict[Case, tuple[float, MeasuredPenalty]] = {}
+    for case, length, penalty in _rows():
+        rank = length if length <= exchanges else -length
+        if case not in found or rank > found[case][0]:
+            found[case] = rank, penalty
+    return {case: penalty for case, (_, penalty) in found.items()}
 
 
-def expected_penalty(sync: SyncSettings, *, warm: bool) -> LossPenalty:
-    """The penalty of a mode, H and codec; `warm` where synchronous steps come first.
+def expected_penalty(sync: SyncSettings, *, warm: bool, steps: float = math.inf) -> LossPenalty:
+    """The penalty of a mode, H and codec; `warm` where synchronous steps come first, `steps` are those after them.
 
     >>> from phalanx.job.sync_section import SyncSettings
     >>> expected_penalty(SyncSettings(mode="target-batch"), warm=True).percent
@@ -74,7 +80,7 @@ def expected_penalty(sync: SyncSettings, *, warm: bool) -> LossPenalty:
     True
     """
     family = "int8" if sync.codec == "bf16" else sync.codec  # both round without a bias
-    tables = measured_penalties()
+    tables = measured_penalties(steps / sync.inner_steps)
     if sync.mode not in ("diloco", "quorum"):
         if family == "fp32":
             return LossPenalty(percent=0.0, source="synchronous training itself: the mean of all gradients")
@@ -104,14 +110,17 @@ def _penalty_of(known: MeasuredPenalty, note: str = "") -> LossPenalty:
     )
 
 
-def _rows() -> Iterator[tuple[Case, MeasuredPenalty]]:
+def _rows() -> Iterator[tuple[Case, float, MeasuredPenalty]]:
+    """Each with the exchanges of its runs."""
     for table in _shipped()["table"]:
         base = table["synchronous"]
         chance = _percents(table.get("moved", ()), base)
         for row in table["rows"]:
             percents = _percents(row["nats"], base)
             penalty = MeasuredPenalty(percents=percents, page=table["page"], what=table["what"], chance=chance)
-            yield (row["exchanged"], row["inner_steps"], row["codec"], row["warm"]), penalty
+            case = (row["exchanged"], row["inner_steps"], row["codec"], row["warm"])
+            # Gradients are exchanged in every step: the newest table counts, whatever its length.
+            yield case, table["exchanges"] if row["exchanged"] == "updates" else 1.0, penalty
 
 
 def _percents(nats: Sequence[float], base: Sequence[float]) -> tuple[float, ...]:

@@ -173,7 +173,7 @@ def _mode_row(
     wall_s = warm_s + left / found.tokens_per_s
     prices = [pace.usd_per_hour for pace in paces]
     usd = sum(price for price in prices if price is not None) * wall_s / HOUR_S if None not in prices else None
-    penalty = expected_penalty(sync, warm=warm > 0)
+    penalty = expected_penalty(sync, warm=warm > 0, steps=steps - warm)
     ideal_s = tokens / sum(pace.tokens_per_s for pace in paces)
     return ModeRow(
         sync=sync,
