@@ -98,7 +98,8 @@ def check_points(points: ScalingPoints, method: str) -> None:
     if len(points) < least:
         what = f"has {plural(len(points), 'row')}; {method} needs at least {least}"
         why = "a law with five numbers goes through any five points and predicts nothing"
-        problems.append(Problem(where=points.source, what=what, why=why, fix="train more small runs"))
+        fix = "; ".join(["train more small runs", *(f"left out: {one}" for one in points.left_out)])
+        problems.append(Problem(where=points.source, what=what, why=why, fix=fix))
     for name, values in (("model size", points.params), ("token count", points.tokens)):
         kinds = len(np.unique(np.round(np.log(values), 3)))
         if kinds < 3 and not problems:
@@ -146,13 +147,13 @@ def _fit_surface(
     made = _assemble_fit(points, method, values, resampled, found.residuals, notes, found.profiles, found.strays)
     data = SurfaceData.of(points.params, points.tokens, points.loss)
     note = (
-        "the runs do not tell how the loss depends on N, or on D: the values are a law in the middle of what they "
+        "the runs do not tell how the loss depends on N, or on D: the values are the middle of what they "
         "allow, and the intervals count; train runs of more sizes and token counts"
     )
     made = replace(
         made,
         comparisons=_compare_published(data, found.law, made),
-        warnings=(note,) if found.is_middle else (),
+        warnings=(note,) if found.is_degenerate else (),
     )
     return made, found.strays
 
@@ -349,7 +350,7 @@ def _fit_warnings(points: ScalingPoints, made: ScalingFit) -> list[str]:
             "--method huber3, which does not, or leave rows out that you do not trust"
         )
     if is_open_exponent(a := made.derived["a"]):
-        middle = "; the values are a law in the middle of what they allow" if made.method == "vpnls" else ""
+        middle = "; the values are the middle of what they allow" if made.method == "vpnls" else ""
         found.append(
             f"the runs leave the exponent of the best size open: a is between {a.low:.2f} and {a.high:.2f}{middle}; N* "
             "and D* far beyond the data are guesses; train more sizes, more budgets, or less noisy runs"
