@@ -10,7 +10,7 @@ their replication do.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import stats
@@ -29,7 +29,7 @@ from phalanx.scale.surface import (
     project_grid,
     surface_values,
 )
-from phalanx.scale.surface_posterior import sample_posterior
+from phalanx.scale.surface_posterior import CONSTANT_ODDS, sample_posterior
 
 NAMES = ("E", "A", "B", "alpha", "beta")
 SHARE = 0.8  # of outcomes that an interval holds
@@ -83,7 +83,7 @@ def fit_surface(
             break
         strays.append(int(kept[row]))
         kept = np.delete(kept, row)
-    _, relative, data, found, cost = min(solved, key=lambda one: one[0])
+    _, relative, data, found, cost = max(solved, key=lambda one: _noise_evidence(one[2], one[0]))
     theta = squares = found[int(np.argmin(cost))]
     objective, is_degenerate = float(cost.min()), False
     if method == "huber3":
@@ -137,10 +137,18 @@ def _solve_noises(
         if relative and method == "vpnls":
             data = data.with_fitted_noise(found[int(np.argmin(cost))])
             found, cost = polish_surface(data, found, tied=tied)
-        # The likelihood of normal noise with this variance function: the smaller sum of squares, since both noises
-        # have the same geometric mean.
+        data = replace(data, log_odds=0.0 if relative else math.log(CONSTANT_ODDS))
         solved.append((float(cost.min()), relative, data, found, cost))
     return solved
+
+
+def _noise_evidence(data: SurfaceData, cost: float) -> float:
+    """ln of the likelihood of normal noise with this variance function, and of the odds before.
+
+    The smaller sum of squares is the likelier, since both noises have the same geometric mean.
+    """
+    free = max(len(data.loss) - 5, 1)
+    return data.log_odds - 0.5 * free * math.log(max(cost, np.finfo(float).tiny))
 
 
 def is_open_exponent(a: FitEstimate) -> bool:
