@@ -2,15 +2,16 @@
 
     python benchmarks/scaling_published_draws.py [--seed 42] [--repeats 256] [--workers 2]
 
-Open-Athena/scaling-law-analysis, experiment 7 (exp7_exponent_inference.py): E 1.69, A 406.4, B 410.7, α 0.465, β 0.155;
-2, 3 or 4 budgets from 1e17 to 1e21 FLOP; 4, 8, 16 or 32 sizes within a factor of 8 of a centre that drifts to a third of
-the optimum; normal noise of 0.05, 0.1 or 0.2 nats; 256 repeats. Repeat r draws its noise from `default_rng(42 + r)`, one
-stream through the four numbers of sizes, the same for each noise and number of budgets. The error is |a / 0.25 - 1| and |b / 0.75 - 1| of N* ∝ C^a and D* ∝ C^b, 18,432 in all; its table says a
-geometric mean of 1.0889 % and a largest of 34.19 % (32.54, 29.59, 29.58, 28.55 next). With another --seed the draws are
-new ones of the same kind.
+Open-Athena/scaling-law-analysis, experiment 7 (exp7_exponent_inference.py): E 1.69, A 406.4, B 410.7, α 0.465, β
+0.155; 2, 3 or 4 budgets from 1e17 to 1e21 FLOP; 4, 8, 16 or 32 sizes within a factor of 8 of a centre that drifts to
+a third of the optimum; normal noise of 0.05, 0.1 or 0.2 nats; 256 repeats. Repeat r draws its noise from
+`default_rng(42 + r)`, one stream through the four numbers of sizes, the same for each noise and number of budgets.
+The error is |a / 0.25 - 1| and |b / 0.75 - 1| of N* ∝ C^a and D* ∝ C^b, 18,432 in all; its table says a geometric
+mean of 1.0889 % and a largest of 34.19 % (32.54, 29.59, 29.58, 28.55 next). With another --seed the draws are new
+ones of the same kind.
 
-Rows: least squares with constant noise, which is VPNLS; the same started at the truth (--from-truth); and ours, which is
-not told that noise is constant. Below, what the Cramér-Rao bound allows an unbiased estimate.
+Rows: least squares with constant noise, which is VPNLS; the same started at the truth (--from-truth); and ours, which
+is not told that noise is constant. Below, what the Cramér-Rao bound allows an unbiased estimate.
 """
 
 from __future__ import annotations
