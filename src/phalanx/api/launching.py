@@ -64,6 +64,7 @@ def launch(
     check: bool = True,
     allow_code: bool = False,
     share_hosts: bool = False,
+    volume: str | Path | None = None,
     progress: bool | Tell = True,
 ) -> LaunchResult:
     """Launch jobs in the background: on this machine, or on the cluster's own scheduler (`on="slurm"`).
@@ -72,8 +73,9 @@ def launch(
     either all jobs are submitted or none. `hosts` deals the ranks to so many hosts instead of the plan's, `spares` are
     hosts beside them. `dry_run` submits nothing and returns what would be; `out` writes it into a folder.
     `submit=False` makes the run folders and writes Kubernetes manifests into them, for kubectl. `wait` returns when
-    the jobs have ended. With `share_hosts` jobs may share a host of Slurm's. A job that is queued or running already
-    is refused, unless `again` is given.
+    the jobs have ended. With `share_hosts` jobs may share a host of Slurm's. On Kubernetes the claim is mounted at
+    `volume`, a folder above `runs` (default: `runs` itself). A job that is queued or running already is refused,
+    unless `again` is given.
 
     Defaults come from [launch] of the job, then from launch.toml in ~/.config/phalanx and /etc/xdg/phalanx.
 
@@ -122,6 +124,7 @@ def launch(
                 allow_code=allow_code,
                 inputs=_input_places(one),
                 shares_hosts=share_hosts,
+                volume=str(Path(volume).absolute()) if volume is not None else "",
             )
             for one, setting, folder in zip(prepared, settings, folders, strict=True)
         ]

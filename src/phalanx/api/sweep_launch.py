@@ -122,6 +122,7 @@ def launch_group(
         runs=folder.runs,
         dry_run=dry_run,
         share_hosts=True,  # of one device each
+        volume=folder.runs.absolute().parent.parent,  # where --out lies: there the dataset has room beside it
         check=False,  # warnings of a training specification on each of many small runs are noise
         progress=lambda line: None,
     )
