@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -116,8 +117,13 @@ def main() -> None:
     options = parser.parse_args()
     began_s = time.monotonic()
     work = partial(fit_repeat, seed=options.seed, draws=options.draws, from_truth=options.from_truth)
+    every: list[tuple[float, float, float, bool]] = []
     with ProcessPoolExecutor(options.workers) as pool:
-        every = [one for found in pool.map(work, range(options.repeats)) for one in found]
+        for number, found in enumerate(pool.map(work, range(options.repeats)), start=1):
+            every += found
+            if number % 16 == 0:
+                so_far = error_row("", np.array([one[2] for one in every]))
+                print(f"{number} repeats: {so_far[1]}; {so_far[2]}", file=sys.stderr, flush=True)
     squares, known, ours = (np.array([one[place] for one in every]) for place in range(3))
     rows = [
         ["least squares, constant noise (VPNLS)", *error_row("", squares)[1:]],
