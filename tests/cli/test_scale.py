@@ -177,6 +177,7 @@ def test_predict_warns_above_the_band(fitted: Path, tmp_path: Path, capsys: pyte
         (rows_of([(1e8, d) for d in (1e9, 2e9, 3e9, 4e9, 5e9, 6e9)]), "has 1 model size"),
         (rows_of(GRID).replace("loss\n", "loss\n1e9,1e10,nan\n"), 'loss = "nan" is not a positive number'),
         (rows_of(GRID) + "1e7,1e9,3.5\n", "repeats line 2"),
+        (rows_of([*GRID, GRID[0]]), "equal rows then count once"),
         ("params,tokens,loss\n" + "".join(f"{n},{d},{n * d / 1e19 + 2}\n" for n, d in GRID), "rise with compute"),
         ("params,tokens,loss\n" + "".join(f"{n},{d},2.5\n" for n, d in GRID), "losses do not fall with compute"),
         (rows_of(GRID) + "1e9,,2.2\n", "write it as 125000000 or 1.25e8"),
@@ -214,7 +215,7 @@ def test_rows_in_any_order_are_one_fit(tmp_path: Path, capsys: pytest.CaptureFix
     for name, points in (("a", GRID), ("b", GRID[::-1]), ("c", [*GRID, GRID[0]])):
         table = tmp_path / f"{name}.csv"
         table.write_text(rows_of(points))
-        assert main(["scale", "fit", str(table), "--draws", "0", "--json"]) == 0
+        assert main(["scale", "fit", str(table), "--draws", "0", "--json", "--repeated"]) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0]["data"]["sha256"] == found[1]["data"]["sha256"] == found[2]["data"]["sha256"]
     assert found[2]["data"]["left_out"] == ["1 duplicate row"]

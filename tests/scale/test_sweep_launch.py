@@ -44,6 +44,12 @@ class WaitingRoom:
         return SlurmSystem({}).render(requests)
 
     def submit(self, requests: Sequence[LaunchRequest]) -> list[Submitted]:
+        # Killed from here on, the sweep knows by its results which run folders are in the queue.
+        sweep = Path(requests[0].run).parents[1]
+        known = {json.loads(one.read_text())["folder"] for one in (sweep / "results").iterdir()}
+        assert {Path(one.run).name for one in requests} <= known
+        # A volume of the cluster is mounted around the sweep's folder, where there is room for the dataset too.
+        assert {str(one.volume_folder) for one in requests} == {str(sweep.parent)}
         self.taken.append(list(requests))
         made = [Submitted(id=f"{len(self.taken)}_{place}", request=one) for place, one in enumerate(requests)]
         self.states |= {one.id: WAITING for one in made}

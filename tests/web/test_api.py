@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -338,12 +339,16 @@ def test_a_sweep_has_a_page_with_its_fit(tmp_path: Path) -> None:
         while (page := found.get("/scaling/sweep%20%3Cone%3E")).status == 503:  # each waits a while for the fit
             assert "still being fitted" in page.body.decode()
         assert page.status == 200
-        assert "COMPUTE-OPTIMAL MODELS" in page.body.decode()
+        # Tables keep their lines on a narrow screen, sentences are wrapped.
+        assert '<pre class="table">COMPUTE-OPTIMAL MODELS' in page.body.decode()
+        assert '<pre class="sentences">DIAGNOSTICS' in page.body.decode()
         assert "<one>" not in page.body.decode()
         for name in ("isoflop", "residuals", "frontier"):
             picture = found.get(f"/scaling/sweep%20%3Cone%3E/{name}.svg")
             assert (picture.status, picture.headers["content-type"]) == (200, "image/svg+xml")
             assert picture.body.startswith(b"<svg")
+            [ground] = re.findall(rb'height="100%" fill="var\((--\w+)', picture.body)
+            assert picture.body.count(ground + b":") >= 2  # white or dark, as the reader's system is
         assert "vpnls needs at least 6" in found.get("/scaling/early").body.decode()
         assert found.get("/scaling/none").status == 404
         assert found.get("/scaling/%2e%2e/points.csv").status == 404

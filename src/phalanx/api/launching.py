@@ -64,6 +64,8 @@ def launch(
     check: bool = True,
     allow_code: bool = False,
     share_hosts: bool = False,
+    volume: str | Path | None = None,
+    before_submit: Callable[[Sequence[LaunchRequest]], None] | None = None,
     progress: bool | Tell = True,
 ) -> LaunchResult:
     """Launch jobs in the background: on this machine, or on the cluster's own scheduler (`on="slurm"`).
@@ -72,8 +74,10 @@ def launch(
     either all jobs are submitted or none. `hosts` deals the ranks to so many hosts instead of the plan's, `spares` are
     hosts beside them. `dry_run` submits nothing and returns what would be; `out` writes it into a folder.
     `submit=False` makes the run folders and writes Kubernetes manifests into them, for kubectl. `wait` returns when
-    the jobs have ended. With `share_hosts` jobs may share a host of Slurm's. A job that is queued or running already
-    is refused, unless `again` is given.
+    the jobs have ended. With `share_hosts` jobs may share a host of Slurm's. On Kubernetes the claim is mounted at
+    `volume`, a folder above `runs` (default: `runs` itself). `before_submit` gets the requests when their run folders
+    are there and nothing is submitted yet. A job that is queued or running already is refused,
+    unless `again` is given.
 
     Defaults come from [launch] of the job, then from launch.toml in ~/.config/phalanx and /etc/xdg/phalanx.
 
@@ -122,6 +126,7 @@ def launch(
                 allow_code=allow_code,
                 inputs=_input_places(one),
                 shares_hosts=share_hosts,
+                volume=str(Path(volume).absolute()) if volume is not None else "",
             )
             for one, setting, folder in zip(prepared, settings, folders, strict=True)
         ]
@@ -139,6 +144,8 @@ def launch(
     made = _make_runs(prepared)
     requests = requests_for([run.path for run in made])
     try:
+        if before_submit is not None:
+            before_submit(requests)
         submitted = system.submit(requests) if write_only is None else write_only(requests)
     except BaseException:
         for run in made:  # nothing trained in them

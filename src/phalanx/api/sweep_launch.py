@@ -18,6 +18,7 @@ from phalanx.errors import PhalanxError, mistake
 from phalanx.io.values import at, text
 from phalanx.job.load import ResolvedJob
 from phalanx.job.schema import Job, Parallel
+from phalanx.launch.resource_request import LaunchRequest
 from phalanx.launch.system import CANCELLED, DONE, FAILED, OVER, QueuedJob
 from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
@@ -113,6 +114,13 @@ def launch_group(
         return None
     # One time limit for all: requests that differ in their run alone become one array.
     time_s = max(plans[number].duration.wall_s_high for number in missing) + START_S
+
+    def keep_folders(requests: Sequence[LaunchRequest]) -> None:
+        """Before anything is submitted: killed after that, the next call finds its runs in the queue by these."""
+        for number, request in zip(missing, requests, strict=True):
+            name = request.run.rsplit("/", 1)[-1]
+            folder.keep(replace(outcomes[number], state="stopped", folder=name, message="", cached=False))
+
     result = launch(
         [replace(resolved, job=plans[number].job) for number in missing],
         on=on,
@@ -122,6 +130,8 @@ def launch_group(
         runs=folder.runs,
         dry_run=dry_run,
         share_hosts=True,  # of one device each
+        volume=folder.runs.absolute().parent.parent,  # where --out lies: there the dataset has room beside it
+        before_submit=keep_folders,
         check=False,  # warnings of a training specification on each of many small runs are noise
         progress=lambda line: None,
     )
@@ -129,7 +139,6 @@ def launch_group(
         for number, id_, request in zip(missing, result.ids, result.requests, strict=True):
             name = request.run.rsplit("/", 1)[-1]
             outcomes[number] = replace(outcomes[number], state="waiting", folder=name, message=id_, cached=False)
-            folder.keep(replace(outcomes[number], state="stopped"))
         tell(f"{plural(len(missing), 'run')} submitted to {on} as group {group}; phalanx queue --group {group}")
     return result
 

@@ -38,7 +38,7 @@ def svg_element(name: str, content: str = "", **attributes: object) -> str:
 
 def standalone_svg(svg: str) -> str:
     """With our style sheet inside, for a file that no page surrounds."""
-    style = f'<style>{REPORT_CSS.replace("<", "")}</style><rect width="100%" height="100%" fill="var(--page, #fff)"/>'
+    style = f'<style>{REPORT_CSS.replace("<", "")}</style><rect width="100%" height="100%" fill="var(--card, #fff)"/>'
     return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{style}", 1)
 
 

@@ -107,7 +107,7 @@ def _host_container(request: LaunchRequest, host_pattern: str) -> dict[str, Any]
             "capabilities": rights,
         },
         "volumeMounts": [
-            {"name": "runs", "mountPath": str(PurePosixPath(request.run).parent)},
+            {"name": "runs", "mountPath": str(request.volume_folder)},
             {"name": "key", "mountPath": KEY_FOLDER, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
             {"name": "shm", "mountPath": "/dev/shm"},

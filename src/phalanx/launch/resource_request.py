@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from phalanx.elastic.local_launch import ALLOW_CODE
 from phalanx.errors import mistake
@@ -50,6 +50,12 @@ class LaunchRequest:
     settings: LaunchSettings
     inputs: tuple[tuple[str, str], ...] = ()  # key of the job and absolute path: what every host reads beside the run
     shares_hosts: bool = False  # other jobs may run on the same host
+    volume: str = ""  # folder that a volume of the cluster is mounted at, above the run; empty: the one around it
+
+    @property
+    def volume_folder(self) -> PurePosixPath:
+        """What every host sees: the run lies in it, and the job's inputs must."""
+        return PurePosixPath(self.volume or PurePosixPath(self.run).parent)
 
     @property
     def all_hosts(self) -> int:
@@ -69,8 +75,10 @@ def launch_request(
     allow_code: bool = False,
     inputs: Sequence[tuple[str, str]] = (),
     shares_hosts: bool = False,
+    volume: str = "",
 ) -> LaunchRequest:
     """What to ask a launch system for. `python` is the interpreter that the hosts have, unless the settings name one.
+    `volume` is the folder that all hosts see, where it is not the one around the run.
 
     Raises UserError where the ranks cannot be dealt to the hosts that were asked for.
     """
@@ -93,6 +101,7 @@ def launch_request(
         settings=settings,
         inputs=tuple(inputs),
         shares_hosts=shares_hosts,
+        volume=volume,
     )
 
 

@@ -27,7 +27,7 @@ from phalanx.scale.published import PUBLISHED
 from phalanx.scale.repeated_data import effective_tokens, fit_repeated
 from phalanx.scale.run_points import used_rates
 from phalanx.scale.surface import Surface, SurfaceData
-from phalanx.scale.surface_fit import NAMES, estimate_interval, fit_surface, is_open_exponent
+from phalanx.scale.surface_fit import NAMES, STARTS, estimate_interval, fit_surface, is_open_exponent
 from phalanx.units import format_count, plural
 
 Array = NDArray[np.float64]
@@ -59,8 +59,13 @@ def fit_law(
     draws: int = DRAWS,
     seed: int = 0,
     leave_out: bool = True,
+    with_starts: bool = True,
 ) -> ScalingFit:
-    """Fit; raises UserError for points that no law can be fitted to."""
+    """Fit; raises UserError for points that no law can be fitted to.
+
+    Without `leave_out` the largest budget is not predicted from the others; without `with_starts` the law is not
+    searched from random starts, and has no profile intervals: half of the time.
+    """
     check_points(points, method)
     rng = np.random.default_rng(seed)
     kept = np.ones(len(points), dtype=bool)
@@ -70,7 +75,7 @@ def fit_law(
         made = _assemble_fit(points, method, repeated.values, repeated.draws, repeated.residuals, notes)
         made = replace(made, warnings=("allocate and predict take the law of fresh data: no token is read twice",))
     elif method in SURFACES:
-        made, strays = _fit_surface(points, method, draws, rng)
+        made, strays = _fit_surface(points, method, draws, rng, with_starts=with_starts)
         kept[list(strays)] = False
     elif method == "isoflop":
         made = _fit_isoflop(points, draws, rng)
@@ -98,7 +103,8 @@ def check_points(points: ScalingPoints, method: str) -> None:
     if len(points) < least:
         what = f"has {plural(len(points), 'row')}; {method} needs at least {least}"
         why = "a law with five numbers goes through any five points and predicts nothing"
-        problems.append(Problem(where=points.source, what=what, why=why, fix="train more small runs"))
+        fix = "; ".join(["train more small runs", *(f"left out: {one}" for one in points.left_out)])
+        problems.append(Problem(where=points.source, what=what, why=why, fix=fix))
     for name, values in (("model size", points.params), ("token count", points.tokens)):
         kinds = len(np.unique(np.round(np.log(values), 3)))
         if kinds < 3 and not problems:
@@ -128,10 +134,21 @@ def _rising_losses(points: ScalingPoints) -> tuple[float, float] | None:
 
 
 def _fit_surface(
-    points: ScalingPoints, method: str, draws: int, rng: np.random.Generator
+    points: ScalingPoints, method: str, draws: int, rng: np.random.Generator, *, with_starts: bool
 ) -> tuple[ScalingFit, tuple[int, ...]]:
     """The fit, and the rows that it left out."""
-    found = fit_surface(points.params, points.tokens, points.loss, method=method, draws=draws, rng=rng)
+    # Huber's loss is searched from random starts; the others have the grid of exponents.
+    starts = STARTS if with_starts or method == "huber3" else 0
+    found = fit_surface(
+        points.params,
+        points.tokens,
+        points.loss,
+        method=method,
+        draws=draws,
+        rng=rng,
+        starts=starts,
+        profile=with_starts,
+    )
     resampled = np.array([[getattr(one, name) for name in NAMES] for one in found.draws]).reshape(draws, 5)
     notes = Diagnostics(
         objective=found.objective,
@@ -139,20 +156,20 @@ def _fit_surface(
         condition_number=found.condition_number,
         raw_condition_number=found.raw_condition_number,
         starts=found.starts,
-        starts_agreeing=found.agreeing,
+        starts_agreeing=found.agreeing if starts else None,
         noise=found.noise if method == "vpnls" else "",
     )
     values = {name: float(getattr(found.law, name)) for name in NAMES}
     made = _assemble_fit(points, method, values, resampled, found.residuals, notes, found.profiles, found.strays)
     data = SurfaceData.of(points.params, points.tokens, points.loss)
     note = (
-        "the runs do not tell how the loss depends on N, or on D: the values are a law in the middle of what they "
+        "the runs do not tell how the loss depends on N, or on D: the values are the middle of what they "
         "allow, and the intervals count; train runs of more sizes and token counts"
     )
     made = replace(
         made,
         comparisons=_compare_published(data, found.law, made),
-        warnings=(note,) if found.is_middle else (),
+        warnings=(note,) if found.is_degenerate else (),
     )
     return made, found.strays
 
@@ -239,7 +256,7 @@ def left_out_error(points: ScalingPoints, method: str) -> LeftOutBudget | None:
         count = max(1, round(LEFT_OUT_SHARE * len(points)))
         held = points.flops >= np.sort(points.flops)[-count]
     try:
-        kept = fit_law(points.take(~held), method=method, draws=LEFT_OUT_DRAWS, leave_out=False)
+        kept = fit_law(points.take(~held), method=method, draws=LEFT_OUT_DRAWS, leave_out=False, with_starts=False)
     except UserError:
         return None
     test = points.take(held)
@@ -349,7 +366,7 @@ def _fit_warnings(points: ScalingPoints, made: ScalingFit) -> list[str]:
             "--method huber3, which does not, or leave rows out that you do not trust"
         )
     if is_open_exponent(a := made.derived["a"]):
-        middle = "; the values are a law in the middle of what they allow" if made.method == "vpnls" else ""
+        middle = "; the values are the middle of what they allow" if made.method == "vpnls" else ""
         found.append(
             f"the runs leave the exponent of the best size open: a is between {a.low:.2f} and {a.high:.2f}{middle}; N* "
             "and D* far beyond the data are guesses; train more sizes, more budgets, or less noisy runs"

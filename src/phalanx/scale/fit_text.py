@@ -128,7 +128,8 @@ def _trust_lines(fit: ScalingFit) -> list[str]:
     notes = fit.diagnostics
     lines = [f"  residuals of ln L: standard deviation {100 * notes.residual_sd:.2f} %"]
     if notes.noise:
-        lines.append(f"  noise: {notes.noise}{' to the loss' if notes.noise == 'proportional' else ''}, by likelihood")
+        known = {"proportional": "proportional to the loss, by likelihood"}
+        lines.append(f"  noise: {known.get(notes.noise, 'constant, or too few points to tell')}; intervals weigh both")
     if notes.left_out_budget is not None:
         one = notes.left_out_budget
         baseline = one.baseline_mean_abs_error
@@ -145,7 +146,9 @@ def _trust_lines(fit: ScalingFit) -> list[str]:
     else:
         lines.append("  extrapolation to the largest budget: not tested, too few rows would remain")
     if notes.starts_agreeing is not None:
-        lines.append(f"  {notes.starts_agreeing:.0%} of {notes.starts} random starts reach the same exponents")
+        reached = round(notes.starts_agreeing * notes.starts)
+        share = f"{reached} of {notes.starts} random starts ({notes.starts_agreeing:.0%})"
+        lines.append(f"  {share} reach the exponents of the least objective within 1 %")
     if notes.condition_number is not None:
         raw = notes.raw_condition_number
         more = (

@@ -12,6 +12,7 @@ from phalanx.scale.fit_result import ScalingFit
 from phalanx.scale.isoflop import group_budgets
 from phalanx.scale.laws import law_loss
 from phalanx.scale.points import ScalingPoints
+from phalanx.units import format_count
 
 MOST_CURVES = 9
 STYLES = ("1", "2", "3")
@@ -37,6 +38,15 @@ def _powers_of_ten(unit: str) -> Callable[[float], str]:
     return lambda value: f"{10.0**value:.0e} {unit}".replace("e+", "e")
 
 
+def _log_count(value: float) -> str:
+    """Parameters on a logarithmic axis: 18M."""
+    return format_count(float(f"{10.0**value:.1e}"))
+
+
+def _signed_percent(value: float) -> str:
+    return f"{value:+.3g} %" if value else "0 %"
+
+
 def _isoflop_plot(fit: ScalingFit, points: ScalingPoints) -> LinePlot:
     """Loss over size, for budgets spread over those there are: points, and the law dashed."""
     budgets = group_budgets(points)
@@ -56,7 +66,7 @@ def _isoflop_plot(fit: ScalingFit, points: ScalingPoints) -> LinePlot:
         law = [law_loss(fit.method, fit.values(), 10.0**one, tokens / 10.0**one) for one in grid]
         lines.append(PlotLine(label=f"{name}, law", x=grid.tolist(), mean=law, style=PLANNED_STYLE))
     title = "loss over parameters, by budget"
-    return LinePlot(title=title, lines=lines, show="{:.2f}".format, show_x=_powers_of_ten("N"))
+    return LinePlot(title=title, lines=lines, show="{:.2f}".format, show_x=_log_count)
 
 
 def _residual_plot(fit: ScalingFit, points: ScalingPoints) -> LinePlot:
@@ -67,7 +77,7 @@ def _residual_plot(fit: ScalingFit, points: ScalingPoints) -> LinePlot:
     zero = PlotLine(label="law", x=[float(x.min()), float(x.max())], mean=[0.0, 0.0], style=PLANNED_STYLE)
     dots = PlotLine(label="measured", x=x[order].tolist(), mean=off[order].tolist(), style="1", dots=True)
     title = "residuals in per cent, by compute"
-    return LinePlot(title=title, lines=[zero, dots], show="{:+.1f} %".format, show_x=_powers_of_ten("FLOP"))
+    return LinePlot(title=title, lines=[zero, dots], show=_signed_percent, show_x=_powers_of_ten("FLOP"))
 
 
 def _frontier_plot(fit: ScalingFit, points: ScalingPoints) -> LinePlot:

@@ -51,6 +51,7 @@ ALIASES = {
 }
 FINISHED = ("", "done", "ok", "finished")
 MOST_ROWS = 1_000_000
+MOST_REPEATS = 5  # that are named
 LARGEST_TABLE_BYTES = 256 * 2**20
 COUNTED = {
     "total": "all parameters, embedding and head included",
@@ -298,9 +299,9 @@ def _read_numbers(
 
 
 def _without_repeats(points: ScalingPoints, options: TableOptions, left_out: list[str]) -> ScalingPoints:
-    """Rows that say the same twice are dropped; rows that contradict each other are refused unless they are meant."""
+    """Rows that repeat another one are refused unless they are meant; then equal ones count once."""
     seen: dict[tuple[object, ...], int] = {}
-    keep, same = [], 0
+    keep, same = [], []
     problems = []
     for row in range(len(points)):
         seed = points.seed[row] if points.seed else ""
@@ -309,19 +310,26 @@ def _without_repeats(points: ScalingPoints, options: TableOptions, left_out: lis
         first = seen.setdefault(key, row)
         if first == row or (options.repeated and points.loss[first] != points.loss[row]):
             keep.append(row)
-        elif points.loss[first] == points.loss[row]:
-            same += 1
+            continue
+        where = f"{points.source}:{points.line[row]}"
+        what = f"repeats line {points.line[first]} (N {points.params[row]:.4g}, D {points.tokens[row]:.4g})"
+        if points.loss[first] == points.loss[row]:
+            fix = "leave it out, or say --repeated: equal rows then count once"
+            same.append(Problem(where=where, what=what, why="a row that counts twice pulls the law to it", fix=fix))
         else:
-            what = (
-                f"repeats line {points.line[first]} (N {points.params[row]:.4g}, D {points.tokens[row]:.4g}) "
-                f"with another loss: {points.loss[first]:.5g} and {points.loss[row]:.5g}"
-            )
+            what += f" with another loss: {points.loss[first]:.5g} and {points.loss[row]:.5g}"
             fix = "keep one of them, give each its seed, or say --repeated if both were measured"
-            problems.append(Problem(where=f"{points.source}:{points.line[row]}", what=what, fix=fix))
+            problems.append(Problem(where=where, what=what, fix=fix))
+    if same and not options.repeated:
+        problems += same
     if problems:
+        more = len(problems) - MOST_REPEATS
+        if more > 0:
+            what = f"repeats rows {plural(more, 'more time')}"
+            problems = [*problems[:MOST_REPEATS], Problem(where=points.source, what=what)]
         raise UserError(problems)
     if same:
-        left_out.append(f"{plural(same, 'duplicate row')}")
+        left_out.append(f"{plural(len(same), 'duplicate row')}")
     return points.take(np.array(keep, dtype=np.intp))
 
 

@@ -22,6 +22,7 @@ from phalanx.scale.fit_result import UsedRates
 from phalanx.scale.points import COLUMNS, ScalingPoints, TableOptions, make_points, read_points
 from phalanx.scale.shapes import counted_params
 
+PLAN, RUN_ID = "plan.json", "run_id"
 TABLE = "points.csv"  # what phalanx scale sweep writes beside its runs
 MOST_RUNS = 10_000
 LARGEST_SHARE = 0.7  # of the largest FLOPs: the runs of the largest budget
@@ -62,16 +63,25 @@ def read_run_points(folder: Path, options: TableOptions) -> ScalingPoints:
             problems.extend(error.problems)
     if problems:
         raise UserError(problems)
-    return make_points(str(folder), rows, {name: name for name in COLUMNS if name in rows[0][1]}, options)
+    known = {name: name for name in COLUMNS if name in rows[0][1]}
+    for name in options.where:
+        if name not in known:
+            fix = f"runs have {', '.join(known)}"
+            raise mistake(f"--where {name}", "is no column of a table of runs", fix=fix)
+    rows = [(line, row) for line, row in rows if all(row[key] == value for key, value in options.where.items())]
+    return make_points(str(folder), rows, known, options)
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "plan.json").is_file()
+    return (folder / PLAN).is_file() or (folder / RUN_ID).is_file()
 
 
 def _run_row(folder: Path, options: TableOptions) -> dict[str, str]:
-    found = read_run_losses(folder, counted=options.params_counted)
     where = str(folder)
+    if not (folder / PLAN).is_file():
+        what = f"was ended before it began: it has no {PLAN}"
+        raise UserError(Problem(where=where, what=what, fix="move it out of the folder; nothing was trained in it"))
+    found = read_run_losses(folder, counted=options.params_counted)
     if found.state != "done":
         raise UserError(
             Problem(

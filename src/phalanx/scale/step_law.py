@@ -1,8 +1,10 @@
 """Learning rate and batch of a run: Step Law where it was fitted, the rates of the sweep elsewhere, always bounded.
 
 Step Law (arXiv:2503.04715): lr = 1.78·N^-0.712·D^0.307, batch = 0.57·D^0.571 in tokens, N without embeddings; medians
-of its 1,000 bootstrap fits (95 %: -0.774 to -0.655, 0.271 to 0.345, 0.534 to 0.606). It was fitted to models of 60M to
-1B parameters on up to 100B tokens. Extended to 60k parameters it asks for a learning rate of 0.17.
+of its 1,000 bootstrap fits (95 %: -0.774 to -0.655, 0.271 to 0.345, 0.534 to 0.606). Its runs
+that can be read have 119M to 1.07B such parameters and 1.0B to 100B tokens: the repository's table of dense models
+(step-law/steplaw, data/dense_lr_bs_loss.csv) 215M to 1.07B on 4B to 100B, the published checkpoints (StepLaw on Hugging
+Face) also 119M on 7.0B and 214M on 1.0B. Extended to 60k parameters it asks for a learning rate of 0.17.
 
 Beyond those tokens the rate stays what it is at their end. Of eight published runs, whose rates are recalled (Llama 2
 and 3, OLMo 2, Chinchilla, GPT-3: 7B to 405B parameters, 0.3T to 15T tokens), it is then 1.6 times off, as a geometric
@@ -19,8 +21,9 @@ from phalanx.units import format_count
 
 LR_FACTOR, LR_SIZE, LR_TOKENS = 1.78, -0.712, 0.307
 BATCH_FACTOR, BATCH_TOKENS = 0.57, 0.571
-STEP_LAW_SIZES = (5e7, 1.1e9)  # without embeddings
-STEP_LAW_TOKENS = (1e9, 1.1e11)  # the lower end is recalled, not read
+# What was trained, and a tenth more at each end: sizes without embeddings, tokens.
+STEP_LAW_SIZES = (1.08e8, 1.18e9)
+STEP_LAW_TOKENS = (0.9e9, 1.1e11)
 FARTHEST_LR = 4.0  # from a rate that was trained with, where the exponents carry it to other sizes and tokens
 # Of a run. With fewer, small models have not begun to learn from context: on the offline corpus, runs of 50 to 135
 # steps end at 5.3 nats, the entropy of single tokens, whatever their size. No power law has such a step.
@@ -93,6 +96,6 @@ def rates_of_run(*, size: float, tokens: float, larger: float | None, used: Used
         batch_tokens=batch,
         source="step law, bounded",
         sentence=f"{format_count(size)} parameters (without embeddings) on {format_count(tokens)} tokens are outside "
-        "of what Step Law was fitted to, 60M to 1B parameters and 1B to 100B tokens: "
+        "of what Step Law was fitted to, 119M to 1.07B parameters and 1B to 100B tokens: "
         f"{' and '.join(cuts) or 'it is extended'}; try others around these",
     )

@@ -74,6 +74,7 @@ class SurfaceData:
     loss: Array
     middle: tuple[float, float]  # ln N0, ln D0
     noise: Array  # what residuals are divided by
+    log_odds: float = 0.0  # of this kind of noise before the points are seen, up to a constant
     strays: int = 0  # rows that were left out
     stray_squares: float = 0.0  # what they add to the sum of squares all the same: they say how large noise can be
 

@@ -1,21 +1,23 @@
 """Fits of the loss surface with their intervals: vpnls, huber3 and overtrain (α = β).
 
-Intervals of vpnls: draws of the posterior (surface_posterior.py). Of overtrain: wild bootstrap. The design stays as it
-is, every residual, divided by √(1 - leverage), keeps its size and gets a random sign, and deviations are widened by
-Student's t for the few degrees of freedom; drawing rows of such small designs would lose whole curves. huber3 draws
-rows, as its authors and their replication do.
+Values of vpnls: the median of the posterior (median_surface.py); without draws, the least squares. Its intervals: draws
+of the posterior (surface_posterior.py). Of overtrain: wild bootstrap. The design stays as it is, every residual,
+divided by √(1 - leverage), keeps its size and gets a random sign, and deviations are widened by Student's t for the few
+degrees of freedom; drawing rows of such small designs would lose whole curves. huber3 draws rows, as its authors and
+their replication do.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import stats
 
 from phalanx.scale.fit_result import FitEstimate
 from phalanx.scale.huber import fit_huber, grid_starts
+from phalanx.scale.median_surface import median_surface
 from phalanx.scale.stray_rows import MOST_SHARE, find_stray_row, residual_slopes, with_strays
 from phalanx.scale.surface import (
     LEAST_EXPONENT,
@@ -27,7 +29,7 @@ from phalanx.scale.surface import (
     project_grid,
     surface_values,
 )
-from phalanx.scale.surface_posterior import sample_posterior
+from phalanx.scale.surface_posterior import CONSTANT_ODDS, sample_posterior
 
 NAMES = ("E", "A", "B", "alpha", "beta")
 SHARE = 0.8  # of outcomes that an interval holds
@@ -53,8 +55,7 @@ class SurfaceFit:
     raw_condition_number: float  # of E, A, B, α and β at once
     profiles: dict[str, tuple[float, float]]
     noise: str  # "proportional" to the loss, or "constant": what the residuals speak for
-    is_middle: bool = False  # the least squares were degenerate: `law` is a draw in the middle of what is possible
-    is_open: bool = False  # the points leave the exponent of the optimum open; `law` is such a draw too
+    is_degenerate: bool = False  # by least squares N or D does not matter
     strays: tuple[int, ...] = ()  # rows that the others exclude: not fitted
 
 
@@ -82,9 +83,9 @@ def fit_surface(
             break
         strays.append(int(kept[row]))
         kept = np.delete(kept, row)
-    _, relative, data, found, cost = min(solved, key=lambda one: one[0])
-    theta = found[int(np.argmin(cost))]
-    objective, is_middle, is_open = float(cost.min()), False, False
+    _, relative, data, found, cost = max(solved, key=lambda one: _noise_evidence(one[2], one[0]))
+    theta = squares = found[int(np.argmin(cost))]
+    objective, is_degenerate = float(cost.min()), False
     if method == "huber3":
         tried, costs = fit_huber(data, np.vstack([found, grid_starts(data, starts, rng)]))
         theta, objective = tried[int(np.argmin(costs))], float(costs.min())
@@ -101,12 +102,8 @@ def fit_surface(
             posterior = sample_posterior(noises, draws=draws, rng=rng)
         resampled = _flip_residuals(data, theta, draws, rng, tied=tied) if posterior is None else posterior
         if posterior is not None:
-            is_middle = _is_degenerate(data, theta)
-            is_open = not is_middle and _leaves_optimum_open(theta, posterior)
-        if posterior is not None and (is_middle or is_open):
-            theta = _middle_draw(data, posterior)
-            level, term_n, term_d = surface_values(theta[None, :], data)
-            objective = 0.5 * float((((data.loss - level - term_n - term_d)[0] / data.noise) ** 2).sum())
+            is_degenerate = _is_degenerate(data, theta)
+            theta, objective = median_surface(posterior, data)
     raw, projected = condition_numbers(data, theta, tied=tied)
     law = data.to_surface(theta)
     fitted = law.E + law.A * params**-law.alpha + law.B * tokens**-law.beta
@@ -120,10 +117,11 @@ def fit_surface(
         agreeing=agreeing,
         condition_number=raw if method == "huber3" else projected,
         raw_condition_number=raw,
-        profiles=_profile_interval(data, theta, objective, tied=tied) if profile and method != "huber3" else {},
+        profiles={}
+        if method == "huber3" or not profile
+        else _profile_interval(data, squares, float(cost.min()), tied=tied),
         noise="proportional" if relative else "constant",
-        is_middle=is_middle,
-        is_open=is_open,
+        is_degenerate=is_degenerate,
         strays=tuple(strays),
     )
 
@@ -139,21 +137,18 @@ def _solve_noises(
         if relative and method == "vpnls":
             data = data.with_fitted_noise(found[int(np.argmin(cost))])
             found, cost = polish_surface(data, found, tied=tied)
-        # The likelihood of normal noise with this variance function: the smaller sum of squares, since both noises
-        # have the same geometric mean.
+        data = replace(data, log_odds=0.0 if relative else math.log(CONSTANT_ODDS))
         solved.append((float(cost.min()), relative, data, found, cost))
     return solved
 
 
-def _leaves_optimum_open(theta: Array, draws: Array) -> bool:
-    """Whether the interval of a is so wide that the least squares may stand anywhere in it.
+def _noise_evidence(data: SurfaceData, cost: float) -> float:
+    """ln of the likelihood of normal noise with this variance function, and of the odds before.
 
-    There the draw in the middle is nearer: of 1,200 known surfaces the least squares were more than 34 % off in 2.1 %
-    of the exponents and 280 % at worst, the middle in 1.3 % and 150 % (benchmarks/2026-11-18-scaling-stress.md).
+    The smaller sum of squares is the likelier, since both noises have the same geometric mean.
     """
-    exponents = 1.0 / (1.0 + np.exp(draws[:, 3] - draws[:, 4]))
-    value = 1.0 / (1.0 + math.exp(float(theta[3] - theta[4])))
-    return is_open_exponent(estimate_interval(value, exponents))
+    free = max(len(data.loss) - 5, 1)
+    return data.log_odds - 0.5 * free * math.log(max(cost, np.finfo(float).tiny))
 
 
 def is_open_exponent(a: FitEstimate) -> bool:
@@ -172,22 +167,6 @@ def _is_degenerate(data: SurfaceData, theta: Array) -> bool:
     least = min(float((term / (level + term_n + term_d)).max()) for term in (term_n, term_d))
     bounds = np.log([LEAST_EXPONENT, MOST_EXPONENT])
     return least < NEGLIGIBLE or bool((np.abs(theta[3:, None] - bounds) < 1e-6).any())
-
-
-def _middle_draw(data: SurfaceData, draws: Array) -> Array:
-    """The best fit among draws in the middle: the fifth whose a is nearest its median, of these half by N*.
-
-    N* of ten times the largest compute: a draw may have a middling exponent and an optimum at the edge of all.
-    """
-    alpha, beta = np.exp(draws[:, 3]), np.exp(draws[:, 4])
-    exponents = beta / (alpha + beta)
-    reach = float((data.x + data.y).max()) + math.log(10.0)
-    sizes = (draws[:, 1] - draws[:, 2] + draws[:, 3] - draws[:, 4] + beta * reach) / (alpha + beta)
-    near = np.argsort(np.abs(exponents - np.median(exponents)))[: max(2, len(draws) // 5)]
-    near = near[np.argsort(np.abs(sizes[near] - np.median(sizes)))[: max(1, len(near) // 2)]]
-    level, term_n, term_d = surface_values(draws[near], data)
-    costs = (((data.loss - level - term_n - term_d) / data.noise) ** 2).sum(axis=1)
-    return np.asarray(draws[near[int(np.argmin(costs))]])
 
 
 def _share_agreeing(tried: Array, theta: Array) -> float:

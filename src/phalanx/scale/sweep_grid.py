@@ -235,7 +235,7 @@ def rates_text(job: Job) -> str:
             "to other numbers of tokens by the exponents of Step Law (arXiv:2503.04715)"
         )
     return (
-        "learning rate and batch by Step Law (arXiv:2503.04715); outside 50M to 1.1B parameters by its exponents, "
+        "learning rate and batch by Step Law (arXiv:2503.04715); outside 119M to 1.07B parameters by its exponents, "
         "through the job's own"
     )
 

@@ -5,6 +5,7 @@ Made on the server and without a script: text, and pictures that are files of th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
@@ -128,7 +129,15 @@ def _fit_body(name: str, found: FitPage) -> str:
         for file in PICTURES
         if file in found.pictures
     )
-    return f"{pictures}<pre>{escape(found.text)}</pre>"
+    blocks = found.text.strip("\n").split("\n\n")
+    texts = "".join(f'<pre class="{_block_class(one)}">{escape(one)}</pre>' for one in blocks)
+    return f"{pictures}{texts}"
+
+
+def _block_class(block: str) -> str:
+    """A table keeps its lines and scrolls sideways on a narrow screen; sentences are wrapped."""
+    is_table = sum(len(re.findall(r"\S {2,}(?=\S)", line)) >= 2 for line in block.splitlines()) >= 2
+    return "table" if is_table else "sentences"
 
 
 def _html_page(title: str, body: str, status: int = 200, *, up: str = "../") -> Response:

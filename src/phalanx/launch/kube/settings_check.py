@@ -43,12 +43,15 @@ def check_settings(requests: Sequence[LaunchRequest]) -> tuple[list[Problem], li
         for label in settings.topology:
             if not LABEL.fullmatch(label):
                 wrong("launch.topology", f"{label[:60]!r} is no label of a node", "such as topology/rack")
-        mount = PurePosixPath(request.run).parent
+        mount, how = request.volume_folder, "where --runs is" if not request.volume else "at the folder around --out"
         for key, path in request.inputs:
             if not PurePosixPath(path).is_relative_to(mount):
-                fix = f"put it below {mount} (phalanx data build makes datasets anywhere), or name a folder above both"
-                why = f"the claim is mounted where --runs is, {mount}, and pods see nothing else of this machine"
-                wrong(f"{key} {path}", "would not be seen by the pods", f"{fix} with --runs", why)
+                other = (
+                    "a folder above both with --runs" if not request.volume else "an --out whose parent is above both"
+                )
+                fix = f"put it below {mount} (phalanx data build makes datasets anywhere), or name {other}"
+                why = f"the claim is mounted {how}, {mount}, and pods see nothing else of this machine"
+                wrong(f"{key} {path}", "would not be seen by the pods", fix, why)
         if settings.mounts:
             what = "mounts folders of the host, which pods of this profile may not"
             wrong("launch.mounts", what, "put the data on the claim")

@@ -1,0 +1,70 @@
+"""The surface whose compute-optimal line is the median of the posterior, and that fits the points best among those.
+
+Least squares need one kind of noise. Few points do not tell noise in proportion to the loss from constant noise: on the
+published draws of VPNLS the wrong one was taken by chance, and a was 36 % off where its own least squares are 34
+(benchmarks/2026-11-18-scaling-laws.md). Draws of the posterior weigh both, and their median is the estimate of
+least expected error. It is also where the least squares stand anywhere in a wide interval that it is nearer the truth.
+
+a of N* ∝ C^a and N* of ten times the largest compute are those medians. What is left of the law is linear in E and one
+factor for each α + β, so that one number is searched.
+
+    # K values of α + β, P points
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from phalanx.scale.surface import LEAST_EXPONENT, MOST_EXPONENT, Array, SurfaceData
+
+BEYOND = 10.0  # times the largest compute of the points, where N* is held
+LEAST_LEVEL = 1e-4  # nats: E of a law without one
+LINE = 41  # values of α + β tried at a time
+ZOOMS = 4  # each narrows the line by (LINE - 1) / 3: to 1e-5 of its length
+
+
+def median_optimum(draws: Array, data: SurfaceData) -> tuple[float, float, float]:
+    """Medians of a and of ln N*, and the ln N·D that N* belongs to, all on the axes of the data."""
+    alpha, beta = np.exp(draws[:, 3]), np.exp(draws[:, 4])
+    compute = float((data.x + data.y).max()) + math.log(BEYOND)
+    sizes = (draws[:, 1] - draws[:, 2] + draws[:, 3] - draws[:, 4] + beta * compute) / (alpha + beta)
+    return float(np.median(beta / (alpha + beta))), float(np.median(sizes)), compute
+
+
+def median_surface(draws: Array, data: SurfaceData) -> tuple[Array, float]:
+    """Logarithms of the law for `SurfaceData.to_surface`, and half its sum of squares."""
+    a, size, compute = median_optimum(draws, data)
+    low = math.log(LEAST_EXPONENT / min(a, 1.0 - a))
+    high = math.log(MOST_EXPONENT / max(a, 1.0 - a))
+    ones, measured = 1.0 / data.noise, data.loss / data.noise
+    for _ in range(ZOOMS):
+        line = np.linspace(low, high, LINE)
+        alpha, beta = (1.0 - a) * np.exp(line)[:, None], a * np.exp(line)[:, None]
+        # ln A - ln B follows from N*: α·A·N^-α = β·B·D^-β there.
+        gap = size * (alpha + beta) - np.log(alpha / beta) - beta * compute
+        term = np.logaddexp(gap - alpha * data.x, -beta * data.y)
+        top = term.max(axis=1, keepdims=True)
+        column = np.exp(term - top) * ones
+        # Two normal equations; without E where it would be negative.
+        aa, ab, bb = float(ones @ ones), column @ ones, np.einsum("kp,kp->k", column, column)
+        ya, yb = float(ones @ measured), column @ measured
+        determinant = np.maximum(aa * bb - ab**2, np.finfo(float).tiny)
+        level = (bb * ya - ab * yb) / determinant
+        level = np.where(level > LEAST_LEVEL, level, LEAST_LEVEL)
+        factor = (yb - level * ab) / bb
+        left = measured - level[:, None] * ones - factor[:, None] * column
+        cost = np.where(factor > 0.0, 0.5 * np.einsum("kp,kp->k", left, left), np.inf)
+        best = int(np.argmin(cost))
+        step = line[1] - line[0]
+        low, high = max(line[best] - 1.5 * step, low), min(line[best] + 1.5 * step, high)
+    log_b = math.log(factor[best]) - float(top[best, 0])
+    theta = [
+        math.log(level[best]),
+        log_b + float(gap[best, 0]),
+        log_b,
+        math.log(alpha[best, 0]),
+        math.log(beta[best, 0]),
+    ]
+    return np.array(theta), float(cost[best])
