@@ -67,6 +67,7 @@ class ForeignSetting:
     key: str  # as the file spells it
     value: object
     line: int  # from 1; 0 is the file as a whole
+    comment: str = ""  # what its author wrote beside it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

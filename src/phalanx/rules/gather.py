@@ -398,6 +398,9 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
 
 def _part_of_weights(found: ConvertedConfig, path: Path) -> tuple[Problem, ...]:
     """Memory, speed and checkpoints of an adapter are not those of the whole model, which a plan has."""
+    if found.changed and not found.partial:
+        what = f"computes its steps in a way of its own ({found.changed}), and the plan is of the original"
+        return (Problem(where=str(path), what=what, fix="nothing: what an argument of a fork does is not known"),)
     if not found.partial:
         return ()
     what = f"trains a part of its weights only ({found.partial}), and the plan is of all of them"

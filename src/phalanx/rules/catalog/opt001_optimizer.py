@@ -109,8 +109,10 @@ def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
 
 
 def _usual_rate_here(evidence: Evidence) -> float:
-    batch = evidence.the_job.batch.global_tokens
-    return usual_rate(_parameters(evidence), float(batch) if batch and evidence.plan is not None else None)
+    batch = evidence.the_job.batch.global_tokens if evidence.plan is not None else 0
+    if batch and evidence.is_foreign:  # a rate that is published for the size is no slip with a small batch either
+        batch = max(batch, RATE_BATCH)
+    return usual_rate(_parameters(evidence), float(batch) if batch else None)
 
 
 def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
@@ -224,7 +226,8 @@ of 10 or an epsilon of 0.5 start without a word and learn nothing. Published rat
 125M parameters to 6e-5 at 175B (GPT-3, table 2.1), and differ by a factor of three, not of thirty.
 """,
     how="""
-`lr <= 10 × 6e-4 · (125M / parameters)^0.32 · sqrt(batch / 0.5M tokens)`, the last factor within 0.25 and 2 (Muon: 30
+`lr <= 10 × 6e-4 · (125M / parameters)^0.32 · sqrt(batch / 0.5M tokens)`, the last factor within 0.25 and 2, of other
+trainers' files within 1 and 2 (Muon: 30
 times that; 20 times beyond is an error); a warm-up, at most half of the tokens, where training starts from new
 weights (of our own jobs only where `warmup_tokens` is written; other trainers' files with at most 100 steps are
 tests, schedules that decay beyond the end of the run are those of a longer one, and a rate below a fifth of the usual

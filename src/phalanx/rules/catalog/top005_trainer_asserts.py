@@ -168,9 +168,9 @@ def _divisors(evidence: Evidence) -> Iterator[Broken]:
         what = f"{world:,} devices do not divide by tensor {tensor} × pipeline {stages} × context {context}"
         yield "tensor_model_parallel_size", what, f"a multiple of {plural(group, 'device')}"
         return
-    total, micro = _whole(evidence, "global_batch_size"), _whole(evidence, "micro_batch_size") or 1
+    total, micro = _whole(evidence, "global_batch_size"), _whole(evidence, "micro_batch_size")
     ranks = world // group if world else 0
-    if total and ranks and total % (micro * ranks) and not evidence.find_setting("rampup_batch_size"):
+    if total and micro and ranks and total % (micro * ranks) and not evidence.find_setting("rampup_batch_size"):
         what = f"a global batch of {total:,} does not divide by micro-batch {micro} × {ranks:,} data ranks"
         yield "global_batch_size", what, f"a multiple of {micro * ranks:,}"
 

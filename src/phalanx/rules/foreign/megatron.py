@@ -11,7 +11,7 @@ from phalanx.errors import mistake
 from phalanx.rules.foreign import mcore
 from phalanx.rules.foreign.config_files import read_tree
 from phalanx.rules.foreign.conversion import Conversion, ReadConfig
-from phalanx.rules.foreign.detect import TrainsNothingError, refuse_inference
+from phalanx.rules.foreign.detect import TrainsNothingError, is_other_program, refuse_inference
 from phalanx.rules.foreign.shell.training_command import (
     MEGATRON_SIGNS,
     TrainingCommand,
@@ -196,6 +196,8 @@ def _trains_nothing(command: TrainingCommand) -> bool:
         for flag in arguments
         if canonical_flag(flag) in ("train_iters", "train_samples")
     ]
+    if "inference" in flags or (programs and all(is_other_program(name) for name in programs)):
+        return True  # the arguments of a training, to build the model as it was trained
     if lengths and all(words == ("0",) for words in lengths) and not command.open_why:
         return True  # --train-iters 0: the loss of a checkpoint is evaluated
     return bool(programs) and not (named or command.open_why or flags & MEGATRON_SIGNS.asked)
