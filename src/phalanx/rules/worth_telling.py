@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Outcome
@@ -33,6 +34,8 @@ COSTS_TIME = ("BAT004", "CKP001", "CKP004", "COM003", "COM004", "EFF", "TOP002",
 SMALL_POINTS, SMALL_USD, LEAST_USD = 1.0, 10_000.0, 1_000.0
 # A run that its own script ends within so long is a trial: what it loses is lost once. Our choice.
 TRIAL_S = 4 * HOUR_S
+_TRIAL_FILE = re.compile(r"(?<![a-z])(debug|smoke|dry|profil\w*|toy|sanity|trial)(?![a-z])", re.IGNORECASE)
+_TRIAL_JOB = re.compile(rf"{_TRIAL_FILE.pattern}|(?<![a-z])(test|tests|testing)(?![a-z])", re.IGNORECASE)
 _LIMIT = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,4}))?(?::(\d{1,4}))?")
 
 
@@ -61,9 +64,14 @@ def is_small(rule: Rule, outcome: Outcome, evidence: Evidence) -> bool:
 
 
 def is_trial(evidence: Evidence) -> bool:
-    """Whether another trainer's file says itself that it ends within hours: Slurm's limit, a last step, a profiler."""
-    limit = evidence.find_setting("SBATCH.time")
+    """Whether another trainer's file says itself that it ends within hours, or is there to find a fault.
+
+    Slurm's limit or the name of its job, the file's own name, a last step, a profiler.
+    """
+    limit, name = evidence.find_setting("SBATCH.time"), evidence.find_setting("SBATCH.job-name")
     if limit is not None and 0 < slurm_seconds(str(limit.value)) <= TRIAL_S:
+        return True
+    if _TRIAL_JOB.search(str(name.value) if name is not None else "") or _TRIAL_FILE.search(Path(evidence.target).stem):
         return True
     if evidence.practice.trainer != "megatron":
         return False

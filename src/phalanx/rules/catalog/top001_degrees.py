@@ -14,7 +14,7 @@ from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 SIZES = re.compile(r"\b(tensor|context|pipeline|data|expert) (\d{1,9})\b")  # as the planner writes them
 # A configuration of another trainer, as rules/foreign reads it: nothing is wrong, only missing or left open.
-SILENT = ("does not say", "may be given more arguments", "trains a part of its weights")
+SILENT = ("does not say", "may be given more arguments", "trains a part of its weights", "computes its steps in a way")
 LEFT_OPEN = (" is not known: ", " is not a number", "which is not in this folder")
 NO_START = Impact(points=100.0, note="the job does not start")
 
