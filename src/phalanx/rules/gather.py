@@ -373,6 +373,7 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
             practice_keys=found.practice_keys,
             open_why=found.open_why,
             partial=found.partial,
+            changed=found.changed,
             data=_foreign_data(found, path),
             unmapped=_without_waivers(found.unmapped),
         )
@@ -392,6 +393,7 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
         practice_keys=found.practice_keys,
         open_why=found.open_why,
         partial=found.partial,
+        changed=found.changed,
         data=_foreign_data(found, path),
     )
 

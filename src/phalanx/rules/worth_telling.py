@@ -29,11 +29,13 @@ ABOUT_TRAINERS = (
 CHOSEN_BY_FILE = ("optim.clip",)  # left out, it is a choice all the same: every trainer here has a key for it
 # Rules whose findings cost time, and neither the run nor what it learns.
 COSTS_TIME = ("BAT004", "CKP001", "CKP004", "COM003", "COM004", "EFF", "TOP002", "TOP004")
+# Rules about what a run learns or leaves behind, and about settings for finding faults: no matter of a trial.
+OF_REAL_RUNS = ("OPT001", "PRC", "CKP006", "DAT", "ENV001")
 # Of another trainer's file, lost time below both is a remark, and so is what costs the job less than the last: nobody
 # rewrites a script for it. Our choice.
 SMALL_POINTS, SMALL_USD, LEAST_USD = 1.0, 10_000.0, 1_000.0
 # A run that its own script ends within so long is a trial: what it loses is lost once. Our choice.
-TRIAL_S = 4 * HOUR_S
+TRIAL_S, FEW_STEPS = 4 * HOUR_S, 100
 _TRIAL_FILE = re.compile(r"(?<![a-z])(debug|smoke|dry|profil\w*|toy|sanity|trial)(?![a-z])", re.IGNORECASE)
 _TRIAL_JOB = re.compile(rf"{_TRIAL_FILE.pattern}|(?<![a-z])(test|tests|testing)(?![a-z])", re.IGNORECASE)
 _LIMIT = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,4}))?(?::(\d{1,4}))?")
@@ -54,10 +56,11 @@ def is_small(rule: Rule, outcome: Outcome, evidence: Evidence) -> bool:
     impact = outcome.impact
     if not evidence.is_foreign:
         return False
-    if rule.id.startswith(COSTS_TIME) and (
-        is_trial(evidence) or (impact.points is not None and impact.usd is not None and impact.usd < LEAST_USD)
-    ):
+    if rule.id.startswith((*COSTS_TIME, *OF_REAL_RUNS)) and is_trial(evidence):
         return True
+    if rule.id.startswith(COSTS_TIME) and impact.points is not None and impact.usd is not None:
+        if impact.usd < LEAST_USD:
+            return True
     if impact.points is None or impact.points >= SMALL_POINTS:
         return False
     return impact.usd is None or impact.usd < SMALL_USD
@@ -66,7 +69,7 @@ def is_small(rule: Rule, outcome: Outcome, evidence: Evidence) -> bool:
 def is_trial(evidence: Evidence) -> bool:
     """Whether another trainer's file says itself that it ends within hours, or is there to find a fault.
 
-    Slurm's limit or the name of its job, the file's own name, a last step, a profiler.
+    Slurm's limit or the name of its job, the file's own name, few steps, made-up data, a profiler.
     """
     limit, name = evidence.find_setting("SBATCH.time"), evidence.find_setting("SBATCH.job-name")
     if limit is not None and 0 < slurm_seconds(str(limit.value)) <= TRIAL_S:
@@ -75,6 +78,9 @@ def is_trial(evidence: Evidence) -> bool:
         return True
     if evidence.practice.trainer != "megatron":
         return False
+    steps = evidence.setting_number("train_iters")
+    if evidence.setting_flag("mock_data") or (steps is not None and 0 < steps <= FEW_STEPS):
+        return True
     last = evidence.setting_number("exit_interval")
     if last is not None and evidence.plan is not None and last * evidence.plan.prediction.step_s <= TRIAL_S:
         return True

@@ -93,6 +93,9 @@ def _is_one_host(evidence: Evidence) -> bool:
     hosts = evidence.find_setting("nnodes", "num_nodes", "num_machines")
     if hosts is not None:
         return str(hosts.value) == "1"
+    include = evidence.find_setting("include", "i")  # DeepSpeed's launcher: localhost:0,1,2,3
+    if include is not None:
+        return str(include.value).strip("\"' ").startswith("localhost") and "@" not in str(include.value)
     return evidence.find_setting("nproc_per_node") is not None or evidence.setting_flag("standalone")
 
 
@@ -110,7 +113,7 @@ def _is_explained(evidence: Evidence, name: str) -> bool:
 
 def _connections(evidence: Evidence, variables: dict[str, str], limits: Limits) -> Iterator[Outcome]:
     value = variables.get(CONNECTIONS, "")
-    if not value.isdigit() or evidence.practice.trainer not in ("megatron", "nemo"):
+    if not value.isdigit() or evidence.practice.trainer not in ("megatron", "nemo") or evidence.changed:
         return
     tensor = evidence.the_job.parallel.tensor
     sharded = evidence.setting_flag("use_torch_fsdp2") or evidence.setting_flag("use_megatron_fsdp")

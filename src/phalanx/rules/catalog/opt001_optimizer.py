@@ -147,6 +147,8 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
         return
     if evidence.is_foreign and job.optim.lr <= limits.number("low_rate") * _usual_rate_here(evidence):
         return  # a rate of fine-tuning, or of going on with weights from elsewhere
+    if (evidence.setting_number("lr_warmup_fraction") or 0.0) > 0:
+        return  # a fraction that comes to less than a step is one all the same
     absent = evidence.practice.trainer == "megatron" and not any("warmup" in name for name in evidence.settings)
     if not (evidence.stated(key) and (evidence.is_foreign or evidence.written(key))) and not absent:
         return

@@ -19,7 +19,9 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return (exempt("the reader of job files asks the same of a job"),)
     broken = [*_formats(evidence), *_deepspeed(evidence), *_megatron(evidence)]
     silent = all(one.what.startswith("does not say") for one in evidence.refusals)
-    if evidence.plan is None and silent:  # else the planner has judged the layout: TOP001, BAT001
+    # Else the planner has judged the layout, TOP001 and BAT001; a fork that computes its steps in a way of its own may
+    # count stages and batches in one too.
+    if evidence.plan is None and silent and not evidence.changed:
         broken += _divisors(evidence)
     idle = tuple(_without_effect(evidence))
     if len(broken) <= limits.number("most_broken"):
