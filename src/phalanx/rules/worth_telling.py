@@ -58,9 +58,9 @@ def is_small(rule: Rule, outcome: Outcome, evidence: Evidence) -> bool:
         return False
     if rule.id.startswith((*COSTS_TIME, *OF_REAL_RUNS)) and is_trial(evidence):
         return True
-    if rule.id.startswith(COSTS_TIME) and impact.points is not None and impact.usd is not None:
-        if impact.usd < LEAST_USD:
-            return True
+    cheap = impact.points is not None and impact.usd is not None and impact.usd < LEAST_USD
+    if cheap and rule.id.startswith(COSTS_TIME):
+        return True
     if impact.points is None or impact.points >= SMALL_POINTS:
         return False
     return impact.usd is None or impact.usd < SMALL_USD

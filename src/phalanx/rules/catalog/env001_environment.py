@@ -49,7 +49,8 @@ TRAPS = {
 }
 EXPLAINS = re.compile(
     r"\b(do not remove|don't remove|work-?around|hangs?|deadlock|needed|necessary|require[sd]?|must|otherwise|because|"
-    r"avoid|prevents?|bug|issue|fix(es)?|crash(es)?|fails?|no (infiniband|nvlink|ib)|not support)",
+    r"avoid|prevents?|bug|issue|fix(es)?|crash(es)?|fails?|stuck|without|no (infiniband|nvlink|ib)|not support)"
+    r"|没有|避免|否则|不支持|解决|卡住|卡死",
     re.IGNORECASE,
 )
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -86,17 +87,22 @@ def _traps(evidence: Evidence, variables: dict[str, str], names: tuple[str, ...]
         )
 
 
+# How a launch script names its hosts: torchrun, DeepSpeed, Accelerate, Slurm.
+HOSTS = ("nnodes", "num_nodes", "num_machines", "SBATCH.nodes")
+SEVERAL = ("hostfile", "H", "machine_rank", "rdzv_endpoint")
+
+
 def _is_one_host(evidence: Evidence) -> bool:
-    """By the plan; without one by what the launcher is told, torchrun's default of one host included."""
+    """Whether nothing says that there are several: launchers start on one host unless they are told of others."""
     if evidence.plan is not None:
         return evidence.plan.reliability.hosts == 1
-    hosts = evidence.find_setting("nnodes", "num_nodes", "num_machines")
-    if hosts is not None:
-        return str(hosts.value) == "1"
     include = evidence.find_setting("include", "i")  # DeepSpeed's launcher: localhost:0,1,2,3
     if include is not None:
         return str(include.value).strip("\"' ").startswith("localhost") and "@" not in str(include.value)
-    return evidence.find_setting("nproc_per_node") is not None or evidence.setting_flag("standalone")
+    said = [one for name in HOSTS if (one := evidence.find_setting(name)) is not None]
+    if said:
+        return all(str(one.value) == "1" for one in said)
+    return evidence.find_setting(*SEVERAL) is None
 
 
 def _is_one_device(evidence: Evidence) -> bool:
@@ -115,6 +121,8 @@ def _connections(evidence: Evidence, variables: dict[str, str], limits: Limits) 
     value = variables.get(CONNECTIONS, "")
     if not value.isdigit() or evidence.practice.trainer not in ("megatron", "nemo") or evidence.changed:
         return
+    if any("bubble" in name for name in evidence.settings):
+        return  # a zero-bubble schedule has traffic of its own to overlap
     tensor = evidence.the_job.parallel.tensor
     sharded = evidence.setting_flag("use_torch_fsdp2") or evidence.setting_flag("use_megatron_fsdp")
     wanted = limits.number("connections")
