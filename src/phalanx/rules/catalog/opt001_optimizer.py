@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from phalanx.job.parameter_counts import count_parameters
@@ -57,7 +58,11 @@ def _optimizer_name(evidence: Evidence) -> str:
     for name in OPTIMIZER_KEYS:
         if (said := evidence.find_setting(name)) is not None and isinstance(said.value, str):
             return said.value.lower()
-    return evidence.the_job.optim.name
+    # A fork's own word for it, as --optimizer-selection.
+    own = (
+        one.value for name, one in evidence.settings.items() if re.search(r"optim\w*_(selection|type|name|kind)$", name)
+    )
+    return next((one.lower() for one in own if isinstance(one, str)), evidence.the_job.optim.name)
 
 
 def usual_rate(parameters: float | None, batch_tokens: float | None) -> float:

@@ -25,13 +25,14 @@ SWITCHES = (
 TOWERS = ("freeze_lm", "freeze_vit", "freeze_vision_model", "vision_model_type", "language_model_type")
 # Of an argument that Megatron has not: words by which it changes how a step is computed, so that no plan is of it.
 CHANGES_STEPS = re.compile(
-    r"pipeline|bubble|schedul|hetero|offload|grad_comp|compress|prun|spars|mask_only|hessian|quant|distill|teacher"
-    r"|freeze|lora|peft|async"
+    r"pipe|bubble|schedul|hetero|offload|grad_comp|compress|prun|spars|mask_only|hessian|quant|distill|teacher"
+    r"|freeze|lora|peft|async|_config$|^config_"
 )
 # Arguments of Megatron's that have such a word and change no step.
 CHANGES_NONE = re.compile(
     r"lr_scheduler|opt_param_scheduler|pipeline_model_parallel|virtual_pipeline|pipeline_rank|pipeline_parallel$"
-    r"|pipeline_manual_split|pp_partition|async_tensor_model_parallel|async_save|async_strategy|data_|tokeniz|log_"
+    r"|pipeline_manual_split|pp_partition|async_tensor_model_parallel|async_save|async_strategy|data_|dataset|tokeniz|log_"
+    r"|deepspeed_config|prompt|energon"
 )
 MEGATRON_VERB = "verb.megatron"  # as trainer_scripts marks ms-swift's `megatron` commands
 

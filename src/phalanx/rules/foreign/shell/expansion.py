@@ -387,9 +387,8 @@ def _applied(name: str, value: str | None, rest: str, scope: Scope) -> str:
     return _changed(value, operator, word, scope)
 
 
-# What a scheduler gives every job: a default beside it is for a try without one. One host by default is the same.
+# What a scheduler gives every job: a default beside it is for a try without one.
 SCHEDULER = re.compile(r"(SLURM|PBS|LSB|OMPI|PMI|PET|MLP|VC|ARNOLD)_\w+|WORLD_SIZE")
-HOSTS = re.compile(r"NNODES|NUM_NODES|N_NODES|NODES|NODE_COUNT|NODE_NUM|NUM_MACHINES|HOST_NUM", re.IGNORECASE)
 
 
 def _default_applied(name: str, value: str | None, operator: str, word: str, scope: Scope) -> str:
@@ -402,8 +401,8 @@ def _default_applied(name: str, value: str | None, operator: str, word: str, sco
         if not empty:
             return said
         text = expand_text(word, scope)
-        if SCHEDULER.fullmatch(name) or (HOSTS.fullmatch(name) and text == "1"):
-            text = scope.open_mark(f"{name}, which who starts it sets; {text} without", name)
+        if SCHEDULER.fullmatch(name):
+            text = scope.open_mark(f"{name}, which the scheduler sets; {text} without", name)
         if operator[-1] == "=" and _NAME.fullmatch(name):
             scope.set_variable(name, text)
         return text
