@@ -41,7 +41,7 @@ def _has_one_timeout(evidence: Evidence) -> bool:
     job = evidence.the_job
     place = evidence.place("comm.init_timeout_s")
     same = job.comm.init_timeout_s == job.train.timeout_s and place == evidence.place("train.timeout_s")
-    return evidence.is_foreign and same and place[1] > 0 and job.comm.init_timeout_s > LONGEST_DEFAULT_S
+    return evidence.is_foreign and same and place[1] > 0
 
 
 def _judge_first(evidence: Evidence, limits: Limits) -> Outcome:
@@ -202,6 +202,11 @@ def _judge_steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if least_s <= set_s <= most_s:
         statement += f", and {_across_s(evidence):g} s across saves and evaluations" if own else ""
         return (passed(statement, formula=formula, value=set_s, threshold=most_s, unit="s", at="train.timeout_s"),)
+    if set_s > most_s and evidence.is_foreign and set_s <= LONGEST_DEFAULT_S:
+        what = f"{statement}, as trainers do by default"
+        return (
+            passed(what, formula=formula, value=set_s, threshold=LONGEST_DEFAULT_S, unit="s", at="train.timeout_s"),
+        )
     if set_s > most_s:
         edit = _shorter_patience(evidence, set_s) or _timeout_edit(wanted_s)
         return (_too_long(evidence, limits, statement, set_s, most_s, set_s - wanted_s, edit, formula),)

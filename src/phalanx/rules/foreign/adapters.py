@@ -26,8 +26,10 @@ TOWERS = ("freeze_lm", "freeze_vit", "freeze_vision_model", "vision_model_type",
 # Of an argument that Megatron has not: words by which it changes how a step is computed, so that no plan is of it.
 CHANGES_STEPS = re.compile(
     r"pipe|bubble|schedul|hetero|offload|grad_comp|compress|prun|spars|mask_only|hessian|quant|distill|teacher"
-    r"|freeze|lora|peft|async|_config$|^config_"
+    r"|freeze|lora|peft|async|_config$|^config_|swap|unaligned|noop_layers|zero_memory|moe_model_type|reuse_fp32|layerzero"
 )
+# Variables of other makers' devices, whose Megatron computes and stores otherwise: Ascend, Gaudi, Moore Threads.
+OTHER_DEVICES = re.compile(r"env\.(HCCL_|ASCEND_|PYTORCH_NPU_|HABANA_|PT_HPU_|MUSA_|MCCL_)")
 # Arguments of Megatron's that have such a word and change no step.
 CHANGES_NONE = re.compile(
     r"lr_scheduler|opt_param_scheduler|pipeline_model_parallel|virtual_pipeline|pipeline_rank|pipeline_parallel$"
@@ -57,9 +59,12 @@ def partial_training(config: Conversion, trainer: str) -> str:
 
 
 def changed_steps(config: Conversion, trainer: str) -> str:
-    """An argument of a fork's own that changes how a step is computed; empty where there is none."""
+    """An argument of a fork's own, or a variable of other devices, that changes how a step is computed; or nothing."""
     if trainer != "megatron":
         return ""
+    devices = next((key for key in config.leaves if OTHER_DEVICES.match(key)), "")
+    if devices:
+        return devices
     own = (key for key, one in config.settled.items() if one.text == NO_WORD and key.startswith("--"))
     found = (
         key for key in own if CHANGES_STEPS.search(canonical_key(key)) and not CHANGES_NONE.search(canonical_key(key))
