@@ -225,6 +225,8 @@ def is_other_program(name: str) -> bool:
     [True, False, False]
     """
     stem = name.removesuffix(".py").replace("_", "-")
+    if re.match(r"(get|show|print|dump|count|estimate|check|verify|inspect|report)-", stem) or stem.endswith("-info"):
+        return True
     return bool(_OTHER_PROGRAM.search(stem)) and not re.search(r"train|tune|sft", stem)
 
 
