@@ -155,6 +155,12 @@ def test_a_published_rate_is_no_slip_with_a_small_batch(tmp_path: Path) -> None:
     assert told(tmp_path, "OPT001", text.replace("--lr 1e-3", "--lr 1e-2"), cluster="8xH100:16")
 
 
+def test_a_sum_of_few_terms_is_a_remark(tmp_path: Path) -> None:
+    text = script(more="--grad-reduce-in-bf16", hosts="1")
+    assert told(tmp_path, "PRC002", text, cluster="8xH100:1")
+    assert not told(tmp_path, "PRC002", text.replace("batch-size 512", "batch-size 4"), cluster="8xH100:1")
+
+
 def test_paths_of_other_trainers_may_lead_anywhere(tmp_path: Path) -> None:
     assert not told(tmp_path, "SEC003", script(more="--save ../files --load ../files"))
 
