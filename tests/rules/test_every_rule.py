@@ -21,6 +21,7 @@ WEIGHING = {
     ("TOP003", "far_rate"): "the impact of a card far away",
     ("CKP001", "small_devices"): "whom the rate of small jobs is told",
     ("CKP001", "small_factor"): "that rate",
+    ("PRC002", "small_loss"): "when another trainer's sum is a remark",
 }
 RULES = [rule for rule in all_rules() if rule.id not in SEPARATE]
 

@@ -67,6 +67,7 @@ class ForeignSetting:
     key: str  # as the file spells it
     value: object
     line: int  # from 1; 0 is the file as a whole
+    comment: str = ""  # what its author wrote beside it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +94,7 @@ class Evidence:
     settings: Mapping[str, ForeignSetting] = field(default_factory=dict)  # their name, or Megatron's word -> setting
     practice_keys: Mapping[str, str] = field(default_factory=dict)  # field of `practice` -> the setting that says it
     partial: str = ""  # which setting makes another trainer's file train a part of the weights only
+    changed: str = ""  # an argument of a fork's own that changes how a step is computed
     open_why: str = ""  # why another trainer's file may be given settings that do not stand in it
     data: DataFacts | None = None  # what it trains on, as far as this machine can tell
     devices_said: int = 0  # of a job that cannot be planned, by its cluster or file; 0 is not said

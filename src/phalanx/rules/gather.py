@@ -373,6 +373,7 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
             practice_keys=found.practice_keys,
             open_why=found.open_why,
             partial=found.partial,
+            changed=found.changed,
             data=_foreign_data(found, path),
             unmapped=_without_waivers(found.unmapped),
         )
@@ -392,12 +393,16 @@ def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ:
         practice_keys=found.practice_keys,
         open_why=found.open_why,
         partial=found.partial,
+        changed=found.changed,
         data=_foreign_data(found, path),
     )
 
 
 def _part_of_weights(found: ConvertedConfig, path: Path) -> tuple[Problem, ...]:
     """Memory, speed and checkpoints of an adapter are not those of the whole model, which a plan has."""
+    if found.changed and not found.partial:
+        what = f"computes its steps in a way of its own ({found.changed}), and the plan is of the original"
+        return (Problem(where=str(path), what=what, fix="nothing: what an argument of a fork does is not known"),)
     if not found.partial:
         return ()
     what = f"trains a part of its weights only ({found.partial}), and the plan is of all of them"

@@ -21,6 +21,7 @@ from phalanx.rules.outcome import Impact, Outcome, Severity, Verdict, exempt, fa
 from phalanx.rules.own_rules import OwnRules
 from phalanx.rules.profiles import at_least
 from phalanx.rules.rule import LETTERS, Limits, Rule
+from phalanx.rules.worth_telling import is_habit, is_small
 from phalanx.units import plural
 
 HOW_TO_GET = {
@@ -330,36 +331,11 @@ def _placed_finding(rule: Rule, evidence: Evidence, outcome: Outcome) -> Finding
     return Finding(
         rule=rule,
         outcome=outcome,
-        verdict="habit" if _is_habit(rule, outcome, evidence, line) else outcome.verdict,
+        verdict="habit" if is_habit(rule, outcome, evidence, line) else outcome.verdict,
         severity=severity_of(rule, outcome, evidence),
         file=file,
         line=line,
     )
-
-
-# Rules that ask how a trainer behaves. Of another trainer's file what they find without a line of it, by a default or
-# by what the framework does, is the same for each file of that trainer and no finding of this one.
-ABOUT_TRAINERS = ("FLT", "TEL", "SEC", "COM004", "CKP002", "CKP003", "CKP005", "CKP006", "BAT002", "EFF001", "PRC004")
-CHOSEN_BY_FILE = ("optim.clip",)  # left out, it is a choice all the same: every trainer here has a key for it
-# Of another trainer's file, lost time below both is a remark: nobody rewrites a script for it. Our choice.
-SMALL_POINTS, SMALL_USD = 1.0, 10_000.0
-
-
-def _is_habit(rule: Rule, outcome: Outcome, evidence: Evidence, line: int) -> bool:
-    if not evidence.is_foreign or outcome.verdict != "fail" or rule.origin:
-        return False
-    if rule.id == "PRC002":  # it points at the line of the format: a sum by default is the trainer's all the same
-        origin = evidence.origins.get(str(outcome.at))
-        return origin is None or "default of" in origin.where
-    return rule.id.startswith(ABOUT_TRAINERS) and not line and outcome.at not in CHOSEN_BY_FILE
-
-
-def _is_small(outcome: Outcome, evidence: Evidence) -> bool:
-    """Whether a finding of another trainer's file costs too little time to ask for an edit."""
-    impact = outcome.impact
-    if not evidence.is_foreign or impact.points is None or impact.points >= SMALL_POINTS:
-        return False
-    return impact.usd is None or impact.usd < SMALL_USD
 
 
 def _in_their_words(evidence: Evidence, outcome: Outcome) -> Outcome:
@@ -376,7 +352,7 @@ def _in_their_words(evidence: Evidence, outcome: Outcome) -> Outcome:
 def severity_of(rule: Rule, outcome: Outcome, evidence: Evidence) -> Severity:
     """Of an answer: its own or its rule's, softer in small classes and harder in large ones."""
     severity = outcome.severity or rule.severity
-    if _is_small(outcome, evidence):
+    if is_small(rule, outcome, evidence):
         return "info"
     if severity == "error" and evidence.scaling.name in rule.softer_in:
         return "warning"

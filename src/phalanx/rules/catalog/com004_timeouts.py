@@ -23,6 +23,7 @@ class Cure(TypedDict, total=False):
 
 # Of failures that say nothing: ByteRobust (arXiv:2509.16293) counts 5,948 implicit ones beside 43,264 explicit.
 LONGEST_S = 1e7  # the job schema's; readers of other trainers' files cut what is longer
+LONGEST_DEFAULT_S = 1_800.0  # of the trainers that are read: DeepSpeed's, and gloo's
 HANGS = 5_948 / (5_948 + 43_264)
 
 
@@ -30,7 +31,17 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Both timeouts against their bounds; the steady one also against the steps as measured."""
     if evidence.profile.name == "tpu":
         return (exempt("the TPU runtime owns the timeouts of its collectives"),)
+    if _has_one_timeout(evidence):
+        return _judge_steady(evidence, limits)
     return (_judge_first(evidence, limits), *_judge_steady(evidence, limits))
+
+
+def _has_one_timeout(evidence: Evidence) -> bool:
+    """Whether one setting of another trainer is both timeouts: it is told once."""
+    job = evidence.the_job
+    place = evidence.place("comm.init_timeout_s")
+    same = job.comm.init_timeout_s == job.train.timeout_s and place == evidence.place("train.timeout_s")
+    return evidence.is_foreign and same and place[1] > 0
 
 
 def _judge_first(evidence: Evidence, limits: Limits) -> Outcome:
@@ -191,6 +202,11 @@ def _judge_steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if least_s <= set_s <= most_s:
         statement += f", and {_across_s(evidence):g} s across saves and evaluations" if own else ""
         return (passed(statement, formula=formula, value=set_s, threshold=most_s, unit="s", at="train.timeout_s"),)
+    if set_s > most_s and evidence.is_foreign and set_s <= LONGEST_DEFAULT_S:
+        what = f"{statement}, as trainers do by default"
+        return (
+            passed(what, formula=formula, value=set_s, threshold=LONGEST_DEFAULT_S, unit="s", at="train.timeout_s"),
+        )
     if set_s > most_s:
         edit = _shorter_patience(evidence, set_s) or _timeout_edit(wanted_s)
         return (_too_long(evidence, limits, statement, set_s, most_s, set_s - wanted_s, edit, formula),)
@@ -226,7 +242,7 @@ def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> 
         )
     statement = f"a rank waits {_as_text(written)} for another in a steady step"
     wanted_s = max(most_s, _with_margin(longest_silence(evidence)))
-    if evidence.is_foreign and not is_save_known(evidence):
+    if evidence.is_foreign and (written <= LONGEST_DEFAULT_S or not is_save_known(evidence)):
         return unknown(
             f"{statement}; whether a save takes longer than that is not known",
             fix="name a cluster the planner knows (--cluster 8xH100:16) and the model (--set model.preset=…)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ class Trap:
     values: tuple[str, ...]
     harm: str
     several_hosts: bool = False  # harmless on one host
+    several_devices: bool = False  # harmless with one device per host
 
 
 TRAPS = {
@@ -31,8 +33,10 @@ TRAPS = {
         harm="network cards do not read device memory: traffic is copied via the host",
         several_hosts=True,
     ),
-    "NCCL_P2P_DISABLE": Trap(values=ON, harm="NVLink and PCIe between devices are unused: traffic goes via the host"),
-    "NCCL_SHM_DISABLE": Trap(values=ON, harm="processes of a host talk over the network card"),
+    "NCCL_P2P_DISABLE": Trap(
+        values=ON, harm="NVLink and PCIe between devices are unused: traffic goes via the host", several_devices=True
+    ),
+    "NCCL_SHM_DISABLE": Trap(values=ON, harm="processes of a host talk over the network card", several_devices=True),
     "CUDA_LAUNCH_BLOCKING": Trap(values=ON, harm="the host waits for every kernel: nothing overlaps"),
     "NCCL_DEBUG": Trap(values=("trace",), harm="every call of NCCL is logged, by every rank"),
     "TORCH_DISTRIBUTED_DEBUG": Trap(values=("detail",), harm="every collective is preceded by one that compares it"),
@@ -43,6 +47,12 @@ TRAPS = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": Trap(values=ON, harm="every tensor asks the driver for its memory"),
     "NVTE_FLASH_ATTN": Trap(values=("0",), harm="Transformer Engine computes attention without FlashAttention"),
 }
+EXPLAINS = re.compile(
+    r"\b(do not remove|don't remove|work-?around|hangs?|deadlock|needed|necessary|require[sd]?|must|otherwise|because|"
+    r"avoid|prevents?|bug|issue|fix(es)?|crash(es)?|fails?|stuck|without|no (infiniband|nvlink|ib)|not support)"
+    r"|没有|避免|否则|不支持|解决|卡住|卡死",
+    re.IGNORECASE,
+)
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -60,11 +70,10 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _traps(evidence: Evidence, variables: dict[str, str], names: tuple[str, ...]) -> Iterator[Outcome]:
-    plan = evidence.plan
-    alone = plan is not None and plan.reliability.hosts == 1
+    alone, single = _is_one_host(evidence), _is_one_device(evidence)
     for name in names:
         trap, value = TRAPS[name], variables.get(name, "")
-        if value.lower() not in trap.values or (trap.several_hosts and alone):
+        if value.lower() not in trap.values or (trap.several_hosts and alone) or (trap.several_devices and single):
             continue
         if name == "NVTE_FLASH_ATTN" and variables.get("NVTE_FUSED_ATTN") != "0":
             continue  # cuDNN's fused attention takes its place
@@ -72,15 +81,48 @@ def _traps(evidence: Evidence, variables: dict[str, str], names: tuple[str, ...]
             f"{name}={value}: {trap.harm}",
             value=value,
             at=f"setting:env.{name}",
+            severity="info" if _is_explained(evidence, name) else None,
             impact=Impact(note="how much depends on the machine; a setting for finding faults, left in"),
             fix=f"leave {name} out, or say why it stays in a waiver",
         )
 
 
+# How a launch script names its hosts: torchrun, DeepSpeed, Accelerate, Slurm.
+HOSTS = ("nnodes", "num_nodes", "num_machines", "SBATCH.nodes")
+SEVERAL = ("hostfile", "H", "machine_rank", "rdzv_endpoint")
+
+
+def _is_one_host(evidence: Evidence) -> bool:
+    """Whether nothing says that there are several: launchers start on one host unless they are told of others."""
+    if evidence.plan is not None:
+        return evidence.plan.reliability.hosts == 1
+    include = evidence.find_setting("include", "i")  # DeepSpeed's launcher: localhost:0,1,2,3
+    if include is not None:
+        return str(include.value).strip("\"' ").startswith("localhost") and "@" not in str(include.value)
+    said = [one for name in HOSTS if (one := evidence.find_setting(name)) is not None]
+    if said:
+        return all(str(one.value) == "1" for one in said)
+    return evidence.find_setting(*SEVERAL) is None
+
+
+def _is_one_device(evidence: Evidence) -> bool:
+    if evidence.plan is not None:
+        return evidence.plan.layout.devices <= evidence.plan.reliability.hosts
+    return evidence.setting_number("nproc_per_node", "num_gpus") == 1
+
+
+def _is_explained(evidence: Evidence, name: str) -> bool:
+    """Whether the author wrote beside it what it is needed for: no setting that was left in."""
+    found = evidence.find_setting(f"env.{name}")
+    return found is not None and EXPLAINS.search(found.comment) is not None
+
+
 def _connections(evidence: Evidence, variables: dict[str, str], limits: Limits) -> Iterator[Outcome]:
     value = variables.get(CONNECTIONS, "")
-    if not value.isdigit() or evidence.practice.trainer not in ("megatron", "nemo"):
+    if not value.isdigit() or evidence.practice.trainer not in ("megatron", "nemo") or evidence.changed:
         return
+    if any("bubble" in name for name in evidence.settings):
+        return  # a zero-bubble schedule has traffic of its own to overlap
     tensor = evidence.the_job.parallel.tensor
     sharded = evidence.setting_flag("use_torch_fsdp2") or evidence.setting_flag("use_megatron_fsdp")
     wanted = limits.number("connections")
@@ -124,8 +166,9 @@ before. Nothing fails, and the job is several times slower.
     how="""
 `export NAME=value` and `NAME=value command` of launch scripts, and environment tables of recipes. A variable is a
 finding with the values that the page of the library names as such; those about links between hosts only where there
-are several. `CUDA_DEVICE_MAX_CONNECTIONS` is 1 with Megatron's tensor parallelism, and not 1 with its FSDP; it is not
-judged on Blackwell, and without a cluster not where it is 32, as recipes for Blackwell set it.
+are several, those about links within a host only with several devices in it. A comment beside it that says what it is
+needed for makes it a remark. `CUDA_DEVICE_MAX_CONNECTIONS` is 1 with Megatron's tensor parallelism, and not 1 with its
+FSDP; it is not judged on Blackwell, and without a cluster not where it is 32, as recipes for Blackwell set it.
 """,
     limits={
         "traps": Limit(value=tuple(TRAPS), note="variables with a value that slows down or hides errors: our choice"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from phalanx.job.parameter_counts import count_parameters
@@ -57,7 +58,11 @@ def _optimizer_name(evidence: Evidence) -> str:
     for name in OPTIMIZER_KEYS:
         if (said := evidence.find_setting(name)) is not None and isinstance(said.value, str):
             return said.value.lower()
-    return evidence.the_job.optim.name
+    # A fork's own word for it, as --optimizer-selection.
+    own = (
+        one.value for name, one in evidence.settings.items() if re.search(r"optim\w*_(selection|type|name|kind)$", name)
+    )
+    return next((one.lower() for one in own if isinstance(one, str)), evidence.the_job.optim.name)
 
 
 def usual_rate(parameters: float | None, batch_tokens: float | None) -> float:
@@ -109,8 +114,10 @@ def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
 
 
 def _usual_rate_here(evidence: Evidence) -> float:
-    batch = evidence.the_job.batch.global_tokens
-    return usual_rate(_parameters(evidence), float(batch) if batch and evidence.plan is not None else None)
+    batch = evidence.the_job.batch.global_tokens if evidence.plan is not None else 0
+    if batch and evidence.is_foreign:  # a rate that is published for the size is no slip with a small batch either
+        batch = max(batch, RATE_BATCH)
+    return usual_rate(_parameters(evidence), float(batch) if batch else None)
 
 
 def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
@@ -145,6 +152,8 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
         return
     if evidence.is_foreign and job.optim.lr <= limits.number("low_rate") * _usual_rate_here(evidence):
         return  # a rate of fine-tuning, or of going on with weights from elsewhere
+    if (evidence.setting_number("lr_warmup_fraction") or 0.0) > 0:
+        return  # a fraction that comes to less than a step is one all the same
     absent = evidence.practice.trainer == "megatron" and not any("warmup" in name for name in evidence.settings)
     if not (evidence.stated(key) and (evidence.is_foreign or evidence.written(key))) and not absent:
         return
@@ -224,7 +233,8 @@ of 10 or an epsilon of 0.5 start without a word and learn nothing. Published rat
 125M parameters to 6e-5 at 175B (GPT-3, table 2.1), and differ by a factor of three, not of thirty.
 """,
     how="""
-`lr <= 10 × 6e-4 · (125M / parameters)^0.32 · sqrt(batch / 0.5M tokens)`, the last factor within 0.25 and 2 (Muon: 30
+`lr <= 10 × 6e-4 · (125M / parameters)^0.32 · sqrt(batch / 0.5M tokens)`, the last factor within 0.25 and 2, of other
+trainers' files within 1 and 2 (Muon: 30
 times that; 20 times beyond is an error); a warm-up, at most half of the tokens, where training starts from new
 weights (of our own jobs only where `warmup_tokens` is written; other trainers' files with at most 100 steps are
 tests, schedules that decay beyond the end of the run are those of a longer one, and a rate below a fifth of the usual

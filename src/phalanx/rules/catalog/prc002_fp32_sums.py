@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.rules.catalog.shared import unstated_key
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.outcome import Edit, Impact, Outcome, failed, passed, unknown
+from phalanx.rules.outcome import Edit, Impact, Outcome, Severity, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 RECIPES = {
@@ -55,10 +55,16 @@ def _judge_gradients(evidence: Evidence, limits: Limits) -> Outcome:
         value=kind,
         threshold="fp32",
         at="precision.grad_reduce",
-        severity="warning" if declared else None,  # what is lost on the wire on purpose is COM002's to weigh
+        severity=_sum_severity(evidence, declared=declared, lost=(terms - 1) * 2.0**-bits, limits=limits),
         impact=LEARNS,
         edits=(Edit(key="precision.grad_reduce", value="fp32", safe=False, note="twice the bytes on the wire"),),
     )
+
+
+def _sum_severity(evidence: Evidence, *, declared: bool, lost: float, limits: Limits) -> Severity | None:
+    if evidence.is_foreign and lost < limits.number("small_loss"):
+        return "info"
+    return "warning" if declared else None  # what is lost on the wire on purpose is COM002's to weigh
 
 
 def _judge_moments(evidence: Evidence, limits: Limits) -> Outcome:
@@ -136,6 +142,7 @@ that names the recipe; `optim.name = "adamw8bit"` is one by name.
         "most_terms": Limit(
             value=1, unit="terms", note="terms of a sum that any format may hold: computed, one is no sum"
         ),
+        "small_loss": Limit(value=0.05, note="of the sum, below which another trainer's is a remark: our choice"),
         "moment_formats": Limit(value=("fp32",), note="formats of moments that need no recipe: our choice"),
         "needs_master": Limit(value=True, note="an fp32 copy beside narrower weights: arXiv:1710.03740"),
     },

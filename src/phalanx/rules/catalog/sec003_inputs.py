@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from phalanx.job.plugin_reference import list_references, runs_named_code
 from phalanx.job.schema import NAME_PATTERN
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.outcome import Impact, Outcome, failed, passed
+from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural
 
@@ -42,6 +42,8 @@ def _judge_name(evidence: Evidence, limits: Limits) -> Outcome:
 def _judge_outputs(evidence: Evidence, limits: Limits) -> Outcome:
     """A place a person names is theirs to choose; one that only looks as if it were inside the run is not."""
     path, most = evidence.the_job.checkpoint.path, limits.number("climbs")
+    if evidence.is_foreign:
+        return exempt(f"a run of {evidence.practice.trainer} has no folder of its own that a path could lead out of")
     climbs = 0 if "://" in path else _levels_above(path)
     if climbs <= most and not path.startswith("~"):
         where = "a store" if "://" in path else "absolute" if path.startswith("/") else "inside the run"

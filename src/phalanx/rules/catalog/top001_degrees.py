@@ -14,8 +14,10 @@ from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 SIZES = re.compile(r"\b(tensor|context|pipeline|data|expert) (\d{1,9})\b")  # as the planner writes them
 # A configuration of another trainer, as rules/foreign reads it: nothing is wrong, only missing or left open.
-SILENT = ("does not say", "may be given more arguments", "trains a part of its weights")
+SILENT = ("does not say", "may be given more arguments", "trains a part of its weights", "computes its steps in a way")
 LEFT_OPEN = (" is not known: ", " is not a number", "which is not in this folder")
+KEY = re.compile(r"[a-z_]+\.[a-z_]+(?= = )")
+OF_LAYOUTS = ("parallel.", "batch.", "model.", "cluster.", "optim.lr")  # a rate of 0 learns nothing anywhere
 NO_START = Impact(points=100.0, note="the job does not start")
 
 
@@ -57,6 +59,10 @@ def _judge_refusal(evidence: Evidence, problem: Problem) -> Outcome:
         return unknown(problem.what.removeprefix("no layout can run: "), fix="nothing, if it runs: no plan is made")
     if evidence.is_foreign and any(words in problem.what for words in LEFT_OPEN):
         return unknown(problem.what, fix=problem.fix)
+    key = KEY.match(problem.what) if evidence.is_foreign else None
+    if key is not None and (evidence.changed or not key.group().startswith(OF_LAYOUTS)):
+        # A value that no job of ours may have: whether another trainer takes it is not known.
+        return unknown(f"{problem.what}; no plan is made", fix=problem.fix)
     statement = f"{problem.what}: {problem.why}" if problem.why else problem.what
     return failed(
         statement,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from phalanx.rules.evidence import Evidence
@@ -19,7 +20,9 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return (exempt("the reader of job files asks the same of a job"),)
     broken = [*_formats(evidence), *_deepspeed(evidence), *_megatron(evidence)]
     silent = all(one.what.startswith("does not say") for one in evidence.refusals)
-    if evidence.plan is None and silent:  # else the planner has judged the layout: TOP001, BAT001
+    # Else the planner has judged the layout, TOP001 and BAT001; a fork that computes its steps in a way of its own may
+    # count stages and batches in one too.
+    if evidence.plan is None and silent and not evidence.changed:
         broken += _divisors(evidence)
     idle = tuple(_without_effect(evidence))
     if len(broken) <= limits.number("most_broken"):
@@ -41,6 +44,27 @@ def _without_effect(evidence: Evidence) -> Iterator[Outcome]:
             impact=Impact(note="no time lost, but the weights stay in the devices' memory"),
             fix="zero_optimization.stage = 3, or leave offload_param out",
         )
+
+
+# What the identities of a layout rest on: one that a file leaves open leaves them open too.
+DEGREES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_experts",
+    "num_layers",
+    "micro_batch_size",
+    "global_batch_size",
+)
+
+
+def _has_open_degree(evidence: Evidence) -> bool:
+    """Whether a degree stands in the file as a variable that nothing sets, or in several ways."""
+    said = (one for name in DEGREES if (one := evidence.find_setting(name)) is not None)
+    return any(not re.fullmatch(r"\d+", str(one.value).strip()) for one in said)
 
 
 def _whole(evidence: Evidence, *names: str) -> int:
@@ -83,6 +107,10 @@ def _deepspeed(evidence: Evidence) -> Iterator[Broken]:
 def _megatron(evidence: Evidence) -> Iterator[Broken]:
     if evidence.practice.trainer not in ("megatron", "nemo"):
         return
+    if evidence.practice.trainer == "megatron":
+        yield from _arguments(evidence)
+    if _has_open_degree(evidence) or evidence.changed:
+        return
     tensor = _whole(evidence, "tensor_model_parallel_size") or 1
     stages, experts = _whole(evidence, "pipeline_model_parallel_size") or 1, _whole(evidence, "num_experts")
     chunked = "num_layers_per_virtual_pipeline_stage"
@@ -104,8 +132,6 @@ def _megatron(evidence: Evidence) -> Iterator[Broken]:
         yield "expert_model_parallel_size", "expert ranks for a model without experts", "leave it out, or name experts"
     if experts and (top := _whole(evidence, "moe_router_topk")) > experts:
         yield "moe_router_topk", f"{top} experts per token of {experts}", "fewer experts per token"
-    if evidence.practice.trainer == "megatron":
-        yield from _arguments(evidence)
 
 
 def _arguments(evidence: Evidence) -> Iterator[Broken]:
@@ -130,6 +156,8 @@ def _arguments(evidence: Evidence) -> Iterator[Broken]:
         what = "--overlap-param-gather without a distributed optimizer"
         yield "overlap_param_gather", what, "add --use-distributed-optimizer"
     full = has("recompute_granularity")
+    # --recompute-activations beside it makes it selective.
+    full = None if evidence.setting_flag("recompute_activations") else full
     if whole and full is not None and str(full.value) == "full" and not has("recompute_method"):
         what = "--recompute-granularity full without --recompute-method"
         yield "recompute_granularity", what, "--recompute-method uniform --recompute-num-layers 1"
@@ -146,6 +174,8 @@ def _head_count(evidence: Evidence) -> int:
 
 def _divisors(evidence: Evidence) -> Iterator[Broken]:
     """What must divide what, where no plan says so already."""
+    if evidence.practice.trainer in ("megatron", "nemo") and _has_open_degree(evidence):
+        return
     tensor = _whole(evidence, "tensor_model_parallel_size", "parallelism.tensor_parallel_degree") or 1
     stages = _whole(evidence, "pipeline_model_parallel_size", "parallelism.pipeline_parallel_degree") or 1
     context = _whole(evidence, "context_parallel_size", "parallelism.context_parallel_degree") or 1
@@ -168,9 +198,9 @@ def _divisors(evidence: Evidence) -> Iterator[Broken]:
         what = f"{world:,} devices do not divide by tensor {tensor} × pipeline {stages} × context {context}"
         yield "tensor_model_parallel_size", what, f"a multiple of {plural(group, 'device')}"
         return
-    total, micro = _whole(evidence, "global_batch_size"), _whole(evidence, "micro_batch_size") or 1
+    total, micro = _whole(evidence, "global_batch_size"), _whole(evidence, "micro_batch_size")
     ranks = world // group if world else 0
-    if total and ranks and total % (micro * ranks) and not evidence.find_setting("rampup_batch_size"):
+    if total and micro and ranks and total % (micro * ranks) and not evidence.find_setting("rampup_batch_size"):
         what = f"a global batch of {total:,} does not divide by micro-batch {micro} × {ranks:,} data ranks"
         yield "global_batch_size", what, f"a multiple of {micro * ranks:,}"
 

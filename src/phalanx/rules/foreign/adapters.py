@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
+from phalanx.rules.evidence import NO_WORD
 from phalanx.rules.foreign.conversion import Conversion, Leaf
 from phalanx.rules.foreign.megatron import canonical_key
 
@@ -21,6 +23,19 @@ SWITCHES = (
 )
 # Megatron's multimodal models: towers beside the language model, of which some are frozen.
 TOWERS = ("freeze_lm", "freeze_vit", "freeze_vision_model", "vision_model_type", "language_model_type")
+# Of an argument that Megatron has not: words by which it changes how a step is computed, so that no plan is of it.
+CHANGES_STEPS = re.compile(
+    r"pipe|bubble|schedul|hetero|offload|grad_comp|compress|prun|spars|mask_only|hessian|quant|distill|teacher"
+    r"|freeze|lora|peft|async|_config$|^config_|swap|unaligned|noop_layers|zero_memory|moe_model_type|reuse_fp32|layerzero"
+)
+# Variables of other makers' devices, whose Megatron computes and stores otherwise: Ascend, Gaudi, Moore Threads.
+OTHER_DEVICES = re.compile(r"env\.(HCCL_|ASCEND_|PYTORCH_NPU_|HABANA_|PT_HPU_|MUSA_|MCCL_)")
+# Arguments of Megatron's that have such a word and change no step.
+CHANGES_NONE = re.compile(
+    r"lr_scheduler|opt_param_scheduler|pipeline_model_parallel|virtual_pipeline|pipeline_rank|pipeline_parallel$"
+    r"|pipeline_manual_split|pp_partition|async_tensor_model_parallel|async_save|async_strategy|data_|dataset|tokeniz|log_"
+    r"|deepspeed_config|prompt|energon"
+)
 MEGATRON_VERB = "verb.megatron"  # as trainer_scripts marks ms-swift's `megatron` commands
 
 
@@ -41,6 +56,20 @@ def partial_training(config: Conversion, trainer: str) -> str:
         "megatron": next((said[name].key for name in TOWERS if name in said), ""),
     }
     return found.get(trainer, "")
+
+
+def changed_steps(config: Conversion, trainer: str) -> str:
+    """An argument of a fork's own, or a variable of other devices, that changes how a step is computed; or nothing."""
+    if trainer != "megatron":
+        return ""
+    devices = next((key for key in config.leaves if OTHER_DEVICES.match(key)), "")
+    if devices:
+        return devices
+    own = (key for key, one in config.settled.items() if one.text == NO_WORD and key.startswith("--"))
+    found = (
+        key for key in own if CHANGES_STEPS.search(canonical_key(key)) and not CHANGES_NONE.search(canonical_key(key))
+    )
+    return next((key for key in found if config.leaves[key].value is not False), "")
 
 
 def _by_keys(said: Mapping[str, Leaf], *names: str, default: str) -> str:

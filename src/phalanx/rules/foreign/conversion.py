@@ -300,6 +300,7 @@ class Leaf:
     value: object
     line: int  # from 1; 0 is the file as a whole
     unknown: str = ""  # why its value is not known; `value` then only shows how it is written
+    comment: str = ""  # what stands beside it, for settings that need a reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from phalanx.job.load import ResolvedJob, load_table
 from phalanx.job.schema import SECTIONS
 from phalanx.rules.evidence import ForeignSetting, Unmapped
 from phalanx.rules.facts.trainers import Practice, habits_of
-from phalanx.rules.foreign.adapters import partial_training
+from phalanx.rules.foreign.adapters import changed_steps, partial_training
 from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, their_keys, value_text
 from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, add_stand_ins, complete_job
 from phalanx.rules.foreign.job_text import UNKNOWN_CLUSTER, render_job_file
@@ -49,6 +49,7 @@ class ConvertedConfig:
     practice_keys: Mapping[str, str]  # field of `practice` -> the setting that changed it
     open_why: str  # why what the file leaves out may still be given; empty where it may not
     partial: str  # which setting makes it train a part of the weights only; empty where all are trained
+    changed: str  # an argument of a fork's own that changes how a step is computed; empty where there is none
 
 
 def convert_config(
@@ -145,10 +146,11 @@ def _converted_config(
     steps = config.values.pop("checkpoint.steps", None)
     written = dict(config.values)  # as the file says them, also where no job may have them
     partial = partial_training(config, trainer.name)
+    changed = changed_steps(config, trainer.name)
     if not config.missing:
-        if partial:  # no plan says how long its steps take
+        if partial or changed:  # no plan says how long its steps take
             _leave_steps(config, steps)
-        resolved = _with_interval(config, None if partial else steps, found)
+        resolved = _with_interval(config, None if partial or changed else steps, found)
     if config.missing:
         _leave_steps(config, steps)
         add_stand_ins(config)
@@ -175,6 +177,7 @@ def _converted_config(
         settings=_raw_settings(config),
         open_why=config.open_why,
         partial=partial,
+        changed=changed,
         practice_keys={
             one.text.removeprefix("practice: "): key
             for key, one in config.settled.items()
@@ -189,7 +192,10 @@ def _raw_settings(config: Conversion) -> dict[str, ForeignSetting]:
     for name in (*config.names, *config.read_as):
         if (leaf := config.find_leaf(name)) is not None:
             found.setdefault(name, leaf)
-    return {name: ForeignSetting(key=leaf.key, value=leaf.value, line=leaf.line) for name, leaf in found.items()}
+    return {
+        name: ForeignSetting(key=leaf.key, value=leaf.value, line=leaf.line, comment=leaf.comment)
+        for name, leaf in found.items()
+    }
 
 
 def _with_interval(config: Conversion, steps: JobSetting | None, found: Cluster | None) -> ResolvedJob:

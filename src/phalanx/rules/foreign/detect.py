@@ -218,6 +218,18 @@ def _script_of_others(lines: str) -> str:
     return next((name for name, sign in _OTHERS_SCRIPTS.items() if sign.search(lines)), "")
 
 
+def is_other_program(name: str) -> bool:
+    """Whether a program trains nothing, by its name.
+
+    >>> [is_other_program(one) for one in ("hf_weight_converter.py", "finetune_chat.py", "main.py")]
+    [True, False, False]
+    """
+    stem = name.removesuffix(".py").replace("_", "-")
+    if re.match(r"(get|show|print|dump|count|estimate|check|verify|inspect|report)-", stem) or stem.endswith("-info"):
+        return True
+    return bool(_OTHER_PROGRAM.search(stem)) and not re.search(r"train|tune|sft", stem)
+
+
 def _only_other_programs(lines: str) -> bool:
     """Whether every Python program that a script names is one that trains nothing, by its name."""
     programs = {name for name in _PROGRAM.findall(lines) if not re.fullmatch(r"setup|--init--", name)}

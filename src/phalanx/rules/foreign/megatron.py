@@ -11,7 +11,7 @@ from phalanx.errors import mistake
 from phalanx.rules.foreign import mcore
 from phalanx.rules.foreign.config_files import read_tree
 from phalanx.rules.foreign.conversion import Conversion, ReadConfig
-from phalanx.rules.foreign.detect import TrainsNothingError, refuse_inference
+from phalanx.rules.foreign.detect import TrainsNothingError, is_other_program, refuse_inference
 from phalanx.rules.foreign.shell.training_command import (
     MEGATRON_SIGNS,
     TrainingCommand,
@@ -196,6 +196,8 @@ def _trains_nothing(command: TrainingCommand) -> bool:
         for flag in arguments
         if canonical_flag(flag) in ("train_iters", "train_samples")
     ]
+    if "inference" in flags or (programs and all(is_other_program(name) for name in programs)):
+        return True  # the arguments of a training, to build the model as it was trained
     if lengths and all(words == ("0",) for words in lengths) and not command.open_why:
         return True  # --train-iters 0: the loss of a checkpoint is evaluated
     return bool(programs) and not (named or command.open_why or flags & MEGATRON_SIGNS.asked)
@@ -270,6 +272,21 @@ def _read_deepspeed(config: Conversion) -> None:
             config.skip_leaf(key, "as the arguments say, or a detail of DeepSpeed")
 
 
+EACH_HOST = ("nproc_per_node", "num_gpus", "SBATCH.gpus-per-node", "SBATCH.ntasks-per-node")
+
+
+def _starts_tasks(config: Conversion, name: str) -> bool:
+    """Whether what Slurm starts on a host are the ranks: no launcher is there to start others, nor one task for all."""
+    if (
+        config.has_leaf("nproc_per_node")
+        or config.has_leaf("num_gpus")
+        or {"nproc_per_node", "num_gpus"} & set(config.unreadable)
+    ):
+        return False
+    devices = any(config.has_leaf(one) for one in ("SBATCH.gres", "SBATCH.gpus-per-node", "SBATCH.gpus"))
+    return not (name == "SBATCH.ntasks-per-node" and devices and config.read_whole(name) == 1)
+
+
 def read_machines(config: Conversion) -> None:
     """Hosts and devices of each, as the launcher or Slurm is told."""
     for name in ("nnodes", "num_nodes"):  # a range such as 1:4 is elastic
@@ -277,14 +294,9 @@ def read_machines(config: Conversion) -> None:
             config.leave_unmapped(name, "not one number of hosts")
             config.read_as[name] = replace(leaf, value=None)
     hosts = next((n for n in ("nnodes", "num_nodes", "SBATCH.nodes") if (config.read_whole(n) or 0) > 0), "")
-    each = next(
-        (
-            n
-            for n in ("nproc_per_node", "num_gpus", "SBATCH.gpus-per-node", "SBATCH.ntasks-per-node")
-            if (config.read_whole(n) or 0) > 0
-        ),
-        "",
-    )
+    each = next((n for n in EACH_HOST if (config.read_whole(n) or 0) > 0), "")
+    if each.startswith("SBATCH.") and not _starts_tasks(config, each):
+        each = ""
     config.machines = ((config.read_whole(hosts) or 0) if hosts else 0, (config.read_whole(each) or 0) if each else 0)
     config.mark_used(*(name for name in (hosts, each) if name), by="cluster: hosts × devices")
     for name in ("SBATCH.nodes", "SBATCH.ntasks-per-node", "SBATCH.gpus-per-node"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 
 from phalanx.rules.foreign.shell.arithmetic import UnknownNumberError
@@ -16,6 +17,12 @@ class AssignScope(Scope, Protocol):
 
     state: ShellState
     open_sources: list[str]
+    given: dict[str, str]
+
+
+# A number of hosts that is one by default, as NNODES=${1:-1}, is for a try: who starts it on several says how many.
+HOSTS = re.compile(r"NNODES|NUM_NODES|N_NODES|NODES|NODE_COUNT|NODE_NUM|NUM_MACHINES|HOST_NUM", re.IGNORECASE)
+DEFAULT = re.compile(r"[\"']?\$\{(\w+):?[-=][\"']?1[\"']?\}[\"']?")
 
 
 def assign_variable(scope: AssignScope, one: Assignment) -> None:
@@ -24,6 +31,8 @@ def assign_variable(scope: AssignScope, one: Assignment) -> None:
         return _assign_list(scope, one)
     assert one.value is not None
     value = expand_text(one.value.text, scope)
+    if value == "1" and HOSTS.fullmatch(one.name) and _is_default(one.value.text, scope):
+        value = scope.open_mark(f"{one.name}, which who starts it gives; {value} without", one.name)
     before = scope.get_variable(one.name)
     if one.index is not None:
         return _assign_element(scope, one, value, before)
@@ -34,6 +43,12 @@ def assign_variable(scope: AssignScope, one: Assignment) -> None:
         whole = (scope.unset_mark(one.name) if one.append and before is None and scope.open_sources else old) + value
         scope.set_variable(one.name, whole if len(whole) <= MOST_TEXT else scope.open_mark("a long text", one.name))
     return None
+
+
+def _is_default(raw: str, scope: AssignScope) -> bool:
+    """Whether a value is the default of a variable that nobody gave."""
+    found = DEFAULT.fullmatch(raw)
+    return found is not None and found.group(1) not in scope.given and scope.get_variable(found.group(1)) is None
 
 
 def _assign_list(scope: AssignScope, one: Assignment) -> None:

@@ -387,6 +387,10 @@ def _applied(name: str, value: str | None, rest: str, scope: Scope) -> str:
     return _changed(value, operator, word, scope)
 
 
+# What a scheduler gives every job: a default beside it is for a try without one.
+SCHEDULER = re.compile(r"(SLURM|PBS|LSB|OMPI|PMI|PET|MLP|VC|ARNOLD)_\w+|WORLD_SIZE")
+
+
 def _default_applied(name: str, value: str | None, operator: str, word: str, scope: Scope) -> str:
     said = scope.unset_mark(name) if value is None else value
     cause = scope.unknowns.alone(said)
@@ -397,6 +401,8 @@ def _default_applied(name: str, value: str | None, operator: str, word: str, sco
         if not empty:
             return said
         text = expand_text(word, scope)
+        if SCHEDULER.fullmatch(name):
+            text = scope.open_mark(f"{name}, which the scheduler sets; {text} without", name)
         if operator[-1] == "=" and _NAME.fullmatch(name):
             scope.set_variable(name, text)
         return text

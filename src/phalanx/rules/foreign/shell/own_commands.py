@@ -18,7 +18,7 @@ Outcome = tuple[ConditionVerdict, "Signal"]
 DONE: Outcome = ConditionVerdict(True), None
 # Files that set up an environment and no training.
 HARMLESS = re.compile(
-    r"(activate|\.?bashrc|\.?profile|\.bash_profile|conda\.sh|modules?\.sh|init/\w+|setvars\.sh|\.zshrc|set_env\.sh|lmod)$"
+    r"(activate|[\w.-]*env[\w.-]*|\.?bashrc|\.?profile|\.bash_profile|conda\.sh|modules?\.sh|init/\w+|setvars\.sh|\.zshrc|set_env\.sh|lmod)$"
 )
 
 # Whose output sets variables of the script; `eval "$(conda shell.bash hook)"` and its like set those of a tool.
@@ -97,7 +97,7 @@ def _source(shell: Interpreter, argv: list[str], node: SimpleCommand) -> Outcome
     if text is None or shell.calls > 8:
         shown = shell.unknowns.shown(argv[1])
         if not HARMLESS.search(shown):
-            shell.open_sources.append(shown[:80])
+            open_variables(shell, shown[:80])
         return UNDECIDED, None
     shell.calls += 1
     outer_file, outer = shell.file, shell.state.positional

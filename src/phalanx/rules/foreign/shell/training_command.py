@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from phalanx.errors import mistake
@@ -339,7 +339,9 @@ def leaves_of_script(reading: ScriptReading) -> dict[str, Leaf]:
         found[f"SBATCH.{name}"] = Leaf(key=f"SBATCH.{name}", value=value, line=line)
     for one in reading.commands[-1:]:
         for name, value in one.command.environment.items():
-            found[f"env.{name}"] = _leaf(reading, f"env.{name}", [(value,)], _assigned_line(reading.text, name))
+            line = _assigned_line(reading.text, name)
+            leaf = _leaf(reading, f"env.{name}", [(value,)], line)
+            found[f"env.{name}"] = replace(leaf, comment=_comment_at(reading.text, line))
     first_line = reading.commands[0].command.line if reading.commands else 0
     for kind in ("launcher", "program"):
         variants = [arguments for one in reading.commands for arguments in getattr(one, kind)]
@@ -399,5 +401,18 @@ def _flag_lines(text: str) -> dict[str, int]:
 
 
 def _assigned_line(text: str, name: str) -> int:
-    found = re.search(rf"\b{re.escape(name)}=", text)
-    return text.count("\n", 0, found.start()) + 1 if found else 0
+    found = re.search(rf"^(?![ \t]*#).*?\b({re.escape(name)})=", text, re.MULTILINE)
+    return text.count("\n", 0, found.start(1)) + 1 if found else 0
+
+
+def _comment_at(text: str, line: int) -> str:
+    """The comment behind a line, and those on the lines right above it."""
+    lines = text.splitlines()
+    if not 0 < line <= len(lines):
+        return ""
+    found = [lines[line - 1].partition(" #")[2].strip()]
+    for above in reversed(lines[: line - 1][-4:]):
+        if not above.lstrip().startswith("#"):
+            break
+        found.insert(0, above.strip(" \t#"))
+    return " ".join(one for one in found if one)[:300]

@@ -1,0 +1,185 @@
+"""Findings about launch scripts of others rest on what the script says: what it leaves open, tries or explains is none.
+
+Each pair is a script with a fault and the same one with what takes the ground from under the finding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.rules.foreign.detect import TrainsNothingError
+from phalanx.rules.specification import check
+from phalanx.rules.worth_telling import TRIAL_S, slurm_seconds
+
+ARGUMENTS = """\
+  --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention \\
+  --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope --swiglu \\
+  --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 128256 \\
+  --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce \\
+  --overlap-param-gather --recompute-activations --bf16 --micro-batch-size 1 --global-batch-size 512 \\
+  --train-iters 100000 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 2000 --weight-decay 0.1 \\
+  --clip-grad 1.0 --save /ckpt --load /ckpt --save-interval 250 --async-save --data-path /data/text"""
+
+
+def script(*before: str, more: str = "", program: str = "pretrain_gpt.py", hosts: str = "16") -> str:
+    """A sound launch on 16 hosts of 8; of an argument given twice the last holds."""
+    head = "".join(f"{line}\n" for line in before)
+    return f"#!/bin/bash\n{head}torchrun --nnodes {hosts} --nproc_per_node 8 {program} \\\n{ARGUMENTS} \\\n  {more}\n"
+
+
+def told(tmp_path: Path, rule: str, text: str, *, cluster: str | None = None, name: str = "run.sh") -> set[str]:
+    """Severities of what the rule finds."""
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    report = check(path, cluster=cluster)
+    return {one.severity for one in report.problems if one.rule.id == rule} - {"info"}
+
+
+IB, P2P = "export NCCL_IB_DISABLE=1", "export NCCL_P2P_DISABLE=1"
+STUDENT = "torchrun --nproc_per_node 4 train.py --model_name_or_path m --per_device_train_batch_size 1 \\\n"
+STUDENT = f"#!/bin/bash\nENV\n{STUDENT}  --gradient_accumulation_steps 8 --num_train_epochs 1 --output_dir out\n"
+NO_SCHEDULE = "--pipeline-model-parallel-size 16 --global-batch-size 64"
+PAIRS = {
+    "links between hosts, and one host": ("ENV001", script(IB), script(IB, hosts="1")),
+    "links between hosts, and a launcher that names none": (
+        "ENV001",
+        STUDENT.replace("ENV", IB).replace("torchrun", "torchrun --nnodes $HOSTS"),
+        STUDENT.replace("ENV", IB),
+    ),
+    "links within a host, and one device": (
+        "ENV001",
+        STUDENT.replace("ENV", P2P),
+        STUDENT.replace("ENV", P2P).replace("_node 4", "_node 1"),
+    ),
+    "a variable that was left in, and one with its reason": (
+        "ENV001",
+        script("# threads", "export CUDA_LAUNCH_BLOCKING=1"),
+        script("# do not remove or the training hangs", "export CUDA_LAUNCH_BLOCKING=1"),
+    ),
+    "devices that do not divide, and hosts that are one for a try": (
+        "TOP005",
+        script("NNODES=1", more="--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16", hosts="$NNODES"),
+        script(
+            "NNODES=${3:-1}", more="--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16", hosts="$NNODES"
+        ),
+    ),
+    "a batch that does not divide, and a fork that splits it elsewhere": (
+        "TOP005",
+        script(more="--global-batch-size 100"),
+        script(more="--global-batch-size 100 --flexpipe-config layout.json"),
+    ),
+    "chunks without a pipeline, and stages that nobody knows": (
+        "TOP005",
+        script(more="--num-layers-per-virtual-pipeline-stage 2"),
+        script("PP=4", "source ../sizes.sh", more="--num-layers-per-virtual-pipeline-stage 2 "
+               "--pipeline-model-parallel-size $PP"),
+    ),
+    "recomputation without a method, and one that is selective": (
+        "TOP005",
+        script(more="--recompute-granularity full").replace("--recompute-activations ", ""),
+        script(more="--recompute-granularity full"),
+    ),
+    "a resume without moments, and made-up data": (
+        "CKP006",
+        script(more="--no-load-optim --no-load-rng"),
+        script(more="--no-load-optim --no-load-rng --mock-data"),
+    ),
+    "a rate of Adam, and a fork's own optimizer": (
+        "OPT001",
+        script(more="--lr 0.3"),
+        script(more="--lr 0.3 --optimizer-selection vpmc"),
+    ),
+    "a timeout of two hours, and one within the trainers' defaults": (
+        "COM004",
+        script(more="--distributed-timeout-minutes 120").replace("--save /ckpt ", ""),
+        script(more="--distributed-timeout-minutes 30").replace("--save /ckpt ", ""),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_finding_goes_with_what_it_rests_on(tmp_path: Path, name: str) -> None:
+    rule, faulty, sound = PAIRS[name]
+    assert told(tmp_path, rule, faulty)
+    assert not told(tmp_path, rule, sound)
+
+
+PLANNED = {
+    "a pipeline that idles, and a schedule of the fork's own": (
+        "BAT004",
+        script(more=NO_SCHEDULE),
+        script(more=f"{NO_SCHEDULE} --enable-bidirectional-pipeline"),
+    ),
+    "checkpoints off, and a job of half an hour": (
+        "CKP001",
+        script("#SBATCH --time=2-00:00:00").replace("--save /ckpt ", ""),
+        script("#SBATCH --time=00:30:00").replace("--save /ckpt ", ""),
+    ),
+    "a layout that costs twice, and a run that costs little": (
+        "EFF005",
+        script(more=NO_SCHEDULE),
+        script(more=f"{NO_SCHEDULE} --train-iters 200"),
+    ),
+    "too much for a device, and a maker's own devices": (
+        "MEM001",
+        script(more="--micro-batch-size 4").replace("--recompute-activations ", ""),
+        script("export HCCL_CONNECT_TIMEOUT=3600", more="--micro-batch-size 4").replace("--recompute-activations ", ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_prediction_goes_with_what_it_rests_on(tmp_path: Path, name: str) -> None:
+    rule, faulty, sound = PLANNED[name]
+    assert told(tmp_path, rule, faulty, cluster="8xH100:16")
+    assert not told(tmp_path, rule, sound, cluster="8xH100:16")
+
+
+def test_a_file_that_calls_itself_a_trial_is_one(tmp_path: Path) -> None:
+    text = script("export CUDA_LAUNCH_BLOCKING=1")
+    assert told(tmp_path, "ENV001", text, name="latest.sh")
+    assert not told(tmp_path, "ENV001", text, name="debug_8b.sh")
+
+
+def test_one_setting_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(script(more="--distributed-timeout-minutes 120").replace("--save /ckpt ", ""), encoding="utf-8")
+    assert len([one for one in check(path).problems if one.rule.id == "COM004"]) == 1
+
+
+def test_a_published_rate_is_no_slip_with_a_small_batch(tmp_path: Path) -> None:
+    text = script(more="--lr 1e-3 --global-batch-size 64")
+    assert not told(tmp_path, "OPT001", text, cluster="8xH100:16")
+    assert told(tmp_path, "OPT001", text.replace("--lr 1e-3", "--lr 1e-2"), cluster="8xH100:16")
+
+
+def test_a_sum_of_few_terms_is_a_remark(tmp_path: Path) -> None:
+    text = script(more="--grad-reduce-in-bf16", hosts="1")
+    assert told(tmp_path, "PRC002", text, cluster="8xH100:1")
+    assert not told(tmp_path, "PRC002", text.replace("batch-size 512", "batch-size 4"), cluster="8xH100:1")
+
+
+def test_paths_of_other_trainers_may_lead_anywhere(tmp_path: Path) -> None:
+    assert not told(tmp_path, "SEC003", script(more="--save ../files --load ../files"))
+
+
+@pytest.mark.parametrize("program", ["tools/hf2megads_weight_converter.py", "get_training_info.py"])
+def test_programs_that_train_nothing_are_passed_over(tmp_path: Path, program: str) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(script(program=program), encoding="utf-8")
+    with pytest.raises(TrainsNothingError):
+        check(path)
+
+
+def test_a_program_that_is_told_to_infer_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(script(program="run_model.py", more="--inference"), encoding="utf-8")
+    with pytest.raises(TrainsNothingError):
+        check(path)
+
+
+@pytest.mark.parametrize(("text", "trial"), [("240", True), ("4:00:00", True), ("0-05", False), ("1-00:00:00", False)])
+def test_limits_of_slurm(text: str, trial: bool) -> None:
+    assert (0 < slurm_seconds(text) <= TRIAL_S) is trial
