@@ -1,7 +1,7 @@
 """Bytes that values take on a slow link, by codec: what `peers.codecs` sends and what the planner prices.
 
     fp64, fp32, bf16   every value as it is, 8, 4 or 2 bytes
-    int8               blocks of 1,024 values with one fp32 scale, 1 byte a value
+    int8               blocks of 256 values with one fp32 scale, 1 byte a value
     int4               blocks of 128 values with one fp32 scale, half a byte a value
     topk-2bit          chunks of 4,096 values: one fp32 scale, the largest share of the values, each as its place in the
                        chunk (7 bits at 3 %, Elias-Fano) and a 2-bit value (arXiv:2508.15706)
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 CODECS = ("fp32", "bf16", "int8", "int4", "topk-2bit")  # what a job may name; fp64 is for float64 models and for tests
 PLAIN_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
-INT8_BLOCK, INT4_BLOCK, TOP_CHUNK = 1024, 128, 4096
+INT8_BLOCK, INT4_BLOCK, TOP_CHUNK = 256, 128, 4096
 SCALE_BYTES = 4
 VALUE_BITS = 2
 CUT_VALUES = TOP_CHUNK
