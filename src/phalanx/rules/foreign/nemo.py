@@ -160,6 +160,7 @@ def translate_config(config: Conversion) -> None:
         _strongest_place(config, key)
     if "distributed" in config.read_word("optimizer") and "optimizer" in config.read_as:
         config.rename_leaf("use_distributed_optimizer", config.read_as["optimizer"].key, True)
+    _agree_on_sharding(config)
     for name, key in TOKENIZERS:
         config.rename_leaf(name, key)
     mcore.translate_config(config, whole=False)
@@ -174,6 +175,22 @@ def translate_config(config: Conversion) -> None:
         unmapped=UNMAPPED,
         seen=lambda key: key if found_in(key, [*UNMAPPED, *IRRELEVANT]) else key.rpartition(".")[2],
     )
+
+
+def _agree_on_sharding(config: Conversion) -> None:
+    """A distributed optimizer is asked for in two places, which the trainers make agree before the first step.
+
+    NeMo 2: the optimizer's word holds (megatron_strategy.py). Megatron-Bridge: on in either is on in both
+    (training/config.py).
+    """
+    word = "use_distributed_optimizer"
+    if (leaf := config.leaves.get(f"optim.config.{word}")) is not None and leaf.value is not None:
+        config.read_as[word] = leaf
+    places = [one for place in ("ddp", "optimizer") if (one := config.leaves.get(f"{place}.{word}")) is not None]
+    if on := [one for one in places if one.value is True]:
+        config.read_as[word] = on[0]
+    elif unknown := [one for one in places if one.unknown]:
+        config.read_as[word] = unknown[0]
 
 
 # NeMo 1: a name on Hugging Face as `type`, or a file as `model`; Megatron-Bridge has Megatron's words.
