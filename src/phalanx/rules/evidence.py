@@ -67,6 +67,7 @@ class ForeignSetting:
     key: str  # as the file spells it
     value: object
     line: int  # from 1; 0 is the file as a whole
+    earlier: int = 0  # line on which the same key has another value, which is overruled; 0 is nowhere
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

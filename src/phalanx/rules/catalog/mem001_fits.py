@@ -77,7 +77,8 @@ def _open_formats(evidence: Evidence) -> Outcome | None:
     if evidence.stated("precision.master_weights"):
         return None
     return unknown(
-        f"whether {evidence.practice.trainer} keeps fp32 weights and states follows from how the model is loaded",
+        f"whether {evidence.practice.trainer} keeps fp32 weights and states follows from how the model is loaded, or "
+        "from another optimizer",
         fix="give --set precision.master_weights=true, or false where all is bf16",
     )
 

@@ -21,7 +21,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     silent = all(one.what.startswith("does not say") for one in evidence.refusals)
     if evidence.plan is None and silent:  # else the planner has judged the layout: TOP001, BAT001
         broken += _divisors(evidence)
-    idle = tuple(_without_effect(evidence))
+    idle = (*_without_effect(evidence), *_said_twice(evidence))
     if len(broken) <= limits.number("most_broken"):
         return idle or (passed("nothing that the trainer itself refuses", value=len(broken), threshold=0),)
     found = (failed(what, at=f"setting:{name}", impact=NO_START, fix=fix) for name, what, fix in broken)
@@ -40,6 +40,22 @@ def _without_effect(evidence: Evidence) -> Iterator[Outcome]:
             severity="warning",
             impact=Impact(note="no time lost, but the weights stay in the devices' memory"),
             fix="zero_optimization.stage = 3, or leave offload_param out",
+        )
+
+
+def _said_twice(evidence: Evidence) -> Iterator[Outcome]:
+    """PyYAML takes the last of two without a word; OmegaConf, which reads NeMo's files, refuses both."""
+    for name, setting in evidence.settings.items():
+        if not setting.earlier or name != setting.key:
+            continue
+        refuses = evidence.practice.trainer == "nemo"
+        told = "OmegaConf refuses it" if refuses else "the trainer takes the last and says nothing"
+        yield failed(
+            f"{setting.key[:60]} also stands on line {setting.earlier} with another value: {told}",
+            at=f"setting:{name}",
+            severity="error" if refuses else "warning",
+            impact=NO_START if refuses else Impact(note="one of the two values has no effect"),
+            fix="keep one of the two",
         )
 
 

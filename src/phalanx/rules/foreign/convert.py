@@ -189,7 +189,10 @@ def _raw_settings(config: Conversion) -> dict[str, ForeignSetting]:
     for name in (*config.names, *config.read_as):
         if (leaf := config.find_leaf(name)) is not None:
             found.setdefault(name, leaf)
-    return {name: ForeignSetting(key=leaf.key, value=leaf.value, line=leaf.line) for name, leaf in found.items()}
+    return {
+        name: ForeignSetting(key=leaf.key, value=leaf.value, line=leaf.line, earlier=leaf.earlier)
+        for name, leaf in found.items()
+    }
 
 
 def _with_interval(config: Conversion, steps: JobSetting | None, found: Cluster | None) -> ResolvedJob:

@@ -130,9 +130,34 @@ def translate_llama_factory(config: Conversion) -> None:
     if config.read_word("finetuning_type") == "full":
         config.skip_leaf("finetuning_type", "all weights are trained, as the plan assumes")
     _read_precision(config)
-    config.assume_default("precision.master_weights", not config.read_flag("pure_bf16"), "fp32 unless pure_bf16")
+    own, pure = _own_optimizer(config), config.read_flag("pure_bf16")
+    if pure and not own and not config.has_leaf("deepspeed") and config.read_word("finetuning_type") == "full":
+        # Weights, their gradients and Adam's states have the format of the model; DeepSpeed keeps its own.
+        config.set_value("precision.master_weights", False, "pure_bf16")
+        config.set_value("precision.optimizer_state", "bf16", "pure_bf16")
+        config.set_value("precision.grad_reduce", "bf16", "pure_bf16")
+    config.assume_default("precision.master_weights", not pure, "fp32 unless pure_bf16")
     _read_optimizer(config)
+    if own:
+        config.values.pop("precision.master_weights", None)  # what it keeps beside the weights is not known
+        if (rate := config.values.get("optim.lr")) is not None and rate.value == 0:
+            del config.values["optim.lr"]
+            config.leave_unmapped("learning_rate", f"{own} is on, which has rates of its own")
     config.settle_rest(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
+
+
+# Switches of LLaMA-Factory's (src/llamafactory/hparams) that leave Adam's states as they are; optimizers of its own
+# (use_galore, use_apollo, use_badam, use_adam_mini, use_muon) and a fork's words do not.
+_HARMLESS = re.compile(
+    r"use_(unsloth\w*|llama_pro|dora|rslora|swanlab|reentrant_gc|fast_tokenizer|cache|cpu|\w*loss|liger\w*|audio_in_video"
+    r"|v2_kernels|legacy_\w*|ray|wandb|flash\w*|kt|mca|tts|ref_model|kv_cache|auth_token|\w*tokenizer\w*|nested_quant)"
+)
+
+
+def _own_optimizer(config: Conversion) -> str:
+    """The switch that chooses an optimizer other than the Trainer's; empty where none is on."""
+    switches = (key for key in config.leaves if key.startswith("use_") and not _HARMLESS.fullmatch(key))
+    return next((key for key in switches if config.leaves[key].value is True), "")
 
 
 def translate_trainer(config: Conversion, *, micro: tuple[str, int], length: str, recomputes: bool) -> None:

@@ -152,6 +152,8 @@ def translate_config(config: Conversion) -> None:
     hosts, each = config.read_whole("trainer.num_nodes"), config.read_whole("trainer.devices")
     config.machines = (hosts or 0, each if each and each > 0 else 0)
     config.mark_used("trainer.num_nodes", "trainer.devices", by="cluster: hosts × devices")
+    if any(leaf.value == MANDATORY for leaf in config.leaves.values()):
+        config.machines = (0, 0)  # the command line completes such a file: its number of hosts is a place for another
     _read_trainer(config)
     _optimizer_of_one(config)
     _read_model(config)
@@ -202,6 +204,7 @@ TOKENIZERS = (
 )
 REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
 MOST_HOPS = 8
+MANDATORY = "???"  # OmegaConf: to be given by whoever starts it
 
 
 def _fill_references(config: Conversion) -> None:
