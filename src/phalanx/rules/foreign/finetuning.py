@@ -243,7 +243,10 @@ def _read_batch(config: Conversion, micro_key: str, length_key: str, *, default:
         config.set_value("data.sequence", length, length_key)
     if (steps := config.read_whole("max_steps")) and steps > 0:
         config.set_value("data.steps", steps, "max_steps")
-    if (every := config.read_whole("save_steps")) and every > 0:
+    strategy = config.read_word("save_strategy") or "steps"
+    if strategy != "steps":
+        config.skip_leaf("save_steps", f"save_strategy is {strategy}")
+    elif (every := config.read_whole("save_steps")) and every > 0:
         config.set_value("checkpoint.steps", every, "save_steps")
     if (seed := config.read_whole("seed")) is not None:
         config.set_value("data.seed", abs(seed) % SEEDS, "seed")
