@@ -152,8 +152,9 @@ def translate_config(config: Conversion) -> None:
     hosts, each = config.read_whole("trainer.num_nodes"), config.read_whole("trainer.devices")
     config.machines = (hosts or 0, each if each and each > 0 else 0)
     config.mark_used("trainer.num_nodes", "trainer.devices", by="cluster: hosts × devices")
-    if any(leaf.value == MANDATORY for leaf in config.leaves.values()):
-        config.machines = (0, 0)  # the command line completes such a file: its number of hosts is a place for another
+    template = any(leaf.value == MANDATORY for leaf in config.leaves.values())
+    if template:  # the command line completes such a file: its number of hosts is a place for another
+        config.machines = (0, 0)
     _read_trainer(config)
     _optimizer_of_one(config)
     _read_model(config)
@@ -166,6 +167,10 @@ def translate_config(config: Conversion) -> None:
     for name, key in TOKENIZERS:
         config.rename_leaf(name, key)
     mcore.translate_config(config, whole=False)
+    total, micro = config.int_of("batch.global_sequences", 0), config.int_of("batch.micro", 0)
+    if template and total and micro and total % micro:  # and so is a batch that cannot be
+        del config.values["batch.global_sequences"]
+        config.leave_unmapped("global_batch_size", f"does not divide by {micro}: a place for another, as ??? are")
     _read_amp(config)
     for key in ("model.grad_allreduce_chunk_size_mb", "model.optim.bucket_cap_mb"):
         if (size := config.read_number(key)) is not None and size > 0:
