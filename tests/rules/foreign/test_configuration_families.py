@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.errors import UserError
 from phalanx.rules.foreign.convert import ConvertedConfig, convert_config
 from phalanx.rules.foreign.detect import TrainsNothingError, trainer_of_file
 from phalanx.rules.specification import check
@@ -225,6 +226,19 @@ def test_a_quantised_model_is_not_the_model_of_its_name(tmp_path: Path, name: st
     text = f"base_model: {name}\nsequence_len: 2048\nmicro_batch_size: 1\ndatasets:\n  - path: x\n"
     origins = read(tmp_path, "a.yaml", text).resolved.origins
     assert ("stand-in" not in origins["model.hidden"].where) is known if "model.hidden" in origins else known
+
+
+def test_fp16_of_axolotl_goes_before_bf16_where_that_is_auto(tmp_path: Path) -> None:
+    text = "base_model: a/b\nsequence_len: 2048\nmicro_batch_size: 1\ndatasets:\n  - path: x\nbf16: auto\nfp16: FP16\n"
+    found = [read(tmp_path, "a.yml", text.replace("FP16", word)) for word in ("true", "false", "")]
+    assert [one.resolved.job.precision.compute for one in found] == ["fp16", "bf16", "bf16"]
+
+
+def test_a_word_of_megatron_alone_makes_no_file_of_nemo(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("train:\n  micro_batch_size: 8\nmodel:\n  dim: 2048\n", encoding="utf-8")
+    with pytest.raises(UserError, match="is not a configuration that Phalanx recognises"):
+        trainer_of_file(path)
 
 
 def test_save_steps_count_only_where_steps_are_the_strategy(tmp_path: Path) -> None:

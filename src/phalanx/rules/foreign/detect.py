@@ -87,8 +87,7 @@ SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("model.tensor_model_parallel_size",),
         ("model.pipeline_model_parallel_size",),
         ("model.recompute_granularity",),
-        ("train.micro_batch_size",),
-        ("train.global_batch_size",),
+        ("train.micro_batch_size", "train.global_batch_size"),  # one of them alone is anybody's word
         ("train.train_iters",),
         ("ddp.use_distributed_optimizer",),
         ("ddp.overlap_grad_reduce",),

@@ -256,7 +256,8 @@ def _read_precision(config: Conversion) -> None:
     half, brain = config.read_word("fp16"), config.read_word("bf16") or config.read_word("bfloat16")
     if config.read_flag("pure_bf16"):
         config.set_value("precision.compute", "bf16", "pure_bf16")
-    elif brain in ("true", "full", "auto", "1"):
+    elif brain in ("true", "full", "auto", "1") and not (brain == "auto" and half in ("true", "1")):
+        # Axolotl: bf16 "auto" beside fp16 is off (utils/config).
         note = "auto: where the device has it" if brain == "auto" else ""
         config.set_value("precision.compute", "bf16", "bf16", "bfloat16", note=note)
         config.skip_leaf("fp16", "bf16 goes first")
