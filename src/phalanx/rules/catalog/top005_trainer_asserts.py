@@ -17,6 +17,8 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Every identity that the settings of the file break."""
     if not evidence.is_foreign:
         return (exempt("the reader of job files asks the same of a job"),)
+    if any(one.value == "???" for one in evidence.settings.values()):  # OmegaConf: the command line completes the file
+        return (exempt("a template, whose numbers are places for others"),)
     broken = [*_formats(evidence), *_deepspeed(evidence), *_megatron(evidence)]
     silent = all(one.what.startswith("does not say") for one in evidence.refusals)
     if evidence.plan is None and silent:  # else the planner has judged the layout: TOP001, BAT001
