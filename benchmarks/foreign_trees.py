@@ -191,7 +191,7 @@ def _accelerate(tree: dict[str, Any]) -> Truth:
     kind = str(tree.get("distributed_type", "")).upper()
     if not kind:
         return "none", {}
-    stage: Any = 0
+    stage: Any = "?" if kind == "MEGATRON_LM" else 0  # its degrees stand in megatron_lm_config
     recompute: Any = "?"
     if kind == "DEEPSPEED":
         stage = _number(_table(tree, "deepspeed_config").get("zero_stage"), "?")
@@ -206,7 +206,9 @@ def _accelerate(tree: dict[str, Any]) -> Truth:
         recompute = "full" if full.get("fsdp_activation_checkpointing") is True else "?"
     words = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}
     return "accelerate", _values(
-        TP=_number(_table(tree, "parallelism_config").get("parallelism_config_tp_size")),
+        TP="?"
+        if kind == "MEGATRON_LM"
+        else _number(_table(tree, "parallelism_config").get("parallelism_config_tp_size")),
         PP="?" if kind == "MEGATRON_LM" else 1,
         ZeRO=stage,
         recompute=recompute,
@@ -233,7 +235,7 @@ def _axolotl(tree: dict[str, Any]) -> Truth:
         PP=1,
         CP=_number(tree.get("context_parallel_size", tree.get("sequence_parallel_degree"))),
         ZeRO="?" if sharded else _finetuning_stage(tree.get("deepspeed")),
-        recompute="full" if tree.get("gradient_checkpointing") in (True, "true", "unsloth") else "none",
+        recompute="full" if tree.get("gradient_checkpointing") in (True, "true", "unsloth", "offload") else "none",
         precision=precision,
         micro=_number(tree.get("micro_batch_size"), "?"),
     )

@@ -72,4 +72,4 @@ def test_a_peer_that_states_no_bandwidth_counts_as_the_slowest() -> None:
 
 def test_bytes_of_a_round_are_those_of_the_formula() -> None:
     assert exchange_bytes("fp32", 1000, 0.5, 1) == 0.0
-    assert exchange_bytes("int8", 4096, 1.0, 4) == 3 * 4112
+    assert exchange_bytes("int8", 4096, 1.0, 4) == 3 * 4160

@@ -10,6 +10,7 @@ from typing import Any
 from rules.kit import JOB, Case, Evidence, Flip, answers, evidence
 from rules.logs import good_checkpoints, good_log, good_steps, spread
 
+from phalanx.rules.evidence import ForeignSetting
 from phalanx.rules.facts.host import HostFacts
 from phalanx.rules.facts.trainers import Practice
 
@@ -62,6 +63,12 @@ def bucket_limits() -> tuple[float, float]:
 def bucket(mib: float | str) -> Evidence:
     found = small()
     return replace(found, job=replace(found.the_job, comm=replace(found.the_job.comm, bucket_mib=mib)))
+
+
+def short_run(steps: int) -> Evidence:
+    """Small buckets in another trainer's file that trains so many steps."""
+    said = {"max_steps": ForeignSetting(key="max_steps", value=steps, line=1)}
+    return replace(bucket(1.0), their_keys={"optim.lr": "lr"}, settings=said)
 
 
 @functools.cache
@@ -397,6 +404,7 @@ FLIPS = [
         after="pass",
     ),
     Flip(rule="COM003", limit="latency_share", value=0.95, evidence=lambda: bucket(1.0), before="fail", after="pass"),
+    Flip(rule="COM003", limit="few_steps", value=500, evidence=lambda: short_run(400), before="fail", after="pass"),
     Flip(rule="COM003", limit="least_buckets", value=1.0, evidence=lambda: bucket(8000.0), before="fail", after="pass"),
     Flip(rule="COM003", limit="block_share", value=0.99, evidence=lambda: flat(512), before="fail", after="pass"),
     Flip(rule="COM003", limit="least_loss", value=0.001, evidence=small, before="pass", after="fail"),

@@ -59,17 +59,19 @@ def test_memory_of_an_adapter_is_unknown_and_that_of_the_whole_model_is_judged(
     tmp_path: Path, name: str, partial: str, whole: str
 ) -> None:
     assert memory_of(tmp_path, name, partial) == {"unknown"}
-    with_copy = "precision.master_weights=true"
-    assert memory_of(tmp_path, name, whole, with_copy) == {"fail"}, "70B and more in one host of H100"
+    more = ("precision.master_weights=true", "parallel.zero=3")
+    assert memory_of(tmp_path, name, whole, *more) == {"fail"}, "70B and more in one host of H100"
 
 
 def test_a_model_that_code_loads_may_be_of_half_the_memory(tmp_path: Path) -> None:
     whole = AXOLOTL + "optimizer: adamw_torch\n"
-    assert memory_of(tmp_path, "a.yml", whole) == {"unknown"}
+    assert memory_of(tmp_path, "a.yml", whole, "parallel.zero=0") == {"unknown"}
     assert memory_of(tmp_path, "b.yml", whole.replace("_torch", "_bnb_8bit"), "precision.master_weights=true") == {
         "unknown"
     }
-    assert memory_of(tmp_path, "c.yaml", LLAMA_FACTORY + "finetuning_type: full\nbf16: true\n") == {"fail"}
+    full = LLAMA_FACTORY + "finetuning_type: full\nbf16: true\n"
+    assert memory_of(tmp_path, "c.yaml", full, "parallel.zero=0") == {"fail"}
+    assert memory_of(tmp_path, "c.yaml", full) == {"unknown"}, "accelerate launch --config_file may shard it"
 
 
 def test_a_known_model_with_other_sizes_is_another_model(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from phalanx.rules.catalog.com_messages import (
     message_time,
     sane,
 )
-from phalanx.rules.catalog.shared import without_measurement
+from phalanx.rules.catalog.shared import launcher_may_shard, without_measurement
 from phalanx.rules.evidence import Evidence
-from phalanx.rules.outcome import Edit, Outcome, exempt, failed, passed
+from phalanx.rules.outcome import Edit, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 BACKWARD = 2 / 3  # of a layer's compute: two products for one
@@ -50,6 +50,13 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return exempt("one data rank: no gradients travel")
     if (missing := without_measurement(evidence, "what a bucket costs")) is not None:
         return missing
+    steps = evidence.setting_number("max_steps", "train_iters", "training.steps")
+    if evidence.is_foreign and steps is not None and 0 < steps <= limits.number("few_steps"):
+        return exempt("a few steps, to see whether they run: no bucket is worth a change")
+    if launcher_may_shard(evidence):
+        return unknown(
+            "the file names neither DeepSpeed nor FSDP, and the launcher may: who sums gradients is not known"
+        )
     buckets = evidence.practice.trainer in BUCKETED or evidence.setting_flag("deepspeed")
     sent = [_in_buckets(evidence, one) for one in sent] if buckets else sent
     costs = [(_message_cost(evidence, one), one) for one in sent]
@@ -201,6 +208,7 @@ a finding only where its start-up costs 1 % of the step: the number of buckets t
 hides. For CPUs blocks are reported only.
 """,
     limits={
+        "few_steps": Limit(value=100, unit="steps", note="of another trainer's file that is a test: our choice"),
         "latency_share": Limit(value=0.10, note="start-up over the time of a bucket: our choice"),
         "block_share": Limit(
             value=0.10,

@@ -45,7 +45,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             impact=evidence.loses(lost, "beside the best layout found for the same job and cluster"),
             fix=f"{best.name}; phalanx plan shows it beside its rivals. The threshold of {most:g}x is ours",
         )
-    if floor > NOT_JUDGED and mfu < share * floor:
+    large = plan.prediction.parameters >= limits.number("least_parameters")
+    if large and floor > NOT_JUDGED and mfu < share * floor:
         name, seconds = max(plan.prediction.breakdown_s.items(), key=lambda item: item[1], default=("", 0.0))
         largest = f"the largest part of a step is {name.removesuffix('_s').replace('_', ' ')}, {seconds:.3g} s"
         return failed(
@@ -85,14 +86,17 @@ a 1 Gb/s network trains at 2 % MFU, and every other rule is content with it.
 """,
     how="""
 `step / best step <= 1.5`, the best of all layouts that the planner's free search finds to fit the same job on the same
-cluster; and `MFU >= 0.4 × the floor of EFF002` for the hardware; both in jobs that train for an hour or more. All
-thresholds are our choice: the planner misses published steps by 4.8 % (`phalanx backtest`), so a factor of 1.5 is no
-error of prediction.
+cluster; and `MFU >= 0.4 × the floor of EFF002` for the hardware, of models of 1B parameters or more (the published jobs
+are); both in jobs that train for an hour or more. All thresholds are our choice: the planner misses published steps by
+4.8 % (`phalanx backtest`), so a factor of 1.5 is no error of prediction.
 """,
     limits={
         "most_ratio": Limit(value=1.5, unit="x", note="predicted step over that of the best layout found: our choice"),
         "least_s": Limit(value=3600.0, unit="s", note="of training, below which no layout is judged: our choice"),
         "least_share": Limit(value=0.4, note="of the MFU floor of the hardware, EFF002: our choice"),
+        "least_parameters": Limit(
+            value=1e9, note="of the model, below which no MFU is judged: published jobs are larger"
+        ),
         "floor": Limit(
             value=NOT_JUDGED,
             profiles={name: profile.mfu_floor or NOT_JUDGED for name, profile in PROFILES.items()},

@@ -9,7 +9,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.request import trains_with_phalanx
 from phalanx.plan.search import DECIDES, FULL_MEMORY
 from phalanx.plan.trainer_memory import MEMORY_ERROR
-from phalanx.rules.catalog.shared import refusal_text
+from phalanx.rules.catalog.shared import launcher_may_shard, refusal_text
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Impact, Outcome, Severity, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -71,13 +71,19 @@ def _open_formats(evidence: Evidence) -> Outcome | None:
     """A Trainer's weights and states have the format that the model was loaded in: half or a quarter of the memory."""
     if evidence.practice.trainer not in LOADED_BY_CODE:
         return None
+    if launcher_may_shard(evidence):
+        return unknown(
+            "the file names neither DeepSpeed nor FSDP, and the launcher may: accelerate launch --config_file",
+            fix="give --set parallel.zero=3, or 0 where nothing is sharded",
+        )
     optimizer = evidence.find_setting("optimizer", "optim")
     if optimizer is not None and SMALL_STATES.search(str(optimizer.value).lower()):
         return unknown(f"the states of {str(optimizer.value)[:40]} are smaller than Adam's, and not predicted")
     if evidence.stated("precision.master_weights"):
         return None
     return unknown(
-        f"whether {evidence.practice.trainer} keeps fp32 weights and states follows from how the model is loaded",
+        f"whether {evidence.practice.trainer} keeps fp32 weights and states follows from how the model is loaded, or "
+        "from another optimizer",
         fix="give --set precision.master_weights=true, or false where all is bf16",
     )
 

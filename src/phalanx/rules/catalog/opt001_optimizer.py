@@ -23,6 +23,9 @@ STARTED = (
     "restore_from_path",
     "load_path",
     "trainer.load_path",
+    "checkpoints.resume_checkpoint_path",  # nanotron
+    "resume_from_checkpoint",  # Hugging Face's Trainer
+    "checkpoint.initial_load_path",  # torchtitan
 )
 
 

@@ -35,6 +35,19 @@ def how_to_say(evidence: Evidence, key: str) -> str:
     return f"write {key} into the job, as {trainer} has it"
 
 
+# Trainers that `accelerate launch --config_file` can shard without a word in their own file.
+LAUNCHED = ("axolotl", "llama-factory")
+SHARDING = ("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "fsdp_config.fsdp_version", "dp_shard_size")
+
+
+def launcher_may_shard(evidence: Evidence) -> bool:
+    """Whether nothing in another trainer's file says how weights are sharded, and its launcher may say it."""
+    if evidence.practice.trainer not in LAUNCHED or any(name.startswith(SHARDING) for name in evidence.settings):
+        return False
+    said = evidence.origins.get("parallel.zero")
+    return said is None or said.kind != "set"
+
+
 # How long a job is, for rules that hold an interval or a failure rate against it.
 
 

@@ -18,13 +18,15 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Every identity that the settings of the file break."""
     if not evidence.is_foreign:
         return (exempt("the reader of job files asks the same of a job"),)
+    if any(one.value == "???" for one in evidence.settings.values()):  # OmegaConf: the command line completes the file
+        return (exempt("a template, whose numbers are places for others"),)
     broken = [*_formats(evidence), *_deepspeed(evidence), *_megatron(evidence)]
     silent = all(one.what.startswith("does not say") for one in evidence.refusals)
     # Else the planner has judged the layout, TOP001 and BAT001; a fork that computes its steps in a way of its own may
     # count stages and batches in one too.
     if evidence.plan is None and silent and not evidence.changed:
         broken += _divisors(evidence)
-    idle = tuple(_without_effect(evidence))
+    idle = (*_without_effect(evidence), *_said_twice(evidence))
     if len(broken) <= limits.number("most_broken"):
         return idle or (passed("nothing that the trainer itself refuses", value=len(broken), threshold=0),)
     found = (failed(what, at=f"setting:{name}", impact=NO_START, fix=fix) for name, what, fix in broken)
@@ -65,6 +67,22 @@ def _has_open_degree(evidence: Evidence) -> bool:
     """Whether a degree stands in the file as a variable that nothing sets, or in several ways."""
     said = (one for name in DEGREES if (one := evidence.find_setting(name)) is not None)
     return any(not re.fullmatch(r"\d+", str(one.value).strip()) for one in said)
+
+
+def _said_twice(evidence: Evidence) -> Iterator[Outcome]:
+    """PyYAML takes the last of two without a word; OmegaConf, which reads NeMo's files, refuses both."""
+    for name, setting in evidence.settings.items():
+        if not setting.earlier or name != setting.key:
+            continue
+        refuses = evidence.practice.trainer == "nemo"
+        told = "OmegaConf refuses it" if refuses else "the trainer takes the last and says nothing"
+        yield failed(
+            f"{setting.key[:60]} also stands on line {setting.earlier} with another value: {told}",
+            at=f"setting:{name}",
+            severity="error" if refuses else "warning",
+            impact=NO_START if refuses else Impact(note="one of the two values has no effect"),
+            fix="keep one of the two",
+        )
 
 
 def _whole(evidence: Evidence, *names: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ from phalanx.rules.foreign.conversion import MOST_DEPTH, Leaf, leaves_of, value_
 from phalanx.units import KIB
 
 NOUN = "configuration"
+MOST_TWICE = 50  # keys given twice
 MOST_YAML_BYTES = 256 * KIB  # the parser is pure Python: a full Megatron-Bridge dump of 22 kB takes about 0.1 s
 
 Steps = tuple[str | int, ...]
@@ -123,8 +124,9 @@ def _read_yaml(path: Path) -> dict[str, Leaf]:
     if len(text.encode()) > MOST_YAML_BYTES:
         raise mistake(str(path), f"is larger than {MOST_YAML_BYTES // KIB} KiB", why="no training configuration is")
     lines: dict[Steps, int] = {}
+    earlier: dict[Steps, tuple[int, object]] = {}
     try:
-        table = _build_data(yaml.parse(text, Loader=yaml.SafeLoader), lines, path)
+        table = _build_data(yaml.parse(text, Loader=yaml.SafeLoader), lines, earlier, path)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
@@ -132,7 +134,13 @@ def _read_yaml(path: Path) -> dict[str, Leaf]:
         raise mistake(where, f"is not YAML: {what[:120]}") from error
     if not isinstance(table, dict):
         raise mistake(str(path), "is not a YAML mapping", fix="a configuration has keys: name: value")
-    return leaves_of(table, file=str(path), line=lambda steps: _nearest_line(lines, steps))
+    leaves = leaves_of(table, file=str(path), line=lambda steps: _nearest_line(lines, steps))
+    for steps, (line, value) in earlier.items():
+        key = ".".join(str(one) for one in steps)
+        found = next((name for name in leaves if name == key or name.startswith(f"{key}.")), None)
+        if found is not None and leaves[found].value != value:
+            leaves[found] = replace(leaves[found], earlier=line)
+    return leaves
 
 
 def _nearest_line(lines: Mapping[Steps, int], steps: Steps) -> int:
@@ -142,8 +150,13 @@ def _nearest_line(lines: Mapping[Steps, int], steps: Steps) -> int:
     return lines.get(steps, 0)
 
 
-def _build_data(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> object:
-    """Plain data of the parser's events, without recursion. An alias shares what its anchor built: it costs nothing."""
+def _build_data(
+    events: Iterable[Any], lines: dict[Steps, int], earlier: dict[Steps, tuple[int, object]], path: Path
+) -> object:
+    """Plain data of the parser's events, without recursion. An alias shares what its anchor built: it costs nothing.
+
+    Of a key given twice the last one holds, as for PyYAML; `earlier` has line and value of the one that does not.
+    """
     frames: list[_Frame] = []
     anchors: dict[str, object] = {}
     roots: list[object] = []
@@ -159,10 +172,13 @@ def _build_data(events: Iterable[Any], lines: dict[Steps, int], path: Path) -> o
                 raise mistake(f"{path}:{line}", "uses a list or a mapping as a key")
             top.key = str(event.value)
             if top.key in top.inner:
-                raise mistake(f"{path}:{line}", f"key {value_text(top.key)} is given twice", fix="keep one of the two")
+                repeated = top.next_steps()
+                earlier[repeated] = lines.get(repeated, line), top.inner[top.key]
+                if len(earlier) > MOST_TWICE:
+                    raise mistake(f"{path}:{line}", f"key {value_text(top.key)} is given twice, as many others are")
             continue
         steps = top.next_steps() if top is not None else ()
-        lines.setdefault(steps, line)
+        lines[steps] = line
         value = _event_value(event, kind, anchors, frames, f"{path}:{line}")
         top.take(value) if top is not None else roots.append(value)
         if isinstance(value, dict | list) and kind != "AliasEvent":

@@ -301,6 +301,7 @@ class Leaf:
     line: int  # from 1; 0 is the file as a whole
     unknown: str = ""  # why its value is not known; `value` then only shows how it is written
     comment: str = ""  # what stands beside it, for settings that need a reason
+    earlier: int = 0  # line on which the same key has another value, which this one overrules; 0 is nowhere
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -185,7 +185,12 @@ def _read_buckets(config: Conversion) -> None:
     size = config.read_number(key)
     if size:
         mib = min(65_536.0, size * width / 2**20)
-        config.set_value("comm.bucket_mib", round(mib, 1), key, note=f"{size:,.0f} elements × {width} bytes")
+        config.set_value(
+            "comm.bucket_mib",
+            max(0.001, round(mib, 3 if mib < 1 else 1)),
+            key,
+            note=f"{size:,.0f} elements × {width} bytes",
+        )
     elif not _is_auto(config, key):
         config.assume_default("comm.bucket_mib", round(ELEMENTS * width / 2**20, 1), f"5e8 elements × {width} bytes")
 

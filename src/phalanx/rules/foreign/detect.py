@@ -87,8 +87,7 @@ SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("model.tensor_model_parallel_size",),
         ("model.pipeline_model_parallel_size",),
         ("model.recompute_granularity",),
-        ("train.micro_batch_size",),
-        ("train.global_batch_size",),
+        ("train.micro_batch_size", "train.global_batch_size"),  # one of them alone is anybody's word
         ("train.train_iters",),
         ("ddp.use_distributed_optimizer",),
         ("ddp.overlap_grad_reduce",),
@@ -163,11 +162,14 @@ def trainer_of_file(path: Path) -> str:
     if path.suffix in TREES:
         from phalanx.rules.foreign.config_files import read_tree
 
-        keys = {key.replace("-", "_") if path.suffix != ".json" else key for key in read_tree(path)}
+        leaves = read_tree(path)
+        keys = {key.replace("-", "_") if path.suffix != ".json" else key for key in leaves}
         if any(key.startswith("MODEL_ARGS.") for key in keys):
             flags = {key.removeprefix("MODEL_ARGS.") for key in keys}
             return refuse_inference(path) if _only_generates(flags) else "megatron"
-        return _match_keys(keys, path.suffix) or _refuse_unknown(path, keys)
+        name = _match_keys(keys, path.suffix) or _refuse_unknown(path, keys)
+        said = {key for key, leaf in leaves.items() if leaf.value is not None}
+        return refuse_inference(path) if _trains_nothing(name, said) else name
     if path.suffix == ".py":
         from phalanx.rules.foreign.python_config.recipes import family_of_python
 
@@ -295,6 +297,29 @@ def _only_generates(flags: Collection[str]) -> bool:
     if "--load-dir" in words and "--save-dir" in words:  # a checkpoint into another format
         return True
     return any(one in words for one in GENERATES) and not any(one in words for one in TRAINS)
+
+
+# What a file of these trainers has at least one of where it trains; others merge weights, generate text, prepare data.
+TRAINING_WORDS = {
+    "axolotl": ("learning_rate", "micro_batch_size", "num_epochs", "max_steps", "gradient_accumulation_steps"),
+    "llama-factory": (
+        *("learning_rate", "per_device_train_batch_size", "num_train_epochs", "max_steps", "do_train"),
+        "gradient_accumulation_steps",
+    ),
+}
+
+
+def _trains_nothing(name: str, said: set[str]) -> bool:
+    """Whether a tree leaves out all that training takes; `said` are the keys that have a value.
+
+    Megatron-Bridge writes a whole ConfigContainer beside a converted checkpoint, with nothing but its model filled in.
+    """
+    if name == "nemo" and "model._target_" in said:
+        container = any(key.startswith("checkpoint.") for key in said)
+        return container and not any(key.startswith(("train.", "trainer.", "dataset.", "data.")) for key in said)
+    if name == "llama-factory" and "cutoff_len" in said and not said & {"export_dir", "infer_backend", "do_predict"}:
+        return False  # a length of sequences is training's, and its defaults may serve for the rest
+    return name in TRAINING_WORDS and not any(word in said for word in TRAINING_WORDS[name])
 
 
 class TrainsNothingError(UserError):

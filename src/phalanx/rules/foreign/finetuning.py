@@ -130,9 +130,34 @@ def translate_llama_factory(config: Conversion) -> None:
     if config.read_word("finetuning_type") == "full":
         config.skip_leaf("finetuning_type", "all weights are trained, as the plan assumes")
     _read_precision(config)
-    config.assume_default("precision.master_weights", not config.read_flag("pure_bf16"), "fp32 unless pure_bf16")
+    own, pure = _own_optimizer(config), config.read_flag("pure_bf16")
+    if pure and not own and not config.has_leaf("deepspeed") and config.read_word("finetuning_type") == "full":
+        # Weights, their gradients and Adam's states have the format of the model; DeepSpeed keeps its own.
+        config.set_value("precision.master_weights", False, "pure_bf16")
+        config.set_value("precision.optimizer_state", "bf16", "pure_bf16")
+        config.set_value("precision.grad_reduce", "bf16", "pure_bf16")
+    config.assume_default("precision.master_weights", not pure, "fp32 unless pure_bf16")
     _read_optimizer(config)
+    if own:
+        config.values.pop("precision.master_weights", None)  # what it keeps beside the weights is not known
+        if (rate := config.values.get("optim.lr")) is not None and rate.value == 0:
+            del config.values["optim.lr"]
+            config.leave_unmapped("learning_rate", f"{own} is on, which has rates of its own")
     config.settle_rest(irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: key)
+
+
+# Switches of LLaMA-Factory's (src/llamafactory/hparams) that leave Adam's states as they are; optimizers of its own
+# (use_galore, use_apollo, use_badam, use_adam_mini, use_muon) and a fork's words do not.
+_HARMLESS = re.compile(
+    r"use_(unsloth\w*|llama_pro|dora|rslora|swanlab|reentrant_gc|fast_tokenizer|cache|cpu|\w*loss|liger\w*|audio_in_video"
+    r"|v2_kernels|legacy_\w*|ray|wandb|flash\w*|kt|mca|tts|ref_model|kv_cache|auth_token|\w*tokenizer\w*|nested_quant)"
+)
+
+
+def _own_optimizer(config: Conversion) -> str:
+    """The switch that chooses an optimizer other than the Trainer's; empty where none is on."""
+    switches = (key for key in config.leaves if key.startswith("use_") and not _HARMLESS.fullmatch(key))
+    return next((key for key in switches if config.leaves[key].value is True), "")
 
 
 def translate_trainer(config: Conversion, *, micro: tuple[str, int], length: str, recomputes: bool) -> None:
@@ -218,7 +243,10 @@ def _read_batch(config: Conversion, micro_key: str, length_key: str, *, default:
         config.set_value("data.sequence", length, length_key)
     if (steps := config.read_whole("max_steps")) and steps > 0:
         config.set_value("data.steps", steps, "max_steps")
-    if (every := config.read_whole("save_steps")) and every > 0:
+    strategy = config.read_word("save_strategy") or "steps"
+    if strategy != "steps":
+        config.skip_leaf("save_steps", f"save_strategy is {strategy}")
+    elif (every := config.read_whole("save_steps")) and every > 0:
         config.set_value("checkpoint.steps", every, "save_steps")
     if (seed := config.read_whole("seed")) is not None:
         config.set_value("data.seed", abs(seed) % SEEDS, "seed")
@@ -228,7 +256,8 @@ def _read_precision(config: Conversion) -> None:
     half, brain = config.read_word("fp16"), config.read_word("bf16") or config.read_word("bfloat16")
     if config.read_flag("pure_bf16"):
         config.set_value("precision.compute", "bf16", "pure_bf16")
-    elif brain in ("true", "full", "auto", "1"):
+    elif brain in ("true", "full", "auto", "1") and not (brain == "auto" and half in ("true", "1")):
+        # Axolotl: bf16 "auto" beside fp16 is off (utils/config).
         note = "auto: where the device has it" if brain == "auto" else ""
         config.set_value("precision.compute", "bf16", "bf16", "bfloat16", note=note)
         config.skip_leaf("fp16", "bf16 goes first")

@@ -12,7 +12,11 @@ from phalanx.io.files import shipped_text
 from phalanx.rules.foreign.conversion import Conversion
 
 # Models that are built around a known one: what they add is not in its shape.
-_MORE = re.compile(r"llava|vision|sharegpt4v|audio|omni|(?<![a-z0-9])(vl|vlm|mm|video)(?![a-z0-9])")
+_MORE = re.compile(
+    # weights in few bits, or without some of them: another model to train
+    r"(?<![a-z0-9])(w\d+a\d+|gptq|awq|gguf|bnb|nf4|int[48]|[48]-?bits?|fp[48]|mxfp4|nvfp4|pruned|sparse)(?![a-z0-9])"
+    r"|llava|vision|sharegpt4v|audio|omni|(?<![a-z0-9])(vl|vlm|mm|video)(?![a-z0-9])"
+)
 # A known model with other sizes is another one (model_config and overrides_of_model_config of Axolotl, and their like).
 _CHANGES = re.compile(r"(--)?(overrides_of_model_config|model_config|config_overrides|override_config)[._]")
 _SIZES = re.compile(r"hidden_size|layers|heads|intermediate_size|experts|vocab_size")

@@ -152,6 +152,9 @@ def translate_config(config: Conversion) -> None:
     hosts, each = config.read_whole("trainer.num_nodes"), config.read_whole("trainer.devices")
     config.machines = (hosts or 0, each if each and each > 0 else 0)
     config.mark_used("trainer.num_nodes", "trainer.devices", by="cluster: hosts × devices")
+    template = any(leaf.value == MANDATORY for leaf in config.leaves.values())
+    if template:  # the command line completes such a file: its number of hosts is a place for another
+        config.machines = (0, 0)
     _read_trainer(config)
     _optimizer_of_one(config)
     _read_model(config)
@@ -160,9 +163,14 @@ def translate_config(config: Conversion) -> None:
         _strongest_place(config, key)
     if "distributed" in config.read_word("optimizer") and "optimizer" in config.read_as:
         config.rename_leaf("use_distributed_optimizer", config.read_as["optimizer"].key, True)
+    _agree_on_sharding(config)
     for name, key in TOKENIZERS:
         config.rename_leaf(name, key)
     mcore.translate_config(config, whole=False)
+    total, micro = config.int_of("batch.global_sequences", 0), config.int_of("batch.micro", 0)
+    if template and total and micro and total % micro:  # and so is a batch that cannot be
+        del config.values["batch.global_sequences"]
+        config.leave_unmapped("global_batch_size", f"does not divide by {micro}: a place for another, as ??? are")
     _read_amp(config)
     for key in ("model.grad_allreduce_chunk_size_mb", "model.optim.bucket_cap_mb"):
         if (size := config.read_number(key)) is not None and size > 0:
@@ -176,6 +184,22 @@ def translate_config(config: Conversion) -> None:
     )
 
 
+def _agree_on_sharding(config: Conversion) -> None:
+    """A distributed optimizer is asked for in two places, which the trainers make agree before the first step.
+
+    NeMo 2: the optimizer's word holds (megatron_strategy.py). Megatron-Bridge: on in either is on in both
+    (training/config.py).
+    """
+    word = "use_distributed_optimizer"
+    if (leaf := config.leaves.get(f"optim.config.{word}")) is not None and leaf.value is not None:
+        config.read_as[word] = leaf
+    places = [one for place in ("ddp", "optimizer") if (one := config.leaves.get(f"{place}.{word}")) is not None]
+    if on := [one for one in places if one.value is True]:
+        config.read_as[word] = on[0]
+    elif unknown := [one for one in places if one.unknown]:
+        config.read_as[word] = unknown[0]
+
+
 # NeMo 1: a name on Hugging Face as `type`, or a file as `model`; Megatron-Bridge has Megatron's words.
 TOKENIZERS = (
     ("tokenizer_name_or_path", "model.tokenizer.type"),
@@ -185,6 +209,7 @@ TOKENIZERS = (
 )
 REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
 MOST_HOPS = 8
+MANDATORY = "???"  # OmegaConf: to be given by whoever starts it
 
 
 def _fill_references(config: Conversion) -> None:

@@ -117,8 +117,11 @@ def _read_batch(config: Conversion) -> None:
 def _read_precision(config: Conversion) -> None:
     formats = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
     key = f"{M}dp_config.param_dtype"
-    if config.read_flag(f"{M}float8_config.enabled"):
-        config.set_value("precision.compute", "fp8", f"{M}float8_config.enabled")
+    eight = f"{M}float8_config.enabled"
+    if not config.has_leaf(eight):  # Float8Config is on unless it says otherwise (olmo_core/float8)
+        config.rename_leaf(eight, f"{M}float8_config._target_", True)
+    if config.read_flag(eight):
+        config.set_value("precision.compute", "fp8", eight)
         config.mark_used(key, by="precision.compute: what is not fp8")
     else:
         other = f"{M}autocast_precision"

@@ -28,6 +28,8 @@ SHAPE_WORDS = frozenset(
         *("qk_pos_emb_head_dim", "v_head_dim", "vocab_size", "make_vocab_size_divisible_by"),
     }
 )
+# What a class may say of recomputation: unlike a sequence length, nothing but the recipe overrules it.
+RECOMPUTE_WORDS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 # Classes whose layers are not all alike, or are none of a decoder transformer.
 OTHER_LAYERS = re.compile(r"Heterogeneous|Mamba|SSM|Hyena|NemotronH|T5|Bert")
 OTHER_WORDS = ("hybrid_override_pattern", "hybrid_attention_ratio", "hybrid_layer_pattern")
@@ -122,11 +124,16 @@ def fill_model_shape(reader: PythonReader, recipe: Built) -> None:
         found = read_class(reader, kind)
         bases = found.bases if found is not None else []
         given = found.fields if found is not None else {}
+        for word in RECOMPUTE_WORDS:
+            if word in given:
+                one.fields.setdefault(word, given[word])
         if OTHER_LAYERS.search(" ".join((kind, *bases)).replace("TransformerConfig", "")) or any(
             word in given or word in one.fields for word in OTHER_WORDS
         ):
             why = f"is that of {kind.rpartition('.')[2]}, whose layers are not all alike"
             one.fields |= {word: UnknownPython(why) for word in ("num_layers", "hidden_size", "ffn_hidden_size")}
+            if found is None and "Hyena" in kind:  # the only family of NeMo's whose classes ask for recomputation
+                one.fields.setdefault(RECOMPUTE_WORDS[0], UnknownPython(f"is that of {kind.rpartition('.')[2]}"))
             continue
         for word in SHAPE_WORDS:
             if word in given and word not in one.fields:
