@@ -404,7 +404,7 @@ FLIPS = [
         after="pass",
     ),
     Flip(rule="COM003", limit="latency_share", value=0.95, evidence=lambda: bucket(1.0), before="fail", after="pass"),
-    Flip(rule="COM003", limit="few_steps", value=500, evidence=lambda: short_run(400), before="fail", after="pass"),
+    Flip(rule="COM003", limit="few_steps", value=500, evidence=lambda: short_run(400), before="habit", after="pass"),
     Flip(rule="COM003", limit="least_buckets", value=1.0, evidence=lambda: bucket(8000.0), before="fail", after="pass"),
     Flip(rule="COM003", limit="block_share", value=0.99, evidence=lambda: flat(512), before="fail", after="pass"),
     Flip(rule="COM003", limit="least_loss", value=0.001, evidence=small, before="pass", after="fail"),
