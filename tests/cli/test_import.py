@@ -134,7 +134,6 @@ def test_devices_of_a_file_without_a_cluster_are_told(capsys: pytest.CaptureFixt
     [
         ("torchtitan_llama3_405b.toml", "8xH100:16", "COM004", "torchtitan: comm.train_timeout_seconds"),
         ("megatron_gpt3_175b.sh", "8xA100:128", "CKP001", "Megatron-LM: --save-interval, in steps"),
-        ("megatron_llama3_8b.txt", "8xH100:1", "COM004", "Megatron-LM: --distributed-timeout-seconds-after-init"),
     ],
 )
 def test_a_cure_is_told_in_the_words_of_the_file(

@@ -31,7 +31,7 @@ def encoded_bytes(codec: str, values: int, top_share: float = TOP_SHARE) -> int:
     """Bytes of a vector of so many values.
 
     >>> [encoded_bytes(codec, 4096) for codec in ("fp32", "bf16", "int8", "int4", "topk-2bit")]
-    [16384, 8192, 4112, 2176, 144]
+    [16384, 8192, 4160, 2176, 144]
     """
     if values < 0:
         raise ValueError(f"{values} values")
@@ -97,7 +97,7 @@ def compression(codec: str, top_share: float = TOP_SHARE) -> float:
     """How many times fewer bytes than fp32 a large vector takes.
 
     >>> [round(compression(codec), 2) for codec in ("bf16", "int8", "int4", "topk-2bit")]
-    [2.0, 3.98, 7.53, 113.78]
+    [2.0, 3.94, 7.53, 113.78]
     """
     return encoded_bytes("fp32", TOP_CHUNK) / encoded_bytes(codec, TOP_CHUNK, top_share)
 

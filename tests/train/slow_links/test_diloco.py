@@ -55,7 +55,9 @@ def test_the_outer_step_is_nesterov(trials, wide) -> None:
 
 def test_sparse_updates_of_peers_are_added_up(trials) -> None:
     """Most values are sent by one peer: divided by all, they would move the weights by a part of what it went."""
-    plan = trials.plan(PLAIN + 'codec = "topk-2bit"\ninner_steps = 2', steps=6)
+    # All three are awaited: one that came later would begin with what it finds.
+    three = PLAIN.replace("peers = 2", "peers = 3")
+    plan = trials.plan(three + 'codec = "topk-2bit"\ninner_steps = 2', steps=6)
     peers, sent = train_with_notes(trials, plan, count=3)
     shared = flat(peers[0].first)
     for number in (1, 2, 3):
