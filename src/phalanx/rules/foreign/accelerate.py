@@ -137,7 +137,8 @@ def _read_fsdp(config: Conversion) -> None:
     on = config.read_flag("fsdp_activation_checkpointing")
     config.set_value("parallel.recompute", "full" if on else "none", "fsdp_activation_checkpointing")
     sharded = "sharded" in (config.read_word("fsdp_state_dict_type") or "sharded")
-    config.practice["checkpoint_format"] = "dcp" if sharded else "torch-pickle"
+    if sharded:  # a whole state dict is a torch file, loaded with weights_only: that is the trainer's habit
+        config.practice["checkpoint_format"] = "dcp"
     config.mark_used("fsdp_state_dict_type", by="practice: checkpoint_format")
 
 
