@@ -66,6 +66,34 @@ def test_sparse_updates_of_peers_are_added_up(trials) -> None:
     assert equal(peers[0], peers[2])
 
 
+def test_a_peer_that_comes_before_the_first_exchange_takes_the_shared_weights(trials) -> None:
+    """Not those of the peer that it asks, which has already gone on alone."""
+    hub = LocalHub()
+    groups = [LocalGroup(hub, f"peer-{place}") for place in range(3)]
+    has_met, join = threading.Event(), groups[2].join
+
+    def join_late(*addresses: object, **options: object) -> object:
+        assert has_met.wait(60)
+        return join(*addresses, **options)
+
+    def note_round(number: int) -> None:
+        if number == 1:
+            has_met.set()
+            assert hub.lock.wait_for(lambda: "peer-2" in hub.members, timeout=60)
+
+    groups[2].join = join_late  # type: ignore[method-assign]
+    groups[0].before_round = lambda number: _while_locked(hub, note_round, number)
+    plan = trials.plan(PLAIN + "inner_steps = 2", steps=12)
+    peers = join_all([lambda group=group: trials.start(plan, group) for group in groups])
+    assert equal(peers[0], peers[1])
+    assert equal(peers[0], peers[2])
+
+
+def _while_locked(hub: LocalHub, note, number: int) -> None:
+    with hub.lock:
+        note(number)
+
+
 def test_synchronous_steps_come_first_and_equal_one_process(trials, wide) -> None:
     alone = trials.start(trials.plan(), None)
     plan = trials.plan('mode = "diloco"\npeers = 2\nsynchronous_steps = 6\n')

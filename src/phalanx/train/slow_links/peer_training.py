@@ -235,7 +235,9 @@ class PeerTraining(Callback):
         self._boundary = self.position(step)
 
     def _copy_state(self) -> Any:
-        is_shared = self._boundary["step"] <= self.warm_up
+        # By steps that are done, not by the boundary: between the last synchronous step and the first exchange this
+        # peer's own weights have moved on.
+        is_shared = self.step <= self.warm_up
         return copy_state(self._engine, self.outer, self._boundary, is_shared=is_shared)
 
     def _deal(self, step: int) -> dict[str, Ranges]:
