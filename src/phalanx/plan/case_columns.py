@@ -30,6 +30,12 @@ DENSE_POWER = ("hopper", "blackwell", "cdna3", "cdna4")
 SWITCH_REDUCES = ("hopper", "blackwell")  # NVLink SHARP came with NVSwitch 3
 # Device to host memory, one direction: PCIe 4.0/5.0 x16 reaches about 25 GB/s with pinned buffers.
 HOST_LINK_BYTES_PER_S = 25e9
+# Host memory, read and written together: what 16 cores beside one H200 reached while they updated weights (torch's
+# AdamW alone 122 GB/s, with gradients and weights under way 115 to 128: benchmarks/2026-11-18-offload.md) ...
+HOST_MEMORY_OF_ONE_BYTES_PER_S = 120e9
+# ... and of a whole host, shared by its devices: two thirds of two sockets with eight channels of DDR5-4800, which is
+# an assumption.
+HOST_MEMORY_BYTES_PER_S = 400e9
 
 
 def build_cases(request: PlanRequest, columns: Mapping[str, Floats], *, global_sequences: int = 0) -> Cases:
@@ -116,6 +122,9 @@ def machine_columns(cluster: Cluster) -> dict[str, float]:
         "nic_latency_s": cluster.nic_latency_s,
         "domain": cluster.domain_devices,
         "host_link_bytes_per_s": HOST_LINK_BYTES_PER_S,
+        "host_memory_bytes_per_s": min(
+            HOST_MEMORY_OF_ONE_BYTES_PER_S, HOST_MEMORY_BYTES_PER_S / min(cluster.host_devices, cluster.devices)
+        ),
         "dense_power": float(device.family in DENSE_POWER),
         "switch_reduces": float(device.family in SWITCH_REDUCES and device.link.startswith("NVLink")),
         "nccl_family": float(FAMILIES.index(nccl_family(device.family))),

@@ -79,6 +79,7 @@ class Cases:
     nic_latency_s: Floats
     domain: Floats  # devices reached at link speed
     host_link_bytes_per_s: Floats  # device to host memory, for offload
+    host_memory_bytes_per_s: Floats  # of host memory, a device's share
     dense_power: Floats  # 1 where power, not issue rate, bounds long matmuls (Hopper, CDNA3 and later)
     switch_reduces: Floats  # 1 where the switch of the fast domain can sum (NVLS)
     nccl_family: Floats  # index in nccl_tables.FAMILIES: whose limits of a channel hold

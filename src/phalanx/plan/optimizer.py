@@ -27,9 +27,10 @@ NEWTON_SCHULZ_LAUNCHES = 3 * NEWTON_SCHULZ + 13
 # parameters in 32 tensors, 2026-11-15. A framework's own figure for AdamW is moved by the difference.
 MOVED_BYTES = {"fp32": 32.0, "bf16": 68.0, "int8": 168.0, "adafactor": 171.0, "muon": 264.0}
 HOST_ADAM_BYTES = 28.0  # per parameter: read gradient, weight and two moments in fp32, write the last three
-HOST_MEMORY_BYTES_PER_S = 40e9  # a device's share of a two-socket server (12 DDR5 channels, 8 devices): an assumption
+HOST_TRANSFER_BYTES = 8.0  # and of its transfers meanwhile: the gradient is written, the new weight read
+FETCHED_ADAM_BYTES_PER_S = 40e9  # where FSDP2 holds the parameters in host memory: an assumption
 HOST_MATMUL_FLOPS = 1e12  # the same share of its cores in fp32: an assumption
-HOST_LINK_BYTES = 6.0  # offloaded states: fp32 gradients out, 16-bit weights back
+HOST_LINK_BYTES = 4.0  # offloaded states, each way: fp32 gradients out, fp32 weights back
 
 
 def state_format(name: str, optimizer_state: str) -> str:
@@ -65,9 +66,10 @@ def update_seconds(c: Cases, k: Physics, f: Profile, w: RankWeights, g: Groups) 
     """The update of one step, on the device or in host memory."""
     owned = owned_weights(c, w)
     resident = owned * f.optimizer_bytes / (c.memory_bytes_per_s * k.memory)
-    host = owned * HOST_ADAM_BYTES / HOST_MEMORY_BYTES_PER_S
+    host = owned * HOST_ADAM_BYTES / FETCHED_ADAM_BYTES_PER_S
     # Offloaded states: gradients out and parameters back over the host link, AdamW at host memory speed meanwhile.
-    linked = np.maximum(owned * HOST_LINK_BYTES / c.host_link_bytes_per_s, host)
+    updating = owned * (HOST_ADAM_BYTES + HOST_TRANSFER_BYTES) / c.host_memory_bytes_per_s
+    linked = np.maximum(owned * HOST_LINK_BYTES / c.host_link_bytes_per_s, updating)
     # With the parameters themselves in host memory the link was paid for when they were fetched.
     seconds = np.where(c.offload == 1, linked, np.where(c.offload == OFFLOAD_PARAMETERS, host, resident))
     if not np.any(np.asarray(f.newton_schulz) > 0):

@@ -486,9 +486,7 @@ class Engine:
     def _update_weights(self, grads: Sequence[torch.Tensor], factor: float, lr: float) -> None:
         scale_gradients(grads, factor)
         self.on_before_update(grads)
-        self.masters.hand_over(self.shards, grads, self.device)
-        self.optimizer.step(lr)
-        self.masters.copy_to_model()
+        self.masters.update(self.optimizer, self.shards, grads, lr)
         self.on_after_update()
 
     @property

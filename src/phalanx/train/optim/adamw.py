@@ -55,8 +55,24 @@ class AdamW:
         self._update(lr, [shard_gradient(shard) for shard in self._shards], self.kernel)
         self.steps += 1
 
-    def _update(self, lr: float, grads: Sequence[torch.Tensor], kernel: str) -> None:
-        for (device, _, weight_decay, scale), members in self._groups.items():
+    @torch.no_grad()
+    def step_each(self, lr: float, *, before: Callable[[int], None], after: Callable[[int], None]) -> None:
+        """The same update shard by shard in their order; told are their places, before and after each."""
+        kinds = {i: kind for kind, members in self._groups.items() for i in members}
+        for i, kind in sorted(kinds.items()):
+            before(i)
+            self._update(lr, {i: shard_gradient(self._shards[i])}, self.kernel, {kind: [i]})
+            after(i)
+        self.steps += 1
+
+    def _update(
+        self,
+        lr: float,
+        grads: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
+        kernel: str,
+        groups: Mapping[KernelGroup, Sequence[int]] | None = None,
+    ) -> None:
+        for (device, _, weight_decay, scale), members in (self._groups if groups is None else groups).items():
             if kernel == "triton":
                 for i in members:
                     adamw_step_(

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from phalanx.train.optim.adamw import AdamW
+from phalanx.train.optim.base import Optimizer
+from phalanx.train.optim.host_transfers import HostTransfers
 from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.rank_settings import Settings
 
@@ -28,7 +31,7 @@ class MasterWeights:
         self.model_copies = [
             replace(held.shard(held.local), name=f"{held.name}#model") for held, one in pairs if one is not None
         ]
-        self._host_grads: list[torch.Tensor] = []
+        self._transfers: HostTransfers | None = None  # made with the first update
 
     def _master_copy(self, held: StageTensor, dtype: torch.dtype) -> torch.Tensor | None:
         """A copy of the weight in the format and place the optimizer wants it; None where that is its own storage."""
@@ -41,21 +44,38 @@ class MasterWeights:
         if self.copies:
             torch._foreach_copy_([target for target, _ in self.copies], [source for _, source in self.copies])
 
-    def hand_over(self, shards: Sequence[TensorShard], grads: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Give the optimizer its gradients; where it works in host memory, through buffers that are made once."""
-        if device.type != "cuda" or not self._offloaded:
-            for shard, grad in zip(shards, grads, strict=True):
-                shard.tensor.grad = grad.to(shard.tensor)
+    def update(
+        self, optimizer: Optimizer, shards: Sequence[TensorShard], grads: Sequence[torch.Tensor], lr: float
+    ) -> None:
+        """One update of `shards`, which are all or some of ours, and of what the model reads."""
+        if grads and grads[0].is_cuda and self._offloaded:
+            self._update_on_host(optimizer, shards, grads, lr)
             return
-        if not self._host_grads:
-            self._host_grads = [
-                _empty_at(grad, shard.tensor.dtype, shard.tensor.device)
-                for shard, grad in zip(shards, grads, strict=True)
-            ]
-        for shard, host, grad in zip(shards, self._host_grads, grads, strict=True):
-            host.copy_(grad, non_blocking=True)
+        for shard, grad in zip(shards, grads, strict=True):
+            shard.tensor.grad = grad.to(shard.tensor)
+        optimizer.step(lr)
+        self.copy_to_model()
+
+    def _update_on_host(
+        self, optimizer: Optimizer, shards: Sequence[TensorShard], grads: Sequence[torch.Tensor], lr: float
+    ) -> None:
+        if self._transfers is None:
+            weight_of = {id(master): weight for weight, master in self.copies}
+            masters = [shard.tensor for shard in shards]
+            self._transfers = HostTransfers([weight_of[id(one)] for one in masters], masters)
+        moving = self._transfers
+        moving.send_gradients(grads)
+        for shard, host in zip(shards, moving.gradients, strict=True):
             shard.tensor.grad = host
-        torch.cuda.synchronize(device)
+        if isinstance(optimizer, AdamW):
+            optimizer.step_each(lr, before=moving.await_gradient, after=moving.return_weight)
+        else:  # it may need the gradients of other shards
+            for place in range(len(shards)):
+                moving.await_gradient(place)
+            optimizer.step(lr)
+            for place in range(len(shards)):
+                moving.return_weight(place)
+        moving.finish()
 
 
 def _empty_at(like: torch.Tensor, dtype: torch.dtype, place: torch.device) -> torch.Tensor:
