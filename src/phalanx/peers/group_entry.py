@@ -86,9 +86,8 @@ class GroupEntry:
                 connection.post(say.Join(member=self._node.member, history=self._node.view.history))
                 patience_s = 4 * self._node.settings.dead_after_s + 5.0
                 answer, data = await asyncio.wait_for(connection.receive(), patience_s)
-                if isinstance(
-                    answer, say.AllowlistUpdate
-                ):  # an invitation is older than those who were invited after it
+                # An invitation is older than those who were invited after it.
+                if isinstance(answer, say.AllowlistUpdate):
                     self._learn_list(data)
                     answer, _ = await asyncio.wait_for(connection.receive(), patience_s)
             finally:
