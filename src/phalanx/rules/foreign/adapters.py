@@ -22,11 +22,19 @@ SWITCHES = (
     "tune_mm_mlp_adapter",
 )
 # Megatron's multimodal models: towers beside the language model, of which some are frozen.
-TOWERS = ("freeze_lm", "freeze_vit", "freeze_vision_model", "vision_model_type", "language_model_type")
+TOWERS = (
+    "freeze_lm",
+    "freeze_vit",
+    "freeze_vision_model",
+    "vision_model_type",
+    "language_model_type",
+    "language_model_checkpoint",
+    "model_provider",
+)
 # Of an argument that Megatron has not: words by which it changes how a step is computed, so that no plan is of it.
 CHANGES_STEPS = re.compile(
     r"pipe|bubble|schedul|hetero|offload|grad_comp|compress|prun|spars|mask_only|hessian|quant|distill|teacher"
-    r"|freeze|lora|peft|async|_config$|^config_|swap|unaligned|noop_layers|zero_memory|moe_model_type|reuse_fp32|layerzero"
+    r"|freeze|lora|peft|async|experts?$|^moe_model|_config$|^config_|swap|unaligned|noop_layers|zero_memory|moe_model_type|reuse_fp32|layerzero"
 )
 # Variables of other makers' devices, whose Megatron computes and stores otherwise: Ascend, Gaudi, Moore Threads.
 OTHER_DEVICES = re.compile(r"env\.(HCCL_|ASCEND_|PYTORCH_NPU_|HABANA_|PT_HPU_|MUSA_|MCCL_)")
