@@ -125,11 +125,12 @@ def _deepspeed(evidence: Evidence) -> Iterator[Broken]:
 
 DEVICES = ("none", "cpu", "nvme", "auto")
 # runtime/lr_schedules.py of DeepSpeed; any other name is looked up in torch.optim.lr_scheduler.
-SCHEDULES = """
-LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR
-LambdaLR MultiplicativeLR StepLR MultiStepLR ConstantLR LinearLR ExponentialLR SequentialLR CosineAnnealingLR
-ChainedScheduler ReduceLROnPlateau CyclicLR CosineAnnealingWarmRestarts OneCycleLR PolynomialLR LRScheduler
-""".split()
+SCHEDULES = (
+    "LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LambdaLR", "MultiplicativeLR",
+    "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "SequentialLR", "CosineAnnealingLR",
+    "ChainedScheduler", "ReduceLROnPlateau", "CyclicLR", "CosineAnnealingWarmRestarts", "OneCycleLR", "PolynomialLR",
+    "LRScheduler",
+)  # fmt: skip
 
 
 def _deepspeed_words(evidence: Evidence) -> Iterator[Broken]:
