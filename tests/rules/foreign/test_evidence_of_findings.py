@@ -142,6 +142,7 @@ def test_a_finding_goes_with_what_it_rests_on(tmp_path: Path, name: str) -> None
     assert not told(tmp_path, rule, sound)
 
 
+HEAVY = "--num-experts 64 --moe-router-topk 1 --tensor-model-parallel-size 1"
 PLANNED = {
     "a pipeline that idles, and a schedule of the fork's own": (
         "BAT004",
@@ -157,6 +158,11 @@ PLANNED = {
         "EFF005",
         script(more=NO_SCHEDULE),
         script(more=f"{NO_SCHEDULE} --train-iters 200"),
+    ),
+    "too much for a device, and experts that are DeepSpeed's": (
+        "MEM001",
+        script(more=HEAVY),
+        script(more=f"{HEAVY} --deepspeed --deepspeed_config ds.json"),
     ),
     "a layout that costs twice, and a run of which nobody says how long it is": (
         "EFF005",

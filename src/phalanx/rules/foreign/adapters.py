@@ -68,6 +68,9 @@ def changed_steps(config: Conversion, trainer: str) -> str:
     devices = next((key for key in config.leaves if OTHER_DEVICES.match(key)), "")
     if devices:
         return devices
+    experts = config.find_leaf("num_experts") if config.read_flag("deepspeed") else None
+    if experts is not None and (experts.unknown or (config.read_whole("num_experts") or 0) > 1):
+        return experts.key  # DeepSpeed's experts: in every second layer, and split in a way of their own
     own = (key for key, one in config.settled.items() if one.text == NO_WORD and key.startswith("--"))
     found = (
         key for key in own if CHANGES_STEPS.search(canonical_key(key)) and not CHANGES_NONE.search(canonical_key(key))
