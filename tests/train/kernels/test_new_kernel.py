@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -109,3 +110,10 @@ def test_who_does_not_encode_or_rounds_badly_is_refused(name: str, server: Candi
     own = template_files(OPS[name])["kernel.py"]
     verdict = judge_candidate(own, OPS[name], server=server, device="cpu", timed=False, limits=CandidateLimits())
     assert verdict.passed, verdict.reason
+
+
+@pytest.mark.skipif(find_spec("triton") is not None, reason="Triton is installed")
+def test_a_kernel_for_machines_with_triton_alone_is_told_so(server: CandidateServer) -> None:
+    text = HEAD.format(name="swiglu").replace("import torch", "import torch\nimport triton") + "return x\n"
+    verdict = judge_candidate(text, OPS["swiglu"], server=server, device="cpu", timed=False, limits=CandidateLimits())
+    assert (verdict.kind, verdict.reason) == ("import", "imports triton, which this machine does not have")
