@@ -390,7 +390,7 @@ def _read_rounds(events: list[dict[str, Any]], counter: ByteCounter, sync: SyncS
     if len(found) < 3:
         raise SystemExit(f"{what}: {len(found)} exchanges are recorded")
     rounds = found
-    if rounds[-1]["step"] - rounds[-2]["step"] < rounds[1]["step"] - rounds[0]["step"]:
+    while rounds[-1]["step"] - rounds[-2]["step"] < rounds[1]["step"] - rounds[0]["step"]:
         rounds = rounds[:-1]  # the end of the run is no whole round
     wall_s = rounds[-1]["t"] - rounds[0]["t"]
     spent = [float(one["seconds"]) for one in rounds[1:]]
