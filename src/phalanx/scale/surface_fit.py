@@ -100,10 +100,12 @@ def fit_surface(
         if draws and not tied:
             noises = [with_strays(one[2], one[0], len(strays)) for one in solved]
             posterior = sample_posterior(noises, draws=draws, rng=rng)
-        resampled = _flip_residuals(data, theta, draws, rng, tied=tied) if posterior is None else posterior
-        if posterior is not None:
+        if posterior is None:
+            resampled = _flip_residuals(data, theta, draws, rng, tied=tied)
+        else:
             is_degenerate = _is_degenerate(data, theta)
             theta, objective = median_surface(posterior, data)
+            resampled = posterior.pick(draws, rng)
     raw, projected = condition_numbers(data, theta, tied=tied)
     law = data.to_surface(theta)
     fitted = law.E + law.A * params**-law.alpha + law.B * tokens**-law.beta
