@@ -36,8 +36,8 @@ def weighted_median(values: Array, weight: Array) -> float:
 def median_optimum(draws: PosteriorDraws, data: SurfaceData) -> tuple[float, float, float]:
     """Medians of a and of ln N*, and the ln N·D that N* belongs to, all on the axes of the data.
 
-    Of all weighted draws: picking 200 that count alike, as for intervals, would add noise to the estimate (a tenth of the
-    posterior's standard deviation).
+    Of all weighted draws. Picking 200 that count alike, as for intervals, adds noise of 5 % of the posterior's standard
+    deviation to a; all of them have 2 % (108 tables of the published design).
     """
     theta = draws.theta
     alpha, beta = np.exp(theta[:, 3]), np.exp(theta[:, 4])

@@ -67,15 +67,20 @@ def fit_surface(
     method: str,
     draws: int,
     rng: np.random.Generator,
+    weight: Array | None = None,
     starts: int = STARTS,
     profile: bool = True,
 ) -> SurfaceFit:
-    """The best surface of the points; `draws` resamples for its intervals."""
+    """The best surface of the points; `draws` resamples for its intervals.
+
+    The squared residual of a row counts `weight` times.
+    """
     tied = method == "overtrain"
     kept = np.arange(len(loss))
     strays: list[int] = []
     while True:
-        solved = _solve_noises(params[kept], tokens[kept], loss[kept], method=method, tied=tied)
+        weighted = None if weight is None else weight[kept]
+        solved = _solve_noises(params[kept], tokens[kept], loss[kept], weighted, method=method, tied=tied)
         if method != "vpnls" or len(strays) >= int(MOST_SHARE * len(loss)):
             break
         row = find_stray_row([(data, found[int(np.argmin(cost))]) for _, _, data, found, cost in solved])
@@ -129,12 +134,12 @@ def fit_surface(
 
 
 def _solve_noises(
-    params: Array, tokens: Array, loss: Array, *, method: str, tied: bool
+    params: Array, tokens: Array, loss: Array, weight: Array | None, *, method: str, tied: bool
 ) -> list[tuple[float, bool, SurfaceData, Array, Array]]:
     """Least squares under each kind of noise: the cost, whether it is relative, the data, surfaces and their costs."""
     solved = []
     for relative in {"vpnls": (True, False), "huber3": (True,), "overtrain": (False,)}[method]:
-        data = SurfaceData.of(params, tokens, loss, relative=relative)
+        data = SurfaceData.of(params, tokens, loss, relative=relative, weight=weight)
         found, cost = polish_surface(data, project_grid(data, tied=tied), tied=tied)
         if relative and method == "vpnls":
             data = data.with_fitted_noise(found[int(np.argmin(cost))])

@@ -95,9 +95,7 @@ class PosteriorDraws:
         return np.asarray(self.theta[_pick_evenly(self.weight, count, rng)])
 
 
-def sample_posterior(
-    kinds: Sequence[SurfaceData], *, draws: int, rng: np.random.Generator
-) -> PosteriorDraws | None:
+def sample_posterior(kinds: Sequence[SurfaceData], *, draws: int, rng: np.random.Generator) -> PosteriorDraws | None:
     """At most `TRIES` weighted draws for each of the `draws` wanted, of the same points under each noise model.
 
     None where hardly any law without negative terms is left.
