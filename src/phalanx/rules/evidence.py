@@ -149,9 +149,19 @@ class Evidence:
         return (*(self.job.waiver if self.job is not None else ()), *self.waivers)
 
     @property
+    def says_length(self) -> bool:
+        """Whether anybody said how long it trains: the tokens of a model's first training are none of a later one's."""
+        return not self.is_foreign or self.written("data.tokens")
+
+    @property
     def usd(self) -> float | None:
         """What the whole job is expected to cost, at the middle price; without failures where it would never end."""
-        if self.plan is None or not self.plan.bill.usd or not self.plan.bill.usd_per_device_hour:
+        if (
+            not self.says_length
+            or self.plan is None
+            or not self.plan.bill.usd
+            or not self.plan.bill.usd_per_device_hour
+        ):
             return None
         if math.isfinite(self.plan.bill.usd[1]):
             return self.plan.bill.usd[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from phalanx.job.parameter_counts import count_parameters
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Outcome
 from phalanx.rules.rule import Rule
@@ -30,12 +31,13 @@ CHOSEN_BY_FILE = ("optim.clip",)  # left out, it is a choice all the same: every
 # Rules whose findings cost time, and neither the run nor what it learns.
 COSTS_TIME = ("BAT004", "CKP001", "CKP004", "COM003", "COM004", "EFF", "TOP002", "TOP004")
 # Rules about what a run learns or leaves behind, and about settings for finding faults: no matter of a trial.
-OF_REAL_RUNS = ("OPT001", "PRC", "CKP006", "DAT", "ENV001")
+OF_REAL_RUNS = ("OPT001", "PRC", "CKP006", "DAT", "ENV001", "SEC001")
 # Of another trainer's file, lost time below both is a remark, and so is what costs the job less than the last: nobody
 # rewrites a script for it. Our choice.
 SMALL_POINTS, SMALL_USD, LEAST_USD = 1.0, 10_000.0, 1_000.0
 # A run that its own script ends within so long is a trial: what it loses is lost once. Our choice.
 TRIAL_S, FEW_STEPS = 4 * HOUR_S, 100
+LEAST_TOKENS = 1.0  # for each parameter: compute-optimal runs have 20 (arXiv:2203.15556); our choice
 _TRIAL_FILE = re.compile(r"(?<![a-z])(debug|smoke|dry|profil\w*|toy|sanity|trial)(?![a-z])", re.IGNORECASE)
 _TRIAL_JOB = re.compile(rf"{_TRIAL_FILE.pattern}|(?<![a-z])(test|tests|testing)(?![a-z])", re.IGNORECASE)
 _LIMIT = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,4}))?(?::(\d{1,4}))?")
@@ -57,6 +59,11 @@ def is_small(rule: Rule, outcome: Outcome, evidence: Evidence) -> bool:
     if not evidence.is_foreign:
         return False
     if rule.id.startswith((*COSTS_TIME, *OF_REAL_RUNS)) and is_trial(evidence):
+        return True
+    if rule.id.startswith(OF_REAL_RUNS) and learns_nothing(evidence):
+        return True
+    # Seconds of a wait are the file's own; what is lost of a training needs to know how long that is.
+    if rule.id.startswith(COSTS_TIME) and rule.id != "COM004" and not evidence.says_length:
         return True
     cheap = impact.points is not None and impact.usd is not None and impact.usd < LEAST_USD
     if cheap and rule.id.startswith(COSTS_TIME):
@@ -82,9 +89,23 @@ def is_trial(evidence: Evidence) -> bool:
     if evidence.setting_flag("mock_data") or (steps is not None and 0 < steps <= FEW_STEPS):
         return True
     last = evidence.setting_number("exit_interval")
-    if last is not None and evidence.plan is not None and last * evidence.plan.prediction.step_s <= TRIAL_S:
+    if last is not None and 0 < last <= FEW_STEPS:
+        return True
+    if last is not None and evidence.plan is not None and 0 < last * evidence.plan.prediction.step_s <= TRIAL_S:
         return True
     return evidence.setting_flag("profile")
+
+
+def learns_nothing(evidence: Evidence) -> bool:
+    """Whether a Megatron script trains new weights on less than a token for each: a test of speed, whatever it says."""
+    job, steps = evidence.the_job, evidence.setting_number("train_iters")
+    shape = evidence.origins.get("model.hidden")
+    if evidence.practice.trainer != "megatron" or not steps or shape is None or "stand-in" in shape.where:
+        return False
+    batch, length = evidence.setting_number("global_batch_size"), evidence.setting_number("seq_length")
+    if not batch or not length or evidence.find_setting("load", "finetune", "pretrained_checkpoint") is not None:
+        return False
+    return 0 < steps * batch * length < LEAST_TOKENS * count_parameters(job.model).total
 
 
 def slurm_seconds(text: str) -> float:

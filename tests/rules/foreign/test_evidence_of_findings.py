@@ -41,6 +41,7 @@ IB, P2P = "export NCCL_IB_DISABLE=1", "export NCCL_P2P_DISABLE=1"
 STUDENT = "torchrun --nproc_per_node 4 train.py --model_name_or_path m --per_device_train_batch_size 1 \\\n"
 STUDENT = f"#!/bin/bash\nENV\n{STUDENT}  --gradient_accumulation_steps 8 --num_train_epochs 1 --output_dir out\n"
 NO_SCHEDULE = "--pipeline-model-parallel-size 16 --global-batch-size 64"
+WHOLE_HOSTS = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16"
 PAIRS = {
     "links between hosts, and one host": ("ENV001", script(IB), script(IB, hosts="1")),
     "links between hosts, and a launcher that names none": (
@@ -91,6 +92,41 @@ PAIRS = {
         script(more="--lr 0.3"),
         script(more="--lr 0.3 --optimizer-selection vpmc"),
     ),
+    "devices that do not divide, and one host that holds the place of more": (
+        "TOP005",
+        script("MASTER_ADDR=10.0.0.7", more=f"{WHOLE_HOSTS} --master_addr $MASTER_ADDR", hosts="1"),
+        script("MASTER_ADDR=localhost", more=f"{WHOLE_HOSTS} --master_addr $MASTER_ADDR", hosts="1"),
+    ),
+    "expert ranks of a dense model, and experts by a fork's name": (
+        "TOP005",
+        script(more="--expert-model-parallel-size 8"),
+        script(more="--expert-model-parallel-size 8 --num-routed-experts 64"),
+    ),
+    "a batch that does not divide, and a fork that may round it": (
+        "TOP005",
+        script(more="--global-batch-size 100"),
+        script(more="--global-batch-size 100 --round-batch-up"),
+    ),
+    "moments that are not saved, and DeepSpeed's engine, which saves them": (
+        "CKP006",
+        script(more="--no-save-optim"),
+        script(more="--no-save-optim --deepspeed --deepspeed_config ds.json"),
+    ),
+    "a variable that was left in, and a run that exits after a few steps": (
+        "ENV001",
+        script("export CUDA_LAUNCH_BLOCKING=1", more="--exit-interval 50000"),
+        script("export CUDA_LAUNCH_BLOCKING=1", more="--exit-interval 20"),
+    ),
+    "no warm-up, and fewer tokens than weights": (
+        "OPT001",
+        script(more="--train-iters 2000").replace("--lr-warmup-iters 2000 ", "").replace("--load /ckpt ", ""),
+        script(more="--train-iters 1000").replace("--lr-warmup-iters 2000 ", "").replace("--load /ckpt ", ""),
+    ),
+    "pickles that were chosen, and the only format of two towers": (
+        "SEC001",
+        script(more="--ckpt-format torch"),
+        script(more="--ckpt-format torch --language-model-type llama3_8b"),
+    ),
     "a timeout of two hours, and one within the trainers' defaults": (
         "COM004",
         script(more="--distributed-timeout-minutes 120").replace("--save /ckpt ", ""),
@@ -106,6 +142,7 @@ def test_a_finding_goes_with_what_it_rests_on(tmp_path: Path, name: str) -> None
     assert not told(tmp_path, rule, sound)
 
 
+HEAVY = "--num-experts 64 --moe-router-topk 1 --tensor-model-parallel-size 1"
 PLANNED = {
     "a pipeline that idles, and a schedule of the fork's own": (
         "BAT004",
@@ -121,6 +158,16 @@ PLANNED = {
         "EFF005",
         script(more=NO_SCHEDULE),
         script(more=f"{NO_SCHEDULE} --train-iters 200"),
+    ),
+    "too much for a device, and experts that are DeepSpeed's": (
+        "MEM001",
+        script(more=HEAVY),
+        script(more=f"{HEAVY} --deepspeed --deepspeed_config ds.json"),
+    ),
+    "a layout that costs twice, and a run of which nobody says how long it is": (
+        "EFF005",
+        script(more=NO_SCHEDULE),
+        script(more=NO_SCHEDULE).replace("--train-iters 100000", "--train-iters $STEPS"),
     ),
     "too much for a device, and a maker's own devices": (
         "MEM001",

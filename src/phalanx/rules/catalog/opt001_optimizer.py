@@ -150,6 +150,9 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
             impact=LEARNS,
             fix="a few per cent of the tokens, or 2,000 steps; the threshold is ours",
         )
+    factory = evidence.find_setting("model._target_")
+    if factory is not None and "ngpt" in str(factory.value).lower():
+        return  # weights of unit length need none (nGPT, arXiv:2410.01131)
     elsewhere = bool(evidence.open_why or evidence.find_setting(*STARTED))
     if warmup > 0 or job.train.weights or not evidence.stated("optim.lr") or elsewhere:
         return

@@ -113,6 +113,9 @@ def _degree_faults(job: Job, plan: Plan, limits: Limits) -> Iterator[tuple[str, 
     if layout.devices > world or (limits.flag("every_device") and layout.devices != world):
         what = f"the degrees make {layout.devices:,} ranks, and there are {world:,} devices"
         fix = "choose degrees whose product is the number of devices, or leave one of them out"
+        if job.parallel.framework != "phalanx" and 0 < layout.devices < world:
+            # The file may be right, and the cluster be the larger one that it shares.
+            fix = f"name the {layout.devices:,} devices it takes (--cluster), or give it more data ranks"
         yield what, layout.devices, world, "parallel.data", fix
     group = layout.data * layout.context * layout.tensor
     if group % max(1, layout.expert):

@@ -117,9 +117,38 @@ def _deepspeed(evidence: Evidence) -> Iterator[Broken]:
     elif total and (micro or passes) and total % max(1, micro * max(1, passes)):
         what = f"train_batch_size {total:,} is no multiple of micro-batch {max(1, micro)} × {max(1, passes)} passes"
         yield "train_batch_size", what, "make the three fit: batch = micro × accumulation × data ranks"
+    yield from _deepspeed_words(evidence)
     stage = _whole(evidence, "zero_optimization.stage")
     if evidence.find_setting("zero_optimization.stage") is not None and not 0 <= stage <= 3:
         yield "zero_optimization.stage", f"there is no ZeRO stage {stage}", "0, 1, 2 or 3"
+
+
+DEVICES = ("none", "cpu", "nvme", "auto")
+# runtime/lr_schedules.py of DeepSpeed; any other name is looked up in torch.optim.lr_scheduler.
+SCHEDULES = (
+    "LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LambdaLR", "MultiplicativeLR",
+    "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "SequentialLR", "CosineAnnealingLR",
+    "ChainedScheduler", "ReduceLROnPlateau", "CyclicLR", "CosineAnnealingWarmRestarts", "OneCycleLR", "PolynomialLR",
+    "LRScheduler",
+)  # fmt: skip
+
+
+def _deepspeed_words(evidence: Evidence) -> Iterator[Broken]:
+    """What DeepSpeed refuses when it reads its JSON: a switch for a table, a device or a schedule that it has not."""
+    for name in ("fp16", "bf16"):
+        plain = evidence.find_setting(name)
+        if plain is not None and plain.key == name and isinstance(plain.value, bool):
+            said = str(plain.value).lower()
+            yield name, f"{name} is {said}, and DeepSpeed reads a table there", f'{{"{name}": {{"enabled": {said}}}}}'
+    for part in ("optimizer", "param"):
+        name = f"zero_optimization.offload_{part}.device"
+        device = evidence.find_setting(name)
+        if device is not None and device.value is not None and str(device.value) not in DEVICES:
+            yield name, f"there is no device {str(device.value)[:20]!r} to offload to", "cpu, nvme or none"
+    schedule = evidence.find_setting("scheduler.type")
+    if schedule is not None and isinstance(schedule.value, str) and schedule.value not in (*SCHEDULES, "auto"):
+        what = f"DeepSpeed has no scheduler {schedule.value[:30]!r}, nor has torch"
+        yield "scheduler.type", what, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest"
 
 
 def _megatron(evidence: Evidence) -> Iterator[Broken]:
@@ -145,7 +174,8 @@ def _megatron(evidence: Evidence) -> Iterator[Broken]:
     described = (
         evidence.find_setting("num_layers") is not None and not evidence.open_why
     )  # else the model's own class says how many experts
-    described = described and evidence.find_setting("num_experts") is None  # it may stand there as a variable
+    # It may stand there as a variable, or under a name of a fork's own.
+    described = described and not any("experts" in canonical for canonical in evidence.settings)
     if _whole(evidence, "expert_model_parallel_size") > 1 and not experts and described:
         yield "expert_model_parallel_size", "expert ranks for a model without experts", "leave it out, or name experts"
     if experts and (top := _whole(evidence, "moe_router_topk")) > experts:
@@ -216,6 +246,8 @@ def _divisors(evidence: Evidence) -> Iterator[Broken]:
         what = f"{world:,} devices do not divide by tensor {tensor} × pipeline {stages} × context {context}"
         yield "tensor_model_parallel_size", what, f"a multiple of {plural(group, 'device')}"
         return
+    if any(one.is_own_flag for one in evidence.unmapped):
+        return  # a fork may round a batch, or share it out in a way of its own
     total, micro = _whole(evidence, "global_batch_size"), _whole(evidence, "micro_batch_size")
     ranks = world // group if world else 0
     if total and micro and ranks and total % (micro * ranks) and not evidence.find_setting("rampup_batch_size"):

@@ -137,9 +137,11 @@ def _read_fsdp(config: Conversion) -> None:
     on = config.read_flag("fsdp_activation_checkpointing")
     config.set_value("parallel.recompute", "full" if on else "none", "fsdp_activation_checkpointing")
     sharded = "sharded" in (config.read_word("fsdp_state_dict_type") or "sharded")
-    if sharded:  # a whole state dict is a torch file, loaded with weights_only: that is the trainer's habit
+    if sharded:
         config.practice["checkpoint_format"] = "dcp"
-    config.mark_used("fsdp_state_dict_type", by="practice: checkpoint_format")
+        config.mark_used("fsdp_state_dict_type", by="practice: checkpoint_format")
+    else:  # no line may be named for it: that such files are pickles is the trainer's habit
+        config.skip_leaf("fsdp_state_dict_type", "a torch file, loaded with weights_only: what Accelerate always does")
 
 
 def _read_deepspeed(config: Conversion) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from phalanx.rules.evidence import NO_WORD
 from phalanx.rules.foreign.conversion import Conversion, Leaf
+from phalanx.rules.foreign.mcore import TOWERS
 from phalanx.rules.foreign.megatron import canonical_key
 
 OFF = ("", "none", "null", "false", "0", "no", "off", "full")
@@ -21,12 +22,14 @@ SWITCHES = (
     "q_lora",
     "tune_mm_mlp_adapter",
 )
-# Megatron's multimodal models: towers beside the language model, of which some are frozen.
-TOWERS = ("freeze_lm", "freeze_vit", "freeze_vision_model", "vision_model_type", "language_model_type")
+# Programs around Hugging Face's Trainer that put pictures before a language model, of which a plan would be.
+PICTURES = ("vision_tower", "mm_projector_type", "pretrain_mm_mlp_adapter", "tune_mm_mlp_adapter")
+# LLaMA-Factory's ways of training that keep other states than Adam's, or leave layers out of a step.
+OTHER_WAYS = ("use_badam", "use_galore", "use_apollo", "mixture_of_depths", "use_llama_pro")
 # Of an argument that Megatron has not: words by which it changes how a step is computed, so that no plan is of it.
 CHANGES_STEPS = re.compile(
     r"pipe|bubble|schedul|hetero|offload|grad_comp|compress|prun|spars|mask_only|hessian|quant|distill|teacher"
-    r"|freeze|lora|peft|async|_config$|^config_|swap|unaligned|noop_layers|zero_memory|moe_model_type|reuse_fp32|layerzero"
+    r"|freeze|lora|peft|async|experts?$|^moe_model|_config$|^config_|swap|unaligned|noop_layers|zero_memory|moe_model_type|reuse_fp32|layerzero"
 )
 # Variables of other makers' devices, whose Megatron computes and stores otherwise: Ascend, Gaudi, Moore Threads.
 OTHER_DEVICES = re.compile(r"env\.(HCCL_|ASCEND_|PYTORCH_NPU_|HABANA_|PT_HPU_|MUSA_|MCCL_)")
@@ -47,11 +50,11 @@ def partial_training(config: Conversion, trainer: str) -> str:
     said = {canonical_key(key): leaf for key, leaf in config.leaves.items()}
     found = {
         "axolotl": _by_keys(said, "adapter", default=""),
-        "llama-factory": _by_keys(said, "finetuning_type", default="lora"),
+        "llama-factory": _by_keys(said, "finetuning_type", default="lora") or next(_by_words(said, OTHER_WAYS), ""),
         "ms-swift": _by_keys(
             said, "tuner_type", "train_type", "sft_type", default="" if MEGATRON_VERB in said else "lora"
         ),
-        "transformers": next(_by_switches(said), ""),
+        "transformers": next(iter((*_by_switches(said), *_by_words(said, PICTURES))), ""),
         "nemo": next(_by_section(said), ""),
         "megatron": next((said[name].key for name in TOWERS if name in said), ""),
     }
@@ -65,6 +68,9 @@ def changed_steps(config: Conversion, trainer: str) -> str:
     devices = next((key for key in config.leaves if OTHER_DEVICES.match(key)), "")
     if devices:
         return devices
+    experts = config.find_leaf("num_experts") if config.read_flag("deepspeed") else None
+    if experts is not None and (experts.unknown or (config.read_whole("num_experts") or 0) > 1):
+        return experts.key  # DeepSpeed's experts: in every second layer, and split in a way of their own
     own = (key for key, one in config.settled.items() if one.text == NO_WORD and key.startswith("--"))
     found = (
         key for key in own if CHANGES_STEPS.search(canonical_key(key)) and not CHANGES_NONE.search(canonical_key(key))
@@ -79,6 +85,10 @@ def _by_keys(said: Mapping[str, Leaf], *names: str, default: str) -> str:
     if leaf.unknown:
         return f"{leaf.key} {leaf.unknown}"
     return "" if str(leaf.value).strip().lower() in OFF else f"{leaf.key} = {str(leaf.value)[:40]}"
+
+
+def _by_words(said: Mapping[str, Leaf], names: tuple[str, ...]) -> Iterator[str]:
+    yield from (said[name].key for name in names if name in said and str(said[name].value).strip().lower() not in OFF)
 
 
 def _by_switches(said: Mapping[str, Leaf]) -> Iterator[str]:

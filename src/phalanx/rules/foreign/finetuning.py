@@ -134,7 +134,8 @@ def translate_llama_factory(config: Conversion) -> None:
     if pure and not own and not config.has_leaf("deepspeed") and config.read_word("finetuning_type") == "full":
         # Weights, their gradients and Adam's states have the format of the model; DeepSpeed keeps its own.
         config.set_value("precision.master_weights", False, "pure_bf16")
-        config.set_value("precision.optimizer_state", "bf16", "pure_bf16")
+        if "8bit" not in config.read_word("optim"):  # whose moments have 8 bits, by a recipe of its own
+            config.set_value("precision.optimizer_state", "bf16", "pure_bf16")
         config.set_value("precision.grad_reduce", "bf16", "pure_bf16")
     config.assume_default("precision.master_weights", not pure, "fp32 unless pure_bf16")
     _read_optimizer(config)

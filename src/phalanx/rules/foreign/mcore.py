@@ -271,7 +271,9 @@ def _read_checkpoint(config: Conversion, whole: bool) -> None:
     )
     config.set_value("checkpoint.async", bool(config.read_flag("async_save")), "async_save")
     kinds = {"torch_dist": "dcp", "torch_dcp": "dcp", "fsdp_dtensor": "dcp", "torch": "torch-pickle", "zarr": "zarr"}
-    if (kind := config.read_word("ckpt_format")) in kinds:
+    if (kind := config.read_word("ckpt_format")) == "torch" and any(config.has_leaf(one) for one in TOWERS):
+        config.skip_leaf("ckpt_format", "the converters that put towers together write torch files and no others")
+    elif kind in kinds:
         config.practice["checkpoint_format"] = kinds[kind]
         config.mark_used("ckpt_format", by="practice: checkpoint_format")
     if config.read_flag("replication") and config.read_word("non_persistent_ckpt_type") == "local":
@@ -281,6 +283,16 @@ def _read_checkpoint(config: Conversion, whole: bool) -> None:
             config.set_value("checkpoint.memory_every", every_local, "non_persistent_save_interval")
 
 
+# Megatron's multimodal models: towers beside the language model, of which some are frozen.
+TOWERS = (
+    "freeze_lm",
+    "freeze_vit",
+    "freeze_vision_model",
+    "vision_model_type",
+    "language_model_type",
+    "language_model_checkpoint",
+    "model_provider",
+)
 # Megatron's checkpointing.py: what is left out of a file, or of a resume. The loss scale is part of the optimizer.
 LEFT_OUT = {"optim": ("moments", "scheduler", "scaler"), "rng": ("rng",)}
 

@@ -287,6 +287,20 @@ def _starts_tasks(config: Conversion, name: str) -> bool:
     return not (name == "SBATCH.ntasks-per-node" and devices and config.read_whole(name) == 1)
 
 
+LOCAL = ("localhost", "127.0.0.1")
+SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def _holds_a_place(config: Conversion) -> bool:
+    """Whether one host at a local address is a place for others: the layout fills whole hosts, and more than one."""
+    hosts, each = config.machines
+    here = str(leaf.value) if (leaf := config.find_leaf("master_addr")) is not None else ""
+    split = 1
+    for name in SPLITS:
+        split *= config.read_whole(name) or 1
+    return hosts == 1 and each > 0 and here in LOCAL and split > each and split % each == 0
+
+
 def read_machines(config: Conversion) -> None:
     """Hosts and devices of each, as the launcher or Slurm is told."""
     for name in ("nnodes", "num_nodes"):  # a range such as 1:4 is elastic
@@ -298,6 +312,8 @@ def read_machines(config: Conversion) -> None:
     if each.startswith("SBATCH.") and not _starts_tasks(config, each):
         each = ""
     config.machines = ((config.read_whole(hosts) or 0) if hosts else 0, (config.read_whole(each) or 0) if each else 0)
+    if _holds_a_place(config):
+        config.machines = (0, config.machines[1])
     config.mark_used(*(name for name in (hosts, each) if name), by="cluster: hosts × devices")
     for name in ("SBATCH.nodes", "SBATCH.ntasks-per-node", "SBATCH.gpus-per-node"):
         if name not in (hosts, each):

@@ -62,8 +62,14 @@ def _read_model(config: Conversion) -> None:
             config.set_value("model.kv_heads", shared, f"{m}num_kv_heads")
     if (tied := config.read_flag(f"{m}tie_word_embeddings")) is not None:
         config.set_value("model.tied", tied, f"{m}tie_word_embeddings")
-    if experts := config.read_whole(f"{m}moe_config.num_experts") or config.read_whole(f"{m}num_local_experts"):
-        config.set_value("model.experts", experts, f"{m}moe_config.num_experts", f"{m}num_local_experts")
+    names = [f"{m}{name}" for name in ("moe_config.num_experts", "num_local_experts", "moe_num_experts", "num_experts")]
+    if experts := next((count for name in names if (count := config.read_whole(name))), None):
+        config.set_value("model.experts", experts, *names)
+        chosen, width = (f"{m}moe_config.top_k", f"{m}num_experts_per_tok"), f"{m}moe_config.moe_intermediate_size"
+        each = next((count for name in chosen if (count := config.read_whole(name))), 1)
+        config.set_value("model.experts_per_token", each, *chosen)
+        wide = config.read_whole(width) or config.int_of("model.ffn", 0)
+        config.set_value("model.expert_ffn", wide, width, f"{m}intermediate_size")
 
 
 def _read_degrees(config: Conversion) -> None:

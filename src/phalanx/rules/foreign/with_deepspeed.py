@@ -17,6 +17,8 @@ def heed_deepspeed(config: Conversion) -> None:
     if not config.read_flag("deepspeed"):
         return
     found = _read_json(config)
+    # Which releases heed --no-load-optim differs: old ones let DeepSpeed's engine save and load all it has.
+    config.practice.pop("resumes_exactly", None)
     _set_loss_scale(config, found)
     _set_buckets(config, found)
 

@@ -10,13 +10,24 @@ Error: half a step of the block's scale, 1/254 of its largest magnitude in int8 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from phalanx.network.slow_codecs import INT4_BLOCK, INT8_BLOCK, SCALE_BYTES, encoded_bytes
 from phalanx.peers.codecs import BadBytes, decode, encode
-from phalanx.train.kernels.kernel_op import Inputs, KernelOp, KernelWork, Outputs, Shape, register_kernel
+from phalanx.train.kernels.kernel_op import (
+    Inputs,
+    KernelOp,
+    KernelWork,
+    Outputs,
+    ResultFormat,
+    Shape,
+    register_kernel,
+)
 from phalanx.train.kernels.triton_support import can_launch, on_device
 
 try:
@@ -154,20 +165,47 @@ if triton is not None:
         tl.atomic_max(bad, wrong, mask=wrong > 0)
 
 
-# For the catalogue: there and back. ---------------------------------------------------------------------------------
+# For the catalogue. ---------------------------------------------------------------------------------------------------
 
 
-def _plain_round_trip(values: Tensor, codec: str) -> Tensor:
-    """The same rounding in plain operations, on whatever device; without the packing."""
-    block, most = CODECS[codec]
+def encode_int8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and numbers, in plain operations."""
+    return _scaled_blocks(values, INT8_BLOCK, 127)
+
+
+def encode_int4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and pairs of half bytes, the first number in the low one, in plain operations."""
+    scales, whole = _scaled_blocks(values, INT4_BLOCK, 7)
+    halves = torch.nn.functional.pad(whole + 8, (0, values.numel() % 2)).to(torch.uint8).view(-1, 2)
+    return scales, halves[:, 0] | halves[:, 1] << 4
+
+
+def _scaled_blocks(values: Tensor, block: int, most: int) -> tuple[Tensor, Tensor]:
     table = torch.nn.functional.pad(values.float(), (0, -values.numel() % block)).view(-1, block)
     scale = table.abs().amax(dim=1, keepdim=True) / most
     whole = (table / torch.where(scale > 0, scale, 1.0)).round().clamp(-most, most).to(torch.int8)
-    return (whole.float() * scale).view(-1)[: values.numel()]
+    return scale.view(-1), whole.view(-1)[: values.numel()]
 
 
-def _round_trip(values: Tensor, codec: str) -> Tensor:
-    return decode_blocks(codec, encode_blocks(codec, values), values.numel())
+def _decode_results(codec: str, results: Outputs, inputs: Inputs) -> Outputs:
+    """The numbers that scales and codes stand for, in blocks; not-a-number for what `encode` never writes."""
+    scales, codes = results
+    count, (block, _) = inputs[0].numel(), CODECS[codec]
+    if codec == "int4":
+        halves = torch.stack((codes & 15, codes >> 4), dim=-1).view(-1)
+        numbers = torch.where(halves > 0, halves.double() - 8.0, torch.nan)[:count]
+        numbers[-1:] += torch.where(halves[count:] == 0, 0.0, torch.nan).sum()  # nothing may follow the last
+    else:
+        numbers = torch.where(codes != -128, codes.double(), torch.nan)
+    wide = torch.where(scales >= 0, scales.double(), torch.nan)
+    return (torch.nn.functional.pad(numbers, (0, -count % block)).view(-1, block) * wide[:, None],)
+
+
+def _encode_by_kernel(codec: str, values: Tensor) -> Outputs:
+    data = encode_blocks(codec, values)
+    scale_bytes = -(-values.numel() // CODECS[codec][0]) * SCALE_BYTES
+    codes = data[scale_bytes:]
+    return data[:scale_bytes].view(torch.float32), codes.view(torch.int8) if codec == "int8" else codes
 
 
 def _make_values(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
@@ -175,29 +213,23 @@ def _make_values(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
     return (torch.randn(shape["values"], generator=generator, device=device).to(dtype),)
 
 
-def _register(codec: str) -> KernelOp:
+def _register(codec: str, plain: Callable[[Tensor], Outputs]) -> KernelOp:
     block, most = CODECS[codec]
 
     def in_blocks(values: Tensor) -> Outputs:
         return (torch.nn.functional.pad(values, (0, -values.numel() % block)).view(-1, block),)
 
     def count_work(shape: Shape, dtype: torch.dtype) -> KernelWork:
-        """There and back: values are read and written once each, and their bytes."""
         del dtype
-        coded = encoded_bytes(codec, shape["values"])
-        return KernelWork(
-            read_bytes=4 * shape["values"] + coded, written_bytes=4 * shape["values"] + coded, flops=6 * shape["values"]
-        )
+        values = shape["values"]
+        return KernelWork(read_bytes=4 * values, written_bytes=encoded_bytes(codec, values), flops=3 * values)
 
     return register_kernel(
         KernelOp(
             name=f"{codec}-blocks",
-            summary=f"{codec} codec of slow links, there and back: blocks of {block} under one scale",
+            summary=f"{codec} codec of slow links: a scale for every {block} values, and the values as whole numbers",
             reference=in_blocks,
-            variants={
-                "builtin": lambda values: in_blocks(_plain_round_trip(values, codec)),
-                "triton": lambda values: in_blocks(_round_trip(values, codec)),
-            },
+            variants={"builtin": plain, "triton": partial(_encode_by_kernel, codec)},
             make_inputs=_make_values,
             shapes=[{"values": size} for size in (
                 2**16, 2**18, 2**20, 2**22, 2**23, 2**24, 2**25, 58_720_256, 65_536_000, 2**27, 262_668_288, 525_336_576
@@ -206,8 +238,9 @@ def _register(codec: str) -> KernelOp:
             count_work=count_work,
             error_bound=lambda dtype: 0.5001 / most,
             dtypes=(torch.float32,),
+            format=ResultFormat(encode=plain, decode=partial(_decode_results, codec)),
         )
     )  # fmt: skip
 
 
-INT8_BLOCKS, INT4_BLOCKS = _register("int8"), _register("int4")
+INT8_BLOCKS, INT4_BLOCKS = _register("int8", encode_int8), _register("int4", encode_int4)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.train.kernels.float8_norm import float8_norm_rows
-from phalanx.train.kernels.float8_rounding import float8_transposed, plain_float8_rows
+from phalanx.train.kernels.float8_rounding import plain_float8_rows, plain_float8_transposed
 from phalanx.train.kernels.float8_rows import scaled_rows, turned_rows
 from phalanx.train.kernels.float8_swiglu import (
     exact_gradients,
@@ -21,10 +20,21 @@ from phalanx.train.kernels.float8_swiglu import (
     float8_swiglu_gradient_rows,
     float8_swiglu_rows,
 )
-from phalanx.train.kernels.kernel_op import Inputs, KernelOp, KernelWork, Outputs, Shape, register_kernel
+from phalanx.train.kernels.kernel_op import (
+    Inputs,
+    KernelOp,
+    KernelWork,
+    Outputs,
+    ResultFormat,
+    Shape,
+    register_kernel,
+)
 
 EPS = 1e-5
 BOUND = 0.0625 * 1.02  # 1/16 of the row's largest; the truth is float64's, the rounded number float32's
+# The transposed copy has one scale for all rows: small rows are rounded to e4m3's smallest number, 2⁻⁹ of a scale, of
+# which the largest element is 448.
+STEP = 2.0**-9 / 448 * 0.5 * 1.02
 Rounded = tuple[Tensor, Tensor, Tensor, Tensor]  # rows, their scales, the transposed copy, its scale
 
 
@@ -37,7 +47,7 @@ def _plain_copies(value: Tensor) -> Rounded:
     """What was done before: rounded by rows, and once more from 16 bit into the transposed copy."""
     rows, scale = plain_float8_rows(value)
     whole = scale.amax()
-    return rows, scale, float8_transposed(value, whole), whole
+    return rows, scale, plain_float8_transposed(value, whole), whole
 
 
 def _plain_norm(x: Tensor, more: Tensor, weight: Tensor) -> Rounded:
@@ -51,11 +61,25 @@ def _exact_norm(x: Tensor, more: Tensor, weight: Tensor) -> Tensor:
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight.to(wide.dtype)
 
 
+def _plain_swiglu(gate_up: Tensor) -> Rounded:
+    return _plain_copies(exact_product(gate_up).to(gate_up.dtype))
+
+
+def _plain_swiglu_gradients(grad: Tensor, gate_up: Tensor) -> Rounded:
+    return _plain_copies(exact_gradients(grad, gate_up).to(grad.dtype))
+
+
+def _decode_copies(results: Outputs, inputs: Inputs) -> Outputs:
+    del inputs
+    rows, scale, transposed, whole = (one.double() for one in results)
+    return rows * scale, transposed.t() * whole
+
+
 PLAIN: dict[str, Callable[..., Rounded]] = {
     "float8-rows": _plain_copies,
     "float8-norm": _plain_norm,
-    "float8-swiglu": lambda gate_up: _plain_copies(exact_product(gate_up).to(gate_up.dtype)),
-    "float8-swiglu-gradients": lambda grad, gate_up: _plain_copies(exact_gradients(grad, gate_up).to(grad.dtype)),
+    "float8-swiglu": _plain_swiglu,
+    "float8-swiglu-gradients": _plain_swiglu_gradients,
 }
 FUSED: dict[str, Callable[..., Rounded]] = {
     "float8-rows": lambda x: _both_copies(*scaled_rows(x)),
@@ -83,11 +107,6 @@ BYTES = {"float8-rows": (2, 2), "float8-norm": (4, 4), "float8-swiglu": (4, 2), 
 def _compiled(name: str) -> Callable[..., Rounded]:
     found: Callable[..., Rounded] = torch.compile(PLAIN[name], dynamic=False)
     return found
-
-
-def _stood_for(make: Callable[..., Rounded], *inputs: Tensor) -> Outputs:
-    rows, scale, turned, whole = make(*inputs)
-    return rows.float() * scale, turned.t().float() * whole
 
 
 def _draw(name: str, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
@@ -133,20 +152,17 @@ def _register(name: str) -> KernelOp:
     def exact(*inputs: Tensor) -> Outputs:
         return (EXACT[name](*inputs),) * 2
 
-    def timed(make: Callable[..., Rounded]) -> Callable[..., Any]:
-        return lambda *inputs: make(*inputs)
-
     return register_kernel(
         KernelOp(
             name=name,
             summary=SUMMARY[name],
             reference=exact,
-            variants={"builtin": partial(_stood_for, PLAIN[name]), "triton": partial(_stood_for, FUSED[name])},
+            variants={"builtin": PLAIN[name], "triton": FUSED[name]},
+            # As it was inside of a compiled block.
             timed_in_place={
-                # As it was inside of a compiled block.
-                "builtin": lambda *inputs: (_compiled(name) if inputs[0].is_cuda else PLAIN[name])(*inputs),
-                "triton": timed(FUSED[name]),
+                "builtin": lambda *inputs: (_compiled(name) if inputs[0].is_cuda else PLAIN[name])(*inputs)
             },
+            format=ResultFormat(encode=PLAIN[name], decode=_decode_copies, steps=(0.0, STEP)),
             make_inputs=partial(_draw, name),
             shapes=_WIDE if "swiglu" in name else _NARROW,
             odd_shapes=_sizes((4, 8), (13, 130), (36, 520), (256, 1040)),

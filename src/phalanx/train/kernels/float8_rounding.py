@@ -36,6 +36,11 @@ def plain_float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows.float() / scale).clamp(-MOST, MOST).to(FORMAT).contiguous(), scale
 
 
+def plain_float8_transposed(rows_TC: Tensor, scale: Tensor) -> Tensor:
+    """What the kernel of the transposed copy computes, in plain operations."""
+    return (rows_TC.t().float() / scale).clamp(-MOST, MOST).to(FORMAT).contiguous()
+
+
 def round_rows(rows_TC: Tensor) -> tuple[Tensor, Tensor]:
     """Rows rounded to e4m3, [T, C], and what each is multiplied by, [T, 1]."""
     if torch.compiler.is_compiling() or triton is None or not rows_TC.is_cuda or rows_TC.shape[1] > WIDEST_ROW:
@@ -81,7 +86,7 @@ def float8_transposed(rows_TC: Tensor, scale: Tensor) -> Tensor:
 @torch.library.impl("phalanx::float8_transposed", ("cpu", "cuda"))
 def _round_transposed(rows_TC: Tensor, scale: Tensor) -> Tensor:
     if triton is None or not rows_TC.is_cuda:
-        return (rows_TC.t().float() / scale).clamp(-MOST, MOST).to(FORMAT).contiguous()
+        return plain_float8_transposed(rows_TC, scale)
     rows_TC = rows_TC.contiguous()
     tokens, columns = rows_TC.shape
     columns_CT = torch.empty((columns, tokens), dtype=FORMAT, device=rows_TC.device)

@@ -27,6 +27,16 @@ class KernelWork:
 
 
 @dataclass(frozen=True)
+class ResultFormat:
+    """Of an operation whose results are codes of numbers, such as fp8 rows with their scales."""
+
+    encode: Callable[..., Outputs]  # inputs -> results, in plain PyTorch: their types and shapes, and a template's code
+    decode: Callable[[Outputs, Inputs], Outputs]  # the numbers that results stand for, in float64
+    # Of each number so decoded, relative to the largest of all, not of its row: what one scale for all rows loses.
+    steps: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
 class KernelOp:
     """One operation, such as RMSNorm: a reference in plain PyTorch, and variants that compute the same."""
 
@@ -49,6 +59,17 @@ class KernelOp:
     devices: Sequence[str] = ("cuda", "cpu")  # where its variants other than the reference run
     # By name of a variant, what is timed instead: the same in place, where a trainer runs it so. It changes its inputs.
     timed_in_place: Mapping[str, Callable[..., object]] = field(default_factory=dict)
+    # Where results are codes: the reference is then what they should stand for.
+    format: ResultFormat | None = None
+
+    @property
+    def plain(self) -> Callable[..., Outputs]:
+        """Plain PyTorch whose results have the types and shapes that every kernel's have."""
+        return self.format.encode if self.format else self.reference
+
+    def decoded(self, results: Outputs, inputs: Inputs) -> Outputs:
+        """What is compared with the reference: the results, or the numbers that they stand for."""
+        return self.format.decode(results, inputs) if self.format else results
 
 
 # Filled by the modules of this folder when they are imported (`operations.load_all` imports them).

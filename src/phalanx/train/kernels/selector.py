@@ -232,7 +232,7 @@ def largest_error(
     exact = [one.detach().double() if one.is_floating_point() else one for one in inputs]
     for place in op.gradients:
         exact[place].requires_grad_()
-    found, truth = op.variants[variant](*given), op.reference(*exact)
+    found, truth = op.decoded(op.variants[variant](*given), inputs), op.reference(*exact)
     pairs = [(one.detach(), other.detach()) for one, other in zip(found, truth, strict=True)]
     if op.gradients:
         # In the format of the results, so that both sides start from the same numbers.

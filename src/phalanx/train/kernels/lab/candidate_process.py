@@ -130,6 +130,9 @@ def _serve_candidate(link_file: int, block_file: int, settings: dict[str, Any]) 
                 answer = {"problem": f"replaced {changed[0]}"}
         except _BadResultError as error:
             answer = {"problem": str(error)[:800]}
+        except ModuleNotFoundError as error:
+            wanted = error.name or "a module"
+            answer = {"problem": f"imports {wanted}, which this machine does not have", "raised": "ModuleNotFoundError"}
         except BaseException as error:  # also SystemExit: a kernel that ends its process has not answered
             answer = {"problem": f"raised {type(error).__name__}: {error}"[:800], "raised": type(error).__name__}
         link.send(_dumps(answer).encode()[:MESSAGE_BYTES])

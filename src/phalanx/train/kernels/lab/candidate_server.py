@@ -26,6 +26,15 @@ START_LIMIT_S = 120.0  # importing torch, on a busy machine
 KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "PYTHONPATH", "HOME", "CC", "TMPDIR")
 
 
+# By what a candidate's process raised: why it is refused, in a word.
+REFUSALS = {
+    "MemoryError": "memory",
+    "OutOfMemoryError": "memory",
+    "PermissionError": "forbidden",
+    "ModuleNotFoundError": "import",
+}
+
+
 class RefusedError(Exception):
     """A candidate is refused; `kind` is one word for programs, the message a clause for people."""
 
@@ -170,8 +179,7 @@ class CandidateProcess:
             if not isinstance(answer, dict):
                 raise RefusedError("nonsense", "its process sent something that is no answer")
             if problem := answer.get("problem"):
-                kind = "memory" if answer.get("raised") in ("MemoryError", "OutOfMemoryError") else "result"
-                kind = "forbidden" if answer.get("raised") == "PermissionError" else kind
+                kind = REFUSALS.get(str(answer.get("raised")), "result")
                 text = printable(problem)
                 if "can't allocate memory" in text or "out of memory" in text.lower():
                     kind, text = (

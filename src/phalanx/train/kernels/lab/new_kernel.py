@@ -1,6 +1,7 @@
 """`phalanx kernels new`: the files of a new kernel, which pass the guard as they are written.
 
-The template computes what the operation's reference computes, in float32. A kernel of one's own takes its place.
+The template computes what the operation's reference computes, in float32; where results are codes of numbers (fp8 rows
+and their scales), it makes them by plain operations. A kernel of one's own takes its place.
 """
 
 from __future__ import annotations
@@ -109,15 +110,16 @@ def _shown_tensor(tensor: torch.Tensor) -> str:
 
 
 def reference_text(op: KernelOp) -> tuple[str, str, str]:
-    """Imports, the text of the reference with all it uses of its modules, and its name; free of Phalanx."""
-    function = inspect.unwrap(op.reference)
+    """Imports, the text of the plain operations with all they use of their modules, and their name; free of Phalanx."""
+    function = inspect.unwrap(op.plain)
     module = inspect.getmodule(function)
     name = getattr(function, "__name__", "")
-    if module is None or not name.isidentifier():
-        raise mistake(op.name, "its reference has no text that a template could start from")
     imports: dict[str, None] = {"import torch": None}
     parts: dict[str, str] = {}
-    _collect(name, module, imports, parts, op.name)
+    if module is not None:
+        _collect(name, module, imports, parts, op.name)
+    if name not in parts:
+        raise mistake(op.name, "its reference has no text that a template could start from")
     return "\n".join(sorted(imports)), "\n\n".join(f"{one}\n" for one in parts.values()), name
 
 
@@ -137,7 +139,9 @@ def _collect(name: str, module: ModuleType, imports: dict[str, None], parts: dic
                     _collect_import(node, alias, module, imports, parts, op)
                     return
     for node in tree.body:
-        if name in _defined_names(node):
+        if name in (names := _defined_names(node)):
+            if any(one in parts for one in names):
+                return  # one assignment defines several names
             parts[name] = ""  # a function may call itself
             for used in ast.walk(_without_hints(ast.parse(ast.unparse(node)))):
                 if isinstance(used, ast.Name) and used.id != name and hasattr(module, used.id):

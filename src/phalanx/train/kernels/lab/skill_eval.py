@@ -24,7 +24,7 @@ _TASK = """Write a kernel in Python for the operation "{name}": {summary}.
 
 Answer with one Python file in a fenced block. It holds the line OP = "{name}" and a function kernel(*inputs) that takes
 the same tensors as the reference below and returns the same results: a tensor or a tuple of tensors, each of the type
-that the reference gives for inputs of that type. Only torch, triton, math and typing may be imported.{gradients}
+that the reference gives for inputs of that type. Only torch, triton, math and typing may be imported.{remarks}
 
 The reference:
 
@@ -70,8 +70,9 @@ def task_prompt(op: KernelOp, *, with_skill: bool) -> str:
     """What a proposer is asked."""
     imports, reference, _ = reference_text(op)
     back = f" Its results must be differentiable in inputs {', '.join(map(str, op.gradients))}." if op.gradients else ""
+    codes = " Results are codes of numbers: what they stand for is compared, within rounding." if op.format else ""
     task = _TASK.format(
-        name=op.name, summary=op.summary.rstrip("."), gradients=back, imports=imports, reference=reference.strip()
+        name=op.name, summary=op.summary.rstrip("."), remarks=back + codes, imports=imports, reference=reference.strip()
     )
     return f"{skill_text()}\n\n---\n\n{task}" if with_skill else task
 
