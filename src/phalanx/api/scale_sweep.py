@@ -377,8 +377,14 @@ def _train_grid(
     began_s = time.monotonic()
     left = [number for number, one in enumerate(found.outcomes) if not one.is_final]
     outcomes = list(found.outcomes)
-    on_ended = _progress_teller(found, tell, began_s=began_s)
+    tell_ended = _progress_teller(found, tell, began_s=began_s)
+
+    def on_ended(outcome: SweepOutcome, done_s: float, left: int) -> None:
+        folder.write_table(outcomes, identity=identity)  # a sweep that is killed has a table of what is done
+        tell_ended(outcome, done_s, left)
+
     try:
+        folder.write_table(outcomes, identity=identity)
         if left:
             workers = min(parallel, len(left))
             where = f"{plural(gpus, 'GPU')}" if gpus else "one core each"

@@ -13,7 +13,7 @@ from phalanx.errors import mistake
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
     """Options of `phalanx scale fit`."""
-    parser.add_argument("source", metavar="RUNS", help="a CSV table, a run folder, or a folder of runs")
+    parser.add_argument("source", metavar="RUNS", help="a table (CSV or JSON lines), a run folder, or a folder of runs")
     parser.add_argument(
         "--method",
         metavar="M",
@@ -26,7 +26,8 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
         metavar="OURS=THEIRS",
         action="append",
         default=[],
-        help="read a column under another name, e.g. loss=loss_c4_val; may be repeated",
+        help="read a column under another name, e.g. loss=loss_c4_val, or one in millions, e.g. 'params=N (M)*1e6'; "
+        "may be repeated",
     )
     table.add_argument(
         "--where",

@@ -46,6 +46,8 @@ OUTLIER_SDS = 4.5  # robust standard deviations
 MOST_OUTLIERS = 12
 OUTSIDE = 2.0  # times beyond the sizes of the runs, from which an optimum is no more than a guess
 FLOPS_OFF = 5.0  # times 6·N·D: attention, heads and embeddings explain less
+FEW_PARAMS, FEW_TOKENS = 1e3, 1e5  # no language model is so small: the table counts in millions
+LARGE_LOSS = 14.0  # nats: a uniform guess among a million words
 LEFT_OUT_SHARE = 0.15  # of the rows, where there are no budgets to leave out
 LEFT_OUT_DRAWS = 60  # resamples of the fit to the others: enough for the size of its doubt
 DRIFT_SDS = 2.0  # standard deviations off, from which it is not noise: one of 20 fits of a law that is right
@@ -146,6 +148,7 @@ def _fit_surface(
         method=method,
         draws=draws,
         rng=rng,
+        weight=points.weight,
         starts=starts,
         profile=with_starts,
     )
@@ -161,7 +164,7 @@ def _fit_surface(
     )
     values = {name: float(getattr(found.law, name)) for name in NAMES}
     made = _assemble_fit(points, method, values, resampled, found.residuals, notes, found.profiles, found.strays)
-    data = SurfaceData.of(points.params, points.tokens, points.loss)
+    data = SurfaceData.of(points.params, points.tokens, points.loss, weight=points.weight)
     note = (
         "the runs do not tell how the loss depends on N, or on D: the values are the middle of what they "
         "allow, and the intervals count; train runs of more sizes and token counts"
@@ -339,6 +342,19 @@ def _fit_warnings(points: ScalingPoints, made: ScalingFit) -> list[str]:
             f"the column flops is {ratio:.3g} times 6·N·D: is it in FLOPs, and are params and tokens counts? "
             "budgets below are in its unit"
         )
+    for name, values, least in (("params", points.params, FEW_PARAMS), ("tokens", points.tokens, FEW_TOKENS)):
+        if values.max() < least:
+            found.append(
+                f"{name} lie between {values.min():.3g} and {values.max():.3g}: are these millions or billions? A "
+                f"law takes counts: --column '{name}=THEIRS*1e6'; N*, D* and FLOPs below are in the table's units"
+            )
+    if points.loss.min() > LARGE_LOSS:
+        found.append(
+            f"losses lie between {points.loss.min():.3g} and {points.loss.max():.3g}: a law is of nats per "
+            "token, which is ln of the perplexity"
+        )
+    if points.weight is not None and made.method not in ("vpnls", "huber3", "overtrain"):
+        found.append(f"{made.method} does not weigh rows: the column weight is not used, but for rows of weight 0")
     decades = float(np.log10(points.flops.max() / points.flops.min()))
     if decades < 1.0:
         found.append(f"the runs span {decades:.1f} decades of compute: exponents are hardly determined below one")

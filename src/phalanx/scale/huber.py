@@ -26,15 +26,18 @@ GRID_STARTS = (
 
 
 def huber_objective(data: SurfaceData, theta_K5: Array, weights: Array | None, *, delta: float) -> tuple[Array, Array]:
-    """Sum over the points of Huber's loss of ln(predicted / measured), and its gradient."""
+    """Sum over the points of Huber's loss of ln(predicted / measured), and its gradient.
+
+    `weights` (K, P) of resamples come on top of those of the rows.
+    """
     level, term_n, term_d = surface_values(theta_K5, data)
     predicted = level + term_n + term_d
     residual = np.log(predicted) - np.log(data.loss)
     size = np.abs(residual)
     cost = np.where(size < delta, 0.5 * residual**2, delta * (size - 0.5 * delta))
     pull = np.clip(residual, -delta, delta) / predicted
-    if weights is not None:
-        cost, pull = cost * weights, pull * weights
+    counts = data.wider**-2 * (1.0 if weights is None else weights)
+    cost, pull = cost * counts, pull * counts
     alpha, beta = np.exp(theta_K5[:, 3]), np.exp(theta_K5[:, 4])
     pull_n, pull_d = pull * term_n, pull * term_d
     slope = np.stack(

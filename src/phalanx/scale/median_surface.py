@@ -18,6 +18,7 @@ import math
 import numpy as np
 
 from phalanx.scale.surface import LEAST_EXPONENT, MOST_EXPONENT, Array, SurfaceData
+from phalanx.scale.surface_posterior import PosteriorDraws
 
 BEYOND = 10.0  # times the largest compute of the points, where N* is held
 LEAST_LEVEL = 1e-4  # nats: E of a law without one
@@ -25,15 +26,27 @@ LINE = 41  # values of α + β tried at a time
 ZOOMS = 4  # each narrows the line by (LINE - 1) / 3: to 1e-5 of its length
 
 
-def median_optimum(draws: Array, data: SurfaceData) -> tuple[float, float, float]:
-    """Medians of a and of ln N*, and the ln N·D that N* belongs to, all on the axes of the data."""
-    alpha, beta = np.exp(draws[:, 3]), np.exp(draws[:, 4])
+def weighted_median(values: Array, weight: Array) -> float:
+    """Where half of the weight lies on each side, between two values by interpolation."""
+    order = np.argsort(values)
+    below = np.cumsum(weight[order]) - 0.5 * weight[order]
+    return float(np.interp(0.5 * weight.sum(), below, values[order]))
+
+
+def median_optimum(draws: PosteriorDraws, data: SurfaceData) -> tuple[float, float, float]:
+    """Medians of a and of ln N*, and the ln N·D that N* belongs to, all on the axes of the data.
+
+    Of all weighted draws. Picking 200 that count alike, as for intervals, adds noise of 5 % of the posterior's standard
+    deviation to a; all of them have 2 % (108 tables of the published design).
+    """
+    theta = draws.theta
+    alpha, beta = np.exp(theta[:, 3]), np.exp(theta[:, 4])
     compute = float((data.x + data.y).max()) + math.log(BEYOND)
-    sizes = (draws[:, 1] - draws[:, 2] + draws[:, 3] - draws[:, 4] + beta * compute) / (alpha + beta)
-    return float(np.median(beta / (alpha + beta))), float(np.median(sizes)), compute
+    sizes = (theta[:, 1] - theta[:, 2] + theta[:, 3] - theta[:, 4] + beta * compute) / (alpha + beta)
+    return weighted_median(beta / (alpha + beta), draws.weight), weighted_median(sizes, draws.weight), compute
 
 
-def median_surface(draws: Array, data: SurfaceData) -> tuple[Array, float]:
+def median_surface(draws: PosteriorDraws, data: SurfaceData) -> tuple[Array, float]:
     """Logarithms of the law for `SurfaceData.to_surface`, and half its sum of squares."""
     a, size, compute = median_optimum(draws, data)
     low = math.log(LEAST_EXPONENT / min(a, 1.0 - a))

@@ -12,16 +12,16 @@ Columns of the file (docs/scaling.md):
     seed lr batch_tokens                                            optional, kept
     parametrization  as completep:64:3:8, with the base shape       optional, kept: what the learning rate belongs to
     unique_tokens  tokens before they repeat                        optional; for data-constrained
+    weight         how often a row counts                           optional: 1; 0 leaves it out
     budget         FLOPs of the IsoFLOP curve a row belongs to      optional: rows with nearly equal flops
     status         anything but "done", "ok" or empty is left out   optional
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,29 +30,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import Problem, UserError, mistake, nearest
-from phalanx.io.files import csv_columns, read_text
+from phalanx.scale.table_rows import Row, read_number, read_rows
 from phalanx.units import first_few, plural
 
 Array = NDArray[np.float64]
 
-NUMBERS = ("params", "tokens", "flops", "loss", "lr", "batch_tokens", "unique_tokens", "budget")
+NUMBERS = ("params", "tokens", "flops", "loss", "lr", "batch_tokens", "unique_tokens", "weight", "budget")
 TEXTS = ("run", "tokenizer", "data", "seed", "status", "parametrization")
 COLUMNS = (*NUMBERS, *TEXTS)
-# What other people call them; the first that a file has is read.
+# What other people call them, without regard to case, blanks and hyphens; the first that a file has is read.
 ALIASES = {
-    "params": ("n", "parameters", "num_params", "model_size"),
-    "tokens": ("d", "train_tokens", "training_tokens"),
-    "flops": ("c", "compute", "train_flop", "train_flops", "training_flop"),
-    "loss": ("l", "eval_loss", "val_loss", "final_loss"),
+    "params": ("n", "parameters", "num_params", "n_params", "num_parameters", "n_parameters", "model_size"),
+    "tokens": ("d", "train_tokens", "training_tokens", "num_tokens", "n_tokens", "tokens_seen"),
+    "flops": ("c", "compute", "flop", "train_flop", "train_flops", "training_flop", "training_flops", "total_flops"),
+    "loss": ("l", "eval_loss", "val_loss", "valid_loss", "validation_loss", "heldout_loss", "final_loss"),
     "run": ("name",),
     "lr": ("learning_rate",),
     "data": ("dataset", "train_set"),
     "batch_tokens": ("global_batch_tokens",),
+    "weight": ("weights",),
 }
 FINISHED = ("", "done", "ok", "finished")
-MOST_ROWS = 1_000_000
-MOST_REPEATS = 5  # that are named
-LARGEST_TABLE_BYTES = 256 * 2**20
+MOST_NAMED = 5  # rows of a table that are wrong in the same way
+SMALLEST = float(np.nextafter(0.0, 1.0))
+FIXES = {
+    "params": "write it as 125000000, 1.25e8 or 125M, or leave the row out",
+    "loss": "a diverged run is no point of a law: leave the row out, or set its status to diverged",
+    "weight": "give 1 to rows that count as usual, and 0 to those that are to be left out",
+}
 COUNTED = {
     "total": "all parameters, embedding and head included",
     "no-embedding": "without the embedding; head included",
@@ -83,6 +88,7 @@ class ScalingPoints:
     flops_counted: str = "6nd"
     flops_are_given: bool = False
     unique_tokens: Array | None = None
+    weight: Array | None = None
     budget: Array | None = None
     lr: Array | None = None
     batch_tokens: Array | None = None
@@ -116,6 +122,7 @@ class ScalingPoints:
             seed=tuple(self.seed[one] for one in picked) if self.seed else (),
             parametrization=tuple(self.parametrization[one] for one in picked) if self.parametrization else (),
             unique_tokens=some(self.unique_tokens),
+            weight=some(self.weight),
             budget=some(self.budget),
             lr=some(self.lr),
             batch_tokens=some(self.batch_tokens),
@@ -130,7 +137,7 @@ class ScalingPoints:
 class TableOptions:
     """What of a table is read, and as what."""
 
-    columns: Mapping[str, str] = field(default_factory=dict)  # ours -> theirs
+    columns: Mapping[str, str] = field(default_factory=dict)  # ours -> theirs, or "theirs*1e6" for one in millions
     where: Mapping[str, str] = field(default_factory=dict)  # column -> the value that a row must have
     params_counted: str = "unstated"
     flops_counted: str = ""
@@ -140,37 +147,41 @@ class TableOptions:
 
 
 def read_points(path: Path, options: TableOptions | None = None) -> ScalingPoints:
-    """The rows of a CSV file; every mistake in it at once, as UserError."""
+    """The rows of a table; every mistake in it at once, as UserError."""
     options = options or TableOptions()
-    text = read_text(path, noun="CSV file", most_bytes=LARGEST_TABLE_BYTES)
-    if not text.strip():
-        raise mistake(str(path), "is empty", fix="a header such as params,tokens,loss, then a row per trained model")
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    try:
-        columns = [name.strip() for name in csv_columns(reader, str(path))]
-        reader.fieldnames = columns
-        rows = []
-        for row in reader:
-            if more := row.get(None):
-                raise mistake(
-                    f"{path}:{reader.line_num}",
-                    f"has {len(columns) + len(more)} values, but the header names {plural(len(columns), 'column')}",
-                    fix="write decimals with a point (2.5, not 2,5), and quote texts that hold a comma",
-                )
-            rows.append((reader.line_num, {key: (value or "").strip() for key, value in row.items() if key}))
-            if len(rows) > MOST_ROWS:
-                raise mistake(str(path), f"has more than {MOST_ROWS:,} rows", fix="split it")
-    except csv.Error as error:
-        raise mistake(f"{path}:{reader.line_num}", f"is not CSV: {error}", fix="save it as UTF-8 CSV") from error
+    columns, rows = read_rows(path)
     known = _find_columns(path, columns, options)
-    rows = [(line, row) for line, row in rows if all(row.get(key) == value for key, value in options.where.items())]
+    for name, factor in [(name, _unit_factor(name)) for name in known.values() if name not in columns]:
+        rows = [
+            (line, {**row, name: _times(row.get(name.rpartition("*")[0].strip(), ""), factor)}) for line, row in rows
+        ]
+    rows = [one for one in rows if all(one[1].get(key) == value for key, value in options.where.items())]
     return make_points(str(path), rows, known, options)
 
 
+def _unit_factor(name: str) -> float:
+    """1e6 of "params_m*1e6"; 0 where that is not what it says."""
+    digits = name.rpartition("*")[2].strip()
+    return float(digits) if re.fullmatch(r"\d+(\.\d*)?([eE]\+?\d{1,2})?", digits) else 0.0
+
+
+def _times(text: str, factor: float) -> str:
+    try:
+        return repr(read_number(text, is_count=True) * factor)
+    except ValueError:
+        return text  # said with its line when numbers are read
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"[\s_-]+", "_", name.strip().lower())
+
+
 def _find_columns(path: Path, columns: Sequence[str], options: TableOptions) -> dict[str, str]:
-    """Our name of each column that is there -> its name in the file."""
+    """Our name of each column that is there -> its name in the file, with *1e6 where it is in millions."""
     problems = []
-    for name in (*options.columns.values(), *options.where):
+    scaled = [one for one in options.columns.values() if one not in columns and _unit_factor(one) > 0.0]
+    wanted = [one.rpartition("*")[0].strip() if one in scaled else one for one in options.columns.values()]
+    for name in (*wanted, *options.where):
         if name not in columns:
             near = nearest(name, columns)
             fix = f'did you mean "{near}"?' if near else f"it has {first_few(columns, 12)}"
@@ -179,20 +190,24 @@ def _find_columns(path: Path, columns: Sequence[str], options: TableOptions) -> 
         if name not in COLUMNS:
             fix = f"the columns are {', '.join(COLUMNS)}"
             problems.append(Problem(where=f"--column {name}", what="is no column of a scaling table", fix=fix))
-    lower = {name.lower(): name for name in reversed(columns)}
+    plain = {_plain_name(name): name for name in reversed(columns)}
     known = {}
     for name in COLUMNS:
-        names = (options.columns[name],) if name in options.columns else (name, *ALIASES.get(name, ()))
-        found = next((lower[one.lower()] for one in names if one.lower() in lower), None)
-        if found is not None:
+        if name in options.columns:
+            known[name] = options.columns[name]
+        elif found := next((plain[one] for one in (name, *ALIASES.get(name, ())) if one in plain), None):
             known[name] = found
-    for name in ("params", "loss"):
-        if name not in known and not problems:
-            fix = f"name it with --column {name}=THEIRS; the file has {first_few(columns, 12)}"
-            problems.append(Problem(where=f"{path}:1", what=f'has no column "{name}"', fix=fix))
-    if not problems and "tokens" not in known and "flops" not in known:
-        what = 'has neither a column "tokens" nor "flops"'
-        problems.append(Problem(where=f"{path}:1", what=what, fix="name one with --column tokens=THEIRS"))
+    if problems:
+        raise UserError(problems)
+    has = f"the file has {first_few(columns, 12)}"
+    if "loss" not in known:
+        fix = f"name it with --column loss=THEIRS; {has}"
+        problems.append(Problem(where=f"{path}:1", what='has no column "loss"', fix=fix))
+    missing = [name for name in ("params", "tokens", "flops") if name not in known]
+    if len(missing) > 1:
+        fix = f"name them with --column {missing[0]}=THEIRS, or THEIRS*1e6 for one in millions; {has}"
+        what = f'has no column "{missing[0]}" and no "{missing[1]}"; two of params, tokens and flops are needed'
+        problems.append(Problem(where=f"{path}:1", what=what, fix=fix))
     if problems:
         raise UserError(problems)
     return known
@@ -200,7 +215,7 @@ def _find_columns(path: Path, columns: Sequence[str], options: TableOptions) -> 
 
 def make_points(
     source: str,
-    rows: Sequence[tuple[int, Mapping[str, str]]],
+    rows: Sequence[Row],
     known: Mapping[str, str],
     options: TableOptions,
 ) -> ScalingPoints:
@@ -220,8 +235,9 @@ def make_points(
     values, problems = _read_numbers(source, rows, known)
     if problems:
         raise UserError(problems)
-    if "tokens" not in values:
-        values["tokens"] = values["flops"] / (6.0 * values["params"])
+    for name, other in (("tokens", "params"), ("params", "tokens")):
+        if name not in values:
+            values[name] = values["flops"] / (6.0 * values[other])
     texts = {name: [row.get(known[name], "") for _, row in rows] for name in TEXTS if name in known}
     for name in ("tokenizer", "data"):
         kinds = sorted({*texts.get(name, ())} - {""})
@@ -245,6 +261,7 @@ def make_points(
         flops_counted=options.flops_counted or ("unstated" if given else "6nd"),
         flops_are_given=given,
         unique_tokens=values.get("unique_tokens"),
+        weight=values.get("weight"),
         budget=values.get("budget"),
         lr=values.get("lr"),
         batch_tokens=values.get("batch_tokens"),
@@ -254,6 +271,9 @@ def make_points(
         data=next((one for one in texts.get("data", ()) if one), ""),
     )
     points = _without_repeats(points, options, left_out)
+    if points.weight is not None and (unweighted := int((points.weight == 0.0).sum())):
+        left_out.append(f"{plural(unweighted, 'row')} of weight 0")
+        points = points.take(points.weight > 0.0)
     if options.drop_highest < 0:
         raise mistake("--drop-highest", f"{options.drop_highest} is negative", fix="give a number of rows")
     if options.drop_highest:
@@ -268,31 +288,31 @@ def make_points(
     return replace(points, left_out=tuple(left_out), digest=data_digest(points))
 
 
-def _read_numbers(
-    source: str, rows: Sequence[tuple[int, Mapping[str, str]]], known: Mapping[str, str]
-) -> tuple[dict[str, Array], list[Problem]]:
+def _read_numbers(source: str, rows: Sequence[Row], known: Mapping[str, str]) -> tuple[dict[str, Array], list[Problem]]:
     """Every column of numbers; a value that is no positive number is a problem where the law needs it."""
     values: dict[str, Array] = {}
     problems: list[Problem] = []
     for name in NUMBERS:
         if name not in known:
             continue
-        needed = name in ("params", "tokens", "flops", "loss")
+        needed = name in ("params", "tokens", "flops", "loss", "weight")
+        # A weight of 0 leaves its row out; no other number may be 0.
+        least, kind = (0.0, "a number of at least 0") if name == "weight" else (SMALLEST, "a positive number")
         column = np.empty(len(rows))
+        wrong: list[Problem] = []
         for place, (line, row) in enumerate(rows):
             text = row.get(known[name], "")
             try:
-                column[place] = float(text)
+                column[place] = read_number(text, is_count=name != "loss")
             except ValueError:
                 column[place] = math.nan
-            if needed and not (math.isfinite(column[place]) and column[place] > 0.0):
-                what = f'{known[name]} = "{text[:40]}" is not a positive number'
-                fix = (
-                    "a diverged run is no point of a law: leave the row out, or set its status to diverged"
-                    if name == "loss"
-                    else "write it as 125000000 or 1.25e8, or leave the row out"
-                )
-                problems.append(Problem(where=f"{source}:{line}", what=what, fix=fix))
+            if needed and not (math.isfinite(column[place]) and column[place] >= least):
+                what = f'{known[name]} = "{text[:40]}" is not {kind}' if text else f"{known[name]} is empty"
+                wrong.append(Problem(where=f"{source}:{line}", what=what, fix=FIXES.get(name, FIXES["params"])))
+        if len(wrong) > MOST_NAMED:
+            more = f"{known[name]} is wrong in {plural(len(wrong) - MOST_NAMED, 'more row')}"
+            wrong = [*wrong[:MOST_NAMED], Problem(where=source, what=more)]
+        problems += wrong
         if needed or np.isfinite(column).any():
             values[name] = column
     return values, problems
@@ -323,10 +343,10 @@ def _without_repeats(points: ScalingPoints, options: TableOptions, left_out: lis
     if same and not options.repeated:
         problems += same
     if problems:
-        more = len(problems) - MOST_REPEATS
+        more = len(problems) - MOST_NAMED
         if more > 0:
             what = f"repeats rows {plural(more, 'more time')}"
-            problems = [*problems[:MOST_REPEATS], Problem(where=points.source, what=what)]
+            problems = [*problems[:MOST_NAMED], Problem(where=points.source, what=what)]
         raise UserError(problems)
     if same:
         left_out.append(f"{plural(len(same), 'duplicate row')}")
@@ -334,7 +354,10 @@ def _without_repeats(points: ScalingPoints, options: TableOptions, left_out: lis
 
 
 def data_digest(points: ScalingPoints) -> str:
-    """SHA-256 of what a law is fitted to: sizes, tokens, FLOPs and losses, in any order of the rows."""
-    rows = zip(points.params, points.tokens, points.flops, points.loss, strict=True)
+    """SHA-256 of what a law is fitted to: sizes, tokens, FLOPs, losses and weights, in any order of the rows."""
+    columns = [points.params, points.tokens, points.flops, points.loss]
+    if points.weight is not None:
+        columns.append(points.weight)
+    rows = zip(*columns, strict=True)
     lines = sorted(",".join(repr(float(value)) for value in row) for row in rows)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

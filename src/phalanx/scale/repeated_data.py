@@ -99,7 +99,7 @@ def _draw_laws(
     for worth, count in zip(worths, counts, strict=True):
         kinds = [_surface_data(points, unique, float(worth), relative=relative) for relative in (True, False)]
         drawn = sample_posterior(kinds, draws=int(count), rng=rng) if count else None
-        for theta in drawn if drawn is not None else ():
+        for theta in drawn.pick(int(count), rng) if drawn is not None else ():
             law = kinds[0].to_surface(theta)
             found.append((law.E, law.A, law.B, law.alpha, law.beta, float(worth)))
     return np.array(found).reshape(len(found), len(NAMES))

@@ -52,7 +52,7 @@ def read_run_points(folder: Path, options: TableOptions) -> ScalingPoints:
     else:
         runs = sorted(one for one in folder.iterdir() if one.is_dir() and _is_run(one))[:MOST_RUNS]
     if not runs:
-        fix = f"name a CSV table, a run folder, a folder of runs, or one with a file {TABLE}"
+        fix = f"name a table, a run folder, a folder of runs, or one with a file {TABLE}"
         raise mistake(str(folder), "holds no runs", fix=fix)
     rows: list[tuple[int, dict[str, str]]] = []
     problems: list[Problem] = []

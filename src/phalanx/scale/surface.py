@@ -74,22 +74,26 @@ class SurfaceData:
     loss: Array
     middle: tuple[float, float]  # ln N0, ln D0
     noise: Array  # what residuals are divided by
+    wider: float | Array = 1.0  # 1/√weight: what rows of little weight add to it
     log_odds: float = 0.0  # of this kind of noise before the points are seen, up to a constant
     strays: int = 0  # rows that were left out
     stray_squares: float = 0.0  # what they add to the sum of squares all the same: they say how large noise can be
 
     @classmethod
-    def of(cls, params: Array, tokens: Array, loss: Array, *, relative: bool = True) -> SurfaceData:
-        """Of raw columns; noise in proportion to the loss, or the same everywhere."""
+    def of(
+        cls, params: Array, tokens: Array, loss: Array, *, relative: bool = True, weight: Array | None = None
+    ) -> SurfaceData:
+        """Of raw columns; noise in proportion to the loss, or the same everywhere, over the root of the weight."""
         log_n, log_d = np.log(params), np.log(tokens)
         middle = (float(log_n.mean()), float(log_d.mean()))
         noise = loss if relative else np.full_like(loss, math.exp(float(np.log(loss).mean())))
-        return cls(x=log_n - middle[0], y=log_d - middle[1], loss=loss, middle=middle, noise=noise)
+        wider = 1.0 if weight is None else 1.0 / np.sqrt(weight)
+        return cls(x=log_n - middle[0], y=log_d - middle[1], loss=loss, middle=middle, noise=noise * wider, wider=wider)
 
     def with_fitted_noise(self, theta: Array) -> SurfaceData:
         """Noise in proportion to the fitted losses instead: a measured one that is low by chance counts for no more."""
         level, term_n, term_d = surface_values(theta[None, :], self)
-        fitted = np.log((level + term_n + term_d)[0])
+        fitted = np.log((level + term_n + term_d)[0] * self.wider)
         # The same geometric mean as before: sums of squares under both noises are compared.
         return replace(self, noise=np.exp(fitted - fitted.mean() + np.log(self.noise).mean()))
 

@@ -67,15 +67,20 @@ def fit_surface(
     method: str,
     draws: int,
     rng: np.random.Generator,
+    weight: Array | None = None,
     starts: int = STARTS,
     profile: bool = True,
 ) -> SurfaceFit:
-    """The best surface of the points; `draws` resamples for its intervals."""
+    """The best surface of the points; `draws` resamples for its intervals.
+
+    The squared residual of a row counts `weight` times.
+    """
     tied = method == "overtrain"
     kept = np.arange(len(loss))
     strays: list[int] = []
     while True:
-        solved = _solve_noises(params[kept], tokens[kept], loss[kept], method=method, tied=tied)
+        weighted = None if weight is None else weight[kept]
+        solved = _solve_noises(params[kept], tokens[kept], loss[kept], weighted, method=method, tied=tied)
         if method != "vpnls" or len(strays) >= int(MOST_SHARE * len(loss)):
             break
         row = find_stray_row([(data, found[int(np.argmin(cost))]) for _, _, data, found, cost in solved])
@@ -100,10 +105,12 @@ def fit_surface(
         if draws and not tied:
             noises = [with_strays(one[2], one[0], len(strays)) for one in solved]
             posterior = sample_posterior(noises, draws=draws, rng=rng)
-        resampled = _flip_residuals(data, theta, draws, rng, tied=tied) if posterior is None else posterior
-        if posterior is not None:
+        if posterior is None:
+            resampled = _flip_residuals(data, theta, draws, rng, tied=tied)
+        else:
             is_degenerate = _is_degenerate(data, theta)
             theta, objective = median_surface(posterior, data)
+            resampled = posterior.pick(draws, rng)
     raw, projected = condition_numbers(data, theta, tied=tied)
     law = data.to_surface(theta)
     fitted = law.E + law.A * params**-law.alpha + law.B * tokens**-law.beta
@@ -127,12 +134,12 @@ def fit_surface(
 
 
 def _solve_noises(
-    params: Array, tokens: Array, loss: Array, *, method: str, tied: bool
+    params: Array, tokens: Array, loss: Array, weight: Array | None, *, method: str, tied: bool
 ) -> list[tuple[float, bool, SurfaceData, Array, Array]]:
     """Least squares under each kind of noise: the cost, whether it is relative, the data, surfaces and their costs."""
     solved = []
     for relative in {"vpnls": (True, False), "huber3": (True,), "overtrain": (False,)}[method]:
-        data = SurfaceData.of(params, tokens, loss, relative=relative)
+        data = SurfaceData.of(params, tokens, loss, relative=relative, weight=weight)
         found, cost = polish_surface(data, project_grid(data, tied=tied), tied=tied)
         if relative and method == "vpnls":
             data = data.with_fitted_noise(found[int(np.argmin(cost))])

@@ -33,7 +33,7 @@ EXACT = 1e-26  # of the sum of squares: what rounding leaves
 # which Jeffreys calls evidence substantial. Twenty runs of a table decide by far more (public ones for proportional
 # noise, by e^3 to e^31); where few points cannot, the law is that of plain least squares.
 CONSTANT_ODDS = math.sqrt(10.0)
-TRIES = 8  # draws of E, A and B made for each one wanted: negative ones are thrown away
+TRIES = 8  # weighted draws made for each one wanted: negative E, A and B are thrown away
 _TINY = np.finfo(float).tiny
 _LOWEST, _HIGHEST = math.log(LEAST_EXPONENT), math.log(MOST_EXPONENT)
 
@@ -83,8 +83,20 @@ class ProjectedLaws:
         return np.asarray(np.where((self.linear < -4.0 * self.errors).any(axis=-1), -np.inf, density))
 
 
-def sample_posterior(kinds: Sequence[SurfaceData], *, draws: int, rng: np.random.Generator) -> Array | None:
-    """Draws (K, 5) of the logarithms that `SurfaceData.to_surface` takes, of the same points under each noise model.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PosteriorDraws:
+    """Draws of the logarithms that `SurfaceData.to_surface` takes, each with its weight."""
+
+    theta: Array  # (K, 5)
+    weight: Array  # (K,)
+
+    def pick(self, count: int, rng: np.random.Generator) -> Array:
+        """So many draws that count alike."""
+        return np.asarray(self.theta[_pick_evenly(self.weight, count, rng)])
+
+
+def sample_posterior(kinds: Sequence[SurfaceData], *, draws: int, rng: np.random.Generator) -> PosteriorDraws | None:
+    """At most `TRIES` weighted draws for each of the `draws` wanted, of the same points under each noise model.
 
     None where hardly any law without negative terms is left.
     """
@@ -96,7 +108,7 @@ def sample_posterior(kinds: Sequence[SurfaceData], *, draws: int, rng: np.random
     every, weight = np.concatenate([one[0] for one in made]), np.concatenate([one[1] for one in made])
     if len(every) < draws or not weight.sum() > 0.0:
         return None
-    return np.asarray(every[_pick_evenly(weight, draws, rng)])
+    return PosteriorDraws(theta=every, weight=weight)
 
 
 def _pick_evenly(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np.intp]:

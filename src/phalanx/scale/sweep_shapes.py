@@ -65,7 +65,7 @@ def shape_near(wanted: float, like: ModelShape, *, taken: Collection[int] = ()) 
     best = min(found, key=distance, default=None)
     if best is None:
         least = count_parameters(
-            _made_shape(like, head_dim=HEAD_DIMS[0], heads=1, layers=min(LEAST_LAYERS, like.layers))
+            _made_shape(like, head_dim=min(HEAD_DIMS[0], like.head_dim), heads=1, layers=min(LEAST_LAYERS, like.layers))
         ).total
         raise UserError(
             [
