@@ -80,6 +80,8 @@ def changed_steps(config: Conversion, trainer: str) -> str:
 
 def _by_keys(said: Mapping[str, Leaf], *names: str, default: str) -> str:
     leaf = next((said[name] for name in names if name in said), None)
+    if leaf is None and default and "program_file.unread" in said:
+        return f"{names[0]}: {said['program_file.unread'].unknown}"
     if leaf is None:
         return f"{names[0]} is {default} unless given" if default else ""
     if leaf.unknown:

@@ -118,9 +118,13 @@ class _Frame:
 
 
 def _read_yaml(path: Path) -> dict[str, Leaf]:
+    return yaml_leaves(read_text(path, noun=NOUN), path)
+
+
+def yaml_leaves(text: str, path: Path) -> dict[str, Leaf]:
+    """The leaves of a YAML text; `path` is where it came from."""
     import yaml  # 30 ms: only for those who have one
 
-    text = read_text(path, noun=NOUN)
     if len(text.encode()) > MOST_YAML_BYTES:
         raise mistake(str(path), f"is larger than {MOST_YAML_BYTES // KIB} KiB", why="no training configuration is")
     lines: dict[Steps, int] = {}

@@ -187,14 +187,17 @@ def trainer_of_file(path: Path) -> str:
     if has_flags and (_only_generates(text) or _only_other_programs(lines)):
         return refuse_inference(path)
     if not has_flags and path.suffix in SCRIPTS:
-        return _refuse_script(path, "")
+        near = sum(flag in lines.replace("_", "-") for flag in _TRAINER_WORDS) >= 2
+        return _refuse_script(path, NO_BATCH if near else "")
     return "megatron" if has_flags else ""
 
 
 SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
 _SWIFT = re.compile(r"(?<![\w./-])(?:\S*/)?(?:swift|megatron)[ \t\\\n]+(?:sft|pt|rlhf)\b(?![\w./-])")
 # Arguments of Hugging Face's Trainer; the text has dashes for underscores.
-_TRAINER = ("--per-device-train-batch-size", "--gradient-accumulation-steps", "--num-train-epochs", "--output-dir")
+_TRAINER = ("--per-device-train-batch", "--gradient-accumulation-steps", "--num-train-epochs", "--output-dir")
+_TRAINER_WORDS = (*_TRAINER, "--learning-rate", "--save-steps", "--logging-steps", "--save-strategy")
+NO_BATCH = "it has arguments of the Trainer, but no --per_device_train_batch_size by which its command is known"
 _OTHERS_SCRIPTS = {
     "verl": re.compile(r"\bverl\.trainer\b|\brecipe\.\w+\.main|actor-rollout-ref\."),
     "OpenRLHF": re.compile(r"\bopenrlhf\.(cli|train)"),
@@ -338,7 +341,13 @@ def refuse_inference(path: Path) -> str:
 
 
 def _refuse_script(path: Path, other: str) -> str:
-    looks = f"it looks like {other}" if other else "no command in it has two arguments of Megatron or of the Trainer"
+    looks = (
+        other
+        if other == NO_BATCH
+        else f"it looks like {other}"
+        if other
+        else "no command in it has two arguments of Megatron or of the Trainer"
+    )
     raise mistake(
         str(path),
         f"is not a configuration that Phalanx recognises: {looks}",

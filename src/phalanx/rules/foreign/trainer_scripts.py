@@ -3,25 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from phalanx.errors import mistake
-from phalanx.rules.foreign import mcore
+from phalanx.rules.evidence import NO_WORD
+from phalanx.rules.foreign import accelerate, mcore
 from phalanx.rules.foreign.config_files import read_tree
 from phalanx.rules.foreign.conversion import Conversion, Leaf, ReadConfig
 from phalanx.rules.foreign.detect import TrainsNothingError
 from phalanx.rules.foreign.finetuning import ADAPTER, IRRELEVANT, UNMAPPED, translate_trainer
 from phalanx.rules.foreign.known_models import read_named_model
+from phalanx.rules.foreign.launched_programs import (
+    LAUNCHER,
+    PROGRAM,
+    PROGRAM_FILE,
+    settle_launched,
+    settle_names,
+    why_open,
+)
 from phalanx.rules.foreign.megatron import IRRELEVANT as MEGATRON_IRRELEVANT
 from phalanx.rules.foreign.megatron import UNMAPPED as MEGATRON_UNMAPPED
 from phalanx.rules.foreign.megatron import canonical_key, read_machines
-from phalanx.rules.foreign.shell.training_command import CommandSigns, leaves_of_script, read_script, verb_of
+from phalanx.rules.foreign.shell.launchers import accelerate_at, starts_deepspeed
+from phalanx.rules.foreign.shell.named_settings import (
+    FSDP_FILE,
+    LAUNCH_FILE,
+    LAUNCH_JSON,
+    UNREAD,
+    launch_leaves,
+    program_leaves,
+)
+from phalanx.rules.foreign.shell.training_command import (
+    ACCELERATE,
+    CommandSigns,
+    ScriptReading,
+    leaves_of_script,
+    program_at,
+    read_script,
+    verb_of,
+)
 from phalanx.rules.foreign.shell.written_json import named_json
 
+# argparse takes the beginning of an argument for it where no other one begins so; these are unique from here on.
+BEGINNINGS = {
+    "per_device_train_batch_size": "per_device_t",
+    "gradient_accumulation_steps": "gradient_a",
+    "num_train_epochs": "num_train_",
+}
 NO_SWITCHES: frozenset[str] = frozenset()  # a flag may be followed by True or False
+
+
+def beginnings(name: str) -> frozenset[str]:
+    """An argument in full, and as argparse takes it shortened."""
+    return frozenset(name[:end] for end in range(len(BEGINNINGS[name]), len(name) + 1))
+
+
 TRAINER_SIGNS = CommandSigns(
-    names=frozenset({"per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "output_dir"}),
-    asked=frozenset({"per_device_train_batch_size"}),
+    names=frozenset({"output_dir"}).union(*(beginnings(name) for name in BEGINNINGS)),
+    asked=beginnings("per_device_train_batch_size"),
     switches=NO_SWITCHES,
 )
 MEGATRON_VERBS = frozenset(("megatron", verb) for verb in ("sft", "pt", "rlhf"))
@@ -67,12 +107,50 @@ def _read_command(path: Path, variables: Mapping[str, str], signs: CommandSigns,
     if signs.verbs and verbs.pop():
         leaves[MEGATRON_VERB] = Leaf(key=MEGATRON_VERB, value=True, line=reading.commands[0].command.line)
     open_why = next((one.open_why for one in reading.commands if one.open_why), "")
-    return ReadConfig(leaves=leaves | named, open_why=open_why)
+    leaves |= named | launch_leaves(reading, leaves) | program_leaves(reading, leaves, "fsdp_config", FSDP_FILE)
+    if signs.verbs:
+        leaves, unread = _with_file(reading, leaves)
+        return ReadConfig(leaves=leaves, open_why=open_why or unread)
+    leaves, _ = _with_file(reading, leaves)
+    return ReadConfig(leaves=leaves | _own_leaves(reading), open_why=open_why)
+
+
+def _with_file(reading: ScriptReading, leaves: dict[str, Leaf]) -> tuple[dict[str, Leaf], str]:
+    """With the settings of the file that --config names, before which arguments go; why it cannot be read."""
+    inner = program_leaves(reading, leaves, "config", PROGRAM_FILE)
+    if (unread := inner.get(PROGRAM_FILE + UNREAD)) is not None:
+        return leaves | inner, f"it reads {unread.value}, and {unread.unknown}"
+    given = {canonical_key(key) for key in leaves}
+    plain = {key.removeprefix(PROGRAM_FILE): one for key, one in inner.items()}
+    return {k: replace(one, key=k) for k, one in plain.items() if canonical_key(k) not in given} | leaves, ""
+
+
+def _own_leaves(reading: ScriptReading) -> dict[str, Leaf]:
+    """Which program is started, and by what."""
+    launchers, programs = set(), set()
+    for one in reading.commands:
+        argv, at = one.command.argv, program_at(one.command.argv)
+        by_deepspeed = starts_deepspeed(argv, at)
+        launchers.add("accelerate" if accelerate_at(argv) >= 0 else "deepspeed" if by_deepspeed else "")
+        programs.add(argv[at - 1].rpartition("/")[2] if at else argv[0])
+    line = reading.commands[0].command.line
+    why = "several launchers may start it" if len(launchers) > 1 else ""
+    found = {LAUNCHER: Leaf(key=LAUNCHER, value=launchers.pop(), line=line, unknown=why)}
+    if len(programs) == 1:
+        name = reading.unknowns.shown(programs.pop())
+        found[PROGRAM] = Leaf(key=PROGRAM, value=name, line=line)
+    return found
 
 
 def translate_transformers(config: Conversion) -> None:
     """Fill the conversion from the words of transformers.TrainingArguments."""
     _name_leaves(config)
+    for name in BEGINNINGS:
+        if not config.has_leaf(name):
+            short = next((one for one in beginnings(name) if one in config.names), "")
+            config.names |= {name: config.names[short]} if short else {}
+    settle_names(config)
+    config.open_why = config.open_why or why_open(config)
     read_named_model(config, "model_name_or_path")
     translate_trainer(
         config,
@@ -80,6 +158,7 @@ def translate_transformers(config: Conversion) -> None:
         length=next((n for n in ("model_max_length", "max_seq_length", "max_length") if config.has_leaf(n)), ""),
         recomputes=False,
     )
+    settle_launched(config)
     _settle_rest(config)
 
 
@@ -150,11 +229,26 @@ def _read_dtype(config: Conversion) -> None:
         config.unknown["precision.compute"] = DTYPE
 
 
+_LAUNCHED = {
+    **accelerate.IRRELEVANT,
+    "fsdp_config.": "a detail of FSDP",
+    "deepspeed_config.": "a detail of DeepSpeed",
+    "distributed_type": "who shards",
+}
+LAUNCH_IRRELEVANT = {
+    **{f"{LAUNCH_FILE}{key}": why for key, why in _LAUNCHED.items()},
+    **{f"{ACCELERATE}{key.rpartition('.')[2]}": why for key, why in _LAUNCHED.items() if not key.endswith(".")},
+    LAUNCH_JSON: "as the file says, or a detail of DeepSpeed",
+    FSDP_FILE: "a detail of FSDP",
+}
+LAUNCH_UNMAPPED = {LAUNCH_FILE: NO_WORD, ACCELERATE: NO_WORD, PROGRAM_FILE: NO_WORD}
+
+
 def _settle_rest(config: Conversion) -> None:
     config.leave_unmapped("tuner_type", ADAPTER)
     config.leave_unmapped("train_type", ADAPTER)
     config.settle_rest(
-        irrelevant={**MEGATRON_IRRELEVANT, **IRRELEVANT, "verb.": "which command it is"},
-        unmapped={**MEGATRON_UNMAPPED, **UNMAPPED},
+        irrelevant={**MEGATRON_IRRELEVANT, **IRRELEVANT, **LAUNCH_IRRELEVANT, "verb.": "which command it is"},
+        unmapped={**MEGATRON_UNMAPPED, **UNMAPPED, **LAUNCH_UNMAPPED},
         seen=lambda key: canonical_key(key) if key.startswith("--") else key,
     )

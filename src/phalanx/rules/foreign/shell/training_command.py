@@ -13,6 +13,7 @@ from phalanx.io.files import read_text
 from phalanx.rules.foreign.conversion import MOST_LEAVES, Leaf
 from phalanx.rules.foreign.shell.flags_without_value import SWITCHES
 from phalanx.rules.foreign.shell.interpreter import Interpreter, TooLongError
+from phalanx.rules.foreign.shell.launchers import accelerate_at, is_launcher_switch, program_of_accelerate
 from phalanx.rules.foreign.shell.partial_text import CLOSE, MARK, OPEN, UnknownTable, is_known
 from phalanx.rules.foreign.shell.script_parser import parse_statements
 from phalanx.rules.foreign.shell.script_state import StartedCommand
@@ -54,6 +55,7 @@ _SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-p": "--partition"
 _PLACEHOLDER = re.compile(r"(?<![<\w])<([A-Za-z][\w ./-]{0,60}[\w]|[A-Z])>(?=[\s\"'\\/,;]|$)", re.MULTILINE)
 _MODULES = ("torch.distributed.launch", "torch.distributed.run", "torch.distributed.elastic")
 MOST_FORKS = 24
+ACCELERATE = "accelerate."  # leaves of the arguments of `accelerate launch` itself: some are spelled as the program's
 
 Arguments = dict[str, tuple[str, ...]]  # flag as written -> its words; none for a switch
 
@@ -183,7 +185,7 @@ def _names(command: TrainingCommand) -> set[str]:
 
 def _split_command(command: StartedCommand, unknowns: UnknownTable, signs: CommandSigns) -> TrainingCommand:
     variants = _variants(command.argv, unknowns)
-    split = [_program_at(words) for words in variants]
+    split = [program_at(words) for words in variants]
     open_why = ""
     for words in variants:
         for word in words[1:]:
@@ -298,12 +300,15 @@ def _first_command(choice: Sequence[str]) -> list[str]:
     return parts
 
 
-def _program_at(words: Sequence[str]) -> int:
+def program_at(words: Sequence[str]) -> int:
     """Where the arguments of the program begin."""
+    if (start := accelerate_at(words)) >= 0:
+        return program_of_accelerate(words, start)
     for place, word in enumerate(words):
         if word == "-m" and place + 1 < len(words) and not words[place + 1].startswith(_MODULES):
             return place + 2
-        if word.endswith(".py") and not (place and words[place - 1].startswith("--")):
+        before = words[place - 1] if place else ""
+        if word.endswith(".py") and (not before.startswith("--") or is_launcher_switch(before)):
             return place + 1
     return 0
 
@@ -349,7 +354,9 @@ def leaves_of_script(reading: ScriptReading) -> dict[str, Leaf]:
             if not flag.startswith("--"):
                 continue
             values = [_words_of(arguments, flag) for arguments in variants]
-            found[flag] = _leaf(reading, flag, values, places.get(flag, 0) or first_line)
+            apart = kind == "launcher" and any(accelerate_at(one.command.argv) >= 0 for one in reading.commands)
+            key = f"{ACCELERATE}{canonical_flag(flag)}" if apart else flag
+            found[key] = _leaf(reading, key, values, places.get(flag, 0) or first_line)
     if len(found) > MOST_LEAVES:
         raise mistake(reading.file, f"holds more than {MOST_LEAVES:,} settings", why="no training run does")
     return found

@@ -1,0 +1,304 @@
+"""What a script leaves to others: to its launcher, to files, and to a program of which nobody here knows the defaults.
+
+A default is known only where the program is: three arguments that only Hugging Face's TrainingArguments has show its
+parser, and with it batch, accumulation and who shards. What a program does with its model, as the format it loads it in
+and whether it turns recomputation on, is known of transformers' own examples only.
+"""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.rules.foreign.accelerate import HYBRID, STRATEGIES
+from phalanx.rules.foreign.conversion import Conversion, Leaf
+from phalanx.rules.foreign.shell.named_settings import FSDP_FILE, LAUNCH_FILE, LAUNCH_JSON, UNREAD
+from phalanx.rules.foreign.shell.training_command import ACCELERATE
+
+PROGRAM = "verb.program"  # leaves of our own: the file that is started, and what starts it
+LAUNCHER = "verb.launcher"
+PROGRAM_FILE = "program_file."  # the file that a program's --config names, where it cannot be read
+# Arguments of TrainingArguments that other programs do not have under the same names.
+ONLY_TRAINER = frozenset(
+    [
+        *(
+            "save_strategy",
+            "save_total_limit",
+            "evaluation_strategy",
+            "eval_strategy",
+            "eval_steps",
+            "logging_strategy",
+        ),
+        *(
+            "logging_steps",
+            "logging_first_step",
+            "overwrite_output_dir",
+            "ddp_timeout",
+            "tf32",
+            "remove_unused_columns",
+        ),
+        *("ddp_find_unused_parameters", "dataloader_num_workers", "load_best_model_at_end", "group_by_length", "optim"),
+        *("fsdp_transformer_layer_cls_to_wrap", "save_only_model", "save_safetensors", "include_inputs_for_metrics"),
+        *("predict_with_generate", "fp16_full_eval", "bf16_full_eval", "report_to", "warmup_ratio", "do_train"),
+        *("lr_scheduler_type", "save_steps", "adam_beta2", "label_smoothing_factor", "neftune_noise_alpha"),
+    ]
+)
+LEAST = 3
+EXAMPLES = re.compile(
+    r"run_(clm|mlm|plm|fim|glue|xnli|qa|qa_beam_search|seq2seq_qa|summarization|translation|ner|swag|mae|mim"
+    r"|image_classification|audio_classification|speech_recognition_ctc|speech_recognition_seq2seq|classification)\.py"
+)
+# An argument that the Trainer has not, and that says how a program shards, in which format, or with what file.
+_SHARDS = re.compile(r"deepspeed|(^|_)zero(_|\d|$)|fsdp|(^|_)shard")
+_TRAINERS_OWN = re.compile(r"deepspeed|fsdp|fsdp_config|fsdp_min_num_params|fsdp_transformer_layer_cls_to_wrap")
+_FORMATS = ("precision", "mixed_precision")
+_LOADS = ("torch_dtype", "dtype", "model_dtype")
+_ON = ("true", "yes", "1", "on")
+
+
+def why_open(config: Conversion) -> str:
+    """Why what the script does not say may be anything; empty where the defaults are the Trainer's."""
+    if (leaf := config.leaves.get(PROGRAM_FILE + UNREAD)) is not None:
+        return f"its program reads {leaf.value}, and {leaf.unknown}"
+    launcher = config.leaves.get(LAUNCHER)
+    if launcher is not None and launcher.unknown:
+        return launcher.unknown
+    if launcher is not None and launcher.value == "accelerate":
+        if (leaf := config.leaves.get(LAUNCH_FILE + UNREAD)) is not None:
+            return f"accelerate launch reads {leaf.value}, and {leaf.unknown}"
+        if not any(key.startswith(LAUNCH_FILE) for key in config.leaves):
+            return "accelerate launch without --config_file reads the user's own default_config.yaml, if there is one"
+        if _kind(config) not in ("deepspeed", "fsdp", "ddp"):
+            return "accelerate launch is given a distributed_type that says more than who shards"
+        if any(key.startswith(f"{LAUNCH_FILE}parallelism_config") for key in config.leaves):
+            return "accelerate launch is given a parallelism_config"
+    if not _is_trainer(config):
+        name = config.leaves[PROGRAM].value if PROGRAM in config.leaves else "the program"
+        return f"{str(name)[:60]} is not known to have the Trainer's defaults"
+    return ""
+
+
+def _is_trainer(config: Conversion) -> bool:
+    """Whether the program has the parser of transformers' TrainingArguments."""
+    return len(ONLY_TRAINER & config.names.keys()) >= LEAST
+
+
+def _is_example(config: Conversion) -> bool:
+    leaf = config.leaves.get(PROGRAM)
+    return leaf is not None and EXAMPLES.fullmatch(str(leaf.value)) is not None and _is_trainer(config)
+
+
+def settle_names(config: Conversion) -> None:
+    """Read a fork's `--deepspeed_config` as the Trainer's `--deepspeed`."""
+    said = config.find_leaf("deepspeed")
+    if said is None or said.value is True:
+        for name in ("deepspeed_config", "deepspeed_config_file", "ds_config"):
+            leaf = config.find_leaf(name)
+            if leaf is not None and leaf.value is not True:
+                config.read_as["deepspeed"] = leaf
+                return
+
+
+def settle_launched(config: Conversion) -> None:
+    """After the Trainer's words: what the launcher, its files and a fork's arguments say, and what stays open."""
+    _settle_machines(config)
+    _settle_sharding(config)
+    _settle_precision(config)
+    _settle_recompute(config)
+    _settle_batch(config)
+
+
+# ---- what the launcher says -----------------------------------------------------------------------------------------
+
+
+def _said(config: Conversion, name: str, *sections: str) -> Leaf | None:
+    """An argument of accelerate launch, or else what its file says."""
+    keys = (f"{ACCELERATE}{name}", *(f"{LAUNCH_FILE}{section}{name}" for section in ("", *sections)))
+    return next((leaf for key in keys if (leaf := config.leaves.get(key)) is not None and leaf.value is not None), None)
+
+
+def _by_accelerate(config: Conversion) -> bool:
+    leaf = config.leaves.get(LAUNCHER)
+    return leaf is not None and leaf.value == "accelerate"
+
+
+def _kind(config: Conversion) -> str:
+    """Who shards, as the launcher is told: "deepspeed", "fsdp", "ddp", another word, or nothing."""
+    for flag, kind in (("use_deepspeed", "deepspeed"), ("use_fsdp", "fsdp"), ("use_megatron_lm", "megatron_lm")):
+        if f"{ACCELERATE}{flag}" in config.leaves:
+            return kind
+    if f"{ACCELERATE}multi_gpu" in config.leaves:
+        return "ddp"
+    leaf = config.leaves.get(f"{LAUNCH_FILE}distributed_type")
+    word = str(leaf.value).lower() if leaf is not None else ""
+    if leaf is None and any(key.startswith(LAUNCH_FILE) and not key.endswith(UNREAD) for key in config.leaves):
+        return "ddp"
+    return "ddp" if word in ("no", "multi_gpu", "false") else word
+
+
+def _settle_machines(config: Conversion) -> None:
+    if not _by_accelerate(config):
+        return
+    world, hosts = _said(config, "num_processes"), _said(config, "num_machines")
+    read = any(key.startswith(LAUNCH_FILE) and not key.endswith(UNREAD) for key in config.leaves)
+    count = _whole(world)
+    places = _whole(hosts) if hosts is not None else 1 if read else 0
+    config.machines = (places, count // places) if count and places and count % places == 0 else (0, 0)
+    for leaf in (world, hosts):
+        if leaf is not None:
+            config.mark_used(leaf.key, by="cluster: hosts × devices")
+
+
+def _whole(leaf: Leaf | None) -> int:
+    text = str(leaf.value) if leaf is not None and not leaf.unknown else ""
+    return int(text) if re.fullmatch(r"\d{1,6}", text) else 0
+
+
+# ---- who shards -----------------------------------------------------------------------------------------------------
+
+
+def _settle_sharding(config: Conversion) -> None:
+    if (words := config.find_leaf("fsdp")) is not None and "no_shard" in str(words.value):
+        config.set_value("parallel.zero", 0, "fsdp", note="no_shard")
+    if _program_shards(config):
+        return
+    if config.has_leaf("zero_stage") and not _by_accelerate(config):
+        stage = config.read_whole("zero_stage")
+        config.unknown.pop("parallel.zero", None)
+        config.set_value("parallel.zero", stage if stage in range(4) else 0, "zero_stage")
+        if stage not in range(4):
+            config.unknown.setdefault("parallel.zero", "zero_stage is not one of ZeRO's")
+        return
+    if _by_accelerate(config):
+        _settle_launched_sharding(config)
+        return
+    own = next((k for n, k in config.names.items() if _SHARDS.search(n) and not _TRAINERS_OWN.fullmatch(n)), "")
+    if own:
+        config.unknown["parallel.zero"] = f"{own} is an argument of the program's own"
+    elif (leaf := config.leaves.get(LAUNCHER)) is not None and leaf.value == "deepspeed":
+        config.unknown["parallel.zero"] = "deepspeed starts it, and the script names no configuration of DeepSpeed's"
+
+
+def _program_shards(config: Conversion) -> bool:
+    """Whether the program itself is told DeepSpeed's file, or FSDP's words."""
+    for name in ("deepspeed", "fsdp"):
+        leaf = config.find_leaf(name)
+        if leaf is not None and (leaf.unknown or str(leaf.value) not in ("", "False", "false")):
+            return True
+    return False
+
+
+def _settle_launched_sharding(config: Conversion) -> None:
+    kind, stage, leaf = _kind(config), -1, None
+    json = any(key.startswith(LAUNCH_JSON) for key in config.leaves)
+    if kind == "deepspeed" and json:
+        leaf = config.leaves.get(f"{LAUNCH_JSON}zero_optimization.stage")
+        absent = leaf is None and LAUNCH_JSON + UNREAD not in config.leaves
+        stage = 0 if absent else _stage(leaf)
+    elif kind == "deepspeed":
+        leaf = _said(config, "zero_stage", "deepspeed_config.")
+        stage = _stage(leaf)
+    elif kind == "fsdp":
+        leaf = _said(config, "fsdp_sharding_strategy", "fsdp_config.")
+        again = _said(config, "fsdp_reshard_after_forward", "fsdp_config.")
+        word = str((leaf or again).value).lower() if leaf or again else ""
+        known = {**STRATEGIES, **HYBRID, "true": 3, "false": 2}
+        stage = known.get(word, 3 if not word and not config.open_why else -1)
+        leaf = leaf or again
+    elif kind == "ddp":
+        stage, leaf = 0, config.leaves.get(f"{LAUNCH_FILE}distributed_type")
+    config.unknown.pop("parallel.zero", None)
+    names = (leaf.key,) if leaf is not None else ()
+    config.set_value("parallel.zero", max(0, stage), *names, note="" if names else "accelerate launch")
+    if stage < 0 or (leaf is not None and leaf.unknown):
+        unread = config.leaves.get(LAUNCH_JSON + UNREAD)
+        why = unread.unknown if unread is not None else config.open_why
+        config.unknown["parallel.zero"] = why or "accelerate launch is not told how far it shards"
+    _settle_offload(config)
+
+
+def _stage(leaf: Leaf | None) -> int:
+    text = str(leaf.value) if leaf is not None and not leaf.unknown else ""
+    return int(text) if text in ("0", "1", "2", "3") else -1
+
+
+def _settle_offload(config: Conversion) -> None:
+    for what, ours in (("optimizer", "optimizer"), ("param", "parameters")):
+        leaf = _said(config, f"offload_{what}_device", "deepspeed_config.")
+        leaf = config.leaves.get(f"{LAUNCH_JSON}zero_optimization.offload_{what}.device") or leaf
+        if leaf is not None and str(leaf.value).lower() in ("cpu", "nvme"):
+            config.set_value("parallel.offload", ours, leaf.key)
+    leaf = _said(config, "fsdp_offload_params", "fsdp_config.")
+    if _kind(config) == "fsdp" and leaf is not None and str(leaf.value).lower() in _ON:
+        config.set_value("parallel.offload", "parameters", leaf.key)
+
+
+# ---- format ---------------------------------------------------------------------------------------------------------
+
+
+def _settle_precision(config: Conversion) -> None:
+    if any(config.read_word(name) in _ON for name in ("bf16", "fp16", "pure_bf16", "bfloat16")):
+        return
+    if any((leaf := config.find_leaf(name)) is not None and leaf.unknown for name in ("bf16", "fp16")):
+        return
+    found = [_said(config, "mixed_precision")] if _by_accelerate(config) else []
+    found += [config.find_leaf(name) for name in _FORMATS]
+    for leaf in found:
+        word = str(leaf.value).lower() if leaf is not None and not leaf.unknown else ""
+        if leaf is not None and word in ("bf16", "fp16", "fp8"):
+            config.unknown.pop("precision.compute", None)
+            config.set_value("precision.compute", word, leaf.key)
+            return
+    for prefix in ("ds.", LAUNCH_JSON):
+        for name, ours in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
+            leaf = config.leaves.get(f"{prefix}{name}.enabled")
+            if leaf is not None and leaf.value is True and not leaf.unknown:
+                config.unknown.pop("precision.compute", None)
+                config.set_value("precision.compute", ours, leaf.key)
+                return
+    stated = any(config.has_leaf(name) for name in ("bf16", "fp16"))  # as --bf16 False
+    other = any(leaf is not None for leaf in found) or any(config.has_leaf(name) for name in _LOADS)
+    if other or not (_is_example(config) or (stated and not config.open_why)):
+        config.unknown.setdefault(
+            "precision.compute", config.open_why or "the program loads its model in a format of its choice"
+        )
+
+
+# ---- recomputation --------------------------------------------------------------------------------------------------
+
+
+def _settle_recompute(config: Conversion) -> None:
+    if config.job_value("parallel.recompute") == "full":
+        return
+    own = config.find_leaf("fsdp")
+    on, unread = None, ""
+    if own is not None and str(own.value) not in ("", "False"):
+        keys = (f"{FSDP_FILE}{name}activation_checkpointing" for name in ("", "fsdp_"))
+        on = next((leaf for key in keys if (leaf := config.leaves.get(key)) is not None), None)
+        unread = config.leaves[FSDP_FILE + UNREAD].unknown if FSDP_FILE + UNREAD in config.leaves else ""
+    elif _by_accelerate(config) and not _program_shards(config):
+        if _kind(config) in ("fsdp", ""):
+            on = _said(config, "fsdp_activation_checkpointing", "fsdp_config.")
+            unread = config.open_why if on is None else ""
+    if on is not None and not on.unknown and str(on.value).lower() in _ON:
+        config.unknown.pop("parallel.recompute", None)
+        config.set_value("parallel.recompute", "full", on.key, note="FSDP")
+    elif unread or (on is not None and on.unknown):
+        config.unknown.setdefault("parallel.recompute", unread or "activation_checkpointing of FSDP is not known")
+    elif not config.has_leaf("gradient_checkpointing") and not _is_example(config):
+        config.unknown.setdefault("parallel.recompute", config.open_why or "the program may turn it on by itself")
+
+
+# ---- batch ----------------------------------------------------------------------------------------------------------
+
+
+def _settle_batch(config: Conversion) -> None:
+    """How often a step accumulates, where nobody tells the program: its own default, or the launcher's."""
+    if config.has_leaf("gradient_accumulation_steps"):
+        return
+    leaf = _said(config, "gradient_accumulation_steps", "deepspeed_config.") if _by_accelerate(config) else None
+    launched = leaf is not None and str(leaf.value) not in ("1", "auto")
+    if config.open_why or launched:
+        config.values.pop("batch.per_replica", None)
+        config.unknown["batch.per_replica"] = (
+            config.open_why or "accelerate launch accumulates, and its program may not"
+        )

@@ -1,0 +1,64 @@
+"""Where the arguments of a launcher end and the program begins: torchrun, deepspeed, accelerate launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.rules.foreign.shell.partial_text import is_known
+
+# Arguments of launchers that take no word: torch/distributed/run.py, deepspeed/launcher/runner.py, accelerate's
+# commands/launch.py.
+SWITCHES = frozenset(
+    [
+        *("standalone", "no_python", "run_path", "use_env", "no_local_rank", "no_ssh", "save_pid", "force_multi"),
+        *("bind_cores_to_rank", "elastic_training", "signal_children", "multi_gpu", "cpu", "tpu", "quiet", "debug"),
+        *("use_deepspeed", "use_fsdp", "use_megatron_lm", "use_parallelism_config", "use_mps_device", "use_xpu"),
+        *("ipex", "module", "dynamo_use_fullgraph", "dynamo_use_dynamic", "enable_cpu_affinity", "tpu_use_sudo"),
+        *("tpu_cluster", "no_tpu_cluster", "tpu_use_cluster", "same_network"),
+    ]
+)
+
+
+def is_launcher_switch(word: str) -> bool:
+    """Whether the word behind it is not its value.
+
+    >>> [is_launcher_switch(one) for one in ("--use_deepspeed", "--num_gpus=8", "--num_gpus", "-m")]
+    [True, True, False, False]
+    """
+    return word.startswith("--") and ("=" in word or word.lstrip("-").replace("-", "_") in SWITCHES)
+
+
+def accelerate_at(words: Sequence[str]) -> int:
+    """Where the arguments of `accelerate launch` begin; -1 where it is not started.
+
+    >>> accelerate_at(["env", "A=1", "accelerate", "launch", "--multi_gpu", "train.py"])
+    4
+    """
+    for place, word in enumerate(words):
+        if word.rpartition("/")[2] == "accelerate" and list(words[place + 1 : place + 2]) == ["launch"]:
+            return place + 2
+        if word in ("accelerate-launch", "accelerate.commands.launch") or word.endswith("/accelerate-launch"):
+            return place + 1
+    return -1
+
+
+def starts_deepspeed(words: Sequence[str], program: int) -> bool:
+    """Whether DeepSpeed's launcher starts the program, whose arguments begin at `program`."""
+    before = words[: program or 1]
+    return any(one.rpartition("/")[2] in ("deepspeed", "deepspeed.launcher.runner") for one in before)
+
+
+def program_of_accelerate(words: Sequence[str], start: int) -> int:
+    """Where the arguments of the program begin that `accelerate launch` starts."""
+    place = start
+    while place < len(words):
+        word = words[place]
+        if word in ("-m", "--module"):
+            place += 1
+        elif word.startswith("-"):
+            place += 1 if is_launcher_switch(word) else 2
+        elif not is_known(word) and not word.endswith(".py"):  # a variable that may hold any of its arguments
+            place += 1
+        else:
+            return place + 1
+    return len(words)
