@@ -31,8 +31,12 @@ def _judge_parts(evidence: Evidence, limits: Limits) -> Outcome:
     formula = (f"needed: {', '.join(needed)}", f"brought back: {', '.join(practice.resumes_exactly) or 'nothing'}")
     if not lost:
         return passed(f"a resume restores all {len(needed)} parts of the state", formula=formula)
+    weights_only = "save_only_model" in evidence.settings
+    resumed = "resume_from_checkpoint" in evidence.settings
     return failed(
         f"a resume of {practice.trainer} does not restore: {', '.join(lost)}",
+        # Checkpoints for use are a choice; a run that goes on from one has lost what it left out.
+        severity=("warning" if resumed else "info") if weights_only else None,
         formula=formula,
         value=", ".join(lost),
         at="practice:resumes_exactly",

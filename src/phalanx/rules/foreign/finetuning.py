@@ -245,6 +245,9 @@ def _read_batch(config: Conversion, micro_key: str, length_key: str, *, default:
     if (steps := config.read_whole("max_steps")) and steps > 0:
         config.set_value("data.steps", steps, "max_steps")
     strategy = config.read_word("save_strategy") or "steps"
+    if config.read_flag("save_only_model") and strategy != "no":  # trainer.py, _save_checkpoint: no optimizer's state
+        config.practice["resumes_exactly"] = ("weights", "sampler", "tokens", "layout")
+        config.mark_used("save_only_model", by="practice: resumes_exactly")
     if strategy != "steps":
         config.skip_leaf("save_steps", f"save_strategy is {strategy}")
     elif (every := config.read_whole("save_steps")) and every > 0:

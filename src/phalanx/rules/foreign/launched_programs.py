@@ -275,10 +275,9 @@ def _settle_recompute(config: Conversion) -> None:
         keys = (f"{FSDP_FILE}{name}activation_checkpointing" for name in ("", "fsdp_"))
         on = next((leaf for key in keys if (leaf := config.leaves.get(key)) is not None), None)
         unread = config.leaves[FSDP_FILE + UNREAD].unknown if FSDP_FILE + UNREAD in config.leaves else ""
-    elif _by_accelerate(config) and not _program_shards(config):
-        if _kind(config) in ("fsdp", ""):
-            on = _said(config, "fsdp_activation_checkpointing", "fsdp_config.")
-            unread = config.open_why if on is None else ""
+    elif _by_accelerate(config) and not _program_shards(config) and _kind(config) in ("fsdp", ""):
+        on = _said(config, "fsdp_activation_checkpointing", "fsdp_config.")
+        unread = config.open_why if on is None else ""
     if on is not None and not on.unknown and str(on.value).lower() in _ON:
         config.unknown.pop("parallel.recompute", None)
         config.set_value("parallel.recompute", "full", on.key, note="FSDP")
