@@ -205,7 +205,9 @@ def _settle_launched_sharding(config: Conversion) -> None:
         stage = known.get(word, 3 if not word and not config.open_why else -1)
         leaf = leaf or again
     elif kind == "ddp":
-        stage, leaf = 0, config.leaves.get(f"{LAUNCH_FILE}distributed_type")
+        stage = 0
+    kinds = (f"{ACCELERATE}multi_gpu", f"{ACCELERATE}use_fsdp", f"{LAUNCH_FILE}distributed_type")
+    leaf = leaf or next((config.leaves[key] for key in kinds if key in config.leaves), None)
     config.unknown.pop("parallel.zero", None)
     names = (leaf.key,) if leaf is not None else ()
     config.set_value("parallel.zero", max(0, stage), *names, note="" if names else "accelerate launch")
