@@ -43,6 +43,7 @@ ONLY_TRAINER = frozenset(
     ]
 )
 LEAST = 3
+PROGRAMS = frozenset({"train_mem.py"})  # of FastChat, LLaVA and their kin: TrainingArguments with more fields
 EXAMPLES = re.compile(
     r"run_(clm|mlm|plm|fim|glue|xnli|qa|qa_beam_search|seq2seq_qa|summarization|translation|ner|swag|mae|mim"
     r"|image_classification|audio_classification|speech_recognition_ctc|speech_recognition_seq2seq|classification)\.py"
@@ -79,7 +80,8 @@ def why_open(config: Conversion) -> str:
 
 def _is_trainer(config: Conversion) -> bool:
     """Whether the program has the parser of transformers' TrainingArguments."""
-    return len(ONLY_TRAINER & config.names.keys()) >= LEAST
+    leaf = config.leaves.get(PROGRAM)
+    return (leaf is not None and leaf.value in PROGRAMS) or len(ONLY_TRAINER & config.names.keys()) >= LEAST
 
 
 def _is_example(config: Conversion) -> bool:
@@ -200,10 +202,10 @@ def _settle_launched_sharding(config: Conversion) -> None:
     elif kind == "fsdp":
         leaf = _said(config, "fsdp_sharding_strategy", "fsdp_config.")
         again = _said(config, "fsdp_reshard_after_forward", "fsdp_config.")
-        word = str((leaf or again).value).lower() if leaf or again else ""
+        leaf = leaf or again
+        word = str(leaf.value).lower() if leaf is not None else ""
         known = {**STRATEGIES, **HYBRID, "true": 3, "false": 2}
         stage = known.get(word, 3 if not word and not config.open_why else -1)
-        leaf = leaf or again
     elif kind == "ddp":
         stage = 0
     kinds = (f"{ACCELERATE}multi_gpu", f"{ACCELERATE}use_fsdp", f"{LAUNCH_FILE}distributed_type")
