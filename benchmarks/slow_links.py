@@ -6,7 +6,9 @@ python benchmarks/slow_links.py [--links clean,latency,loss,reno] [--modes step,
 Each case starts `phalanx peers start` and `phalanx peers join` in two network namespaces (slow_network.py; root) with a
 link of 20 Mbit/s, trains a model of 0.35M parameters, and reads both peers' records. Compute per step is what each peer
 needed between two exchanges; the planner is asked with it. Waiting for the slower peer counts as waiting. "step" is
-target-batch in fp32: gradients of every step. `make run` fetches the corpus, that of examples/first-run.toml.
+target-batch in fp32: gradients of every step. The corpus is fetched first: the namespaces reach no network.
+
+"h20-int8-delay" goes on computing for five steps while an update travels; what is waited for beyond them counts.
 
 With --pause the peers exchange as in training, but pause for so long instead of each step: the link alone is measured,
 on a machine whose cores are busy. --values then sets the size of the model.
@@ -26,8 +28,9 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,7 @@ from phalanx.plan.slow_modes import SitePace, mode_exchange, predict_mode
 
 MBIT_S = 20.0
 PATIENCE_S = 240.0
-PAUSED_ROUNDS = 8
+ROUNDS = 8  # that are counted, after the first
 AROUND_S = 0.15  # of an exchange: two samples of the counters, and the last acknowledgements
 PORT = 7771
 VALUES = "SLOW_LINKS_VALUES"
@@ -78,6 +81,7 @@ interval_s = 3600
 peers = 2
 mode = "{mode}"
 inner_steps = {inner_steps}
+delay_steps = {delay_steps}
 synchronous_steps = {warm_up}
 codec = "{codec}"
 dead_after_s = 60
@@ -91,11 +95,12 @@ LINKS: dict[str, dict[str, Any]] = {
     "reno": {"latency_s": 0.1, "loss": 0.01, "congestion": "reno"},
 }
 MODES = {
-    "step": (SyncSettings(mode="target-batch"), 12),
-    "h20": (SyncSettings(mode="diloco", inner_steps=20), 81),
-    "h20-int8": (SyncSettings(mode="diloco", inner_steps=20, codec="int8"), 81),
-    "step-int8": (SyncSettings(mode="target-batch", codec="int8"), 12),
-    "h20-sparse": (SyncSettings(mode="diloco", inner_steps=20, codec="topk-2bit"), 81),
+    "step": SyncSettings(mode="target-batch"),
+    "h20": SyncSettings(mode="diloco", inner_steps=20),
+    "h20-int8": SyncSettings(mode="diloco", inner_steps=20, codec="int8"),
+    "h20-int8-delay": SyncSettings(mode="diloco", inner_steps=20, codec="int8", delay_steps=5),
+    "step-int8": SyncSettings(mode="target-batch", codec="int8"),
+    "h20-sparse": SyncSettings(mode="diloco", inner_steps=20, codec="topk-2bit"),
 }
 
 
@@ -108,7 +113,7 @@ class Measured:
     rounds: int
     step_s: float  # compute
     exchange_s: float
-    utilisation: float
+    utilisation: float  # without what is waited for
     planned_s: float  # of an exchange
     planned: float  # utilisation
     codec_bytes: float  # sent by one peer in the counted rounds, as the codec says
@@ -124,22 +129,22 @@ class Rounds:
 
     wall_s: float
     exchanges_s: list[float]
+    waited_s: float  # for them
     steps: int
     step_s: float
+    counted: int  # exchanges whose bytes are counted: the short one at the end of a run, too
     codec_bytes: float
     wire_bytes: float
+    around_s: float  # that the counters were read for
 
 
 def run_case(link: str, mode: str, folder: Path, *, sequences: int, pause_s: float) -> Measured:
     """Train with two peers, and read what they recorded."""
-    sync, steps = MODES[mode]
+    sync = MODES[mode]
+    steps = _steps_of_round(sync) * (ROUNDS + 1) + 1  # the last one is exchanged alone, as the run ends
     folder.mkdir(parents=True)
     job = folder / "job.toml"
-    text = JOB.format(tokens=steps * sequences * 64, sequences=sequences, mode=sync.mode, codec=sync.codec,
-                      inner_steps=sync.inner_steps, warm_up=0)  # fmt: skip
-    if sync.mode == "target-batch":
-        text = "\n".join(line for line in text.splitlines() if not line.startswith(("inner_steps", "synchronous")))
-    job.write_text(text, encoding="utf-8")
+    job.write_text(_job_text(mode, tokens=steps * sequences * 64, sequences=sequences), encoding="utf-8")
     with SlowNetwork(mbit_s=MBIT_S, **LINKS[link]) as net:
         counters = [ByteCounter(net, side) for side in range(2)]
         try:
@@ -148,6 +153,17 @@ def run_case(link: str, mode: str, folder: Path, *, sequences: int, pause_s: flo
             for counter in counters:
                 counter.close()
     return _measure(link, mode, records, counters)
+
+
+def _job_text(mode: str, *, tokens: int, sequences: int) -> str:
+    sync = MODES[mode]
+    text = JOB.format(tokens=tokens, sequences=sequences, mode=sync.mode, codec=sync.codec,
+                      inner_steps=sync.inner_steps, delay_steps=sync.delay_steps, warm_up=0)  # fmt: skip
+    if sync.mode == "target-batch":
+        text = "\n".join(
+            line for line in text.splitlines() if not line.startswith(("inner_steps", "delay", "synchronous"))
+        )
+    return text
 
 
 def _train(net: SlowNetwork, job: Path, folder: Path) -> list[list[dict[str, Any]]]:
@@ -191,9 +207,9 @@ def _pause(net: SlowNetwork, mode: str, folder: Path, pause_s: float) -> list[li
         identity.save(folder / identity.name)
     allowed = AllowList.create(identities[0], "slow", [one.certificate_pem for one in identities])
     allowed.save(folder / "allowed.json")
-    sync, _ = MODES[mode]
+    sync = MODES[mode]
     spec = {"folder": str(folder), "addresses": net.addresses, "codec": sync.codec, "values": _model_values(),
-            "pause_s": pause_s, "steps": 1 if sync.mode == "target-batch" else sync.inner_steps}  # fmt: skip
+            "pause_s": pause_s, "steps": _steps_of_round(sync), "delay": sync.delay_steps}  # fmt: skip
     processes = [
         net.start(
             side, [sys.executable, __file__, "--peer", json.dumps({**spec, "side": side})], stdout=subprocess.PIPE
@@ -236,12 +252,18 @@ def _run_paused_peer(spec: dict[str, Any]) -> None:
     while len(group.view().members) < 2:
         time.sleep(0.05)
     vector = np.random.default_rng(side).standard_normal(spec["values"]).astype(np.float32)
-    first, events = group.view().next_round, []
-    for number in range(PAUSED_ROUNDS + 1):
-        time.sleep(spec["pause_s"] * spec["steps"])
-        result = group.average(first + number, vector, 1.0, spec["codec"], timeout_s=PATIENCE_S)
-        events.append({"event": "exchange", "kind": "weights", "t": time.time(), "step": (number + 1) * spec["steps"],
-                       "seconds": result.seconds, "bytes_sent": result.bytes_sent})  # fmt: skip
+    first, events, delay = group.view().next_round, [], spec["delay"]
+    sender = ThreadPoolExecutor(1)
+    for number in range(ROUNDS + 1):
+        time.sleep(spec["pause_s"] * (spec["steps"] - (delay if number else 0)))
+        began = time.time()
+        sent = sender.submit(group.average, first + number, vector, 1.0, spec["codec"], timeout_s=PATIENCE_S)
+        time.sleep(spec["pause_s"] * delay)
+        waits = time.monotonic()
+        result = sent.result()
+        events.append({"event": "exchange", "kind": "weights", "t": time.time(), "began": began,
+                       "step": (number + 1) * spec["steps"], "seconds": result.seconds,
+                       "waited": time.monotonic() - waits, "bytes_sent": result.bytes_sent})  # fmt: skip
     print(json.dumps(events), flush=True)
     time.sleep(2.0)  # the other may still be in its last round
     os._exit(0)
@@ -325,9 +347,8 @@ class ByteCounter:
 
 def _measure(link: str, mode: str, records: list[list[dict[str, Any]]], counters: list[ByteCounter]) -> Measured:
     """Rounds after the first, which also waits for the other peer to start."""
-    sync, _ = MODES[mode]
-    sides = [_read_rounds(events, counters[side], f"{link}, {mode}") for side, events in enumerate(records)]
-    per_round = sides[0].steps / len(sides[0].exchanges_s)
+    sync = MODES[mode]
+    sides = [_read_rounds(events, counters[side], sync, f"{link}, {mode}") for side, events in enumerate(records)]
     paces = [
         SitePace(
             name=str(number),
@@ -338,10 +359,8 @@ def _measure(link: str, mode: str, records: list[list[dict[str, Any]]], counters
         )
         for number, side in enumerate(sides)
     ]
-    predicted = predict_mode(paces, _model_values(), replace(sync, inner_steps=max(1, round(per_round))))
-    planned_wire = [len(sides[0].exchanges_s) * one for one in mode_exchange(paces, _model_values(), sync).wire_bytes]
-    spent_s = statistics.mean(second for side in sides for second in side.exchanges_s)
-    heartbeats = (spent_s + 2 * AROUND_S) / sync.heartbeat_s
+    predicted = predict_mode(paces, _model_values(), sync)
+    planned_wire = statistics.mean(mode_exchange(paces, _model_values(), sync).wire_bytes)
     # Whoever comes first also waits for the other: what the exchange itself takes is the shorter of both.
     pairs = zip(*(side.exchanges_s for side in sides), strict=False)
     return Measured(
@@ -350,35 +369,69 @@ def _measure(link: str, mode: str, records: list[list[dict[str, Any]]], counters
         rounds=len(sides[0].exchanges_s),
         step_s=statistics.mean(side.step_s for side in sides),
         exchange_s=statistics.mean(min(pair) for pair in pairs),
-        utilisation=statistics.mean(1 - sum(side.exchanges_s) / side.wall_s for side in sides),
+        utilisation=statistics.mean(1 - side.waited_s / side.wall_s for side in sides),
         planned_s=predicted.exchange_s,
         planned=statistics.mean(use.utilisation for use in predicted.sites),
         codec_bytes=statistics.mean(side.codec_bytes for side in sides),
         wire_bytes=statistics.mean(side.wire_bytes for side in sides),
-        planned_bytes=statistics.mean(planned_wire) + len(sides[0].exchanges_s) * heartbeats * HEARTBEAT_BYTES,
-        bytes_per_step=statistics.mean(side.codec_bytes / side.steps for side in sides),
+        planned_bytes=statistics.mean(
+            side.counted * planned_wire + side.around_s / sync.heartbeat_s * HEARTBEAT_BYTES for side in sides
+        ),
+        bytes_per_step=statistics.mean(
+            side.codec_bytes / side.counted * len(side.exchanges_s) / side.steps for side in sides
+        ),
         load=os.getloadavg()[0],
     )
 
 
-def _read_rounds(events: list[dict[str, Any]], counter: ByteCounter, what: str) -> Rounds:
+def _read_rounds(events: list[dict[str, Any]], counter: ByteCounter, sync: SyncSettings, what: str) -> Rounds:
     """Exchanges of one peer, from the end of its first to the end of its last."""
-    rounds = [one for one in events if one.get("event") == "exchange" and one.get("kind") != "meet"]
-    if len(rounds) < 3:
-        raise SystemExit(f"{what}: {len(rounds)} exchanges are recorded")
-    if rounds[-1]["step"] - rounds[-2]["step"] < rounds[1]["step"] - rounds[0]["step"]:
+    found = [one for one in events if one.get("event") == "exchange" and one.get("kind") != "meet"]
+    if len(found) < 3:
+        raise SystemExit(f"{what}: {len(found)} exchanges are recorded")
+    rounds = found
+    while rounds[-1]["step"] - rounds[-2]["step"] < rounds[1]["step"] - rounds[0]["step"]:
         rounds = rounds[:-1]  # the end of the run is no whole round
     wall_s = rounds[-1]["t"] - rounds[0]["t"]
     spent = [float(one["seconds"]) for one in rounds[1:]]
-    steps = rounds[-1]["step"] - rounds[0]["step"]
+    first, last = rounds[0]["step"], rounds[-1]["step"]
+    waited_s = sum(spent)
+    if sync.delay_steps:  # what does not compute: a step says how long it took
+        computed = [one for one in events if one.get("event") == "step" and first <= one["step"] < last]
+        waited_s = wall_s - sum(float(one["duration_s"]) for one in computed)
+        if "waited" in rounds[0]:
+            waited_s = sum(float(one["waited"]) for one in rounds[1:])
+    # Bytes also of the short round at the end: it may begin before the last of the one before it are acknowledged.
+    ended = {one["step"]: one["t"] for one in events if one.get("event") == "step"}
+    spans = _spans_around(found[1:], ended, sync.delay_steps)
     return Rounds(
         wall_s=wall_s,
         exchanges_s=spent,
-        steps=steps,
-        step_s=(wall_s - sum(spent)) / steps,
-        codec_bytes=sum(float(one["bytes_sent"]) for one in rounds[1:]),
-        wire_bytes=_exchange_bytes(counter, rounds[1:]),
+        waited_s=waited_s,
+        steps=last - first,
+        step_s=(wall_s - waited_s) / (last - first),
+        counted=len(found) - 1,
+        codec_bytes=sum(float(one["bytes_sent"]) for one in found[1:]),
+        wire_bytes=sum(counter.between(start, end) for start, end in spans),
+        around_s=sum(end - start for start, end in spans),
     )
+
+
+def _spans_around(rounds: list[dict[str, Any]], ended: dict[int, float], delay: int) -> list[tuple[float, float]]:
+    """Times around exchanges, each counted once: heartbeats of the long steps between two are left out."""
+    spans: list[tuple[float, float]] = []
+    for one in rounds:
+        took_from = one["t"] - float(one["seconds"])
+        start = min(took_from, one.get("began") or (delay and ended.get(one["step"] - delay - 1)) or took_from)
+        span = (start - AROUND_S, one["t"] + AROUND_S)
+        if spans and span[0] <= spans[-1][1]:
+            span = (spans.pop()[0], span[1])
+        spans.append(span)
+    return spans
+
+
+def _steps_of_round(sync: SyncSettings) -> int:
+    return 1 if sync.mode == "target-batch" else sync.inner_steps
 
 
 def _known_link(link: str) -> dict[str, Any]:
@@ -386,18 +439,6 @@ def _known_link(link: str) -> dict[str, Any]:
     if known.get("congestion") == "reno":
         known["congestion"] = "cubic"
     return known
-
-
-def _exchange_bytes(counter: ByteCounter, rounds: list[dict[str, Any]]) -> float:
-    """The counter's growth around exchanges: heartbeats of the long steps between two are left out."""
-    spans: list[list[float]] = []
-    for one in rounds:
-        start, end = one["t"] - float(one["seconds"]) - AROUND_S, one["t"] + AROUND_S
-        if spans and start <= spans[-1][1]:
-            spans[-1][1] = end
-        else:
-            spans.append([start, end])
-    return sum(counter.between(start, end) for start, end in spans)
 
 
 def _model_values() -> int:
@@ -408,8 +449,19 @@ def _model_values() -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.toml"
-        path.write_text(JOB.format(tokens=4096, sequences=8, mode="diloco", codec="fp32", inner_steps=20, warm_up=0))
+        path.write_text(_job_text("h20", tokens=4096, sequences=8), encoding="utf-8")
         return count_parameters(load(path).job.model).total
+
+
+def _fetch_corpus() -> None:
+    from phalanx.job.load import load
+    from phalanx.train.data.corpus import ensure_dataset
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.toml"
+        path.write_text(_job_text("h20", tokens=4096, sequences=8), encoding="utf-8")
+        job = load(path).job
+        ensure_dataset(job.data, path.parent, vocab=job.model.vocab)
 
 
 def table(rows: list[Measured]) -> str:
@@ -448,6 +500,8 @@ def main() -> None:
         if not args.pause:
             parser.error("--values is for --pause: trained models have their own size")
         os.environ[VALUES] = str(args.values)
+    if not args.pause:
+        _fetch_corpus()
     root = args.keep or Path(tempfile.mkdtemp(prefix="slow-links-"))
     rows: list[Measured] = []
     for link in args.links.split(","):

@@ -80,7 +80,7 @@ def drill(folder: Path, tmp_path: Path) -> Drill:
     environ["XDG_CONFIG_HOME"] = str(tmp_path / "config")
     environ["XDG_DATA_HOME"] = str(tmp_path / "data")
 
-    def run(*words: str, limit_s: float = 280.0) -> tuple[int, dict[str, Any]]:
+    def run(*words: str, limit_s: float = 600.0) -> tuple[int, dict[str, Any]]:
         command = [sys.executable, "-m", "phalanx", "drill", *words, "--json"]
         done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=limit_s)
         assert done.stdout, done.stderr

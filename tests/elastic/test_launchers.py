@@ -253,7 +253,7 @@ def test_two_processes_of_a_launcher_are_one_run(tmp_path: Path) -> None:
             subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             for words, env in calls
         ]
-        said = [process.communicate(timeout=240)[0] for process in running]
+        said = [process.communicate(timeout=600)[0] for process in running]
         return [(process.returncode, text) for process, text in zip(running, said, strict=True)]
 
     def as_tasks(*extra: list[str]) -> list[tuple[list[str], dict[str, str]]]:

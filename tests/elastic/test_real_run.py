@@ -69,7 +69,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=600)
     return process.returncode, out, err
 
 

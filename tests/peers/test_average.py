@@ -278,6 +278,20 @@ def test_progress_rides_on_heartbeats_and_a_claim_that_cannot_be_is_named() -> N
         assert "8,999,500 samples in a time that allows" in event.text
 
 
+def test_a_peer_that_is_started_again_is_not_doubted_for_beginning_anew() -> None:
+    with Crew(4, samples_per_s=1000.0) as crew:
+        first, second = crew.join_all(2)
+        second.report(PeerProgress(step=50, samples=0))
+        until(lambda: second.id in first.progress() and first.progress()[second.id].step == 50)
+        second.close()
+        crew.wait_for(lambda: len(first.view().members) == 1)
+        again = crew.start(1)
+        again.join([first.address], timeout_s=20.0)
+        again.report(PeerProgress(step=1, samples=0))
+        until(lambda: second.id in first.progress() and first.progress()[second.id].step == 1)
+        assert "doubtful-progress" not in [event.kind for event in crew.events[0]]
+
+
 def test_calls_that_make_no_sense_are_refused() -> None:
     with Crew(4) as crew:
         group = crew.start(0)

@@ -150,3 +150,4 @@ def test_an_invitation_is_a_file_that_brings_everything(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         Invitation.load(tmp_path / "none.json")
     assert "there is no such invitation" in str(caught.value)
+    assert "phalanx peers invite RUN NAME" in str(caught.value)

@@ -42,7 +42,7 @@ def refused(group: PeerGroup, address: Any) -> str:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"model_digest": "other"}, "has another model: mmmmmmmm there, other here"),
+        ({"model_digest": "other"}, "has another model, or other settings: mmmmmmmm there, other here"),
         ({"tokenizer_digest": "other"}, "has another tokenizer: tttttttt there, other here"),
         ({"code_digest": "other"}, "has another version of the code: cccccccc there, other here"),
     ],
@@ -112,6 +112,9 @@ def test_an_address_that_answers_something_else_and_one_that_does_not_answer() -
         with pytest.raises(SystemFailure) as caught:
             group.join([nobody], timeout_s=1.0)
         assert "no peer of the run could be reached" in str(caught.value)
+        told = [event.text for event in crew.events[1] if event.kind == "no-answer"]
+        assert len(told) == 1
+        assert f"no peer of the run answers yet (127.0.0.1:{nobody[1]}: " in told[0]
         # One address of several is enough.
         crew.groups[0].join()
         group.join([nobody, address, crew.groups[0].address], timeout_s=20.0)

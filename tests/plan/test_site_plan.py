@@ -8,6 +8,7 @@ import pytest
 
 import phalanx
 from phalanx.plan.plan import Plan
+from phalanx.plan.slow_modes import hiding_delay
 from phalanx.rules.plan_consistency import find_contradictions
 
 SITE = 'name = "{name}"\ndevices = "{devices}"\nup_mbit_s = {up}\ndown_mbit_s = 1000\nlatency_ms = 40\n'
@@ -81,6 +82,27 @@ def test_the_smallest_h_of_the_table_reaches_the_target(make_job, sites) -> None
     assert again.sites is not None
     assert fewer.sites is not None
     assert again.sites.row.prediction.utilisation >= 0.9 > fewer.sites.row.prediction.utilisation
+
+
+def test_the_delay_that_the_page_names_is_the_smallest_that_hides_the_exchange(make_job, sites) -> None:
+    cluster = sites("8xH100:1", "8xH100:1", up=1000)
+    settings = {"mode": "diloco", "codec": "int8", "inner_steps": 200, "fragments": 2}
+    plan = plan_on(make_job, cluster, **settings)
+    assert plan.sites is not None
+    delay = hiding_delay(plan.sites.row.prediction, plan.sites.row.sync)
+    assert delay is not None
+    assert f"with sync.delay_steps = {delay} sites compute while an update travels" in str(plan)
+
+    def exposed_s(delay_steps: int) -> float:
+        tried = plan_on(make_job, cluster, **settings, delay_steps=delay_steps)
+        assert tried.sites is not None
+        return tried.sites.row.prediction.exposed_s
+
+    assert exposed_s(delay) == pytest.approx(0.0, abs=1e-9)
+    assert exposed_s(delay - 1) > 1e-6
+    # A slower link: the next fragment is due before any delay is over.
+    slow = plan_on(make_job, sites("8xH100:1", "8xH100:1", up=1), **settings)
+    assert "sync.delay_steps = " not in str(slow)
 
 
 def test_a_useless_mode_is_warned_of_with_one_that_helps(make_job, sites) -> None:

@@ -51,6 +51,7 @@ class GroupEntry:
         why: dict[Address, str] = {}
         refusals: list[BaseException] = []
         unwelcome: dict[Address, int] = {}
+        is_told = False
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -67,6 +68,10 @@ class GroupEntry:
                                 refusals.append(unknown_key(address, self._node.identity.name))
                         except (OSError, TimeoutError, ValueError) as error:
                             why[address] = printable(str(error) or type(error).__name__, most=100)
+                    if why and not refusals and not self._node.view.number and not is_told:
+                        is_told = True
+                        tried = "; ".join(f"{printable(host)}:{port}: {said}" for (host, port), said in why.items())
+                        self._node.tell("no-answer", f"no peer of the run answers yet ({tried}); asking again")
                     if len(refusals) == len(addresses) and (refusal := first_refusal(refusals)):
                         raise refusal
                     await asyncio.sleep(self._node.settings.heartbeat_s)
@@ -81,9 +86,8 @@ class GroupEntry:
                 connection.post(say.Join(member=self._node.member, history=self._node.view.history))
                 patience_s = 4 * self._node.settings.dead_after_s + 5.0
                 answer, data = await asyncio.wait_for(connection.receive(), patience_s)
-                if isinstance(
-                    answer, say.AllowlistUpdate
-                ):  # an invitation is older than those who were invited after it
+                # An invitation is older than those who were invited after it.
+                if isinstance(answer, say.AllowlistUpdate):
                     self._learn_list(data)
                     answer, _ = await asyncio.wait_for(connection.receive(), patience_s)
             finally:

@@ -20,6 +20,7 @@ KEY_FILE, CERTIFICATE_FILE = "peer-key.pem", "peer-certificate.pem"
 MOST_PEM_BYTES = 16 * 1024
 ID_DIGITS = 16  # of the fingerprint; whole fingerprints are what is pinned
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+NEW_KEY = "ask the run's owner for a new invitation, which brings a new key"
 VALID_DAYS = 3650  # revocation ends an identity, not a date: clocks of volunteers are wrong
 
 
@@ -71,11 +72,9 @@ class PeerIdentity:
         try:
             key = serialization.load_pem_private_key(key_pem.encode("ascii"), password=None)
         except (ValueError, TypeError, UnicodeEncodeError) as error:
-            raise mistake(where, "the private key cannot be read", fix="make a new identity") from error
+            raise mistake(where, "the private key cannot be read", fix=NEW_KEY) from error
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-            raise mistake(
-                where, "the private key and the certificate do not belong together", fix="make a new identity"
-            )
+            raise mistake(where, "the private key and the certificate do not belong together", fix=NEW_KEY)
         return cls(name=certificate_name(certificate, where=where), key_pem=key_pem, certificate_pem=certificate_pem)
 
     @classmethod
@@ -150,7 +149,7 @@ def parse_certificate(certificate_pem: str, *, where: str) -> Any:
         if not isinstance(certificate.public_key(), ec.EllipticCurvePublicKey):
             raise ValueError("another kind of key")
     except Exception as error:  # a stranger's bytes: the parser has errors of its own for some
-        raise mistake(where, "the certificate cannot be read") from error
+        raise mistake(where, "the certificate cannot be read", fix=NEW_KEY) from error
     return certificate
 
 

@@ -17,6 +17,7 @@ from phalanx.peers.identity import PeerIdentity
 
 MOST_ADDRESSES = 64
 KIND = "phalanx peer invitation 1"
+ASK_AGAIN = "ask the run's owner for a new invitation: phalanx peers invite RUN NAME writes one"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -66,22 +67,24 @@ class Invitation:
         try:
             data = load_json(path, MOST_LIST_BYTES)
         except FileNotFoundError as error:
-            raise mistake(where, "there is no such invitation") from error
+            raise mistake(where, "there is no such invitation", fix=ASK_AGAIN) from error
         except (OSError, ValueError) as error:
-            raise mistake(where, f"cannot be read as an invitation: {error}") from error
+            what = f"is not an invitation, or is damaged: {error}"
+            raise mistake(where, what, fix=ASK_AGAIN) from error
         if not isinstance(data, dict) or data.get("kind") != KIND:
-            raise mistake(where, "is not an invitation", fix="phalanx peers invite writes one")
+            raise mistake(where, "is not an invitation", fix=ASK_AGAIN)
         found = data.get("addresses")
         addresses = tuple(parse_wire_address(one) for one in found) if isinstance(found, list) else ()
         if not addresses or len(addresses) > MOST_ADDRESSES or None in addresses:
-            raise mistake(where, f"names no address, one that is none, or more than {MOST_ADDRESSES}")
+            what = f"names no address, one that is none, or more than {MOST_ADDRESSES}"
+            raise mistake(where, what, fix=ASK_AGAIN)
         key, certificate = data.get("key"), data.get("certificate")
         if not isinstance(key, str) or not isinstance(certificate, str):
-            raise mistake(where, "lacks the key or the certificate")
+            raise mistake(where, "lacks the key or the certificate", fix=ASK_AGAIN)
         identity = PeerIdentity.from_pem(key, certificate, where=where)
         allowed = AllowList.from_json(data.get("allowed"), where=where)
         if identity.fingerprint not in allowed.fingerprints():
-            raise mistake(where, "its allowlist does not name the peer that it invites")
+            raise mistake(where, "its allowlist does not name the peer that it invites", fix=ASK_AGAIN)
         return cls(addresses=tuple(one for one in addresses if one), identity=identity, allowed=allowed)
 
     def __repr__(self) -> str:

@@ -65,7 +65,7 @@ class PeerNode:
         self.closing = False
         self.complaints: dict[tuple[str, str], float] = {}
         self._heard: dict[str, tuple[float, float]] = {}  # sent_at of the last heartbeat, and when it came
-        self._checks: dict[str, ProgressCheck] = {}
+        self._checks: dict[str, tuple[str, ProgressCheck]] = {}  # of the process that claims: a new one begins anew
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticked_at = time.monotonic()
         self._view_since = time.monotonic()
@@ -314,7 +314,10 @@ class PeerNode:
         (self.syncing.add if message.syncing else self.syncing.discard)(peer)
         self.progress[peer] = message.progress
         self.speed.on_heartbeat(peer, message.measured_mbps)
-        check = self._checks.setdefault(peer, ProgressCheck(samples_per_s=self.settings.samples_per_s))
+        instance, check = self._checks.get(peer, ("", None))
+        if check is None or instance != connection.instance:
+            check = ProgressCheck(samples_per_s=self.settings.samples_per_s)
+            self._checks[peer] = connection.instance, check
         if doubt := check.doubt(message.progress, now):
             self.tell("doubtful-progress", doubt, peer=peer)
         for other in self.view.ids:

@@ -25,13 +25,17 @@ MOST_CONNECTIONS = 1024
 PURPOSES = ("join", "control", "data", "state")
 FACT_NAMES = {
     "run_id": "run",
-    "model_digest": "model",
+    "model_digest": "model, or other settings",
     "tokenizer_digest": "tokenizer",
     "code_digest": "version of the code",
 }
 
 FACT_FIXES = {
-    "model_digest": "start both with the same [model], [optim], [batch], [data] and [sync]: the invitation has the job"
+    "model_digest": "[model], [optim], [batch], [data], [scale] and [sync] must be the same: join without --job and "
+    "--set, and the job of the invitation is taken",
+    "tokenizer_digest": "build the dataset as the run's owner did, from the same text and with the same tokenizer",
+    "code_digest": "install the same version of Phalanx on both",
+    "run_id": "take the invitation of the run that listens at this address",
 }
 
 

@@ -10,6 +10,7 @@ from html import escape
 from phalanx.hardware.sites import MBIT
 from phalanx.io.tables import html_table, text_table
 from phalanx.plan.site_forecast import ModeRow, SiteForecast
+from phalanx.plan.slow_modes import hiding_delay
 from phalanx.units import format_bytes, format_count, format_money, format_seconds
 
 Table = list[tuple[str, ...]]
@@ -75,10 +76,23 @@ def site_sections(forecast: SiteForecast) -> list[tuple[str, list[str]]]:
         for note in (*mode_notes(forecast), *sources)
         for part in textwrap.wrap(note, WIDTH, break_on_hyphens=False)
     ]
+    delay = [part for note in delay_notes(forecast) for part in textwrap.wrap(note, WIDTH, break_on_hyphens=False)]
     return [
         ("SITES", text_table(site_table(forecast), right=(3, 4, 5, 6, 7, 8))),
         ("MODES AND CODECS ON THE SLOW LINKS", [*text_table(modes, right=range(2, 10)), *notes]),
-        ("UTILISATION BY CODEC AND INNER STEPS (H)", text_table(grid_table(forecast), right=range(1, 99))),
+        ("UTILISATION BY CODEC AND INNER STEPS (H)", [*text_table(grid_table(forecast), right=range(1, 99)), *delay]),
+    ]
+
+
+def delay_notes(forecast: SiteForecast) -> list[str]:
+    """How the job's own mode need not wait for its exchanges, where a delay does that."""
+    found = forecast.row.prediction
+    delay = hiding_delay(found, forecast.row.sync)
+    if delay is None:
+        return []
+    return [
+        f"> with sync.delay_steps = {delay:,} sites compute while an update travels "
+        f"({format_seconds(found.exchange_s)}), and wait for none; what that costs in loss was not measured by us"
     ]
 
 
@@ -108,7 +122,7 @@ def site_html(forecast: SiteForecast) -> list[str]:
         ("Utilisation by codec and inner steps (H)", grid_table(forecast)),
     )
     tables = [f"<h5>{title}</h5>{html_table(rows[1:], head=rows[0])}" for title, rows in blocks]
-    return [*tables, *(f"<p>{escape(note)}</p>" for note in (*mode_notes(forecast), *sources))]
+    return [*tables, *(f"<p>{escape(note)}</p>" for note in (*mode_notes(forecast), *sources, *delay_notes(forecast)))]
 
 
 def _device_name(cluster: str) -> str:

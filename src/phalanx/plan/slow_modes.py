@@ -177,6 +177,18 @@ def _gathered_work(sites: Sequence[SitePace], sync: SyncSettings) -> tuple[float
     return gathered_s, learnt
 
 
+def hiding_delay(found: ModePrediction, sync: SyncSettings) -> int | None:
+    """The smallest `delay_steps` with which compute hides an exchange that it does not hide yet; None where none does.
+
+    A result must be applied before the next fragment is sent, so H bounds the delay.
+    """
+    if found.mode not in ("diloco", "quorum") or found.exposed_s <= 1e-9:
+        return None
+    compute_s = found.step_s - found.exposed_s / found.inner_steps  # of one step, the wait for slower sites included
+    delay = math.ceil(found.exchange_s / compute_s - 1e-9)
+    return delay if delay < found.inner_steps // sync.fragments else None
+
+
 def smallest_inner_steps(
     sites: Sequence[SitePace], values: float, sync: SyncSettings, *, target: float = TARGET_UTILISATION
 ) -> int | None:

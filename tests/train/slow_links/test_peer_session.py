@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from peer_trials import join_all
 from tiny_dataset import write_dataset
 
 import phalanx
-from phalanx.errors import UserError
+from phalanx.errors import Problem, SystemFailure, UserError
 from phalanx.io.toml import to_toml
 from phalanx.job.load import job_to_dict
+from phalanx.job.sync_section import SyncSettings
 from phalanx.peers.allowlist import AllowList
+from phalanx.peers.facts import MemberView
 from phalanx.peers.identity import PeerIdentity
 from phalanx.record.report.render import resume_command
 from phalanx.record.run import Run, create_run
@@ -28,6 +31,7 @@ from phalanx.train.slow_links.peer_session import (
     run_facts,
     write_session,
 )
+from phalanx.train.slow_links.training_entry import TrainingEntry
 
 
 @pytest.fixture
@@ -122,3 +126,29 @@ def test_an_update_that_raises_the_loss_is_left_out(trials) -> None:
     assert honest == [None] * len(honest)
     assert len(poisoned) == 2
     assert all("raises the loss on held-out text" in str(one) for one in poisoned)
+
+
+def test_a_peer_that_finds_nobody_leaves_when_it_is_asked_to() -> None:
+    """It used to wait for as long as an answer may take, five minutes."""
+    is_asked, is_closed = threading.Event(), threading.Event()
+
+    class Unanswered:
+        def join(self, addresses: object, *, timeout_s: float) -> MemberView:
+            is_asked.set()
+            is_closed.wait(timeout=20)  # as long as it takes a mistake to show
+            raise SystemFailure(Problem(where="join", what=f"nobody within {timeout_s:g} s"))
+
+    entry = TrainingEntry(
+        Unanswered(),
+        SyncSettings(mode="target-batch"),
+        addresses=[("192.0.2.1", 7)],
+        founds=True,
+        is_allowed=lambda peer: True,
+        stop=is_asked.is_set,
+        patience_s=300.0,
+    )
+    try:
+        with pytest.raises(SystemFailure, match=r"was stopped before a peer of the run had answered at 192\.0\.2\.1:7"):
+            entry.join_group(0)
+    finally:
+        is_closed.set()

@@ -29,7 +29,7 @@ REMARKED = (
 )
 # Of a group of peers: what changes who learns with whom. Connections that end and return are not.
 TOLD_OF_PEERS = (
-    *("joined", "left", "evicted", "rejoined", "no-majority", "forced", "dropped", "revoked"),
+    *("joined", "left", "evicted", "rejoined", "no-majority", "no-answer", "forced", "dropped", "revoked"),
     *("doubtful-progress", "measured", "behind", "caught-up"),
 )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 
 from phalanx.errors import Problem, SystemFailure
 from phalanx.job.sync_section import SyncSettings
@@ -40,11 +42,31 @@ class TrainingEntry:
         if self._addresses:
             try:
                 patience_s = 2 * self._sync.dead_after_s if self._founds else self._patience_s
-                return link.join(self._addresses, timeout_s=patience_s)
+                return self._join_until_stopped(patience_s)
             except SystemFailure:
-                if not self._founds:
+                if not self._founds or self._stop():
                     raise
         return link.join((), first_round=round_number)
+
+    def _join_until_stopped(self, patience_s: float) -> MemberView:
+        """Join through one of the addresses; whoever is asked to stop meanwhile does not wait for an answer."""
+        answer: Future[MemberView] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._link.join(self._addresses, timeout_s=patience_s))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        # A daemon: closing the group, which follows a stop, leaves the call without an answer.
+        threading.Thread(target=ask, name="peer-join", daemon=True).start()
+        while not answer.done():
+            if self._stop():
+                tried = ", ".join(f"{host}:{port}" for host, port in self._addresses)
+                what = f"was stopped before a peer of the run had answered at {tried}"
+                raise SystemFailure(Problem(where="join", what=what, fix="join again when one of them is up"))
+            wait((answer,), POLL_S)
+        return answer.result()
 
     def wait_for_peers(self, round_number: int) -> None:
         """Until as many are here as the job says, the group has begun, or patience is at its end."""

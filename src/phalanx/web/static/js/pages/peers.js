@@ -69,7 +69,7 @@ export class PeersPage {
         peerTable(answer.peers),
       ),
       section("Rounds", scroll("Rounds as a timeline", timeline(answer)), key()),
-      answer.happened.length ? section("What happened", happened(answer.happened)) : null,
+      answer.happened.length ? section("What happened", happened(answer.happened, answer.peers)) : null,
     );
   }
 }
@@ -103,8 +103,9 @@ function map(peers, size) {
   });
   const most = Math.max(1, ...others.map(speed));
   const lines = self ? others.map((peer, index) => drawLink(peer, centre, place[index], most)) : [];
-  const nodes = others.map((peer, index) => drawPeer(peer, place[index]));
-  if (self) nodes.push(drawPeer(self, centre));
+  const isTold = size === MAP || others.length <= 2; // among many, words would lie on words: the table has them
+  const nodes = others.map((peer, index) => drawPeer(peer, place[index], isTold));
+  if (self) nodes.push(drawPeer(self, centre, isTold));
   return s(
     "svg",
     { viewBox: `0 0 ${size.width} ${height}`, width: size.width, height, role: "img", class: "peer-map" },
@@ -123,6 +124,8 @@ function drawLink(peer, from, to, most) {
     known ? `${integer(Math.round(speed(peer)))} Mbit/s` : null,
     isNumber(peer.latency_s) ? seconds(peer.latency_s) : null,
   ].filter(Boolean);
+  // Names and shares stand below their peers: away from those of the upper end of the line.
+  const along = Math.abs(to.y - from.y) < 20 ? 0.5 : to.y > from.y ? 0.62 : 0.38;
   return s(
     "g",
     {},
@@ -135,11 +138,15 @@ function drawLink(peer, from, to, most) {
       "stroke-width": width.toFixed(1),
       "stroke-dasharray": peer.present ? "none" : "4 4",
     }),
-    s("text", { x: (from.x + to.x) / 2, y: (from.y + to.y) / 2 - 8, class: "soft" }, label.join(", ")),
+    s(
+      "text",
+      { x: from.x + along * (to.x - from.x), y: from.y + along * (to.y - from.y) - 8, class: "soft" },
+      label.join(", "),
+    ),
   );
 }
 
-function drawPeer(peer, { x, y }) {
+function drawPeer(peer, { x, y }, isTold) {
   const colour = !peer.present ? "var(--grey)" : peer.dropped ? "var(--orange)" : "var(--green)";
   const beside = [
     isNumber(peer.credit_share) ? `${percent(peer.credit_share)} of the samples` : null,
@@ -151,7 +158,7 @@ function drawPeer(peer, { x, y }) {
     {},
     s("circle", { cx: x, cy: y, r: peer.is_self ? 16 : 12, fill: colour, stroke: "var(--paper)", "stroke-width": 2 }),
     s("text", { x, y: y + 30, class: "name" }, `${nameOf(peer)}${peer.is_self ? " (this)" : ""}`),
-    s("text", { x, y: y + 46, class: "soft" }, beside.join(", ")),
+    isTold ? s("text", { x, y: y + 46, class: "soft" }, beside.join(", ")) : [],
   );
 }
 
@@ -231,11 +238,13 @@ function key() {
   );
 }
 
-function happened(rows) {
+function happened(rows, peers) {
+  const names = new Map(peers.map((peer) => [peer.id, nameOf(peer)]));
   return table(
     [
       { head: "When", cell: (row) => clock(row.t) },
       { head: "Step", kind: "number", cell: (row) => integer(row.step) },
+      { head: "Peer", cell: (row) => (row.peer ? (names.get(row.peer) ?? row.peer.slice(0, 8)) : NONE) },
       { head: "What", cell: (row) => row.kind },
       { head: "In words", cell: (row) => row.text },
     ],
