@@ -22,7 +22,12 @@ def test_sizes_that_do_not_divide_the_devices(make_ask):
 
 def test_all_four_sizes_must_give_the_device_count(make_ask):
     sizes = {f"parallel__{name}": 2 for name in ("tensor", "context", "pipeline", "data")}
-    assert "= 16 is not the 64 devices of" in message(make_ask(cluster="8xH100:8", **sizes))
+    text = message(make_ask(cluster="8xH100:8", **sizes))
+    assert "= 16 is not the 64 devices of" in text
+    assert text.endswith("use parallel.data = 8, or a cluster of 16 devices")
+    sizes["parallel__tensor"] = 16
+    text = message(make_ask(cluster="6xH100:4", **sizes))
+    assert text.endswith("use other sizes, or a cluster of 128 devices")
 
 
 def test_shard_groups_count_among_the_sizes(make_ask):
@@ -45,6 +50,12 @@ def test_a_batch_that_cannot_be_shared(make_ask):
     text = message(make_ask(cluster="1xH100:37", batch=512))
     assert "job.toml:8: the global batch of 512 sequences cannot be divided evenly over 37 devices" in text
     assert "use batch.global_sequences = 481 or 518, or another number of devices" in text
+
+
+def test_a_batch_is_made_of_whole_micro_batches(make_ask):
+    sizes = {f"parallel__{name}": 1 for name in ("tensor", "context", "pipeline")}
+    text = message(make_ask(cluster="8xH100:2", batch=4, batch__micro=4, **sizes))
+    assert "use batch.global_sequences = 64, or another number of devices" in text
 
 
 def test_experts_that_do_not_fit_the_replicas(make_ask):

@@ -32,11 +32,16 @@ def no_layout(request: PlanRequest) -> UserError:
     if devices % product or ("data" in sizes and len(sizes) == 4 and product != devices):
         verb = "is not" if len(sizes) == 4 else "does not divide"
         near = max(n for n in all_divisors(devices) if n <= product)
+        fix = f"make the product {near:,}, or use a cluster of {_next_multiple(devices, product):,} devices"
+        if len(sizes) == 4:  # only one product will do
+            others = product // sizes["data"]
+            data = f"parallel.data = {devices // others:,}" if devices % others == 0 else "other sizes"
+            fix = f"use {data}, or a cluster of {plural(product, 'device')}"
         return mistake(
             request.place(f"parallel.{next(iter(sizes))}"),
             f"{written} = {product:,} {verb} the {plural(devices, 'device')} of {request.cluster.name}",
             why="tensor × context × pipeline × data must use every device",
-            fix=f"make the product {near:,}, or use a cluster of {_next_multiple(devices, product):,} devices",
+            fix=fix,
         )
     if (conflict := _shards_do_not_divide(request)) is not None:
         return conflict
@@ -111,8 +116,9 @@ def _no_batch(request: PlanRequest) -> UserError:
             why="tensor × context × pipeline × data must use every device",
             fix=f"tensor sizes that keep whole heads: {heads}; use a device count with such factors",
         )
-    least = data[0]
-    below, above = request.global_sequences // least * least, _next_multiple(request.global_sequences, least)
+    least, micro = data[0], int(request.fixed.get("micro", 1))
+    share = least * micro
+    below, above = request.global_sequences // share * share, _next_multiple(request.global_sequences, share)
     sizes = " or ".join(f"{n:,}" for n in (below, above) if n)
     return mistake(
         request.place("batch.global_sequences"),

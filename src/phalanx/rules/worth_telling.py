@@ -58,6 +58,8 @@ def is_small(rule: Rule, outcome: Outcome, evidence: Evidence) -> bool:
     impact = outcome.impact
     if not evidence.is_foreign:
         return False
+    if rule.id == "ENV001" and outcome.severity == "error":  # a credential is known to everybody, however short the run
+        return False
     if rule.id.startswith((*COSTS_TIME, *OF_REAL_RUNS)) and is_trial(evidence):
         return True
     if rule.id.startswith(OF_REAL_RUNS) and learns_nothing(evidence):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cli.main import main
 from phalanx.rules.foreign.detect import TrainsNothingError
 from phalanx.rules.specification import check
 from phalanx.rules.worth_telling import TRIAL_S, slurm_seconds
@@ -230,3 +231,24 @@ def test_a_program_that_is_told_to_infer_is_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "trial"), [("240", True), ("4:00:00", True), ("0-05", False), ("1-00:00:00", False)])
 def test_limits_of_slurm(text: str, trial: bool) -> None:
     assert (0 < slurm_seconds(text) <= TRIAL_S) is trial
+
+
+KEY = "0f3a9c7d51be42e86a90" + "c4d7e1b8f2063a5d9e47"  # made up, of the form that a tracker gives
+
+
+@pytest.mark.parametrize("place", ["variable", "argument", "trial"])
+def test_a_credential_in_a_script_is_an_error_and_is_never_shown(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / ("debug.sh" if place == "trial" else "run.sh")
+    argument = f"--wandb_api_key {KEY}" if place == "argument" else ""
+    path.write_text(script("" if argument else f"export WANDB_API_KEY={KEY}", more=argument), encoding="utf-8")
+    for options in ([], ["--json"], ["--format", "sarif"]):
+        assert main(["check", str(path), *options]) == 1
+        page = capsys.readouterr().out
+        assert "ENV001" in page
+        assert "looks like a credential" in page
+        assert KEY not in page
+    path.write_text(path.read_text().replace(KEY, "$MY_KEY"), encoding="utf-8")
+    main(["check", str(path)])
+    assert "looks like a credential" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""ENV001: no environment variable slows the job down, or turns off what it relies on."""
+"""ENV001: no environment variable slows the job down, turns off what it relies on, or gives a credential away."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from phalanx.rules.credential_text import is_secret
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -63,10 +64,27 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         for name, one in evidence.settings.items()
         if name.startswith("env.") and one.value is not None
     }
+    secrets = tuple(_secrets(evidence))
     if not variables:
-        return (exempt("the file sets no environment variable"),)
-    found = [*_traps(evidence, variables, limits.words("traps")), *_connections(evidence, variables, limits)]
+        return secrets or (exempt("the file sets no environment variable"),)
+    found = [*secrets, *_traps(evidence, variables, limits.words("traps")), *_connections(evidence, variables, limits)]
     return tuple(found) or (passed(f"{len(variables)} environment variables, none of them a trap", value=0),)
+
+
+def _secrets(evidence: Evidence) -> Iterator[Outcome]:
+    """Variables and arguments whose value is a credential; the value itself is never shown."""
+    for name, setting in evidence.settings.items():
+        if isinstance(setting.value, str) and is_secret(f"{name}={setting.value}"):
+            shown = name.removeprefix("env.")
+            yield failed(
+                f"{shown} stands in the file with its value, which looks like a credential",
+                at=f"setting:{name}",
+                severity="error",
+                impact=Impact(
+                    note="no time by itself: files travel further than anybody remembers, and so do logs of them"
+                ),
+                fix=f"revoke it, and hand {shown} over in the environment of whoever starts the job",
+            )
 
 
 def _traps(evidence: Evidence, variables: dict[str, str], names: tuple[str, ...]) -> Iterator[Outcome]:
@@ -157,18 +175,22 @@ RULE = Rule(
     severity="warning",
     requires="J",
     uses="P",
-    requirement="No environment variable turns off links, overlap or error handling that the job relies on.",
+    requirement="No environment variable turns off links, overlap or error handling that the job relies on, or holds a "
+    "credential.",
     why="""
 Variables for finding a fault stay in scripts. `NCCL_P2P_DISABLE=1` sends traffic of 450 GB/s over a host's PCIe;
 `NCCL_IB_DISABLE=1` replaces 400 Gb/s InfiniBand by TCP; `CUDA_LAUNCH_BLOCKING=1` makes every kernel wait for the one
-before. Nothing fails, and the job is several times slower.
+before. Nothing fails, and the job is several times slower. Keys of trackers and hubs stay in scripts too, and are known
+to everybody who reads them.
 """,
     how="""
 `export NAME=value` and `NAME=value command` of launch scripts, and environment tables of recipes. A variable is a
 finding with the values that the page of the library names as such; those about links between hosts only where there
 are several, those about links within a host only with several devices in it. A comment beside it that says what it is
 needed for makes it a remark. `CUDA_DEVICE_MAX_CONNECTIONS` is 1 with Megatron's tensor parallelism, and not 1 with its
-FSDP; it is not judged on Blackwell, and without a cluster not where it is 32, as recipes for Blackwell set it.
+FSDP; it is not judged on Blackwell, and without a cluster not where it is 32, as recipes for Blackwell set it. A
+variable or argument whose value looks like a credential, by the patterns of SEC004, is an error; `check` shows no such
+value.
 """,
     limits={
         "traps": Limit(value=tuple(TRAPS), note="variables with a value that slows down or hides errors: our choice"),

@@ -22,7 +22,7 @@ def unstated_key(evidence: Evidence, key: str, what: str) -> Outcome | None:
 def refusal_text(problem: Problem) -> str:
     """Why there is no plan, as a sentence: what a configuration does not say lacks its subject."""
     silent = problem.what.startswith(("does not say", "trains a part"))
-    return f"the configuration {problem.what}" if silent else problem.what
+    return f"the configuration {problem.what}" if silent else problem.what.removeprefix("no layout can run: ")
 
 
 def how_to_say(evidence: Evidence, key: str) -> str:

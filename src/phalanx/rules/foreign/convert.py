@@ -15,6 +15,7 @@ from phalanx.hardware.types import Cluster
 from phalanx.job.draft import Origin
 from phalanx.job.load import ResolvedJob, load_table
 from phalanx.job.schema import SECTIONS
+from phalanx.rules.credential_text import is_secret
 from phalanx.rules.evidence import ForeignSetting, Unmapped
 from phalanx.rules.facts.trainers import Practice, habits_of
 from phalanx.rules.foreign.adapters import changed_steps, partial_training
@@ -133,6 +134,11 @@ def _set_cluster(config: Conversion, spec: str, found: Cluster | None, *, named:
         config.values["cluster.spec"] = JobSetting(value=spec, note=note)
 
 
+def _shown_value(key: str, value: object) -> str:
+    """As the file has it, but for credentials: what is printed ends up in the logs of CI."""
+    return "[looks like a credential]" if is_secret(f"{key}={value}") else value_text(value)
+
+
 def _converted_config(
     config: Conversion,
     trainer: Trainer,
@@ -157,7 +163,7 @@ def _converted_config(
         resolved = _load_converted(config)
         config.values = written
     unmapped = tuple(
-        Unmapped(key=key, value=value_text(config.leaves[key].value), why=settled.text)
+        Unmapped(key=key, value=_shown_value(key, config.leaves[key].value), why=settled.text)
         for key, settled in config.settled.items()
         if settled.fate == "unmapped"
     )

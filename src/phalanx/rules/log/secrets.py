@@ -1,14 +1,9 @@
-"""Credentials in what a run wrote: a few well-known forms, and words of much entropy beside a name that asks for one.
-
-Digests, hashes and run names are no secrets: entropy alone accuses nobody.
-"""
+"""Credentials in what a run wrote: its events, its ranks' logs and the few files of its folder."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,66 +14,23 @@ from phalanx.record.event_batches import LineBlock
 from phalanx.record.event_schema import EventColumns
 from phalanx.record.events import Event
 from phalanx.record.run import Run
+from phalanx.rules.credential_text import MOST_TEXT, is_secret
 
-_FORMS = re.compile(
-    r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"  # AWS
-    r"|\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_[A-Za-z0-9_]{22}"
-    r"|\bhf_[A-Za-z0-9]{30,40}\b"
-    r"|\bsk-(?:proj-|ant-[a-z0-9]{2,8}-)?[A-Za-z0-9_-]{20,}"
-    r"|\bxox[abprs]-[0-9A-Za-z-]{10,}"
-    r"|\bAIza[0-9A-Za-z_-]{35}"
-    r"|-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----"
-    r"|://[^\s/@:\"']{0,100}:[^\s/@\"']{1,200}@"  # user:password@host
-)
-_PASSWORD = re.compile(r"""(?:password|passwd|passphrase)["']?\s?[=:]\s?(["']?)([^\s"',;&]{6,200})""", re.IGNORECASE)
-_NAMED = re.compile(
-    r"""(?:secret|token|api_?key|access_?key|private_?key|credentials?|authorization|bearer)["']?\s?[=: ]\s?["']?"""
-    r"""([A-Za-z0-9_+/=.-]{16,400})""",
-    re.IGNORECASE,
-)
-_EMPTY = re.compile(r"\[\w+\]|\*+|<.*>|\$.*|\{.*|none|null|true|false|redacted|x+|\.+", re.IGNORECASE)
 # One of these is in every line that can match; most lines have none.
 _WORDS = (
     b"pass", b"secret", b"token", b"key", b"credential", b"authoriz", b"bearer", b"://", b"akia", b"asia", b"gh",
     b"hf_", b"sk-", b"xox", b"aiza",
 )  # fmt: skip
-LEAST_BITS = 3.5  # of entropy per character; English words in a row have less, random letters and digits more
 MOST_FILE_BYTES = 8 * 2**20  # of one log
 MOST_BYTES = 64 * 2**20  # of all
 MOST_FILES = 4096
 MOST_EVENTS = 100_000  # with texts; a run has a few hundred per rank
 BLOCK_BYTES = 64 * 2**10
-MOST_TEXT = 10_000  # bytes that are matched at once
 OVERLAP = 512  # of two parts of a line: longer than any form of a key
 MOST_LINES = 1_000  # that are no events, of a piece
 MOST_CLEAN, SHORT_TEXT = 1_000, 200
 _NUMBERS = frozenset((int, float, bool))
 _DIGEST = re.compile(r"(?:sha256:)?[0-9a-f]{0,128}")
-
-
-def is_secret(text: str) -> bool:
-    """Whether a line looks as if it gave away a credential.
-
-    >>> is_secret("cloning https://me:hunter2@host/x"), is_secret("tokens=4096 digest 9f86d081884c7d659a2feaa0c55ad015")
-    (True, False)
-    """
-    text = text[:MOST_TEXT]
-    if _FORMS.search(text):
-        return True
-    for match in _PASSWORD.finditer(text):
-        is_value = "=" in match.group(0) or match.group(1)  # "password: required" is a sentence
-        if is_value and not _EMPTY.fullmatch(match.group(2)):
-            return True
-    return any(_is_random(match.group(1)) for match in _NAMED.finditer(text))
-
-
-def _is_random(word: str) -> bool:
-    """Letters and digits without an order, as keys are; a path, a version or a sentence is not."""
-    if _EMPTY.fullmatch(word) or not re.search(r"\d", word) or not re.search(r"[A-Za-z]", word) or word.count("/") > 1:
-        return False
-    counts = Counter(word)
-    bits = -sum(count / len(word) * math.log2(count / len(word)) for count in counts.values())
-    return bits >= min(LEAST_BITS, 0.85 * math.log2(len(word)))
 
 
 class Secrets:
