@@ -25,7 +25,7 @@ SWIFT = (
 TRAINER = (
     "#!/bin/bash\ntorchrun --nproc_per_node 8 train.py --model_name_or_path meta-llama/Meta-Llama-3-70B \\\n"
     "  --per_device_train_batch_size 1 --gradient_accumulation_steps 8 --bf16 True --model_max_length 4096 ARGS \\\n"
-    "  --save_strategy steps --logging_steps 1 --lr_scheduler_type cosine\n"
+    "  --save_strategy steps --logging_steps 1 --tf32 True --gradient_checkpointing True\n"
 )
 
 
