@@ -25,7 +25,7 @@ from phalanx.rules.foreign.launched_programs import (
 from phalanx.rules.foreign.megatron import IRRELEVANT as MEGATRON_IRRELEVANT
 from phalanx.rules.foreign.megatron import UNMAPPED as MEGATRON_UNMAPPED
 from phalanx.rules.foreign.megatron import canonical_key, read_machines
-from phalanx.rules.foreign.shell.launchers import accelerate_at, starts_deepspeed
+from phalanx.rules.foreign.shell.launcher_arguments import accelerate_at, starts_deepspeed
 from phalanx.rules.foreign.shell.named_settings import (
     FSDP_FILE,
     LAUNCH_FILE,

@@ -13,7 +13,7 @@ from phalanx.io.files import read_text
 from phalanx.rules.foreign.conversion import MOST_LEAVES, Leaf
 from phalanx.rules.foreign.shell.flags_without_value import SWITCHES
 from phalanx.rules.foreign.shell.interpreter import Interpreter, TooLongError
-from phalanx.rules.foreign.shell.launchers import accelerate_at, is_launcher_switch, program_of_accelerate
+from phalanx.rules.foreign.shell.launcher_arguments import accelerate_at, is_launcher_switch, program_of_accelerate
 from phalanx.rules.foreign.shell.partial_text import CLOSE, MARK, OPEN, UnknownTable, is_known
 from phalanx.rules.foreign.shell.script_parser import parse_statements
 from phalanx.rules.foreign.shell.script_state import StartedCommand
