@@ -28,6 +28,7 @@ from phalanx.scale.repeated_data import effective_tokens, fit_repeated
 from phalanx.scale.run_points import used_rates
 from phalanx.scale.surface import Surface, SurfaceData
 from phalanx.scale.surface_fit import NAMES, STARTS, estimate_interval, fit_surface, is_open_exponent
+from phalanx.scale.surface_profile import Ends
 from phalanx.units import format_count, plural
 
 Array = NDArray[np.float64]
@@ -201,7 +202,7 @@ def _assemble_fit(
     resampled: Array,
     residuals: Array,
     notes: Diagnostics,
-    profiles: dict[str, tuple[float, float]] | None = None,
+    profiles: Mapping[str, Ends] | None = None,
     strays: tuple[int, ...] = (),
 ) -> ScalingFit:
     """A fit of any method from its numbers, resamples and residuals of ln loss; `strays` are rows that it left out."""

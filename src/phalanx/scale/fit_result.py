@@ -11,7 +11,11 @@ FARTHEST_DRIFT = 3.0  # times what the held-out budget showed: it says nothing o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitEstimate:
-    """A fitted number with its 80 % intervals: `low` and `high` by bootstrap, `profile_*` by profile likelihood."""
+    """A fitted number with its 80 % intervals: `low` and `high` by resampling, `profile_*` by profile likelihood.
+
+    Where the points leave the lower end open `profile_low` is 0; with the upper end open it is a number beside a
+    `profile_high` of None.
+    """
 
     value: float
     low: float | None = None

@@ -39,7 +39,7 @@ def fit_text(fit: ScalingFit) -> str:
                 label,
                 f"{one.value:.4g}",
                 _range_text(one.low, one.high),
-                _range_text(one.profile_low, one.profile_high),
+                _profile_text(one),
                 error,
             )
         )
@@ -82,6 +82,14 @@ def _answer_lines(fit: ScalingFit) -> list[str]:
 
 def _range_text(low: float | None, high: float | None) -> str:
     return f"{low:.4g} to {high:.4g}" if low is not None and high is not None else ""
+
+
+def _profile_text(one: FitEstimate) -> str:
+    if one.profile_low is None:
+        return ""
+    if one.profile_high is None:
+        return f"{one.profile_low:.4g} or more" if one.profile_low else "open"
+    return _range_text(one.profile_low, one.profile_high)
 
 
 def _optimum_lines(fit: ScalingFit) -> list[str]:

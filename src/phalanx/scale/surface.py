@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 LEAST_EXPONENT, MOST_EXPONENT = 0.01, 3.0
-GRID = 28  # exponents of each kind that are tried
+GRID_EXPONENTS = np.geomspace(0.03, 2.0, 28)  # of each kind that are tried
 ITERATIONS = 60
 _TINY = 1e-300
 _LOWEST = np.array([-12.0, -30.0, -30.0, math.log(LEAST_EXPONENT), math.log(LEAST_EXPONENT)])
@@ -133,21 +133,36 @@ def surface_values(theta_K5: Array, data: SurfaceData) -> tuple[Array, Array, Ar
 def project_grid(data: SurfaceData, *, tied: bool = False, keep: int = 8) -> Array:
     """The best `keep` pairs of exponents of a grid, each with its E, A and B: starts for `polish_surface`.
 
-    E, A and B by non-negative least squares over the 3x3 normal equations of all pairs at once.
     `tied` searches α = β.
     """
-    exponents = np.geomspace(0.03, 2.0, GRID)
-    alpha, beta = (exponents, exponents) if tied else (one.ravel() for one in np.meshgrid(exponents, exponents))
+    alpha, beta = (
+        (GRID_EXPONENTS, GRID_EXPONENTS)
+        if tied
+        else (one.ravel() for one in np.meshgrid(GRID_EXPONENTS, GRID_EXPONENTS))
+    )
+    linear, cost = project_pairs(data, alpha, beta)
+    order = np.argsort(cost)[:keep]
+    linear = np.maximum(linear[order], 1e-4)
+    return np.column_stack([np.log(linear), np.log(alpha[order]), np.log(beta[order])])
+
+
+def project_pairs(data: SurfaceData, alpha: Array, beta: Array, *, level: float | None = None) -> tuple[Array, Array]:
+    """E, A and B (K, 3) of pairs of exponents, and the sums of squares: non-negative least squares.
+
+    Over the 3x3 normal equations of all pairs at once. `level` holds E.
+    """
     shape = np.broadcast_shapes((len(alpha), 1), data.x.shape)
     columns = np.stack([np.ones(shape), np.exp(-alpha[:, None] * data.x), np.exp(-beta[:, None] * data.y)], axis=-1)
     columns /= data.noise[None, :, None]
-    measured = data.loss / data.noise
+    measured = (data.loss - (level or 0.0)) / data.noise
     normal = columns.transpose(0, 2, 1) @ columns
     right = np.einsum("kpi,p->ki", columns, measured)
     best = np.full(len(alpha), np.inf)
     linear = np.zeros((len(alpha), 3))
-    # Non-negative least squares of three unknowns: the best of the seven supports whose solution is not negative.
+    # Of three unknowns: the best of the seven supports whose solution is not negative.
     for support in ([0, 1, 2], [1, 2], [0, 1], [0, 2], [0], [1], [2]):
+        if level is not None and 0 in support:
+            continue
         sub = normal[:, support][:, :, support] + 1e-14 * np.eye(len(support))
         found = np.linalg.solve(sub, right[:, support, None])[..., 0]
         cost = measured @ measured - np.einsum("ki,ki->k", found, right[:, support])
@@ -156,9 +171,9 @@ def project_grid(data: SurfaceData, *, tied: bool = False, keep: int = 8) -> Arr
         linear[better] = 0.0
         rows = np.flatnonzero(better)
         linear[rows[:, None], support] = found[better]
-    order = np.argsort(best)[:keep]
-    linear = np.maximum(linear[order], 1e-4)
-    return np.column_stack([np.log(linear), np.log(alpha[order]), np.log(beta[order])])
+    if level is not None:
+        linear[:, 0] = level
+    return linear, best
 
 
 def polish_surface(

@@ -30,12 +30,12 @@ from phalanx.scale.surface import (
     surface_values,
 )
 from phalanx.scale.surface_posterior import CONSTANT_ODDS, sample_posterior
+from phalanx.scale.surface_profile import Ends, profile_intervals
 
 NAMES = ("E", "A", "B", "alpha", "beta")
 SHARE = 0.8  # of outcomes that an interval holds
 STARTS = 48
 AGREE = 0.01  # exponents that differ by less are the same answer
-PROFILE_POINTS = 33
 OPEN_EXPONENT = 1.5  # ratio of the ends of an interval of a or 1 - a, from which the runs leave the optimum open
 NEGLIGIBLE = 1e-3  # of the loss: a term that never reaches it is none
 
@@ -53,7 +53,7 @@ class SurfaceFit:
     agreeing: float
     condition_number: float  # of the problem that is searched
     raw_condition_number: float  # of E, A, B, α and β at once
-    profiles: dict[str, tuple[float, float]]
+    profiles: dict[str, Ends]
     noise: str  # "proportional" to the loss, or "constant": what the residuals speak for
     is_degenerate: bool = False  # by least squares N or D does not matter
     strays: tuple[int, ...] = ()  # rows that the others exclude: not fitted
@@ -126,7 +126,9 @@ def fit_surface(
         raw_condition_number=raw,
         profiles={}
         if method == "huber3" or not profile
-        else _profile_interval(data, squares, float(cost.min()), tied=tied),
+        else profile_intervals(
+            data, squares, float(cost.min()), share=SHARE, free=max(len(data.loss) - (4 if tied else 5), 1), tied=tied
+        ),
         noise="proportional" if relative else "constant",
         is_degenerate=is_degenerate,
         strays=tuple(strays),
@@ -223,40 +225,7 @@ def condition_numbers(data: SurfaceData, theta: Array, *, tied: bool) -> tuple[f
     return float((every[0] / max(every[-1], tiny)) ** 2), float((rest[0] / max(rest[-1], tiny)) ** 2)
 
 
-def _profile_interval(
-    data: SurfaceData, theta: Array, objective: float, *, tied: bool
-) -> dict[str, tuple[float, float]]:
-    """Where the cost, minimised over the others, stays below what Student's t allows: 80 % profile intervals."""
-    _, slopes = residual_slopes(data, theta, tied=tied)
-    free = max(len(data.loss) - slopes.shape[1], 1)
-    limit = objective * (1.0 + float(stats.t.ppf(0.5 + SHARE / 2, free)) ** 2 / free)
-    found = {}
-    for name, place in (("E", 0), ("alpha", 3), *(() if tied else (("beta", 4),))):
-        spread = np.linspace(-1.0, 1.0, PROFILE_POINTS)
-        offsets = np.sign(spread) * np.abs(spread) ** 2 * (0.7 if place == 0 else 1.2)
-        starts = np.repeat(theta[None, :], len(offsets), axis=0)
-        starts[:, place] += offsets
-        fixed = (place,) if not (tied and place == 3) else (3,)
-        _, cost = polish_surface(data, starts, fixed=fixed, tied=tied, iterations=80)
-        middle = len(offsets) // 2
-        low = _profile_crossing(offsets[: middle + 1][::-1], cost[: middle + 1][::-1], limit)
-        high = _profile_crossing(offsets[middle:], cost[middle:], limit)
-        found[name] = (math.exp(theta[place] + low), math.exp(theta[place] + high))
-    return found
-
-
-def _profile_crossing(offsets: Array, cost: Array, limit: float) -> float:
-    """Where a cost that rises outwards passes the limit, by interpolation; the end of the range if it never does."""
-    above = np.flatnonzero(cost > limit)
-    if not len(above) or above[0] == 0:
-        return float(offsets[-1] if not len(above) else offsets[0])
-    right = int(above[0])
-    left = right - 1
-    share = (math.sqrt(limit) - math.sqrt(cost[left])) / (math.sqrt(cost[right]) - math.sqrt(cost[left]))
-    return float(offsets[left] + share * (offsets[right] - offsets[left]))
-
-
-def estimate_interval(value: float, draws: Array, profile: tuple[float, float] | None = None) -> FitEstimate:
+def estimate_interval(value: float, draws: Array, profile: Ends | None = None) -> FitEstimate:
     """A number with the interval of its resamples."""
     if not len(draws):
         return FitEstimate(value=value)
