@@ -403,7 +403,7 @@ def _read_rounds(events: list[dict[str, Any]], counter: ByteCounter, sync: SyncS
             waited_s = sum(float(one["waited"]) for one in rounds[1:])
     # Bytes also of the short round at the end: it may begin before the last of the one before it are acknowledged.
     ended = {one["step"]: one["t"] for one in events if one.get("event") == "step"}
-    spans = _spans_around(found[1:], ended, sync.delay_steps)
+    spans = _spans_around(found[1:], ended, sync.delay_steps, not_before=found[0]["t"])
     return Rounds(
         wall_s=wall_s,
         exchanges_s=spent,
@@ -417,13 +417,18 @@ def _read_rounds(events: list[dict[str, Any]], counter: ByteCounter, sync: SyncS
     )
 
 
-def _spans_around(rounds: list[dict[str, Any]], ended: dict[int, float], delay: int) -> list[tuple[float, float]]:
-    """Times around exchanges, each counted once: heartbeats of the long steps between two are left out."""
+def _spans_around(
+    rounds: list[dict[str, Any]], ended: dict[int, float], delay: int, *, not_before: float
+) -> list[tuple[float, float]]:
+    """Times around exchanges, each counted once: heartbeats of the long steps between two are left out.
+
+    `not_before` is the end of the exchange before them: with steps shorter than AROUND_S its bytes are near.
+    """
     spans: list[tuple[float, float]] = []
     for one in rounds:
         took_from = one["t"] - float(one["seconds"])
         start = min(took_from, one.get("began") or (delay and ended.get(one["step"] - delay - 1)) or took_from)
-        span = (start - AROUND_S, one["t"] + AROUND_S)
+        span = (max(not_before, start - AROUND_S), one["t"] + AROUND_S)
         if spans and span[0] <= spans[-1][1]:
             span = (spans.pop()[0], span[1])
         spans.append(span)

@@ -1,13 +1,15 @@
-"""Phalanx and hivemind in the same network namespaces: bytes on the wire, time of an exchange, stall after a kill.
+"""Phalanx, hivemind and torchft in the same network: bytes on the wire, time of an exchange, stall after a kill.
 
-    sudo python benchmarks/slow_links_side_by_side.py --hivemind VENV/bin/python [--values 2000000] [--json FILE]
-        [--cases bytes,kill]
+    sudo python benchmarks/slow_links_side_by_side.py [--hivemind VENV/bin/python] [--torchft VENV/bin/python]
+        [--values 2000000] [--json FILE] [--cases bytes,kill]
 
 Every peer is a process in a network namespace of its own at 20 Mbit/s each way (tbf, one bridge, no latency). Each
 averages a vector of so many values, and pauses in place of the steps between two averages. hivemind is asked as its
 optimizer asks: `DecentralizedAverager.step` with the group size known, so that a group that is complete begins at once.
-`--hivemind` names the Python of an environment with `pip install hivemind==1.1.12 'torch>=2.11,<2.14'`; without it only
-Phalanx is measured. Bytes are the counter of a peer's interface over whole rounds, pauses and all that is said in them
+torchft is asked as its DiLoCo asks: a quorum, `Manager.allreduce` over gloo, `should_commit`; a round that is not
+committed is tried again at once. Its lighthouse runs beside the first peer. It has no 8 bits without a GPU.
+`--hivemind` and `--torchft` name the Python of an environment with `pip install hivemind==1.1.12 'torch>=2.11,<2.14'` and
+`pip install torchft-nightly numpy 'torch>=2.11,<2.14'`; without them only Phalanx is measured. Bytes are the counter of a peer's interface over whole rounds, pauses and all that is said in them
 included. Needs root.
 """
 
@@ -102,9 +104,68 @@ def hivemind_average(setup: dict[str, Any], place: int) -> Any:
     return average
 
 
+def torchft_average(setup: dict[str, Any], place: int) -> Any:
+    """The same of a torchft manager; `quorum`, `allreduce` and `commit` are what its DiLoCo does between inner steps."""
+    import socket
+    from datetime import timedelta
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "link0"
+    me, lighthouse = f"10.77.0.{place + 1}", "http://10.77.0.1:7600"
+    socket.gethostname = lambda: me  # a namespace has no name server, and its process groups meet at this name
+
+    import torch
+    from torch.distributed import TCPStore
+    from torchft.coordination import LighthouseServer
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    if not place:
+        # As its README starts it, but for the replicas of a quorum: all that begin, less the one that is killed.
+        fewest = setup["peers"] if setup["peers"] == 2 else setup["peers"] - 1
+        setup["lighthouse"] = LighthouseServer(
+            bind="0.0.0.0:7600", min_replicas=fewest, join_timeout_ms=10_000, quorum_tick_ms=100
+        )
+    store = TCPStore(me, 7601, is_master=True, wait_for_workers=False)
+    torch.manual_seed(place)
+    values = torch.randn(setup["values"], dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[setup["codec"]])
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
+        load_state_dict=lambda state: None,
+        state_dict=dict,
+        min_replica_size=1,
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr=me,
+        store_port=7601,
+        lighthouse_addr=lighthouse,
+        replica_id=f"peer{place}",
+        hostname=me,
+        init_sync=False,
+        timeout=timedelta(seconds=60),
+        quorum_timeout=timedelta(seconds=120),
+    )
+    manager.kept = store  # type: ignore[attr-defined]  # a store that is collected closes
+
+    def average(number: int) -> bool:
+        ends = time.monotonic() + 120
+        while time.monotonic() < ends:
+            values.normal_()
+            manager.start_quorum()
+            manager.allreduce(values).wait()
+            if manager.should_commit():
+                return float(values.float().std()) < 0.85  # of a mean of two 0.71, of three 0.58
+        return False
+
+    return average
+
+
+AVERAGES = {"phalanx": phalanx_average, "hivemind": hivemind_average, "torchft": torchft_average}
+
+
 def run_worker(setup: dict[str, Any], place: int) -> None:
     """One peer: pause and average, and a line for each round."""
-    average = {"phalanx": phalanx_average, "hivemind": hivemind_average}[setup["system"]](setup, place)
+    average = AVERAGES[setup["system"]](setup, place)
     for number in range(setup["rounds"] + 1):
         time.sleep(setup["pause_s"])
         began = time.monotonic()
@@ -190,6 +251,7 @@ def main() -> None:
     """Every case of every system, printed as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hivemind", metavar="PYTHON")
+    parser.add_argument("--torchft", metavar="PYTHON")
     parser.add_argument("--values", type=int, default=2_000_000)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cases", default="bytes,kill")
@@ -204,7 +266,8 @@ def main() -> None:
     people = sorted((PeerIdentity.create(f"peer-{place}") for place in range(3)), key=lambda one: one.id)
     allowed = AllowList.create(people[0], "side", [one.certificate_pem for one in people])
     hub, names = f"phx{os.getpid()}h", [f"phx{os.getpid()}p{place}" for place in range(3)]
-    systems = {"phalanx": sys.executable} | ({"hivemind": args.hivemind} if args.hivemind else {})
+    others = {"hivemind": args.hivemind, "torchft": args.torchft}
+    systems = {"phalanx": sys.executable} | {system: python for system, python in others.items() if python}
     found: dict[str, Any] = {"values": args.values, "mbit_s": MBIT_S, "pause_s": PAUSE_S}
     try:
         build_network(hub, names)
@@ -218,6 +281,8 @@ def main() -> None:
                     "allowed": allowed.to_json(),
                 }
                 for place, (name, codec, steps, rounds) in enumerate(CASES if "bytes" in args.cases else ()):
+                    if system == "torchft" and codec == "int8":
+                        continue
                     setup = {**base, "peers": 2, "codec": codec, "rounds": rounds, "pause_s": steps * PAUSE_S}
                     setup["tag"] = f"{system}{place}"
                     found[f"{system}, {name}"] = counted(run_session(setup, names, python), setup, steps)

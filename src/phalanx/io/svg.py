@@ -15,6 +15,7 @@ from phalanx.units import format_bytes, format_count, format_seconds
 
 WIDTH, HEIGHT = 640, 220
 LEFT, RIGHT, TOP, BOTTOM = 62, 10, 12, 28
+LETTER_WIDTH = 6.5  # of most letters of a tick
 TICKS = 5
 PLANNED_STYLE = "planned"  # the style of what was predicted
 MOST_MARKS = 200  # drawn; more are thinned
@@ -237,8 +238,9 @@ def _draw_axes(
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick y" x="{LEFT - 6}" y="{y + 3.5:.1f}">{escape(show(value))}</text>')
     for value in (time_ticks if times else round_ticks)(x_scale.low, x_scale.high):
-        x = x_scale.at(value)
-        parts.append(f'<text class="tick x" x="{x:.1f}" y="{HEIGHT - 8}">{escape(show_x(value))}</text>')
+        label = show_x(value)
+        x = min(x_scale.at(value), WIDTH - len(label) * LETTER_WIDTH / 2)  # the last one would be cut at the edge
+        parts.append(f'<text class="tick x" x="{x:.1f}" y="{HEIGHT - 8}">{escape(label)}</text>')
     base = HEIGHT - BOTTOM
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
     return parts

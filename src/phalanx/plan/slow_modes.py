@@ -21,9 +21,9 @@ ROUND_TRIPS, ROUND_TRIPS_OF_TWO = 3.0, 2.0
 MOST_INNER_STEPS = 10_000  # beyond any published H (DiLoCo: 500); also where the search for the smallest one ends
 TARGET_UTILISATION = 0.90
 # Values per second through one exchange on one core: half of what peers/codecs.py encodes and decodes once (228, 124,
-# 64 and 59 million a second, numpy on a busy Xeon core; topk-2bit 24, on a busy Neoverse core): a peer encodes what it
-# sends and the sums that it owns.
-CODEC_VALUES_PER_S = {"fp64": 110e6, "fp32": 110e6, "bf16": 60e6, "int8": 32e6, "int4": 25e6, "topk-2bit": 12e6}
+# 64 and 59 million a second, numpy on a busy Xeon core): a peer encodes what it sends and the sums that it owns. Sparse
+# values are encoded once, and nobody owns sums: 24 on a busy Neoverse core; 45 and more in exchanges of an idle Xeon.
+CODEC_VALUES_PER_S = {"fp64": 110e6, "fp32": 110e6, "bf16": 60e6, "int8": 32e6, "int4": 25e6, "topk-2bit": 24e6}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -360,7 +360,7 @@ def _fit_warnings(points: ScalingPoints, made: ScalingFit) -> list[str]:
     if decades < 1.0:
         found.append(f"the runs span {decades:.1f} decades of compute: exponents are hardly determined below one")
     agreeing = made.diagnostics.starts_agreeing
-    if agreeing is not None and agreeing < 0.5:
+    if made.method == "huber3" and agreeing is not None and agreeing < 0.5:  # vpnls needs none: it has a grid
         found.append(
             f"{agreeing:.0%} of {made.diagnostics.starts} random starts reach this optimum: one start, or a coarse "
             "grid of them, is not enough for this method"
