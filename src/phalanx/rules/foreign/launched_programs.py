@@ -1,15 +1,17 @@
 """What a script leaves to others: to its launcher, to files, and to a program of which nobody here knows the defaults.
 
-A default is known only where the program is: three arguments that only Hugging Face's TrainingArguments has show its
-parser, and with it batch, accumulation and who shards. What a program does with its model, as the format it loads it in
-and whether it turns recomputation on, is known of transformers' own examples only.
+A default is known only where the program is: of transformers' own examples, by name and arguments. Two arguments that
+only Hugging Face's TrainingArguments has show its parser, and with it that no layer is split and that there are no
+stages; who shards, how often a step accumulates, the format and recomputation the program may set by itself.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from phalanx.rules.foreign.accelerate import HYBRID, STRATEGIES
+from phalanx.rules.foreign.contradictions import settle_contradictions
 from phalanx.rules.foreign.conversion import Conversion, Leaf
 from phalanx.rules.foreign.shell.named_settings import FSDP_FILE, LAUNCH_FILE, LAUNCH_JSON, UNREAD
 from phalanx.rules.foreign.shell.training_command import ACCELERATE
@@ -17,29 +19,24 @@ from phalanx.rules.foreign.shell.training_command import ACCELERATE
 PROGRAM = "verb.program"  # leaves of our own: the file that is started, and what starts it
 LAUNCHER = "verb.launcher"
 PROGRAM_FILE = "program_file."  # the file that a program's --config names, where it cannot be read
-# Arguments of TrainingArguments that other programs do not have under the same names.
+# Arguments that only TrainingArguments has. Loops of people's own have its other words too: save_steps, warmup_ratio.
 ONLY_TRAINER = frozenset(
     [
-        *(
-            "save_strategy",
-            "save_total_limit",
-            "evaluation_strategy",
-            "eval_strategy",
-            "eval_steps",
-            "logging_strategy",
-        ),
-        *(
-            "logging_steps",
-            "logging_first_step",
-            "overwrite_output_dir",
-            "ddp_timeout",
-            "tf32",
-            "remove_unused_columns",
-        ),
-        *("ddp_find_unused_parameters", "dataloader_num_workers", "load_best_model_at_end", "group_by_length", "optim"),
-        *("fsdp_transformer_layer_cls_to_wrap", "save_only_model", "save_safetensors", "include_inputs_for_metrics"),
-        *("predict_with_generate", "fp16_full_eval", "bf16_full_eval", "report_to", "warmup_ratio", "do_train"),
-        *("lr_scheduler_type", "save_steps", "adam_beta2", "label_smoothing_factor", "neftune_noise_alpha"),
+        *("save_strategy", "evaluation_strategy", "eval_strategy", "logging_strategy", "ddp_timeout", "tf32"),
+        *("remove_unused_columns", "ddp_find_unused_parameters", "load_best_model_at_end", "metric_for_best_model"),
+        *("group_by_length", "logging_first_step", "save_only_model", "save_safetensors", "include_inputs_for_metrics"),
+        *("fsdp_transformer_layer_cls_to_wrap", "fsdp_config", "gradient_checkpointing_kwargs", "predict_with_generate"),
+        *("fp16_full_eval", "bf16_full_eval", "label_smoothing_factor", "neftune_noise_alpha", "eval_accumulation_steps"),
+        *("include_num_input_tokens_seen", "half_precision_backend", "dataloader_persistent_workers", "save_on_each_node"),
+    ]
+)
+LEAST_ONLY = 2
+# With the name of a program that is known, arguments are enough that others have too.
+ALSO_TRAINER = ONLY_TRAINER | frozenset(
+    [
+        *("save_total_limit", "eval_steps", "logging_steps", "overwrite_output_dir", "dataloader_num_workers", "optim"),
+        *("report_to", "warmup_ratio", "do_train", "do_eval", "lr_scheduler_type", "save_steps", "adam_beta2"),
+        *("warmup_steps", "max_steps", "gradient_checkpointing"),
     ]
 )
 LEAST = 3
@@ -47,6 +44,13 @@ PROGRAMS = frozenset({"train_mem.py"})  # of FastChat, LLaVA and their kin: Trai
 EXAMPLES = re.compile(
     r"run_(clm|mlm|plm|fim|glue|xnli|qa|qa_beam_search|seq2seq_qa|summarization|translation|ner|swag|mae|mim"
     r"|image_classification|audio_classification|speech_recognition_ctc|speech_recognition_seq2seq|classification)\.py"
+)
+# Arguments, and what DeepSpeed's JSON calls the same; the Trainer refuses two that differ (integrations/deepspeed.py).
+PAIRS = (
+    ("per_device_train_batch_size", "train_micro_batch_size_per_gpu", "batch.micro"),
+    ("gradient_accumulation_steps", "gradient_accumulation_steps", "batch.per_replica"),
+    ("bf16", "bf16.enabled", "precision.compute"),
+    ("fp16", "fp16.enabled", "precision.compute"),
 )
 # An argument that the Trainer has not, and that says how a program shards, in which format, or with what file.
 _SHARDS = re.compile(r"deepspeed|(^|_)zero(_|\d|$)|fsdp|(^|_)shard")
@@ -79,19 +83,31 @@ def why_open(config: Conversion) -> str:
 
 
 def _is_trainer(config: Conversion) -> bool:
-    """Whether the program has the parser of transformers' TrainingArguments."""
+    """Whether the program has the parser of transformers' TrainingArguments: that splits no layer and has no stages."""
     leaf = config.leaves.get(PROGRAM)
-    return (leaf is not None and leaf.value in PROGRAMS) or len(ONLY_TRAINER & config.names.keys()) >= LEAST
+    if leaf is not None and (leaf.value in PROGRAMS or EXAMPLES.fullmatch(str(leaf.value))):
+        return len(ALSO_TRAINER & config.names.keys()) >= LEAST
+    return len(ONLY_TRAINER & config.names.keys()) >= LEAST_ONLY
 
 
 def _is_example(config: Conversion) -> bool:
+    """Whether it is a program of transformers' own, by name and arguments: only these have no defaults but its."""
     leaf = config.leaves.get(PROGRAM)
     return leaf is not None and EXAMPLES.fullmatch(str(leaf.value)) is not None and _is_trainer(config)
 
 
+def _own_default(config: Conversion) -> str:
+    """Why what nobody says may not be the Trainer's default, though the program has its parser."""
+    leaf = config.leaves.get(PROGRAM)
+    name = str(leaf.value)[:60] if leaf is not None else "the program"
+    return "" if _is_example(config) else f"{name} may have a default of its own"
+
+
 def settle_names(config: Conversion) -> None:
-    """Read a fork's `--deepspeed_config` as the Trainer's `--deepspeed`."""
+    """Read a fork's `--deepspeed_config` as the Trainer's `--deepspeed`; a switch of that name says no file."""
     said = config.find_leaf("deepspeed")
+    if said is not None and said.value is True:
+        config.read_as["deepspeed"] = replace(said, value=None)
     if said is None or said.value is True:
         for name in ("deepspeed_config", "deepspeed_config_file", "ds_config"):
             leaf = config.find_leaf(name)
@@ -107,6 +123,7 @@ def settle_launched(config: Conversion) -> None:
     _settle_precision(config)
     _settle_recompute(config)
     _settle_batch(config)
+    settle_contradictions(config, PAIRS)
 
 
 # ---- what the launcher says -----------------------------------------------------------------------------------------
@@ -178,6 +195,8 @@ def _settle_sharding(config: Conversion) -> None:
         config.unknown["parallel.zero"] = f"{own} is an argument of the program's own"
     elif (leaf := config.leaves.get(LAUNCHER)) is not None and leaf.value == "deepspeed":
         config.unknown["parallel.zero"] = "deepspeed starts it, and the script names no configuration of DeepSpeed's"
+    elif (words is None or not str(words.value)) and (why := config.open_why or _own_default(config)):
+        config.unknown.setdefault("parallel.zero", why)
 
 
 def _program_shards(config: Conversion) -> bool:
@@ -261,7 +280,7 @@ def _settle_precision(config: Conversion) -> None:
                 return
     stated = any(config.has_leaf(name) for name in ("bf16", "fp16"))  # as --bf16 False
     other = any(leaf is not None for leaf in found) or any(config.has_leaf(name) for name in _LOADS)
-    if other or not (_is_example(config) or (stated and not config.open_why)):
+    if other or not _is_example(config) or (config.open_why and not stated):
         config.unknown.setdefault(
             "precision.compute", config.open_why or "the program loads its model in a format of its choice"
         )
@@ -300,8 +319,7 @@ def _settle_batch(config: Conversion) -> None:
         return
     leaf = _said(config, "gradient_accumulation_steps", "deepspeed_config.") if _by_accelerate(config) else None
     launched = leaf is not None and str(leaf.value) not in ("1", "auto")
-    if config.open_why or launched:
+    why = config.open_why or _own_default(config)
+    if why or launched:
         config.values.pop("batch.per_replica", None)
-        config.unknown["batch.per_replica"] = (
-            config.open_why or "accelerate launch accumulates, and its program may not"
-        )
+        config.unknown["batch.per_replica"] = why or "accelerate launch accumulates, and its program may not"

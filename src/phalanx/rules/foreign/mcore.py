@@ -132,12 +132,16 @@ def _read_batch(config: Conversion) -> None:
     if sequence:
         config.set_value("data.sequence", sequence, "seq_length")
     config.set_value("batch.micro", config.read_whole("micro_batch_size") or 1, "micro_batch_size")
+    if not config.has_leaf("micro_batch_size") and config.title != "ms-swift":
+        config.unknown.setdefault("batch.micro", f"{config.title} has no micro-batch unless it is told one")
     if (total := config.read_whole("global_batch_size")) is not None and total > 0:
         config.set_value("batch.global_sequences", total, "global_batch_size")
     else:
         config.set_value(
             "batch.per_replica", config.int_of("batch.micro"), "micro_batch_size", note="one micro-batch each"
         )
+        if (why := config.unknown.get("batch.micro")) is not None:
+            config.unknown.setdefault("batch.per_replica", why)
     if samples := config.read_whole("train_samples"):
         config.set_value("data.samples", samples, "train_samples")
     elif steps := config.read_whole("train_iters"):

@@ -25,6 +25,7 @@ from phalanx.rules.foreign.launched_programs import (
 from phalanx.rules.foreign.megatron import IRRELEVANT as MEGATRON_IRRELEVANT
 from phalanx.rules.foreign.megatron import UNMAPPED as MEGATRON_UNMAPPED
 from phalanx.rules.foreign.megatron import canonical_key, read_machines
+from phalanx.rules.foreign.own_arguments import leave_open
 from phalanx.rules.foreign.shell.launcher_arguments import accelerate_at, starts_deepspeed
 from phalanx.rules.foreign.shell.named_settings import (
     FSDP_FILE,
@@ -160,6 +161,7 @@ def translate_transformers(config: Conversion) -> None:
     )
     settle_launched(config)
     _settle_rest(config)
+    leave_open(config)
 
 
 def translate_swift(config: Conversion) -> None:
@@ -173,7 +175,11 @@ def translate_swift(config: Conversion) -> None:
         _read_dtype(config)
         if not config.has_leaf("gradient_accumulation_steps"):  # so many that a step has 16 sequences
             config.values.pop("batch.per_replica", None)
+    if (parts := config.read_whole("sequence_parallel_size")) is not None and parts > 0:
+        config.set_value("parallel.context", parts, "sequence_parallel_size")
+        config.set_value("parallel.context_kind", "ulysses", "sequence_parallel_size")
     _settle_rest(config)
+    leave_open(config)
 
 
 def _name_leaves(config: Conversion) -> None:

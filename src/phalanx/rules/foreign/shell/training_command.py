@@ -376,7 +376,7 @@ def _leaf(reading: ScriptReading, key: str, values: Iterable[tuple[str, ...] | N
         why = _fork_reason(reading)
         shown = " or ".join("not given" if one is None else " ".join(one) or "given" for one in seen[:4])
         return Leaf(key=key, value="$?", line=line, unknown=f"{unknowns.shown(shown)}: {why}")
-    words = seen[0] or ()
+    words = _own_words(seen[0] or ())
     known = [unknowns.shown(word) for word in words]
     cause = next((found for word in words if (found := unknowns.first(word)) is not None), None)
     value: object = True if not words else known[0] if len(known) == 1 else known
@@ -385,6 +385,15 @@ def _leaf(reading: ScriptReading, key: str, values: Iterable[tuple[str, ...] | N
     # A list of words that ends in a variable which nothing sets: the shell leaves nothing there.
     where = f", {cause.file}:{cause.line}" if cause.line and " line " not in cause.why else ""
     return Leaf(key=key, value=value, line=line, unknown=f"depends on {cause.why}{where}")
+
+
+def _own_words(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Behind true or false come further arguments, if anything: no list begins so.
+
+    >>> _own_words(("True", "$EXTRA")), _own_words(("a", "b"))
+    (('True',), ('a', 'b'))
+    """
+    return words[:1] if words and words[0].lower() in ("true", "false") else words
 
 
 def _fork_reason(reading: ScriptReading) -> str:
