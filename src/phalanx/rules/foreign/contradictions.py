@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.rules.evidence import differs
 from phalanx.rules.foreign.conversion import Conversion
 
 JSON = "ds."  # leaves of the DeepSpeed JSON that the command names
@@ -30,14 +31,3 @@ def _settle_formats(config: Conversion) -> None:
     if said is not None and leaf is not None and leaf.value is True and not said.key.startswith(JSON):
         why = f"{said.key} is given, and DeepSpeed's JSON turns on {other}"
         config.unknown.setdefault("precision.compute", why)
-
-
-def differs(said: object, other: object) -> bool:
-    """Whether an argument and a value of the JSON are two of a kind, and not the same.
-
-    >>> differs("4", 8), differs("4", 4), differs("4", "auto"), differs("True", False), differs("1", True)
-    (True, False, False, True, False)
-    """
-    words = {"true": "1", "yes": "1", "false": "0", "no": "0"}
-    one, two = (words.get(str(value).lower(), str(value)) for value in (said, other))
-    return one.isdigit() and two.isdigit() and int(one) != int(two)

@@ -272,8 +272,20 @@ def _read_batch(config: Conversion, micro_key: str, length_key: str, *, default:
         config.skip_leaf("save_steps", f"save_strategy is {strategy}")
     elif (every := config.read_whole("save_steps")) and every > 0:
         config.set_value("checkpoint.steps", every, "save_steps")
+        _note_never_saved(config, every)
     if (seed := config.read_whole("seed")) is not None:
         config.set_value("data.seed", abs(seed) % SEEDS, "seed")
+
+
+NEVER_REACHED = 100_000  # steps, where the file says no length: longer than any fine-tuning
+
+
+def _note_never_saved(config: Conversion, every: int) -> None:
+    """`save_steps: 999999` is how people turn checkpoints off."""
+    length = config.int_of("data.steps", 0)
+    if every > (length or NEVER_REACHED - 1):
+        reach = f"the run has {length:,} steps" if length else "the run is told in epochs"
+        config.notes.append(f"save_steps is {every:,}, and {reach}: a failure may cost all of its work")
 
 
 def _read_precision(config: Conversion) -> None:

@@ -25,9 +25,25 @@ ONLY_TRAINER = frozenset(
         *("save_strategy", "evaluation_strategy", "eval_strategy", "logging_strategy", "ddp_timeout", "tf32"),
         *("remove_unused_columns", "ddp_find_unused_parameters", "load_best_model_at_end", "metric_for_best_model"),
         *("group_by_length", "logging_first_step", "save_only_model", "save_safetensors", "include_inputs_for_metrics"),
-        *("fsdp_transformer_layer_cls_to_wrap", "fsdp_config", "gradient_checkpointing_kwargs", "predict_with_generate"),
-        *("fp16_full_eval", "bf16_full_eval", "label_smoothing_factor", "neftune_noise_alpha", "eval_accumulation_steps"),
-        *("include_num_input_tokens_seen", "half_precision_backend", "dataloader_persistent_workers", "save_on_each_node"),
+        *(
+            "fsdp_transformer_layer_cls_to_wrap",
+            "fsdp_config",
+            "gradient_checkpointing_kwargs",
+            "predict_with_generate",
+        ),
+        *(
+            "fp16_full_eval",
+            "bf16_full_eval",
+            "label_smoothing_factor",
+            "neftune_noise_alpha",
+            "eval_accumulation_steps",
+        ),
+        *(
+            "include_num_input_tokens_seen",
+            "half_precision_backend",
+            "dataloader_persistent_workers",
+            "save_on_each_node",
+        ),
     ]
 )
 LEAST_ONLY = 2
@@ -85,8 +101,9 @@ def why_open(config: Conversion) -> str:
 def _is_trainer(config: Conversion) -> bool:
     """Whether the program has the parser of transformers' TrainingArguments: that splits no layer and has no stages."""
     leaf = config.leaves.get(PROGRAM)
-    if leaf is not None and (leaf.value in PROGRAMS or EXAMPLES.fullmatch(str(leaf.value))):
-        return len(ALSO_TRAINER & config.names.keys()) >= LEAST
+    named = leaf is not None and (leaf.value in PROGRAMS or EXAMPLES.fullmatch(str(leaf.value)) is not None)
+    if named and len(ALSO_TRAINER & config.names.keys()) >= LEAST:
+        return True
     return len(ONLY_TRAINER & config.names.keys()) >= LEAST_ONLY
 
 

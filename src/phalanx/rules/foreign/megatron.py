@@ -20,6 +20,7 @@ from phalanx.rules.foreign.shell.training_command import (
     TrainingCommand,
     canonical_flag,
     leaves_of_script,
+    notes_of_script,
     program_at,
     read_script,
 )
@@ -184,7 +185,7 @@ def read_config(path: Path, variables: Mapping[str, str]) -> ReadConfig:
     leaves = leaves_of_script(reading)
     leaves |= named_json(reading, leaves)
     open_why = next((one.open_why for one in reading.commands if one.open_why), "")
-    return ReadConfig(leaves=leaves, open_why=open_why or _why_open(reading.commands))
+    return ReadConfig(leaves=leaves, open_why=open_why or _why_open(reading.commands), notes=notes_of_script(reading))
 
 
 # Arguments that only Megatron's parser has: with its parser a program has its defaults.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from phalanx.rules.evidence import NO_WORD
-from phalanx.rules.foreign.conversion import Conversion, Leaf
+from phalanx.rules.foreign.conversion import Conversion
 from phalanx.rules.foreign.shell.training_command import ACCELERATE, canonical_flag
 
 SPEAKS_OF = {

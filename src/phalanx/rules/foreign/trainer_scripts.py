@@ -40,6 +40,7 @@ from phalanx.rules.foreign.shell.training_command import (
     CommandSigns,
     ScriptReading,
     leaves_of_script,
+    notes_of_script,
     program_at,
     read_script,
     verb_of,
@@ -111,9 +112,9 @@ def _read_command(path: Path, variables: Mapping[str, str], signs: CommandSigns,
     leaves |= named | launch_leaves(reading, leaves) | program_leaves(reading, leaves, "fsdp_config", FSDP_FILE)
     if signs.verbs:
         leaves, unread = _with_file(reading, leaves)
-        return ReadConfig(leaves=leaves, open_why=open_why or unread)
+        return ReadConfig(leaves=leaves, open_why=open_why or unread, notes=notes_of_script(reading))
     leaves, _ = _with_file(reading, leaves)
-    return ReadConfig(leaves=leaves | _own_leaves(reading), open_why=open_why)
+    return ReadConfig(leaves=leaves | _own_leaves(reading), open_why=open_why, notes=notes_of_script(reading))
 
 
 def _with_file(reading: ScriptReading, leaves: dict[str, Leaf]) -> tuple[dict[str, Leaf], str]:

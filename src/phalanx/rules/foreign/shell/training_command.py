@@ -362,6 +362,15 @@ def leaves_of_script(reading: ScriptReading) -> dict[str, Leaf]:
     return found
 
 
+def notes_of_script(reading: ScriptReading) -> tuple[str, ...]:
+    """That a script starts several trainings which differ: none of them is judged alone."""
+    lines = sorted({one.command.line for one in reading.commands})
+    if len({tuple(one.command.argv) for one in reading.commands}) < 2:
+        return ()
+    where = f"lines {', '.join(map(str, lines[:6]))}" if len(lines) > 1 else f"line {lines[0]}"
+    return (f"several trainings are started ({where}): only what they agree on is known and judged",)
+
+
 def _words_of(arguments: Arguments, flag: str) -> tuple[str, ...] | None:
     if flag in arguments:
         return arguments[flag]
