@@ -220,9 +220,11 @@ def _read_sharding(config: Conversion) -> None:
         kind = config.read_word("fsdp_config.fsdp_sharding_strategy") or config.read_word(
             "fsdp_config.sharding_strategy"
         )
-        keeps = "shard_grad_op" in words + kind or config.read_flag("fsdp_config.reshard_after_forward") is False
+        keeps = "shard_grad_op" in words + kind or "zero2" in words + kind or config.read_flag("fsdp_config.reshard_after_forward") is False
         names = tuple(key for key in given if key == "fsdp" or key.startswith("fsdp"))
         config.set_value("parallel.zero", 2 if keeps else 3, *names, note="FSDP")
+        if "offload" in words.split() or config.read_flag("fsdp_config.fsdp_offload_params"):
+            config.set_value("parallel.offload", "parameters", *names, note="FSDP")
         return
     config.set_value("parallel.zero", 0, "deepspeed", note="neither DeepSpeed nor FSDP: plain data parallelism")
 

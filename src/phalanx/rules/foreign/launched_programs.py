@@ -55,7 +55,7 @@ ALSO_TRAINER = ONLY_TRAINER | frozenset(
         *("warmup_steps", "max_steps", "gradient_checkpointing"),
     ]
 )
-LEAST = 3
+LEAST = 2
 PROGRAMS = frozenset({"train_mem.py"})  # of FastChat, LLaVA and their kin: TrainingArguments with more fields
 EXAMPLES = re.compile(
     r"run_(clm|mlm|plm|fim|glue|xnli|qa|qa_beam_search|seq2seq_qa|summarization|translation|ner|swag|mae|mim"
@@ -136,6 +136,8 @@ def settle_names(config: Conversion) -> None:
 def settle_launched(config: Conversion) -> None:
     """After the Trainer's words: what the launcher, its files and a fork's arguments say, and what stays open."""
     _settle_machines(config)
+    words = str(leaf.value) if (leaf := config.find_leaf("fsdp")) is not None else ""
+    _set_hybrid(config, "hybrid_shard" in words, "fsdp")
     _settle_sharding(config)
     _settle_precision(config)
     _settle_recompute(config)
@@ -193,8 +195,12 @@ def _whole(leaf: Leaf | None) -> int:
 
 
 def _settle_sharding(config: Conversion) -> None:
-    if (words := config.find_leaf("fsdp")) is not None and "no_shard" in str(words.value):
+    words = config.find_leaf("fsdp")
+    if words is not None and "no_shard" in str(words.value):
         config.set_value("parallel.zero", 0, "fsdp", note="no_shard")
+    again = config.leaves.get(f"{FSDP_FILE}reshard_after_forward")
+    if words is not None and again is not None and str(again.value).lower() == "false":  # FSDP 2: weights stay gathered
+        config.set_value("parallel.zero", 2, again.key, note="FSDP")
     if _program_shards(config):
         return
     if config.has_leaf("zero_stage") and not _by_accelerate(config):
@@ -212,8 +218,16 @@ def _settle_sharding(config: Conversion) -> None:
         config.unknown["parallel.zero"] = f"{own} is an argument of the program's own"
     elif (leaf := config.leaves.get(LAUNCHER)) is not None and leaf.value == "deepspeed":
         config.unknown["parallel.zero"] = "deepspeed starts it, and the script names no configuration of DeepSpeed's"
+    elif (name := _switched_on(config, "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")) and not own:
+        config.unknown["parallel.zero"] = f"{name} of the environment turns it on"
     elif (words is None or not str(words.value)) and (why := config.open_why or _own_default(config)):
         config.unknown.setdefault("parallel.zero", why)
+
+
+def _switched_on(config: Conversion, *names: str) -> str:
+    """The variable that tells Accelerate in place of its launcher."""
+    said = ((name, config.leaves.get(f"env.{name}")) for name in names)
+    return next((name for name, leaf in said if leaf is not None and (leaf.unknown or str(leaf.value).lower() in _ON)), "")
 
 
 def _program_shards(config: Conversion) -> bool:
@@ -240,6 +254,7 @@ def _settle_launched_sharding(config: Conversion) -> None:
         again = _said(config, "fsdp_reshard_after_forward", "fsdp_config.")
         leaf = leaf or again
         word = str(leaf.value).lower() if leaf is not None else ""
+        _set_hybrid(config, word in HYBRID, *((leaf.key,) if leaf is not None else ()))
         known = {**STRATEGIES, **HYBRID, "true": 3, "false": 2}
         stage = known.get(word, 3 if not word and not config.open_why else -1)
     elif kind == "ddp":
@@ -254,6 +269,16 @@ def _settle_launched_sharding(config: Conversion) -> None:
         why = unread.unknown if unread is not None else config.open_why
         config.unknown["parallel.zero"] = why or "accelerate launch is not told how far it shards"
     _settle_offload(config)
+
+
+def _set_hybrid(config: Conversion, hybrid: bool, *names: str) -> None:
+    """Shards within a host, copies between hosts: as large as a host has devices."""
+    if not hybrid:
+        return
+    each = config.machines[1]
+    config.set_value("parallel.shard", each or "auto", *names, note="hybrid: within a host")
+    if not each:
+        config.unknown["parallel.shard"] = "hybrid: within a host, whose devices are not said"
 
 
 def _stage(leaf: Leaf | None) -> int:
@@ -295,6 +320,8 @@ def _settle_precision(config: Conversion) -> None:
                 config.unknown.pop("precision.compute", None)
                 config.set_value("precision.compute", ours, leaf.key)
                 return
+    if config.has_leaf("env.ACCELERATE_MIXED_PRECISION"):
+        config.unknown.setdefault("precision.compute", "ACCELERATE_MIXED_PRECISION of the environment says it")
     stated = any(config.has_leaf(name) for name in ("bf16", "fp16"))  # as --bf16 False
     other = any(leaf is not None for leaf in found) or any(config.has_leaf(name) for name in _LOADS)
     if other or not _is_example(config) or (config.open_why and not stated):
@@ -332,6 +359,9 @@ def _settle_recompute(config: Conversion) -> None:
 
 def _settle_batch(config: Conversion) -> None:
     """How often a step accumulates, where nobody tells the program: its own default, or the launcher's."""
+    if config.read_flag("auto_find_batch_size"):
+        why = "auto_find_batch_size halves the batch until it fits"
+        config.unknown |= dict.fromkeys(("batch.micro", "batch.per_replica"), why)
     if config.has_leaf("gradient_accumulation_steps"):
         return
     leaf = _said(config, "gradient_accumulation_steps", "deepspeed_config.") if _by_accelerate(config) else None

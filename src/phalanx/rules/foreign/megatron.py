@@ -17,6 +17,7 @@ from phalanx.rules.foreign.own_arguments import leave_open
 from phalanx.rules.foreign.shell.partial_text import is_known
 from phalanx.rules.foreign.shell.training_command import (
     MEGATRON_SIGNS,
+    STARTS_RANKS,
     TrainingCommand,
     canonical_flag,
     leaves_of_script,
@@ -37,6 +38,7 @@ SAME = {  # other spellings of one argument
 }
 LAUNCH = "the launcher's own business: names, addresses and ports"
 IRRELEVANT = {
+    "verb.": "which command it is",
     "master_addr": LAUNCH,
     "master_port": LAUNCH,
     "node_rank": LAUNCH,
@@ -339,7 +341,8 @@ EACH_HOST = ("nproc_per_node", "num_gpus", "SBATCH.gpus-per-node", "SBATCH.ntask
 def _starts_tasks(config: Conversion, name: str) -> bool:
     """Whether what Slurm starts on a host are the ranks: no launcher is there to start others, nor one task for all."""
     if (
-        config.has_leaf("nproc_per_node")
+        config.has_leaf(STARTS_RANKS)
+        or config.has_leaf("nproc_per_node")
         or config.has_leaf("num_gpus")
         or {"nproc_per_node", "num_gpus"} & set(config.unreadable)
     ):
@@ -369,6 +372,8 @@ def read_machines(config: Conversion) -> None:
             config.leave_unmapped(name, "not one number of hosts")
             config.read_as[name] = replace(leaf, value=None)
     hosts = next((n for n in ("nnodes", "num_nodes", "SBATCH.nodes") if (config.read_whole(n) or 0) > 0), "")
+    if hosts == "SBATCH.nodes" and config.has_leaf(STARTS_RANKS) and config.read_whole(hosts) != 1:
+        hosts = ""  # the launcher is not told of them: it starts as many runs, or is told in another way
     each = next((n for n in EACH_HOST if (config.read_whole(n) or 0) > 0), "")
     if each.startswith("SBATCH.") and not _starts_tasks(config, each):
         each = ""

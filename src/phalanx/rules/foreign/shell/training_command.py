@@ -13,7 +13,12 @@ from phalanx.io.files import read_text
 from phalanx.rules.foreign.conversion import MOST_LEAVES, Leaf
 from phalanx.rules.foreign.shell.flags_without_value import SWITCHES
 from phalanx.rules.foreign.shell.interpreter import Interpreter, TooLongError
-from phalanx.rules.foreign.shell.launcher_arguments import accelerate_at, is_launcher_switch, program_of_accelerate
+from phalanx.rules.foreign.shell.launcher_arguments import (
+    accelerate_at,
+    is_launcher_switch,
+    program_of_accelerate,
+    starts_ranks,
+)
 from phalanx.rules.foreign.shell.partial_text import CLOSE, MARK, OPEN, UnknownTable, is_known
 from phalanx.rules.foreign.shell.script_parser import parse_statements
 from phalanx.rules.foreign.shell.script_state import StartedCommand
@@ -55,6 +60,7 @@ _SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-p": "--partition"
 _PLACEHOLDER = re.compile(r"(?<![<\w])<([A-Za-z][\w ./-]{0,60}[\w]|[A-Z])>(?=[\s\"'\\/,;]|$)", re.MULTILINE)
 _MODULES = ("torch.distributed.launch", "torch.distributed.run", "torch.distributed.elastic")
 MOST_FORKS = 24
+STARTS_RANKS = "verb.starts_ranks"  # a leaf of our own: a launcher starts the ranks of a host, and not Slurm
 ACCELERATE = "accelerate."  # leaves of the arguments of `accelerate launch` itself: some are spelled as the program's
 
 Arguments = dict[str, tuple[str, ...]]  # flag as written -> its words; none for a switch
@@ -348,6 +354,8 @@ def leaves_of_script(reading: ScriptReading) -> dict[str, Leaf]:
             leaf = _leaf(reading, f"env.{name}", [(value,)], line)
             found[f"env.{name}"] = replace(leaf, comment=_comment_at(reading.text, line))
     first_line = reading.commands[0].command.line if reading.commands else 0
+    if any(starts_ranks(one.command.argv) for one in reading.commands):
+        found[STARTS_RANKS] = Leaf(key=STARTS_RANKS, value=True, line=first_line)
     for kind in ("launcher", "program"):
         variants = [arguments for one in reading.commands for arguments in getattr(one, kind)]
         for flag in dict.fromkeys(flag for arguments in variants for flag in arguments):
