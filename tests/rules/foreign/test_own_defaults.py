@@ -145,6 +145,19 @@ def test_the_rest_of_a_callers_arguments(tmp_path: Path, before: str, end: str, 
     assert (known(found, "parallel.zero") == (None,)) is is_open
 
 
+@pytest.mark.parametrize("words", ["recipe.yaml", "a.json", "--args_file a.txt", "--cfg a.yaml"])
+def test_a_file_with_further_arguments(tmp_path: Path, words: str) -> None:
+    found = convert(tmp_path, f"torchrun run_clm.py {words} {PARSER} --do_train")
+    assert known(found, "parallel.zero", "parallel.tensor", "batch.micro") == (None, None, 2)
+
+
+def test_sections_of_the_file_that_config_names(tmp_path: Path) -> None:
+    text = f"torchrun train.py --config a.yaml {PARSER}"
+    assert known(convert(tmp_path, text, a_yaml="seed: 1\n"), "parallel.tensor") == (1,)
+    found = convert(tmp_path, text, a_yaml="trainer:\n  tp_size: 4\n")
+    assert known(found, "parallel.tensor", "parallel.pipeline") == (None, 1)
+
+
 def test_a_batch_of_unknown_accumulation_is_unknown(tmp_path: Path) -> None:
     text = f"torchrun --nnodes 1 --nproc_per_node 8 run_clm.py {PARSER} --do_train"
     assert known(convert(tmp_path, text), "batch.global_sequences") == (64,)
@@ -205,6 +218,58 @@ def test_the_json_says_the_format_where_the_arguments_do_not(tmp_path: Path) -> 
     assert known(convert(tmp_path, text, d_json=json), "precision.compute") == ("fp16",)
     (tmp_path / "d.json").unlink()
     assert known(convert(tmp_path, text), "precision.compute") == (None,)
+
+
+def test_shards_within_a_host(tmp_path: Path) -> None:
+    text = f"torchrun --nnodes 2 --nproc_per_node 8 train.py {PARSER} --fsdp "
+    found = convert(tmp_path, text + "'hybrid_shard_zero2 auto_wrap'")
+    assert known(found, "parallel.zero", "parallel.shard") == (2, 8)
+    found = convert(tmp_path, text.replace("_node 8", "_node $N") + "'hybrid_shard auto_wrap'")
+    assert known(found, "parallel.zero", "parallel.shard") == (3, None)
+    yaml = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\nnum_machines: 2\n"
+    yaml += "num_processes: 16\nmixed_precision: bf16\n"
+    found = convert(tmp_path, f"accelerate launch --config_file a.yaml train.py {PARSER}", a_yaml=yaml)
+    assert known(found, "parallel.zero", "parallel.shard") == (3, 8)
+
+
+def test_fsdp_says_more_than_its_stage(tmp_path: Path) -> None:
+    found = convert(tmp_path, f"torchrun train.py {PARSER} --fsdp 'full_shard auto_wrap offload'")
+    assert known(found, "parallel.zero", "parallel.offload") == (3, "parameters")
+    json = '{"fsdp_version": 2, "reshard_after_forward": false}'
+    found = convert(tmp_path, f"torchrun train.py {PARSER} --fsdp auto_wrap --fsdp_config f.json", f_json=json)
+    assert known(found, "parallel.zero", "parallel.offload") == (2, "none")
+    flags = "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward"
+    assert known(convert(tmp_path, f"python pretrain_gpt.py {MEGATRON} {flags}"), "parallel.zero") == (2,)
+
+
+@pytest.mark.parametrize(
+    ("variable", "key"),
+    [("ACCELERATE_USE_FSDP=true", "parallel.zero"), ("ACCELERATE_MIXED_PRECISION=fp16", "precision.compute")],
+)
+def test_variables_that_accelerate_reads(tmp_path: Path, variable: str, key: str) -> None:
+    text = f"torchrun run_clm.py {PARSER} --do_train"
+    assert known(convert(tmp_path, text), key) != (None,)
+    assert known(convert(tmp_path, f"export {variable}\n{text}"), key) == (None,)
+
+
+def test_a_batch_that_is_searched_for(tmp_path: Path) -> None:
+    found = convert(tmp_path, f"torchrun run_clm.py {PARSER} --do_train --auto_find_batch_size True")
+    assert known(found, "batch.micro") == (None,)
+
+
+@pytest.mark.parametrize(
+    ("start", "devices"),
+    [
+        ("srun python", 16),
+        ("srun torchrun --nnodes $SLURM_NNODES --nproc_per_node 8", 16),
+        ("torchrun --nproc_per_node 8", 0),  # on one host, or as many runs as hosts
+        ("srun torchrun", 0),
+        ("srun torchrun --nnodes $(wc -l hosts) --nproc_per_node 8", 0),
+    ],
+)
+def test_slurms_hosts_are_those_that_the_launcher_is_told(tmp_path: Path, start: str, devices: int) -> None:
+    text = f"#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\n{start} run_clm.py {PARSER}"
+    assert convert(tmp_path, text).devices == devices
 
 
 # ---- notes ----------------------------------------------------------------------------------------------------------

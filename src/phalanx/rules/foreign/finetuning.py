@@ -220,7 +220,11 @@ def _read_sharding(config: Conversion) -> None:
         kind = config.read_word("fsdp_config.fsdp_sharding_strategy") or config.read_word(
             "fsdp_config.sharding_strategy"
         )
-        keeps = "shard_grad_op" in words + kind or "zero2" in words + kind or config.read_flag("fsdp_config.reshard_after_forward") is False
+        keeps = (
+            "shard_grad_op" in words + kind
+            or "zero2" in words + kind
+            or config.read_flag("fsdp_config.reshard_after_forward") is False
+        )
         names = tuple(key for key in given if key == "fsdp" or key.startswith("fsdp"))
         config.set_value("parallel.zero", 2 if keeps else 3, *names, note="FSDP")
         if "offload" in words.split() or config.read_flag("fsdp_config.fsdp_offload_params"):
@@ -243,6 +247,9 @@ def _read_json(config: Conversion, found: dict[str, Leaf]) -> None:
             config.unknown["parallel.offload"] = f"{device.key} {device.unknown}"
         elif device is not None and str(device.value).lower() in ("cpu", "nvme"):
             config.set_value("parallel.offload", ours, "deepspeed", note="of that file")
+    group = found.get("zero_optimization.mics_shard_size")
+    if group is not None and isinstance(group.value, int) and group.value > 0:
+        config.set_value("parallel.shard", group.value, "deepspeed", note="MiCS, of that file")
     split = found.get("tensor_parallel.autotp_size")
     if split is not None and isinstance(split.value, int) and split.value > 0:
         config.set_value("parallel.tensor", split.value, "deepspeed", note="autotp_size of that file")

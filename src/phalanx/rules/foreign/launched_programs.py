@@ -227,7 +227,9 @@ def _settle_sharding(config: Conversion) -> None:
 def _switched_on(config: Conversion, *names: str) -> str:
     """The variable that tells Accelerate in place of its launcher."""
     said = ((name, config.leaves.get(f"env.{name}")) for name in names)
-    return next((name for name, leaf in said if leaf is not None and (leaf.unknown or str(leaf.value).lower() in _ON)), "")
+    return next(
+        (name for name, leaf in said if leaf is not None and (leaf.unknown or str(leaf.value).lower() in _ON)), ""
+    )
 
 
 def _program_shards(config: Conversion) -> bool:

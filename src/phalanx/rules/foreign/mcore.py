@@ -83,6 +83,9 @@ def _read_sharding(config: Conversion) -> None:
     strategy = config.read_word("data_parallel_sharding_strategy")
     if own or torch:
         stage = STRATEGIES.get(strategy, 3) if own and strategy else 3
+        if torch and config.read_flag("torch_fsdp2_no_reshard_after_forward"):
+            stage = 2  # weights stay gathered between the passes
+            config.mark_used("torch_fsdp2_no_reshard_after_forward", by="parallel.zero")
         config.set_value("parallel.zero", stage, "data_parallel_sharding_strategy", *flags, note="FSDP")
         config.mark_used("use_distributed_optimizer", by="parallel.zero")
     else:

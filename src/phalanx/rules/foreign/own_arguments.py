@@ -37,6 +37,8 @@ SPEAKS_OF = {
     "batch.micro": re.compile(r"micro_?batch_?size|batch_?size_per_(gpu|device)|^(train_?)?batch_?size$"),
     "batch.per_replica": re.compile(r"grad(ient)?s?_?accum|^accum|accumulation_steps|update_freq"),
 }
+# Arguments of Megatron's that have such a word and change no step of the training.
+CHANGES_NONE = re.compile(r"inference|no_data_sharding|log_|profil|(^|_)dataset|tokeniz")
 OFF = ("false", "no", "off", "none", "", "0")
 SWITCHED = ("parallel.zero", "parallel.recompute", "parallel.offload", "precision.compute")
 
@@ -46,7 +48,9 @@ def leave_open(config: Conversion) -> None:
     own = [
         (_name_of(key), leaf)
         for key, leaf in config.leaves.items()
-        if (settled := config.settled.get(key)) is not None and settled.text == NO_WORD
+        if (settled := config.settled.get(key)) is not None
+        and settled.text == NO_WORD
+        and not CHANGES_NONE.search(_name_of(key))
     ]
     for job_key, sign in SPEAKS_OF.items():
         off = OFF if job_key in SWITCHED else (*OFF, "1")  # one way splits nothing
@@ -55,10 +59,16 @@ def leave_open(config: Conversion) -> None:
             config.unknown.setdefault(job_key, f"{leaf.key[:60]} is an argument of the program's own")
 
 
+# Settings of files that have readers of their own, and of Slurm and the environment.
+NOT_OWN = ("ds.", "accelerate_file.", "accelerate_ds.", "fsdp_file.", "program_file.", "env.", "SBATCH.", "verb.")
+
+
 def _name_of(key: str) -> str:
-    """The name that is looked at; of settings of files that other files name, none."""
+    """The name that is looked at: of a section in the file that --config names, the last part."""
     plain = key.removeprefix(ACCELERATE)
-    return canonical_flag(plain) if "." not in plain or plain.startswith("--") else ""
+    if plain.startswith("--"):
+        return canonical_flag(plain)
+    return "" if plain.startswith(NOT_OWN) else canonical_flag(plain.rpartition(".")[2])
 
 
 def _is_said(config: Conversion, job_key: str) -> bool:

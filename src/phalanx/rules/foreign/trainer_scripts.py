@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +41,7 @@ from phalanx.rules.foreign.shell.training_command import (
     ACCELERATE,
     CommandSigns,
     ScriptReading,
+    canonical_flag,
     leaves_of_script,
     notes_of_script,
     program_at,
@@ -73,6 +76,10 @@ SWIFT_SIGNS = CommandSigns(
     switches=NO_SWITCHES,
 )
 TREES = (".yaml", ".yml")
+# Files with further arguments; that of --config is read.
+OTHER_FILE = re.compile(
+    r"(train(ing)?_|args_|run_)?(args|arguments|config|cfg|recipe|yaml|params|hparams)_(file|path|yaml)|cfg|recipe"
+)
 MEGATRON_WORDS = ("micro_batch_size", "global_batch_size")
 MEGATRON_VERB = "verb.megatron"  # a leaf of our own: ms-swift's Megatron commands have other words and defaults
 DTYPE = "that of the model's config.json (torch_dtype)"
@@ -114,6 +121,7 @@ def _read_command(path: Path, variables: Mapping[str, str], signs: CommandSigns,
         leaves, unread = _with_file(reading, leaves)
         return ReadConfig(leaves=leaves, open_why=open_why or unread, notes=notes_of_script(reading))
     leaves, _ = _with_file(reading, leaves)
+    open_why = open_why or _file_behind_program(reading)
     return ReadConfig(leaves=leaves | _own_leaves(reading), open_why=open_why, notes=notes_of_script(reading))
 
 
@@ -125,6 +133,22 @@ def _with_file(reading: ScriptReading, leaves: dict[str, Leaf]) -> tuple[dict[st
     given = {canonical_key(key) for key in leaves}
     plain = {key.removeprefix(PROGRAM_FILE): one for key, one in inner.items()}
     return {k: replace(one, key=k) for k, one in plain.items() if canonical_key(k) not in given} | leaves, ""
+
+
+def _file_behind_program(reading: ScriptReading) -> str:
+    """`train.py recipe.yaml --lr 1e-4`: settings in a file, in words that are the program's own."""
+    for one in reading.commands:
+        behind = itertools.takewhile(
+            lambda word: not word.startswith("-"), one.command.argv[program_at(one.command.argv) :]
+        )
+        for word in behind:
+            if word.endswith((".yaml", ".yml", ".json", ".toml")):
+                return f"its program reads {reading.unknowns.shown(word)[:80]}"
+    for one in reading.commands:
+        for flag in (flag for arguments in one.program for flag in arguments):
+            if OTHER_FILE.fullmatch(canonical_flag(flag)):
+                return f"its program reads the file of {flag[:40]}"
+    return ""
 
 
 def _own_leaves(reading: ScriptReading) -> dict[str, Leaf]:
