@@ -145,6 +145,11 @@ def test_the_rest_of_a_callers_arguments(tmp_path: Path, before: str, end: str, 
     assert (known(found, "parallel.zero") == (None,)) is is_open
 
 
+def test_no_arguments_are_no_empty_word(tmp_path: Path) -> None:
+    text = f'set -- a\npython run_clm.py {PARSER} --do_train --per_device_train_batch_size 3 "${{@:2}}"'
+    assert known(convert(tmp_path, text), "batch.micro", "parallel.zero") == (3, 0)
+
+
 @pytest.mark.parametrize("words", ["recipe.yaml", "a.json", "--args_file a.txt", "--cfg a.yaml"])
 def test_a_file_with_further_arguments(tmp_path: Path, words: str) -> None:
     found = convert(tmp_path, f"torchrun run_clm.py {words} {PARSER} --do_train")
