@@ -46,6 +46,17 @@ STANDS_FOR: Mapping[str, tuple[str, ...]] = {
 NO_WORD = "the job schema has no word for it"
 
 
+def differs(said: object, other: object) -> bool:
+    """Whether an argument and a value of the JSON are two of a kind, and not the same.
+
+    >>> differs("4", 8), differs("4", 4), differs("4", "auto"), differs("True", False), differs("1", True)
+    (True, False, False, True, False)
+    """
+    words = {"true": "1", "yes": "1", "false": "0", "no": "0"}
+    one, two = (words.get(str(value).lower(), str(value)) for value in (said, other))
+    return one.isdigit() and two.isdigit() and int(one) != int(two)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unmapped:
     """A setting of another trainer's configuration that the job schema has no word for."""
@@ -97,6 +108,7 @@ class Evidence:
     partial: str = ""  # which setting makes another trainer's file train a part of the weights only
     changed: str = ""  # an argument of a fork's own that changes how a step is computed
     open_why: str = ""  # why another trainer's file may be given settings that do not stand in it
+    file_notes: tuple[str, ...] = ()  # what a reader of another trainer's file noticed, and no rule judges
     data: DataFacts | None = None  # what it trains on, as far as this machine can tell
     devices_said: int = 0  # of a job that cannot be planned, by its cluster or file; 0 is not said
     waivers: tuple[Waiver, ...] = ()  # beside the job's own, from a file of them

@@ -245,6 +245,7 @@ def judge(
         unmapped=evidence.unmapped,
         notes=(
             *(f"{evidence.target}/{one.where} {one.what}" for one in evidence.damaged.values()),
+            *evidence.file_notes,
             *_trainer_notes(evidence),
         ),
         trainer=evidence.practice.trainer if evidence.is_foreign else "",

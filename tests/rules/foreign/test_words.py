@@ -377,5 +377,6 @@ def test_nemo_knows_every_word_that_megatron_core_asks_for() -> None:
         "swiglu", "disable_bias_linear", "untie_embeddings_and_output_weights", "group_query_attention",
         "use_rotary_position_embeddings", "padded_vocab_size", "tokenizer_type", "vocab_file", "recompute_activations",
         "checkpoint_activations", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16",
+        "torch_fsdp2_no_reshard_after_forward",
     }  # fmt: skip
     assert asked - only_arguments <= nemo.WORDS

@@ -94,6 +94,9 @@ def _cure(evidence: Evidence, edit: Edit) -> Cure:
     if not evidence.is_foreign:
         return {"edits": (edit,)}
     name = evidence.their_keys.get(edit.key) or edit.key
+    if "ddp_timeout" in name:  # one rank prepares the data while the others wait: no step says how long that takes
+        longest = "longer than the preparation of data, a save and an evaluation, during which other ranks wait too"
+        return {"fix": f"a time {longest} ({name}); 1,800 s is the Trainer's own"}
     if not is_save_known(evidence):
         return {"fix": f"a timeout longer than its longest save and evaluation together, which nobody knows ({name})"}
     return {"fix": f"{edit.value} s or more ({name}): {edit.note}; measure a save before you go lower"}

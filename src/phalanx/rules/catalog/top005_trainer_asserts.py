@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from phalanx.rules.evidence import Evidence
+from phalanx.rules.evidence import Evidence, differs
 from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural
@@ -20,13 +20,13 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return (exempt("the reader of job files asks the same of a job"),)
     if any(one.value == "???" for one in evidence.settings.values()):  # OmegaConf: the command line completes the file
         return (exempt("a template, whose numbers are places for others"),)
-    broken = [*_formats(evidence), *_deepspeed(evidence), *_megatron(evidence)]
+    broken = [*_formats(evidence), *_deepspeed(evidence), *_megatron(evidence), *_refused_json(evidence)]
     silent = all(one.what.startswith("does not say") for one in evidence.refusals)
     # Else the planner has judged the layout, TOP001 and BAT001; a fork that computes its steps in a way of its own may
     # count stages and batches in one too.
     if evidence.plan is None and silent and not evidence.changed:
         broken += _divisors(evidence)
-    idle = (*_without_effect(evidence), *_said_twice(evidence))
+    idle = (*_without_effect(evidence), *_said_twice(evidence), *_against_json(evidence))
     if len(broken) <= limits.number("most_broken"):
         return idle or (passed("nothing that the trainer itself refuses", value=len(broken), threshold=0),)
     found = (failed(what, at=f"setting:{name}", impact=NO_START, fix=fix) for name, what, fix in broken)
@@ -46,6 +46,39 @@ def _without_effect(evidence: Evidence) -> Iterator[Outcome]:
             impact=Impact(note="no time lost, but the weights stay in the devices' memory"),
             fix="zero_optimization.stage = 3, or leave offload_param out",
         )
+
+
+# Arguments, and what the DeepSpeed JSON that a script names calls the same.
+AGAIN = (
+    ("per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
+    ("micro_batch_size", "train_micro_batch_size_per_gpu"),
+    ("gradient_accumulation_steps", "gradient_accumulation_steps"),
+    ("bf16", "bf16.enabled"),
+    ("fp16", "fp16.enabled"),
+)
+
+
+def _contradictions(evidence: Evidence) -> Iterator[Broken]:
+    for name, key in AGAIN:
+        said, other = evidence.find_setting(name), evidence.find_setting(f"ds.{key}")
+        if said is not None and other is not None and differs(said.value, other.value):
+            what = f"{said.key[:60]} is {str(said.value)[:20]}, and {key} of the DeepSpeed JSON is {other.value}"
+            yield name, what, f'the same in both, or {key} = "auto" where the Trainer fills it in'
+
+
+def _refused_json(evidence: Evidence) -> Iterator[Broken]:
+    """Hugging Face's Trainer compares its arguments with the JSON (integrations/deepspeed.py, fill_match)."""
+    if evidence.practice.trainer == "transformers" and not evidence.open_why:
+        yield from _contradictions(evidence)
+
+
+def _against_json(evidence: Evidence) -> Iterator[Outcome]:
+    """Other programs take one of the two without a word."""
+    if evidence.practice.trainer == "transformers" and not evidence.open_why:
+        return
+    for name, what, fix in _contradictions(evidence):
+        effect = Impact(note="one of the two values has no effect")
+        yield failed(what, at=f"setting:{name}", severity="warning", impact=effect, fix=fix)
 
 
 # What the identities of a layout rest on: one that a file leaves open leaves them open too.
@@ -268,7 +301,9 @@ Trainers check their arguments after the devices are taken: Megatron's `validate
 """,
     how="""
 Of every trainer: fp16 and bf16 are not both on. DeepSpeed: `train_batch_size = micro × accumulation × data ranks`,
-`offload_param` with stage 3 alone (a warning: below it has no effect). Megatron and NeMo: an interleaved schedule has
+`offload_param` with stage 3 alone (a warning: below it has no effect). Scripts that name a DeepSpeed JSON: batch,
+accumulation and format are the same in both; Hugging Face's Trainer refuses others, other programs take one of the two
+(a warning). Megatron and NeMo: an interleaved schedule has
 two stages or more; experts with
 tensor ranks need sequence parallelism; no expert ranks without experts. Megatron-LM also: `--train-iters` or
 `--train-samples`, `--save` with `--save-interval`, `--min-lr` not above `--lr`, as many positions as tokens of a
@@ -284,6 +319,7 @@ plan, also what must divide what: heads, experts, sequence, batch and devices.
     references=(
         Reference(text="NVIDIA/Megatron-LM megatron/training/arguments.py: validate_args", mark="recalled"),
         Reference(text="deepspeedai/DeepSpeed runtime/config.py: _batch_assertion, _do_error_check", mark="recalled"),
+        Reference(text="huggingface/transformers integrations/deepspeed.py: fill_match", mark="recalled"),
     ),
     check=check,
 )

@@ -55,6 +55,7 @@ class Conversion:
     machines: tuple[int, int] = (0, 0)  # hosts and devices of each; 0 is not said
     theirs: dict[str, str] = field(default_factory=dict)  # job key -> the key that says it there
     practice: dict[str, object] = field(default_factory=dict)  # habits that these settings change
+    notes: list[str] = field(default_factory=list)  # what a reader of the report should know, and no rule judges
 
     # ---- looking ----------------------------------------------------------------------------------------------------
 
@@ -310,6 +311,7 @@ class ReadConfig:
 
     leaves: dict[str, Leaf]
     open_why: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def leaves_of(table: object, *, file: str, line: Callable[[tuple[str | int, ...]], int]) -> dict[str, Leaf]:

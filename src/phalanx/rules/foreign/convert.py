@@ -50,6 +50,7 @@ class ConvertedConfig:
     practice_keys: Mapping[str, str]  # field of `practice` -> the setting that changed it
     open_why: str  # why what the file leaves out may still be given; empty where it may not
     partial: str  # which setting makes it train a part of the weights only; empty where all are trained
+    notes: tuple[str, ...]  # what a reader of the report should know, and no rule judges
     changed: str  # an argument of a fork's own that changes how a step is computed; empty where there is none
 
 
@@ -60,7 +61,9 @@ def convert_config(
     trainer = find_trainer(kind)
     variables, overrides = split_variables(overrides)
     read = trainer.read(path, variables)
-    config = Conversion(file=str(path), title=trainer.title, leaves=read.leaves, open_why=read.open_why)
+    config = Conversion(
+        file=str(path), title=trainer.title, leaves=read.leaves, open_why=read.open_why, notes=[*read.notes]
+    )
     if not config.leaves:
         raise mistake(str(path), f"holds no settings of {trainer.title}", fix=trainer.example)
     trainer.translate(config)
@@ -184,6 +187,7 @@ def _converted_config(
         open_why=config.open_why,
         partial=partial,
         changed=changed,
+        notes=tuple(config.notes),
         practice_keys={
             one.text.removeprefix("practice: "): key
             for key, one in config.settled.items()

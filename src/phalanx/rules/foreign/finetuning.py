@@ -173,18 +173,23 @@ def translate_trainer(config: Conversion, *, micro: tuple[str, int], length: str
     _read_optimizer(config)
 
 
-STAGE = "ds.zero_optimization.stage"  # of the JSON that a script names
+JSON = "ds."  # leaves of the DeepSpeed JSON that a script names
+STAGE = "zero_optimization.stage"
 
 
-def _json_stage(config: Conversion, name: str) -> int | None:
-    """Its stage: read with the script, lying beside the file, or by the name that ms-swift has for its own."""
-    if (leaf := config.leaves.get(STAGE)) is not None and not leaf.unknown:
-        return config.read_whole(STAGE)
-    if leaf is None and any(key.startswith("ds.") for key in config.leaves):
-        return 0
+def _named_json(config: Conversion, name: str) -> dict[str, Leaf] | None:
+    """The leaves of DeepSpeed's JSON: read with the script, lying beside the file, or ms-swift's own of that name."""
+    found = {key.removeprefix(JSON): leaf for key, leaf in config.leaves.items() if key.startswith(JSON)}
+    if found and not ((leaf := found.get(STAGE)) is not None and leaf.unknown):
+        return found
     if config.title == "ms-swift" and (own := re.fullmatch(r"zero([0-3])(_offload)?", name)):
-        return int(own.group(1))
-    return _stage_of(Path(config.file).parent, name)
+        words: dict[str, object] = {STAGE: int(own.group(1))}
+        if own.group(2):
+            words["zero_optimization.offload_optimizer.device"] = "cpu"
+        if own.group(2) and own.group(1) == "3":
+            words["zero_optimization.offload_param.device"] = "cpu"
+        return {key: Leaf(key=key, value=value, line=0) for key, value in words.items()}
+    return _json_beside(Path(config.file).parent, name)
 
 
 def _read_sharding(config: Conversion) -> None:
@@ -193,20 +198,19 @@ def _read_sharding(config: Conversion) -> None:
     if named is not None and named.unknown:
         config.read_word("deepspeed")
         config.set_value("parallel.zero", 0, "deepspeed")
+        config.unknown["parallel.offload"] = f"{named.key} {named.unknown}"
         return
     if named is not None and str(named.value) not in ("", "False"):
-        stage = _json_stage(config, str(named.value))
-        if stage is None:
-            why = f"{str(named.value)[:80]} is not in this folder"
-            config.read_as["deepspeed"] = Leaf(key=named.key, value=named.value, line=named.line, unknown=why)
-            config.read_whole("deepspeed")
-            config.unknown["parallel.zero"] = f"deepspeed: {why}"
-            config.add_missing(
-                f"names {str(named.value)[:80]}, which is not in this folder", "give --set parallel.zero=3"
-            )
-            config.set_value("parallel.zero", 0, "deepspeed")
-        else:
-            config.set_value("parallel.zero", stage, "deepspeed", note=f"stage {stage} of that file")
+        found = _named_json(config, str(named.value))
+        if found is not None:
+            _read_json(config, found)
+            return
+        why = f"{str(named.value)[:80]} is not in this folder"
+        config.read_as["deepspeed"] = Leaf(key=named.key, value=named.value, line=named.line, unknown=why)
+        config.read_whole("deepspeed")
+        config.unknown |= dict.fromkeys(("parallel.zero", "parallel.offload"), f"deepspeed: {why}")
+        config.add_missing(f"names {str(named.value)[:80]}, which is not in this folder", "give --set parallel.zero=3")
+        config.set_value("parallel.zero", 0, "deepspeed")
         return
     # Of a script, arguments; `fsdp:` without a value is off.
     given = {key.removeprefix("--"): key for key, leaf in config.leaves.items() if leaf.value not in (None, "", [], {})}
@@ -216,22 +220,47 @@ def _read_sharding(config: Conversion) -> None:
         kind = config.read_word("fsdp_config.fsdp_sharding_strategy") or config.read_word(
             "fsdp_config.sharding_strategy"
         )
-        keeps = "shard_grad_op" in words + kind or config.read_flag("fsdp_config.reshard_after_forward") is False
+        keeps = (
+            "shard_grad_op" in words + kind
+            or "zero2" in words + kind
+            or config.read_flag("fsdp_config.reshard_after_forward") is False
+        )
         names = tuple(key for key in given if key == "fsdp" or key.startswith("fsdp"))
         config.set_value("parallel.zero", 2 if keeps else 3, *names, note="FSDP")
+        if "offload" in words.split() or config.read_flag("fsdp_config.fsdp_offload_params"):
+            config.set_value("parallel.offload", "parameters", *names, note="FSDP")
         return
     config.set_value("parallel.zero", 0, "deepspeed", note="neither DeepSpeed nor FSDP: plain data parallelism")
 
 
-def _stage_of(folder: Path, name: str) -> int | None:
+def _read_json(config: Conversion, found: dict[str, Leaf]) -> None:
+    """How far it shards, where the states are kept, and how far it splits products."""
+    leaf = found.get(STAGE)
+    stage = 0 if leaf is None else leaf.value
+    if leaf is not None and (leaf.unknown or stage not in range(4)):
+        config.unknown["parallel.zero"] = f"{STAGE} {leaf.unknown or 'is not one of its stages'}"
+        stage = 0
+    config.set_value("parallel.zero", stage, "deepspeed", note=f"stage {stage} of that file")
+    for part, ours in (("optimizer", "optimizer"), ("param", "parameters")):
+        device = found.get(f"zero_optimization.offload_{part}.device")
+        if device is not None and device.unknown:
+            config.unknown["parallel.offload"] = f"{device.key} {device.unknown}"
+        elif device is not None and str(device.value).lower() in ("cpu", "nvme"):
+            config.set_value("parallel.offload", ours, "deepspeed", note="of that file")
+    group = found.get("zero_optimization.mics_shard_size")
+    if group is not None and isinstance(group.value, int) and group.value > 0:
+        config.set_value("parallel.shard", group.value, "deepspeed", note="MiCS, of that file")
+    split = found.get("tensor_parallel.autotp_size")
+    if split is not None and isinstance(split.value, int) and split.value > 0:
+        config.set_value("parallel.tensor", split.value, "deepspeed", note="autotp_size of that file")
+
+
+def _json_beside(folder: Path, name: str) -> dict[str, Leaf] | None:
     try:
         path = find_named_file(folder, name)
-        if path is None or path.suffix != ".json":
-            return None
-        leaf = read_tree(path).get("zero_optimization.stage")
+        return read_tree(path) if path is not None and path.suffix == ".json" else None
     except (UserError, OSError, ValueError):
         return None
-    return leaf.value if leaf is not None and isinstance(leaf.value, int) else 0 if leaf is None else None
 
 
 def _read_batch(config: Conversion, micro_key: str, length_key: str, *, default: int = 1) -> None:
@@ -252,8 +281,20 @@ def _read_batch(config: Conversion, micro_key: str, length_key: str, *, default:
         config.skip_leaf("save_steps", f"save_strategy is {strategy}")
     elif (every := config.read_whole("save_steps")) and every > 0:
         config.set_value("checkpoint.steps", every, "save_steps")
+        _note_never_saved(config, every)
     if (seed := config.read_whole("seed")) is not None:
         config.set_value("data.seed", abs(seed) % SEEDS, "seed")
+
+
+NEVER_REACHED = 100_000  # steps, where the file says no length: longer than any fine-tuning
+
+
+def _note_never_saved(config: Conversion, every: int) -> None:
+    """`save_steps: 999999` is how people turn checkpoints off."""
+    length = config.int_of("data.steps", 0)
+    if every > (length or NEVER_REACHED - 1):
+        reach = f"the run has {length:,} steps" if length else "the run is told in epochs"
+        config.notes.append(f"save_steps is {every:,}, and {reach}: a failure may cost all of its work")
 
 
 def _read_precision(config: Conversion) -> None:

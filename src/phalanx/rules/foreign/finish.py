@@ -94,12 +94,25 @@ def _data_ranks(config: Conversion, devices: int) -> int:
         return data
     apart = 1
     for name in ("tensor", "pipeline", "context"):
+        if not _is_degree_known(config, f"parallel.{name}"):
+            return 0
         apart *= max(1, config.int_of(f"parallel.{name}"))
     return devices // apart if devices and devices % apart == 0 else 0
 
 
+def _is_degree_known(config: Conversion, key: str) -> bool:
+    """Whether a degree is said, or left out where nothing else may say it."""
+    said = config.values.get(key)
+    if said is not None and said.note.startswith("--set"):
+        return True
+    return key not in config.unknown and not (config.open_why and (said is None or not said.key))
+
+
 def _set_batch(config: Conversion, data: int) -> None:
     said = config.values.pop("batch.per_replica", None)
+    if (why := config.unknown.get("batch.per_replica")) is not None and "batch.global_sequences" not in config.values:
+        config.unknown.setdefault("batch.global_sequences", why)
+        said = None
     if said is not None and isinstance(said.value, int):
         if data:
             note = f"{said.note} × {data} data ranks"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 from phalanx.rules.foreign import mcore
 from phalanx.rules.foreign.conversion import Conversion
 from phalanx.rules.foreign.megatron import IRRELEVANT as MEGATRON_IRRELEVANT
@@ -73,6 +75,44 @@ def translate_config(config: Conversion) -> None:
         config.set_value("parallel.offload", "optimizer", *names)
     _read_batch(config)
     config.settle_rest(irrelevant=IRRELEVANT, unmapped={}, seen=lambda key: key.replace("-", "_"))
+    _note_misspelt(config)
+
+
+# Keys by which one that is near to them is taken for a slip (megatron/neox_arguments/neox_args.py, deepspeed_args.py).
+KNOWN = (
+    *RENAMED,
+    *(key for key in IRRELEVANT if key[-1] not in "._"),
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "norm", "pos_emb"),
+    *(
+        "train_iters",
+        "lr_decay_iters",
+        "lr_decay_style",
+        "min_lr",
+        "distributed_backend",
+        "eval_interval",
+        "eval_iters",
+    ),
+    *("log_interval", "save", "load", "finetune", "weight_decay", "hidden_dropout", "attention_dropout", "precision"),
+    *("gradient_accumulation_steps", "tokenizer_type", "vocab_file", "merge_file", "split", "num_workers", "seed"),
+    *("scaled_upper_triang_masked_softmax_fusion", "bias_gelu_fusion", "rope_fusion", "rotary_pct", "gated_mlp"),
+    *("make_vocab_size_divisible_by", "use_bias_in_norms", "use_bias_in_attn_linear", "use_bias_in_mlp", "mlp_type"),
+    *("train_data_paths", "valid_data_paths", "test_data_paths"),
+    *("weight_by_num_documents", "weighted_sampler_alpha", "tensorboard_dir", "log_dir", "save_iters", "mup_lr"),
+)
+
+
+ALIKE, MOST_KEY = 0.9, 60  # one or two letters of a key; no key is longer
+
+
+def _note_misspelt(config: Conversion) -> None:
+    """GPT-NeoX stops at a key that its arguments do not have; ones that we do not know may be new."""
+    for key, settled in config.settled.items():
+        name = key.replace("-", "_")
+        if settled.fate == "mapped" or "." in name or name in KNOWN or len(name) > MOST_KEY:
+            continue
+        if close := get_close_matches(name, KNOWN, n=1, cutoff=ALIKE):
+            line = config.leaves[key].line
+            config.notes.append(f"line {line}: {key} is no key of GPT-NeoX that we know; did you mean {close[0]}?")
 
 
 def _read_positions(config: Conversion) -> None:

@@ -1,15 +1,17 @@
 """What a script leaves to others: to its launcher, to files, and to a program of which nobody here knows the defaults.
 
-A default is known only where the program is: three arguments that only Hugging Face's TrainingArguments has show its
-parser, and with it batch, accumulation and who shards. What a program does with its model, as the format it loads it in
-and whether it turns recomputation on, is known of transformers' own examples only.
+A default is known only where the program is: of transformers' own examples, by name and arguments. Two arguments that
+only Hugging Face's TrainingArguments has show its parser, and with it that no layer is split and that there are no
+stages; who shards, how often a step accumulates, the format and recomputation the program may set by itself.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from phalanx.rules.foreign.accelerate import HYBRID, STRATEGIES
+from phalanx.rules.foreign.contradictions import settle_contradictions
 from phalanx.rules.foreign.conversion import Conversion, Leaf
 from phalanx.rules.foreign.shell.named_settings import FSDP_FILE, LAUNCH_FILE, LAUNCH_JSON, UNREAD
 from phalanx.rules.foreign.shell.training_command import ACCELERATE
@@ -17,36 +19,54 @@ from phalanx.rules.foreign.shell.training_command import ACCELERATE
 PROGRAM = "verb.program"  # leaves of our own: the file that is started, and what starts it
 LAUNCHER = "verb.launcher"
 PROGRAM_FILE = "program_file."  # the file that a program's --config names, where it cannot be read
-# Arguments of TrainingArguments that other programs do not have under the same names.
+# Arguments that only TrainingArguments has. Loops of people's own have its other words too: save_steps, warmup_ratio.
 ONLY_TRAINER = frozenset(
     [
+        *("save_strategy", "evaluation_strategy", "eval_strategy", "logging_strategy", "ddp_timeout", "tf32"),
+        *("remove_unused_columns", "ddp_find_unused_parameters", "load_best_model_at_end", "metric_for_best_model"),
+        *("group_by_length", "logging_first_step", "save_only_model", "save_safetensors", "include_inputs_for_metrics"),
         *(
-            "save_strategy",
-            "save_total_limit",
-            "evaluation_strategy",
-            "eval_strategy",
-            "eval_steps",
-            "logging_strategy",
+            "fsdp_transformer_layer_cls_to_wrap",
+            "fsdp_config",
+            "gradient_checkpointing_kwargs",
+            "predict_with_generate",
         ),
         *(
-            "logging_steps",
-            "logging_first_step",
-            "overwrite_output_dir",
-            "ddp_timeout",
-            "tf32",
-            "remove_unused_columns",
+            "fp16_full_eval",
+            "bf16_full_eval",
+            "label_smoothing_factor",
+            "neftune_noise_alpha",
+            "eval_accumulation_steps",
         ),
-        *("ddp_find_unused_parameters", "dataloader_num_workers", "load_best_model_at_end", "group_by_length", "optim"),
-        *("fsdp_transformer_layer_cls_to_wrap", "save_only_model", "save_safetensors", "include_inputs_for_metrics"),
-        *("predict_with_generate", "fp16_full_eval", "bf16_full_eval", "report_to", "warmup_ratio", "do_train"),
-        *("lr_scheduler_type", "save_steps", "adam_beta2", "label_smoothing_factor", "neftune_noise_alpha"),
+        *(
+            "include_num_input_tokens_seen",
+            "half_precision_backend",
+            "dataloader_persistent_workers",
+            "save_on_each_node",
+        ),
     ]
 )
-LEAST = 3
+LEAST_ONLY = 2
+# With the name of a program that is known, arguments are enough that others have too.
+ALSO_TRAINER = ONLY_TRAINER | frozenset(
+    [
+        *("save_total_limit", "eval_steps", "logging_steps", "overwrite_output_dir", "dataloader_num_workers", "optim"),
+        *("report_to", "warmup_ratio", "do_train", "do_eval", "lr_scheduler_type", "save_steps", "adam_beta2"),
+        *("warmup_steps", "max_steps", "gradient_checkpointing"),
+    ]
+)
+LEAST = 2
 PROGRAMS = frozenset({"train_mem.py"})  # of FastChat, LLaVA and their kin: TrainingArguments with more fields
 EXAMPLES = re.compile(
     r"run_(clm|mlm|plm|fim|glue|xnli|qa|qa_beam_search|seq2seq_qa|summarization|translation|ner|swag|mae|mim"
     r"|image_classification|audio_classification|speech_recognition_ctc|speech_recognition_seq2seq|classification)\.py"
+)
+# Arguments, and what DeepSpeed's JSON calls the same; the Trainer refuses two that differ (integrations/deepspeed.py).
+PAIRS = (
+    ("per_device_train_batch_size", "train_micro_batch_size_per_gpu", "batch.micro"),
+    ("gradient_accumulation_steps", "gradient_accumulation_steps", "batch.per_replica"),
+    ("bf16", "bf16.enabled", "precision.compute"),
+    ("fp16", "fp16.enabled", "precision.compute"),
 )
 # An argument that the Trainer has not, and that says how a program shards, in which format, or with what file.
 _SHARDS = re.compile(r"deepspeed|(^|_)zero(_|\d|$)|fsdp|(^|_)shard")
@@ -79,19 +99,32 @@ def why_open(config: Conversion) -> str:
 
 
 def _is_trainer(config: Conversion) -> bool:
-    """Whether the program has the parser of transformers' TrainingArguments."""
+    """Whether the program has the parser of transformers' TrainingArguments: that splits no layer and has no stages."""
     leaf = config.leaves.get(PROGRAM)
-    return (leaf is not None and leaf.value in PROGRAMS) or len(ONLY_TRAINER & config.names.keys()) >= LEAST
+    named = leaf is not None and (leaf.value in PROGRAMS or EXAMPLES.fullmatch(str(leaf.value)) is not None)
+    if named and len(ALSO_TRAINER & config.names.keys()) >= LEAST:
+        return True
+    return len(ONLY_TRAINER & config.names.keys()) >= LEAST_ONLY
 
 
 def _is_example(config: Conversion) -> bool:
+    """Whether it is a program of transformers' own, by name and arguments: only these have no defaults but its."""
     leaf = config.leaves.get(PROGRAM)
     return leaf is not None and EXAMPLES.fullmatch(str(leaf.value)) is not None and _is_trainer(config)
 
 
+def _own_default(config: Conversion) -> str:
+    """Why what nobody says may not be the Trainer's default, though the program has its parser."""
+    leaf = config.leaves.get(PROGRAM)
+    name = str(leaf.value)[:60] if leaf is not None else "the program"
+    return "" if _is_example(config) else f"{name} may have a default of its own"
+
+
 def settle_names(config: Conversion) -> None:
-    """Read a fork's `--deepspeed_config` as the Trainer's `--deepspeed`."""
+    """Read a fork's `--deepspeed_config` as the Trainer's `--deepspeed`; a switch of that name says no file."""
     said = config.find_leaf("deepspeed")
+    if said is not None and said.value is True:
+        config.read_as["deepspeed"] = replace(said, value=None)
     if said is None or said.value is True:
         for name in ("deepspeed_config", "deepspeed_config_file", "ds_config"):
             leaf = config.find_leaf(name)
@@ -103,10 +136,13 @@ def settle_names(config: Conversion) -> None:
 def settle_launched(config: Conversion) -> None:
     """After the Trainer's words: what the launcher, its files and a fork's arguments say, and what stays open."""
     _settle_machines(config)
+    words = str(leaf.value) if (leaf := config.find_leaf("fsdp")) is not None else ""
+    _set_hybrid(config, "hybrid_shard" in words, "fsdp")
     _settle_sharding(config)
     _settle_precision(config)
     _settle_recompute(config)
     _settle_batch(config)
+    settle_contradictions(config, PAIRS)
 
 
 # ---- what the launcher says -----------------------------------------------------------------------------------------
@@ -159,8 +195,12 @@ def _whole(leaf: Leaf | None) -> int:
 
 
 def _settle_sharding(config: Conversion) -> None:
-    if (words := config.find_leaf("fsdp")) is not None and "no_shard" in str(words.value):
+    words = config.find_leaf("fsdp")
+    if words is not None and "no_shard" in str(words.value):
         config.set_value("parallel.zero", 0, "fsdp", note="no_shard")
+    again = config.leaves.get(f"{FSDP_FILE}reshard_after_forward")
+    if words is not None and again is not None and str(again.value).lower() == "false":  # FSDP 2: weights stay gathered
+        config.set_value("parallel.zero", 2, again.key, note="FSDP")
     if _program_shards(config):
         return
     if config.has_leaf("zero_stage") and not _by_accelerate(config):
@@ -178,6 +218,18 @@ def _settle_sharding(config: Conversion) -> None:
         config.unknown["parallel.zero"] = f"{own} is an argument of the program's own"
     elif (leaf := config.leaves.get(LAUNCHER)) is not None and leaf.value == "deepspeed":
         config.unknown["parallel.zero"] = "deepspeed starts it, and the script names no configuration of DeepSpeed's"
+    elif (name := _switched_on(config, "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")) and not own:
+        config.unknown["parallel.zero"] = f"{name} of the environment turns it on"
+    elif (words is None or not str(words.value)) and (why := config.open_why or _own_default(config)):
+        config.unknown.setdefault("parallel.zero", why)
+
+
+def _switched_on(config: Conversion, *names: str) -> str:
+    """The variable that tells Accelerate in place of its launcher."""
+    said = ((name, config.leaves.get(f"env.{name}")) for name in names)
+    return next(
+        (name for name, leaf in said if leaf is not None and (leaf.unknown or str(leaf.value).lower() in _ON)), ""
+    )
 
 
 def _program_shards(config: Conversion) -> bool:
@@ -204,6 +256,7 @@ def _settle_launched_sharding(config: Conversion) -> None:
         again = _said(config, "fsdp_reshard_after_forward", "fsdp_config.")
         leaf = leaf or again
         word = str(leaf.value).lower() if leaf is not None else ""
+        _set_hybrid(config, word in HYBRID, *((leaf.key,) if leaf is not None else ()))
         known = {**STRATEGIES, **HYBRID, "true": 3, "false": 2}
         stage = known.get(word, 3 if not word and not config.open_why else -1)
     elif kind == "ddp":
@@ -218,6 +271,16 @@ def _settle_launched_sharding(config: Conversion) -> None:
         why = unread.unknown if unread is not None else config.open_why
         config.unknown["parallel.zero"] = why or "accelerate launch is not told how far it shards"
     _settle_offload(config)
+
+
+def _set_hybrid(config: Conversion, hybrid: bool, *names: str) -> None:
+    """Shards within a host, copies between hosts: as large as a host has devices."""
+    if not hybrid:
+        return
+    each = config.machines[1]
+    config.set_value("parallel.shard", each or "auto", *names, note="hybrid: within a host")
+    if not each:
+        config.unknown["parallel.shard"] = "hybrid: within a host, whose devices are not said"
 
 
 def _stage(leaf: Leaf | None) -> int:
@@ -259,9 +322,11 @@ def _settle_precision(config: Conversion) -> None:
                 config.unknown.pop("precision.compute", None)
                 config.set_value("precision.compute", ours, leaf.key)
                 return
+    if config.has_leaf("env.ACCELERATE_MIXED_PRECISION"):
+        config.unknown.setdefault("precision.compute", "ACCELERATE_MIXED_PRECISION of the environment says it")
     stated = any(config.has_leaf(name) for name in ("bf16", "fp16"))  # as --bf16 False
     other = any(leaf is not None for leaf in found) or any(config.has_leaf(name) for name in _LOADS)
-    if other or not (_is_example(config) or (stated and not config.open_why)):
+    if other or not _is_example(config) or (config.open_why and not stated):
         config.unknown.setdefault(
             "precision.compute", config.open_why or "the program loads its model in a format of its choice"
         )
@@ -296,12 +361,14 @@ def _settle_recompute(config: Conversion) -> None:
 
 def _settle_batch(config: Conversion) -> None:
     """How often a step accumulates, where nobody tells the program: its own default, or the launcher's."""
+    if config.read_flag("auto_find_batch_size"):
+        why = "auto_find_batch_size halves the batch until it fits"
+        config.unknown |= dict.fromkeys(("batch.micro", "batch.per_replica"), why)
     if config.has_leaf("gradient_accumulation_steps"):
         return
     leaf = _said(config, "gradient_accumulation_steps", "deepspeed_config.") if _by_accelerate(config) else None
     launched = leaf is not None and str(leaf.value) not in ("1", "auto")
-    if config.open_why or launched:
+    why = config.open_why or _own_default(config)
+    if why or launched:
         config.values.pop("batch.per_replica", None)
-        config.unknown["batch.per_replica"] = (
-            config.open_why or "accelerate launch accumulates, and its program may not"
-        )
+        config.unknown["batch.per_replica"] = why or "accelerate launch accumulates, and its program may not"

@@ -83,6 +83,9 @@ def _read_sharding(config: Conversion) -> None:
     strategy = config.read_word("data_parallel_sharding_strategy")
     if own or torch:
         stage = STRATEGIES.get(strategy, 3) if own and strategy else 3
+        if torch and config.read_flag("torch_fsdp2_no_reshard_after_forward"):
+            stage = 2  # weights stay gathered between the passes
+            config.mark_used("torch_fsdp2_no_reshard_after_forward", by="parallel.zero")
         config.set_value("parallel.zero", stage, "data_parallel_sharding_strategy", *flags, note="FSDP")
         config.mark_used("use_distributed_optimizer", by="parallel.zero")
     else:
@@ -132,12 +135,16 @@ def _read_batch(config: Conversion) -> None:
     if sequence:
         config.set_value("data.sequence", sequence, "seq_length")
     config.set_value("batch.micro", config.read_whole("micro_batch_size") or 1, "micro_batch_size")
+    if not config.has_leaf("micro_batch_size") and config.title != "ms-swift":
+        config.unknown.setdefault("batch.micro", f"{config.title} has no micro-batch unless it is told one")
     if (total := config.read_whole("global_batch_size")) is not None and total > 0:
         config.set_value("batch.global_sequences", total, "global_batch_size")
     else:
         config.set_value(
             "batch.per_replica", config.int_of("batch.micro"), "micro_batch_size", note="one micro-batch each"
         )
+        if (why := config.unknown.get("batch.micro")) is not None:
+            config.unknown.setdefault("batch.per_replica", why)
     if samples := config.read_whole("train_samples"):
         config.set_value("data.samples", samples, "train_samples")
     elif steps := config.read_whole("train_iters"):

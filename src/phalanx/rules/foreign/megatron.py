@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from phalanx.errors import mistake
 from phalanx.rules.foreign import mcore
 from phalanx.rules.foreign.config_files import read_tree
+from phalanx.rules.foreign.contradictions import JSON, settle_contradictions
 from phalanx.rules.foreign.conversion import Conversion, ReadConfig
 from phalanx.rules.foreign.detect import TrainsNothingError, is_other_program, refuse_inference
+from phalanx.rules.foreign.own_arguments import leave_open
+from phalanx.rules.foreign.shell.partial_text import is_known
 from phalanx.rules.foreign.shell.training_command import (
     MEGATRON_SIGNS,
+    STARTS_RANKS,
     TrainingCommand,
     canonical_flag,
     leaves_of_script,
+    notes_of_script,
+    program_at,
     read_script,
 )
 from phalanx.rules.foreign.shell.written_json import named_json
@@ -32,6 +38,7 @@ SAME = {  # other spellings of one argument
 }
 LAUNCH = "the launcher's own business: names, addresses and ports"
 IRRELEVANT = {
+    "verb.": "which command it is",
     "master_addr": LAUNCH,
     "master_port": LAUNCH,
     "node_rank": LAUNCH,
@@ -179,7 +186,39 @@ def read_config(path: Path, variables: Mapping[str, str]) -> ReadConfig:
         refuse_inference(path)
     leaves = leaves_of_script(reading)
     leaves |= named_json(reading, leaves)
-    return ReadConfig(leaves=leaves, open_why=next((one.open_why for one in reading.commands if one.open_why), ""))
+    open_why = next((one.open_why for one in reading.commands if one.open_why), "")
+    return ReadConfig(leaves=leaves, open_why=open_why or _why_open(reading.commands), notes=notes_of_script(reading))
+
+
+# Arguments that only Megatron's parser has: with its parser a program has its defaults.
+ONLY_MEGATRON = frozenset(
+    [
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size", "micro_batch_size"),
+        *("max_position_embeddings", "num_attention_heads", "ffn_hidden_size", "train_iters", "train_samples"),
+        *("lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_fraction", "lr_warmup_iters"),
+        *("lr_warmup_samples", "eval_iters", "eval_interval", "save_interval", "log_interval", "split", "clip_grad"),
+        *("attention_dropout", "hidden_dropout", "init_method_std", "tokenizer_type", "vocab_file", "merge_file"),
+        *("use_distributed_optimizer", "use_mcore_models", "transformer_impl", "distributed_backend", "data_impl"),
+        *("swiglu", "disable_bias_linear", "group_query_attention", "untie_embeddings_and_output_weights"),
+        *("use_rotary_position_embeddings", "position_embedding_type", "recompute_granularity", "sequence_parallel"),
+        *("checkpoint_activations", "no_load_optim", "no_load_rng", "adam_beta2", "min_lr", "mock_data"),
+    ]
+)
+LEAST_NAMED, LEAST = 2, 4  # of them: with a program's name that is Megatron's too, and without
+
+
+def _why_open(commands: Sequence[TrainingCommand]) -> str:
+    """Why what the script does not say may be anything: its program is not known to be Megatron's."""
+    for one in commands:
+        flags = {canonical_key(flag) for arguments in one.program for flag in arguments}
+        if "yaml_cfg" in flags:
+            return "--yaml-cfg names a file that takes the place of all arguments"
+        at = program_at(one.command.argv)
+        name = one.command.argv[at - 1].rpartition("/")[2] if at else ""
+        known = len(flags & ONLY_MEGATRON)
+        if name and known < (LEAST_NAMED if name.startswith("pretrain_") else LEAST):
+            return f"{name[:60] if is_known(name) else 'its program'} is not known to have Megatron's defaults"
+    return ""
 
 
 def _trains_nothing(command: TrainingCommand) -> bool:
@@ -212,9 +251,13 @@ def translate_config(config: Conversion) -> None:
         config.set_value("comm.algorithm", words[word], "env.NCCL_ALGO")
     mcore.translate_config(config)
     _read_deepspeed(config)
+    if (parts := config.read_whole("ds_sequence_parallel_size")) is not None and parts > 0:
+        config.set_value("parallel.context", parts, "ds_sequence_parallel_size")
+        config.set_value("parallel.context_kind", "ulysses", "ds_sequence_parallel_size")
     config.settle_rest(
         irrelevant=IRRELEVANT, unmapped=UNMAPPED, seen=lambda key: canonical_key(key) if key.startswith("--") else key
     )
+    leave_open(config)
 
 
 def canonical_key(key: str) -> str:
@@ -227,7 +270,11 @@ def canonical_key(key: str) -> str:
     return SAME.get(name, name)
 
 
-JSON = "ds."  # leaves of the DeepSpeed JSON that the command names
+PAIRS = (
+    ("micro_batch_size", "train_micro_batch_size_per_gpu", "batch.micro"),
+    ("bf16", "bf16.enabled", "precision.compute"),
+    ("fp16", "fp16.enabled", "precision.compute"),
+)
 STAGE = "ds.zero_optimization.stage"
 
 
@@ -254,6 +301,10 @@ def _read_deepspeed(config: Conversion) -> None:
         stage, name = config.read_whole(STAGE) or 0, STAGE
     config.set_value("parallel.zero", stage or 0, name, note="DeepSpeed")
     config.mark_used("zero_stage", by="parallel.zero")
+    if leaf is None and not any(key.startswith(JSON) for key in config.leaves) and not config.has_leaf("zero_stage"):
+        config.unknown.setdefault("parallel.zero", "--deepspeed, and no configuration of DeepSpeed's is named")
+    _read_format(config, missing=leaf is not None and bool(leaf.unknown))
+    settle_contradictions(config, PAIRS)
     names = (f"{JSON}zero_optimization.offload_optimizer.device", f"{JSON}zero_optimization.cpu_offload")
     if config.read_word(names[0]) in ("cpu", "nvme") or config.read_flag(names[1]):
         config.set_value("parallel.offload", "optimizer", *names)
@@ -272,13 +323,26 @@ def _read_deepspeed(config: Conversion) -> None:
             config.skip_leaf(key, "as the arguments say, or a detail of DeepSpeed")
 
 
+def _read_format(config: Conversion, *, missing: bool) -> None:
+    """Without --bf16 and --fp16 the JSON says in which format the engine computes."""
+    if any(config.has_leaf(name) for name in ("bf16", "fp16", "fp8_format")):
+        return
+    for name, ours in (("bf16.enabled", "bf16"), ("bfloat16.enabled", "bf16"), ("fp16.enabled", "fp16")):
+        if config.read_flag(f"{JSON}{name}"):
+            config.set_value("precision.compute", ours, f"{JSON}{name}")
+            return
+    if missing:
+        config.unknown.setdefault("precision.compute", "DeepSpeed's JSON may say it, and is not here")
+
+
 EACH_HOST = ("nproc_per_node", "num_gpus", "SBATCH.gpus-per-node", "SBATCH.ntasks-per-node")
 
 
 def _starts_tasks(config: Conversion, name: str) -> bool:
     """Whether what Slurm starts on a host are the ranks: no launcher is there to start others, nor one task for all."""
     if (
-        config.has_leaf("nproc_per_node")
+        config.has_leaf(STARTS_RANKS)
+        or config.has_leaf("nproc_per_node")
         or config.has_leaf("num_gpus")
         or {"nproc_per_node", "num_gpus"} & set(config.unreadable)
     ):
@@ -308,6 +372,8 @@ def read_machines(config: Conversion) -> None:
             config.leave_unmapped(name, "not one number of hosts")
             config.read_as[name] = replace(leaf, value=None)
     hosts = next((n for n in ("nnodes", "num_nodes", "SBATCH.nodes") if (config.read_whole(n) or 0) > 0), "")
+    if hosts == "SBATCH.nodes" and config.has_leaf(STARTS_RANKS) and config.read_whole(hosts) != 1:
+        hosts = ""  # the launcher is not told of them: it starts as many runs, or is told in another way
     each = next((n for n in EACH_HOST if (config.read_whole(n) or 0) > 0), "")
     if each.startswith("SBATCH.") and not _starts_tasks(config, each):
         each = ""

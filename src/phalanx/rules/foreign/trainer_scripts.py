@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from phalanx.rules.foreign.launched_programs import (
 from phalanx.rules.foreign.megatron import IRRELEVANT as MEGATRON_IRRELEVANT
 from phalanx.rules.foreign.megatron import UNMAPPED as MEGATRON_UNMAPPED
 from phalanx.rules.foreign.megatron import canonical_key, read_machines
+from phalanx.rules.foreign.own_arguments import leave_open
 from phalanx.rules.foreign.shell.launcher_arguments import accelerate_at, starts_deepspeed
 from phalanx.rules.foreign.shell.named_settings import (
     FSDP_FILE,
@@ -38,7 +41,9 @@ from phalanx.rules.foreign.shell.training_command import (
     ACCELERATE,
     CommandSigns,
     ScriptReading,
+    canonical_flag,
     leaves_of_script,
+    notes_of_script,
     program_at,
     read_script,
     verb_of,
@@ -71,6 +76,10 @@ SWIFT_SIGNS = CommandSigns(
     switches=NO_SWITCHES,
 )
 TREES = (".yaml", ".yml")
+# Files with further arguments; that of --config is read.
+OTHER_FILE = re.compile(
+    r"(train(ing)?_|args_|run_)?(args|arguments|config|cfg|recipe|yaml|params|hparams)_(file|path|yaml)|cfg|recipe"
+)
 MEGATRON_WORDS = ("micro_batch_size", "global_batch_size")
 MEGATRON_VERB = "verb.megatron"  # a leaf of our own: ms-swift's Megatron commands have other words and defaults
 DTYPE = "that of the model's config.json (torch_dtype)"
@@ -110,9 +119,10 @@ def _read_command(path: Path, variables: Mapping[str, str], signs: CommandSigns,
     leaves |= named | launch_leaves(reading, leaves) | program_leaves(reading, leaves, "fsdp_config", FSDP_FILE)
     if signs.verbs:
         leaves, unread = _with_file(reading, leaves)
-        return ReadConfig(leaves=leaves, open_why=open_why or unread)
+        return ReadConfig(leaves=leaves, open_why=open_why or unread, notes=notes_of_script(reading))
     leaves, _ = _with_file(reading, leaves)
-    return ReadConfig(leaves=leaves | _own_leaves(reading), open_why=open_why)
+    open_why = open_why or _file_behind_program(reading)
+    return ReadConfig(leaves=leaves | _own_leaves(reading), open_why=open_why, notes=notes_of_script(reading))
 
 
 def _with_file(reading: ScriptReading, leaves: dict[str, Leaf]) -> tuple[dict[str, Leaf], str]:
@@ -123,6 +133,22 @@ def _with_file(reading: ScriptReading, leaves: dict[str, Leaf]) -> tuple[dict[st
     given = {canonical_key(key) for key in leaves}
     plain = {key.removeprefix(PROGRAM_FILE): one for key, one in inner.items()}
     return {k: replace(one, key=k) for k, one in plain.items() if canonical_key(k) not in given} | leaves, ""
+
+
+def _file_behind_program(reading: ScriptReading) -> str:
+    """`train.py recipe.yaml --lr 1e-4`: settings in a file, in words that are the program's own."""
+    for one in reading.commands:
+        behind = itertools.takewhile(
+            lambda word: not word.startswith("-"), one.command.argv[program_at(one.command.argv) :]
+        )
+        for word in behind:
+            if word.endswith((".yaml", ".yml", ".json", ".toml")):
+                return f"its program reads {reading.unknowns.shown(word)[:80]}"
+    for one in reading.commands:
+        for flag in (flag for arguments in one.program for flag in arguments):
+            if OTHER_FILE.fullmatch(canonical_flag(flag)):
+                return f"its program reads the file of {flag[:40]}"
+    return ""
 
 
 def _own_leaves(reading: ScriptReading) -> dict[str, Leaf]:
@@ -160,6 +186,7 @@ def translate_transformers(config: Conversion) -> None:
     )
     settle_launched(config)
     _settle_rest(config)
+    leave_open(config)
 
 
 def translate_swift(config: Conversion) -> None:
@@ -173,7 +200,11 @@ def translate_swift(config: Conversion) -> None:
         _read_dtype(config)
         if not config.has_leaf("gradient_accumulation_steps"):  # so many that a step has 16 sequences
             config.values.pop("batch.per_replica", None)
+    if (parts := config.read_whole("sequence_parallel_size")) is not None and parts > 0:
+        config.set_value("parallel.context", parts, "sequence_parallel_size")
+        config.set_value("parallel.context_kind", "ulysses", "sequence_parallel_size")
     _settle_rest(config)
+    leave_open(config)
 
 
 def _name_leaves(config: Conversion) -> None:

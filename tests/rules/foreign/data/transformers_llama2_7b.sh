@@ -1,7 +1,7 @@
 #!/bin/bash
 # Modelled on scripts/finetune.sh of haotian-liu/LLaVA: the JSON is named from the folder above.
 deepspeed --num_gpus 8 train_mem.py \
-    --deepspeed ./data/deepspeed_zero2.json \
+    --deepspeed ./data/json/deepspeed_zero2_trainer.json \
     --model_name_or_path meta-llama/Llama-2-7b-hf \
     --bf16 True \
     --output_dir ./checkpoints/out \

@@ -31,6 +31,7 @@ class Scope(Protocol):
     def set_variable(self, name: str, value: Text) -> None: ...
     def unset_mark(self, name: str) -> str: ...
     def positional(self) -> tuple[str, ...] | None: ...
+    def has_shifted(self) -> bool: ...
     def special(self, name: str) -> str: ...
     def substitute(self, text: str) -> str: ...
     def open_mark(self, why: str, name: str = "") -> str: ...
@@ -140,7 +141,7 @@ def _parts(raw: str, scope: Scope) -> Iterator[tuple[str, str]]:
 
 
 def _is_list(quoted: str) -> bool:
-    return re.fullmatch(r'"\$\{!?[A-Za-z_]\w*\[@\][^"]*\}"', quoted) is not None
+    return re.fullmatch(r'"\$\{(!?[A-Za-z_]\w*\[@\]|@)[^"]*\}"', quoted) is not None
 
 
 def _dollar_piece(raw: str, at: int, end: int) -> tuple[str, int]:
@@ -302,6 +303,9 @@ def _parameter(inner: str, scope: Scope, *, quoted: bool) -> tuple[str, bool]:
     if prefix == "#":
         return _length(name, index, scope), False
     if name in ("@", "*"):
+        if scope.positional() is None and (scope.has_shifted() or re.match(r":\s*\(?([2-9]|\d\d|\$)", rest)):
+            # Whoever starts it gives arguments: the first are taken elsewhere, and nobody knows the rest.
+            return scope.open_mark("arguments that the script is given after its first"), True
         return _joined_or_list(scope.positional() or (), name, rest, scope, quoted=quoted)
     if index in ("[@]", "[*]"):
         value = scope.get_variable(name)

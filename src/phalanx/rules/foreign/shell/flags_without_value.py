@@ -98,6 +98,7 @@ SWITCHES = frozenset(
         "moe_extended_tp",
         "multi_latent_attention",
         "use_torch_fsdp2",
+        "torch_fsdp2_no_reshard_after_forward",
         "use_megatron_fsdp",
         "use_custom_fsdp",
         "optimizer_cpu_offload",

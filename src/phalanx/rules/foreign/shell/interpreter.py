@@ -92,6 +92,10 @@ class Interpreter:
         """The arguments; None where nobody gave any."""
         return self.state.positional
 
+    def has_shifted(self) -> bool:
+        """Whether arguments that nobody gave were shifted away: whoever starts the script gives some."""
+        return self.state.positional is None and self.state.shifted > 0
+
     def special(self, name: str) -> str:
         """`$#`, `$0` and their kin."""
         if name == "0":

@@ -42,6 +42,18 @@ def accelerate_at(words: Sequence[str]) -> int:
     return -1
 
 
+def starts_ranks(words: Sequence[str]) -> bool:
+    """Whether a launcher is among the words that starts the ranks of a host by itself.
+
+    >>> starts_ranks(["srun", "torchrun", "a.py"]), starts_ranks(["srun", "python", "a.py"])
+    (True, False)
+    """
+    modules = ("torch.distributed.launch", "torch.distributed.run", "deepspeed.launcher.runner")
+    programs = ("torchrun", "deepspeed", "accelerate", "accelerate-launch")
+    until = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
+    return any(word in modules or word.rpartition("/")[2] in programs for word in words[:until])
+
+
 def starts_deepspeed(words: Sequence[str], program: int) -> bool:
     """Whether DeepSpeed's launcher starts the program, whose arguments begin at `program`."""
     before = words[: program or 1]

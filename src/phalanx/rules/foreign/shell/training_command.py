@@ -13,7 +13,12 @@ from phalanx.io.files import read_text
 from phalanx.rules.foreign.conversion import MOST_LEAVES, Leaf
 from phalanx.rules.foreign.shell.flags_without_value import SWITCHES
 from phalanx.rules.foreign.shell.interpreter import Interpreter, TooLongError
-from phalanx.rules.foreign.shell.launcher_arguments import accelerate_at, is_launcher_switch, program_of_accelerate
+from phalanx.rules.foreign.shell.launcher_arguments import (
+    accelerate_at,
+    is_launcher_switch,
+    program_of_accelerate,
+    starts_ranks,
+)
 from phalanx.rules.foreign.shell.partial_text import CLOSE, MARK, OPEN, UnknownTable, is_known
 from phalanx.rules.foreign.shell.script_parser import parse_statements
 from phalanx.rules.foreign.shell.script_state import StartedCommand
@@ -55,6 +60,7 @@ _SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-p": "--partition"
 _PLACEHOLDER = re.compile(r"(?<![<\w])<([A-Za-z][\w ./-]{0,60}[\w]|[A-Z])>(?=[\s\"'\\/,;]|$)", re.MULTILINE)
 _MODULES = ("torch.distributed.launch", "torch.distributed.run", "torch.distributed.elastic")
 MOST_FORKS = 24
+STARTS_RANKS = "verb.starts_ranks"  # a leaf of our own: a launcher starts the ranks of a host, and not Slurm
 ACCELERATE = "accelerate."  # leaves of the arguments of `accelerate launch` itself: some are spelled as the program's
 
 Arguments = dict[str, tuple[str, ...]]  # flag as written -> its words; none for a switch
@@ -348,6 +354,8 @@ def leaves_of_script(reading: ScriptReading) -> dict[str, Leaf]:
             leaf = _leaf(reading, f"env.{name}", [(value,)], line)
             found[f"env.{name}"] = replace(leaf, comment=_comment_at(reading.text, line))
     first_line = reading.commands[0].command.line if reading.commands else 0
+    if any(starts_ranks(one.command.argv) for one in reading.commands):
+        found[STARTS_RANKS] = Leaf(key=STARTS_RANKS, value=True, line=first_line)
     for kind in ("launcher", "program"):
         variants = [arguments for one in reading.commands for arguments in getattr(one, kind)]
         for flag in dict.fromkeys(flag for arguments in variants for flag in arguments):
@@ -360,6 +368,15 @@ def leaves_of_script(reading: ScriptReading) -> dict[str, Leaf]:
     if len(found) > MOST_LEAVES:
         raise mistake(reading.file, f"holds more than {MOST_LEAVES:,} settings", why="no training run does")
     return found
+
+
+def notes_of_script(reading: ScriptReading) -> tuple[str, ...]:
+    """That a script starts several trainings which differ: none of them is judged alone."""
+    lines = sorted({one.command.line for one in reading.commands})
+    if len({tuple(one.command.argv) for one in reading.commands}) < 2:
+        return ()
+    where = f"lines {', '.join(map(str, lines[:6]))}" if len(lines) > 1 else f"line {lines[0]}"
+    return (f"several trainings are started ({where}): only what they agree on is known and judged",)
 
 
 def _words_of(arguments: Arguments, flag: str) -> tuple[str, ...] | None:
@@ -376,7 +393,7 @@ def _leaf(reading: ScriptReading, key: str, values: Iterable[tuple[str, ...] | N
         why = _fork_reason(reading)
         shown = " or ".join("not given" if one is None else " ".join(one) or "given" for one in seen[:4])
         return Leaf(key=key, value="$?", line=line, unknown=f"{unknowns.shown(shown)}: {why}")
-    words = seen[0] or ()
+    words = _own_words(seen[0] or ())
     known = [unknowns.shown(word) for word in words]
     cause = next((found for word in words if (found := unknowns.first(word)) is not None), None)
     value: object = True if not words else known[0] if len(known) == 1 else known
@@ -385,6 +402,15 @@ def _leaf(reading: ScriptReading, key: str, values: Iterable[tuple[str, ...] | N
     # A list of words that ends in a variable which nothing sets: the shell leaves nothing there.
     where = f", {cause.file}:{cause.line}" if cause.line and " line " not in cause.why else ""
     return Leaf(key=key, value=value, line=line, unknown=f"depends on {cause.why}{where}")
+
+
+def _own_words(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Behind true or false come further arguments, if anything: no list begins so.
+
+    >>> _own_words(("True", "$EXTRA")), _own_words(("a", "b"))
+    (('True',), ('a', 'b'))
+    """
+    return words[:1] if words and words[0].lower() in ("true", "false") else words
 
 
 def _fork_reason(reading: ScriptReading) -> str:
