@@ -55,6 +55,16 @@ PAIRS = {
         STUDENT.replace("ENV", P2P),
         STUDENT.replace("ENV", P2P).replace("_node 4", "_node 1"),
     ),
+    "links within a host, and one device that is seen": (
+        "ENV001",
+        STUDENT.replace("ENV", P2P + "\nexport CUDA_VISIBLE_DEVICES=0,3"),
+        STUDENT.replace("ENV", P2P + "\nexport CUDA_VISIBLE_DEVICES=3"),
+    ),
+    "NCCL's own InfiniBand, and a network that is a plugin": (
+        "ENV001",
+        script(IB + "\nexport NCCL_DEBUG=INFO"),
+        script(IB + "\nexport FI_PROVIDER=efa"),
+    ),
     "a variable that was left in, and one with its reason": (
         "ENV001",
         script("# threads", "export CUDA_LAUNCH_BLOCKING=1"),

@@ -54,6 +54,8 @@ EXPLAINS = re.compile(
     r"|没有|避免|否则|不支持|解决|卡住|卡死",
     re.IGNORECASE,
 )
+# Networks that NCCL reaches by a plugin, as EFA: they do not go through what NCCL_IB_DISABLE turns off.
+PLUGIN = re.compile(r"FI_PROVIDER|FI_EFA_\w+|NCCL_NET_PLUGIN|NCCL_FASTRAK_\w+|NCCL_GPUDIRECTTCPX_\w+|OFI_NCCL_\w+")
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -93,6 +95,8 @@ def _traps(evidence: Evidence, variables: dict[str, str], names: tuple[str, ...]
         trap, value = TRAPS[name], variables.get(name, "")
         if value.lower() not in trap.values or (trap.several_hosts and alone) or (trap.several_devices and single):
             continue
+        if name == "NCCL_IB_DISABLE" and any(PLUGIN.fullmatch(one) for one in variables):
+            continue
         if name == "NVTE_FLASH_ATTN" and variables.get("NVTE_FUSED_ATTN") != "0":
             continue  # cuDNN's fused attention takes its place
         yield failed(
@@ -126,7 +130,10 @@ def _is_one_host(evidence: Evidence) -> bool:
 def _is_one_device(evidence: Evidence) -> bool:
     if evidence.plan is not None:
         return evidence.plan.layout.devices <= evidence.plan.reliability.hosts
-    return evidence.setting_number("nproc_per_node", "num_gpus") == 1
+    seen = evidence.find_setting("env.CUDA_VISIBLE_DEVICES")
+    if seen is not None and re.fullmatch(r"\d+", str(seen.value).strip("\"' ")):
+        return True
+    return evidence.setting_number("nproc_per_node", "num_gpus", "num_processes") == 1
 
 
 def _is_explained(evidence: Evidence, name: str) -> bool:
@@ -186,7 +193,8 @@ to everybody who reads them.
     how="""
 `export NAME=value` and `NAME=value command` of launch scripts, and environment tables of recipes. A variable is a
 finding with the values that the page of the library names as such; those about links between hosts only where there
-are several, those about links within a host only with several devices in it. A comment beside it that says what it is
+are several, those about links within a host only with several devices in it; `NCCL_IB_DISABLE` is none where NCCL's
+network is a plugin, as on EFA (`FI_PROVIDER`). A comment beside it that says what it is
 needed for makes it a remark. `CUDA_DEVICE_MAX_CONNECTIONS` is 1 with Megatron's tensor parallelism, and not 1 with its
 FSDP; it is not judged on Blackwell, and without a cluster not where it is 32, as recipes for Blackwell set it. A
 variable or argument whose value looks like a credential, by the patterns of SEC004, is an error; `check` shows no such
