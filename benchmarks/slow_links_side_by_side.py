@@ -8,9 +8,10 @@ averages a vector of so many values, and pauses in place of the steps between tw
 optimizer asks: `DecentralizedAverager.step` with the group size known, so that a group that is complete begins at once.
 torchft is asked as its DiLoCo asks: a quorum, `Manager.allreduce` over gloo, `should_commit`; a round that is not
 committed is tried again at once. Its lighthouse runs beside the first peer. It has no 8 bits without a GPU.
-`--hivemind` and `--torchft` name the Python of an environment with `pip install hivemind==1.1.12 'torch>=2.11,<2.14'` and
-`pip install torchft-nightly numpy 'torch>=2.11,<2.14'`; without them only Phalanx is measured. Bytes are the counter of a peer's interface over whole rounds, pauses and all that is said in them
-included. Needs root.
+
+`--hivemind` and `--torchft` name the Python of an environment with `pip install hivemind==1.1.12 'torch>=2.11,<2.14'`
+and `pip install torchft-nightly numpy 'torch>=2.11,<2.14'`; without them only Phalanx is measured. Bytes are the
+counter of a peer's interface over whole rounds, pauses and all that is said in them included. Needs root.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def hivemind_average(setup: dict[str, Any], place: int) -> Any:
 
 
 def torchft_average(setup: dict[str, Any], place: int) -> Any:
-    """The same of a torchft manager; `quorum`, `allreduce` and `commit` are what its DiLoCo does between inner steps."""
+    """The same of a torchft manager; quorum, allreduce and commit are what its DiLoCo does between inner steps."""
     import socket
     from datetime import timedelta
 

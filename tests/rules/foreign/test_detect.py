@@ -90,3 +90,15 @@ def test_bloom_keeps_its_layout_positions_vocabulary_and_ramp() -> None:
     assert (job.model.positions, job.model.vocab) == ("alibi", 250_880)
     assert len(job.batch.ramp) == 8
     assert found.missing == ()
+
+
+def test_a_refused_script_names_the_configurations_it_names(tmp_path: Path) -> None:
+    (tmp_path / "llama.toml").write_text('[model]\nflavor = "8B"\n[training]\nseq_len = 8192\n')
+    (tmp_path / "notes.json").write_text('{"title": "none of a trainer"}')
+    script = tmp_path / "run.sh"
+    script.write_text("#!/bin/bash\ntorchrun -m torchtitan.train --job.config_file ./llama.toml notes.json\n")
+    with pytest.raises(UserError) as refused:
+        trainer_of_file(script)
+    fix = refused.value.problems[0].fix
+    assert fix.endswith("llama.toml: torchtitan's configuration, which the script names")
+    assert "notes.json" not in fix

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from phalanx.errors import UserError, mistake
 from phalanx.io.files import read_head
+from phalanx.rules.foreign.named_files import find_named_file
 
 TREES = (".json", ".yaml", ".yml")
 SWIFT_BATCHES = ("per_device_train_batch_size", "micro_batch_size", "global_batch_size")
@@ -353,8 +356,28 @@ def _refuse_script(path: Path, other: str) -> str:
         f"is not a configuration that Phalanx recognises: {looks}",
         why="of shell scripts, those are read that start Megatron-LM, Megatron-DeepSpeed, ms-swift or transformers' "
         "Trainer",
-        fix="check the configuration file that the script names",
+        fix=_named_configurations(path) or "check the configuration file that the script names",
     )
+
+
+_NAMED = re.compile(r"[\w./-]+\.(?:toml|ya?ml|json)\b")
+MOST_NAMED = 20  # that are opened
+
+
+def _named_configurations(script: Path) -> str:
+    """Which files to check instead: those that the script names and that are configurations of a trainer."""
+    text = read_head(script, MOST_LOOKED).decode("utf-8", errors="replace")
+    lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    found: list[str] = []
+    for name in list(dict.fromkeys(_NAMED.findall(lines)))[:MOST_NAMED]:
+        named = find_named_file(script.parent, name)
+        if named is None:
+            continue
+        with suppress(UserError):
+            if trainer := trainer_of_file(named):
+                shown = os.path.relpath(named)
+                found.append(f"phalanx check {shown}: {trainer}'s configuration, which the script names")
+    return "\n".join(found[:3])
 
 
 def _refuse_python(path: Path) -> str:
