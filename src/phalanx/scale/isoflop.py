@@ -76,7 +76,7 @@ def fit_isoflop(points: ScalingPoints, *, draws: int, rng: np.random.Generator) 
         curves.append(curve)
         curvatures.append(curvature)
         if odd:
-            outliers.append(Outlier(name=f"the {flops:.2g} FLOP curve", what=odd))
+            outliers.append(Outlier(name=f"the {flops:.2g} FLOP curve", what=odd, is_left_out=not curve.used))
     used = [one for one in curves if one.used]
     if len(used) < LEAST_CURVES:
         raise mistake(
@@ -140,7 +140,7 @@ def _fit_curve(points: ScalingPoints, flops: float, rows: NDArray[np.intp]) -> t
     note = "" if inside else "its minimum is at the edge of its sizes" if has_minimum else "has no minimum"
     odd = ""
     if not inside:
-        odd = f"{note}: left out"
+        odd = note
     elif abs(parabola - spline) > math.log(DISAGREE) and not (exact and len(sizes) == len(x)):
         ratio = flops / (6.0 * math.exp(2.0 * spline))
         smooth = flops / (6.0 * math.exp(2.0 * parabola))

@@ -321,6 +321,7 @@ def _read_numbers(source: str, rows: Sequence[Row], known: Mapping[str, str]) ->
 def _without_repeats(points: ScalingPoints, options: TableOptions, left_out: list[str]) -> ScalingPoints:
     """Rows that repeat another one are refused unless they are meant; then equal ones count once."""
     seen: dict[tuple[object, ...], int] = {}
+    losses: set[tuple[object, ...]] = set()  # of what was seen: an equal row need not follow the first
     keep, same = [], []
     problems = []
     for row in range(len(points)):
@@ -328,12 +329,14 @@ def _without_repeats(points: ScalingPoints, options: TableOptions, left_out: lis
         lr = points.lr[row] if points.lr is not None and np.isfinite(points.lr[row]) else None
         key = (points.run[row], points.params[row], points.tokens[row], points.flops[row], seed, lr)
         first = seen.setdefault(key, row)
-        if first == row or (options.repeated and points.loss[first] != points.loss[row]):
+        is_new = (*key, points.loss[row]) not in losses
+        losses.add((*key, points.loss[row]))
+        if first == row or (options.repeated and is_new):
             keep.append(row)
             continue
         where = f"{points.source}:{points.line[row]}"
         what = f"repeats line {points.line[first]} (N {points.params[row]:.4g}, D {points.tokens[row]:.4g})"
-        if points.loss[first] == points.loss[row]:
+        if not is_new:
             fix = "leave it out, or say --repeated: equal rows then count once"
             same.append(Problem(where=where, what=what, why="a row that counts twice pulls the law to it", fix=fix))
         else:

@@ -125,6 +125,8 @@ def _json_rows(path: Path, text: str) -> tuple[list[str], list[Row]]:
     except (ValueError, RecursionError) as error:
         where = f"{path}:{len(found) + 1}"
         raise mistake(where, f"is not a table of JSON objects: {error}", fix=fix) from error
+    if not found:
+        raise mistake(str(path), "is a JSON array without objects", fix=fix)
     rows: list[Row] = []
     columns: dict[str, None] = {}
     for number, one in found:
