@@ -185,7 +185,7 @@ def _fit_isoflop(points: ScalingPoints, draws: int, rng: np.random.Generator) ->
     )
     notes = Diagnostics(objective=found.residual_sd, residual_sd=0.0)
     made = _assemble_fit(points, "isoflop", found.values, found.draws, np.log(points.loss / predicted), notes)
-    note = "ln L - ln L* is taken as a parabola of ln N: its minima are biased where α ≠ β or sizes are off centre"
+    note = "ln L of a curve is taken as a parabola of ln N: its minima are biased where α ≠ β or sizes are off centre"
     return replace(
         made,
         curves=found.curves,
