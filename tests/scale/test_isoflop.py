@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 
@@ -41,8 +39,9 @@ def test_another_size_costs_what_it_costs_on_the_surface(flops: float) -> None:
     exact = LAW.loss(true, flops / (6.0 * true))
     for times in (0.5, 2.0):
         price = LAW.loss(times * true, flops / (6.0 * times * true)) / exact - 1.0
-        # An off-centre curve is not symmetric: 2 % of the price. A curvature of ln L that stays is 38 % off at 1e21.
-        assert loss(times * best) / loss(best) - 1.0 == pytest.approx(price, rel=0.04)
+        # The curve of a surface with α ≠ β is not symmetric: 1.5 % of the price. A curvature of ln L that stays, as
+        # there was, is 2.7 times the price at 1e23.
+        assert loss(times * best) / loss(best) - 1.0 == pytest.approx(price, rel=0.03)
 
 
 def test_losses_of_one_size_fall_with_tokens_for_ever() -> None:
@@ -54,15 +53,14 @@ def test_losses_of_one_size_fall_with_tokens_for_ever() -> None:
 def test_a_curve_that_is_left_out_is_said_to_be() -> None:
     fit = fit_law(curves((1.0, 1.0, 1.0, 1.0, 30.0)), method="isoflop", draws=0, leave_out=False)
     assert [one.is_left_out for one in fit.diagnostics.outliers] == [True]
-    line = next(one for one in fit_text(fit).splitlines() if one.startswith("  the 1e+21 FLOP curve:"))
-    assert line == "  the 1e+21 FLOP curve: has no minimum; left out of the fit" or re.fullmatch(
-        r"  the 1e\+21 FLOP curve: its minimum is at the edge of its sizes; left out of the fit", line
-    )
+    said = "  the 1e+21 FLOP curve: its minimum is at the edge of its sizes; left out of the fit"
+    assert said in fit_text(fit).splitlines()
 
 
-def test_the_curvature_has_an_interval_where_curves_differ() -> None:
+def test_a_number_has_an_interval_where_its_draws_differ() -> None:
     fit = fit_law(curves(), method="isoflop", draws=40, leave_out=False)
     one = fit.parameters["curvature"]
     assert one.low is not None
     assert one.high is not None
     assert one.low < one.value < one.high
+    assert fit.parameters["gamma"].low is None  # of a grid: all draws of exact points are one

@@ -217,7 +217,7 @@ def _assemble_fit(
             name: estimate_interval(float(values[name]), _doubted(resampled[:, place]), (profiles or {}).get(name))
             for place, name in enumerate(names)
         },
-        derived={"a": estimate_interval(size_exponent(method, values), exponents)},
+        derived={"a": estimate_interval(size_exponent(method, values), _doubted(exponents))},
         data=describe_points(points),
         diagnostics=replace(
             notes,
