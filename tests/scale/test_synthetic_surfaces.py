@@ -10,7 +10,7 @@ from phalanx.scale.fit_points import fit_law, optimum_estimates
 from phalanx.scale.points import ScalingPoints
 from phalanx.scale.repeated_data import effective_tokens
 from phalanx.scale.surface import Surface, SurfaceData, polish_surface, project_grid
-from phalanx.scale.surface_fit import estimate_interval, fit_surface
+from phalanx.scale.surface_fit import estimate_interval, fit_surface, least_squares
 
 SURFACES = (
     Surface(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28),
@@ -210,3 +210,13 @@ def test_the_least_squares_are_no_worse_than_any_start() -> None:
     _, least = polish_surface(data, project_grid(data), iterations=1500)
     assert found.objective < least.min() * (1.0 + 1e-4)
     assert found.agreeing > 0.2
+
+
+def test_a_start_that_is_better_than_the_grid_is_the_answer() -> None:
+    data = SurfaceData.of(BENT[:, 0], BENT[:, 1], BENT[:, 2])
+    stuck = np.array([[1.4, -30.0, -30.0, -1.0, -1.0]])  # neither size nor tokens: nothing leads away from there
+    good, cost = polish_surface(data, project_grid(data))
+    theta, least, agreeing = least_squares(data, stuck, good[np.argsort(cost)[:4]], tied=False)
+    assert least < cost.min()
+    assert np.exp(theta[3]) > 0.9
+    assert agreeing > 0.0

@@ -99,7 +99,7 @@ def fit_surface(
         resampled = _draw_rows(data, theta, draws, rng)
     else:
         first = grid_starts(data, starts, rng) if starts else np.empty((0, 5))
-        squares, least, agreeing = _least_squares(data, found[np.argsort(cost)[:FINISHED]], first, tied=tied)
+        squares, least, agreeing = least_squares(data, found[np.argsort(cost)[:FINISHED]], first, tied=tied)
         theta, objective = squares, least
         posterior = None
         if draws and not tied:
@@ -151,7 +151,7 @@ def _solve_noises(
     return solved
 
 
-def _least_squares(data: SurfaceData, found: Array, starts: Array, *, tied: bool) -> tuple[Array, float, float]:
+def least_squares(data: SurfaceData, found: Array, starts: Array, *, tied: bool) -> tuple[Array, float, float]:
     """The least of the surfaces found and of random starts, its cost, and the share of starts that agree with it.
 
     The grid's surfaces are where a bent valley let them after few steps: noise and strays need no more, but values,
