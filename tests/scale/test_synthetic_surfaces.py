@@ -220,3 +220,13 @@ def test_a_start_that_is_better_than_the_grid_is_the_answer() -> None:
     assert least < cost.min()
     assert np.exp(theta[3]) > 0.9
     assert agreeing > 0.0
+
+
+def test_counts_at_the_edges_of_what_a_table_may_hold() -> None:
+    law = SURFACES[0]
+    pairs = np.array([(n, d) for n in (1.0, 1e5, 1e10, 1e18) for d in (1.0, 1e8, 1e16, 1e24)])
+    loss = np.array([law.loss(n, d) for n, d in pairs])
+    rng = np.random.default_rng(0)
+    for method in ("vpnls", "overtrain"):
+        found = fit_surface(pairs[:, 0], pairs[:, 1], loss, method=method, draws=20, rng=rng, starts=8).law
+        assert np.isfinite([found.E, found.alpha, found.beta, found.loss(1e9, 1e10)]).all()
