@@ -189,6 +189,7 @@ def test_predict_warns_above_the_band(fitted: Path, tmp_path: Path, capsys: pyte
         (rows_of(GRID, "params,tokens,loss,weight").replace("\n1", ",-1\n1", 2), 'weight = "-1" is not a number of at'),
         ('{"params": 1e8, "tokens": 1e9, "loss": 3}\n{"params": \n', ":2: is not a table of JSON objects"),
         ("[1, 2]", ":1: is no JSON object"),
+        ("[]", "is a JSON array without objects"),
         (
             "params,tokens,loss,data\n" + "".join(f"{n},{d},3,{k % 2}\n" for k, (n, d) in enumerate(GRID)),
             "mixes 2 values",
@@ -200,6 +201,24 @@ def test_bad_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: st
     table.write_text(text)
     assert main(["scale", "fit", str(table)]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--seed", "-1"], "--seed: -1 is negative"),
+        (["--draws", "2"], "--draws: 2 is neither 0 nor in 20 to 20,000"),
+        (["--plots", "x.jpg"], ".jpg is no format of these pictures"),
+    ],
+)
+def test_bad_options_are_refused_before_the_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    table, out = tmp_path / "t.csv", tmp_path / "law.json"
+    table.write_text(rows_of(GRID))
+    assert main(["scale", "fit", str(table), *options, "--out", str(out)]) == 2
+    assert said in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_flops_in_another_unit_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

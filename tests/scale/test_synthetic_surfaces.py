@@ -10,12 +10,29 @@ from phalanx.scale.fit_points import fit_law, optimum_estimates
 from phalanx.scale.points import ScalingPoints
 from phalanx.scale.repeated_data import effective_tokens
 from phalanx.scale.surface import Surface, SurfaceData, polish_surface, project_grid
-from phalanx.scale.surface_fit import estimate_interval, fit_surface
+from phalanx.scale.surface_fit import estimate_interval, fit_surface, least_squares
 
 SURFACES = (
     Surface(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28),
     Surface(E=2.158, A=381773.0, B=4659.0, alpha=0.71, beta=0.372),
     Surface(E=1.8, A=120.0, B=8000.0, alpha=0.25, beta=0.45),
+)
+# Twelve small runs of examples/scaling.toml: parameters, tokens, loss.
+BENT = np.array(
+    [
+        (11320, 368256, 4.31384),
+        (23120, 180160, 4.17540),
+        (26480, 157440, 4.17760),
+        (38520, 108096, 4.22648),
+        (23120, 455680, 4.03438),
+        (26480, 398272, 4.00058),
+        (38520, 273792, 3.99518),
+        (59552, 176896, 4.03476),
+        (38520, 692480, 3.74834),
+        (45480, 586368, 3.76671),
+        (59552, 448000, 3.79245),
+        (109296, 243840, 3.92037),
+    ]
 )
 
 
@@ -181,3 +198,35 @@ def test_the_published_draws_of_vpnls(budgets: int, repeat: int, published: floa
     drawn = [one.exponent for one in fit.draws]
     # The value is the median of all weighted draws, of which these are a part.
     assert fit.law.exponent == pytest.approx(np.median(drawn), abs=0.2 * np.std(drawn))
+
+
+def test_the_least_squares_are_no_worse_than_any_start() -> None:
+    """A table whose E is nearly open: in its bent valley 60 steps from the grid stop short of the least."""
+    found = fit_surface(
+        BENT[:, 0], BENT[:, 1], BENT[:, 2], method="vpnls", draws=0, rng=np.random.default_rng(0), profile=False
+    )
+    data = SurfaceData.of(BENT[:, 0], BENT[:, 1], BENT[:, 2])
+    data = data.with_fitted_noise(found.theta)
+    _, least = polish_surface(data, project_grid(data), iterations=1500)
+    assert found.objective < least.min() * (1.0 + 1e-4)
+    assert found.agreeing > 0.2
+
+
+def test_a_start_that_is_better_than_the_grid_is_the_answer() -> None:
+    data = SurfaceData.of(BENT[:, 0], BENT[:, 1], BENT[:, 2])
+    stuck = np.array([[1.4, -30.0, -30.0, -1.0, -1.0]])  # neither size nor tokens: nothing leads away from there
+    good, cost = polish_surface(data, project_grid(data))
+    theta, least, agreeing = least_squares(data, stuck, good[np.argsort(cost)[:4]], tied=False)
+    assert least < cost.min()
+    assert np.exp(theta[3]) > 0.9
+    assert agreeing > 0.0
+
+
+def test_counts_at_the_edges_of_what_a_table_may_hold() -> None:
+    law = SURFACES[0]
+    pairs = np.array([(n, d) for n in (1.0, 1e5, 1e10, 1e18) for d in (1.0, 1e8, 1e16, 1e24)])
+    loss = np.array([law.loss(n, d) for n, d in pairs])
+    rng = np.random.default_rng(0)
+    for method in ("vpnls", "overtrain"):
+        found = fit_surface(pairs[:, 0], pairs[:, 1], loss, method=method, draws=20, rng=rng, starts=8).law
+        assert np.isfinite([found.E, found.alpha, found.beta, found.loss(1e9, 1e10)]).all()

@@ -31,6 +31,7 @@ FORMS = {
     .replace(".", "!")
     .replace(",", ".")
     .replace("!", ","),
+    "semicolons and English numbers": lines("params;tokens;loss", "{n:,};{d:,};{loss:.5f}"),
     "semicolons and decimal points": PLAIN.replace(",", ";"),
     "thousands separators": lines("params,tokens,loss", '"{n:,}","{d:,}",{loss:.5f}'),
     "tabs and thousands separators": lines("params\ttokens\tloss", "{n:,}\t{d:,}\t{loss:.5f}"),
@@ -55,6 +56,55 @@ def test_the_same_runs_in_another_form(form: str, tmp_path: Path) -> None:
     assert [*points.params] == [n for n, _, _ in RUNS]
     assert [*points.tokens] == [d for _, d, _ in RUNS]
     assert [*points.loss] == [round(loss, 5) for _, _, loss in RUNS]
+
+
+SMALL = [(11_320, 368_256, 4.314), (22_640, 736_512, 4.108), (45_280, 999_424, 3.912)]  # no cell tells on its own
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_losses_decide_what_a_comma_is(tmp_path: Path, *, swapped: bool) -> None:
+    text = "params;tokens;final loss\n" + "".join(f"{n:,};{d:,};{loss:.3f}\n" for n, d, loss in SMALL)
+    if swapped:
+        text = text.translate(str.maketrans(",.", ".,"))
+    points = read(tmp_path, text, columns={"loss": "final loss"})
+    assert list(zip(points.params, points.tokens, points.loss, strict=True)) == SMALL
+
+
+def test_a_comma_that_may_be_either_is_refused(tmp_path: Path) -> None:
+    text = "params;tokens;loss\n" + "".join(f"{n:,};{d:,};{loss:.0f}\n" for n, d, loss in SMALL)
+    with pytest.raises(UserError, match=r'such as "11,320".*\n.*write counts without separators'):
+        read(tmp_path, text)
+    assert [*read(tmp_path, text.replace(";", "\t")).params] == [n for n, _, _ in SMALL]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("1e258,1e60,3", 'params = "1e258" is not within 1 to 1e\\+18'),
+        ("1e8,1e60,3", 'tokens = "1e60" is not within 1 to 1e\\+24'),
+        ("1e-291,1e9,3", 'params = "1e-291" is not within 1 to'),
+        ("0.07,1.4,3", "--column 'params=THEIRS\\*1e6'"),
+        ("1e8,1e9,1e200", 'loss = "1e200" is not within'),
+    ],
+)
+def test_numbers_that_are_no_counts_are_refused(row: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        read(tmp_path, PLAIN + row + "\n")
+
+
+def test_counts_that_flops_make_are_held_to_the_same(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"csv:2: tokens = flops / \(6·params\) = 1.67e-09 is not within 1 to 1e\+24"):
+        read(tmp_path, "params,flops,loss\n1e8,1,3\n2e8,2,2.9\n")
+    text = lines("N,tokens,loss", "{n},{d},{loss:.5f}")
+    with pytest.raises(UserError, match=r'N\*1e99 = "1.2\d*e\+105" is not within 1 to 1e\+18'):
+        read(tmp_path, text, columns={"params": "N*1e99"})
+
+
+def test_repeated_rows_count_once_whichever_came_first(tmp_path: Path) -> None:
+    again = "".join(f"{RUNS[0][0]},{RUNS[0][1]},{loss}\n" for loss in (3.41, 3.3, 3.3))
+    points = read(tmp_path, PLAIN + again, repeated=True)
+    assert len(points) == len(RUNS) + 2
+    assert points.left_out == ("1 duplicate row",)
 
 
 @pytest.mark.parametrize("missing", ["params", "tokens"])

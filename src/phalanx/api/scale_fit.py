@@ -14,7 +14,7 @@ from phalanx.io.files import write_text
 from phalanx.scale.fit_result import ScalingFit
 from phalanx.scale.points import COUNTED, FLOPS_COUNTED, ScalingPoints, TableOptions
 
-MOST_DRAWS = 20_000
+LEAST_DRAWS, MOST_DRAWS = 20, 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -46,12 +46,9 @@ class FittedLaw(PublicResult):
         from phalanx.io.svg import stacked_svgs, standalone_svg
         from phalanx.scale.plots import fit_pictures
 
+        check_plots(path)
         target, made = Path(path), fit_pictures(self.fit, self.points)
         kind = target.suffix.lower()
-        if kind in OTHER_PICTURES:
-            raise mistake(
-                str(target), f"{kind} is no format of these pictures", fix="name a folder, or a .svg or .png file"
-            )
         if kind == ".png":
             _write_picture(target, png_of_plots(list(made.values())))
             return (target.name,)
@@ -81,6 +78,20 @@ class FittedLaw(PublicResult):
 OTHER_PICTURES = frozenset({".gif", ".jpg", ".jpeg", ".pdf", ".webp", ".eps", ".ps", ".tiff", ".bmp"})
 
 
+def check_plots(path: str | Path) -> None:
+    """Raise UserError for a place that `write_plots` cannot write to: before the fit, which takes longer."""
+    from phalanx.io.png_plot import check_pillow
+
+    target = Path(path)
+    kind = target.suffix.lower()
+    if kind in OTHER_PICTURES:
+        raise mistake(
+            str(target), f"{kind} is no format of these pictures", fix="name a folder, or a .svg or .png file"
+        )
+    if kind == ".png":
+        check_pillow()
+
+
 def _write_picture(path: Path, data: bytes) -> None:
     try:
         path.write_bytes(data)
@@ -106,8 +117,8 @@ def fit(
     """Fit a scaling law to a CSV table, a run folder or a folder of runs.
 
     `method` is vpnls, huber3, isoflop, kaplan, overtrain or data-constrained. `columns` maps our column names to the
-    table's, `where` picks rows by their values. `draws` are the resamples behind intervals, made from `seed`.
-    Raises UserError for points that no law can be fitted to.
+    table's, `where` picks rows by their values. `draws` are the resamples behind intervals (at
+    least 20; 0 for no intervals), made from `seed`. Raises UserError for points that no law can be fitted to.
 
     >>> law = phalanx.scale.fit("runs.csv", method="huber3")  # doctest: +SKIP
     >>> law.write("law.json")  # doctest: +SKIP
@@ -124,8 +135,11 @@ def fit(
             close = nearest(value, known)
             fix = f"did you mean {close}?" if close else f"use {', '.join(one for one in known if one)}"
             raise mistake(option, f'"{value[:40]}" is not known', fix=fix)
-    if not 0 <= draws <= MOST_DRAWS:
-        raise mistake("--draws", f"{draws} is not in 0 to {MOST_DRAWS:,}")
+    if draws != 0 and not LEAST_DRAWS <= draws <= MOST_DRAWS:
+        what = f"{draws} is neither 0 nor in {LEAST_DRAWS} to {MOST_DRAWS:,}"
+        raise mistake("--draws", what, why="fewer say nothing of an interval", fix="use 400, or 0 for no intervals")
+    if seed < 0:
+        raise mistake("--seed", f"{seed} is negative", fix="give 0 or more")
     options = TableOptions(
         columns=columns or {},
         where=where or {},

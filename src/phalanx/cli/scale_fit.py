@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 import phalanx
+from phalanx.api.scale_fit import check_plots
 from phalanx.cli.output import note, show
 from phalanx.cli.parser import add_json
 from phalanx.errors import mistake
@@ -54,7 +55,13 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
     table.add_argument(
         "--repeated", action="store_true", help="treat rows that differ only in loss as repeated measurements"
     )
-    parser.add_argument("--draws", metavar="K", type=int, default=400, help="resamples for intervals (default: 400)")
+    parser.add_argument(
+        "--draws",
+        metavar="K",
+        type=int,
+        default=400,
+        help="resamples for intervals, at least 20, or 0 for none (default: 400)",
+    )
     parser.add_argument("--seed", metavar="S", type=int, default=0, help="seed of the resamples (default: 0)")
     parser.add_argument("--out", metavar="FIT.json", help="write the fit, for allocate and predict")
     parser.add_argument(
@@ -67,6 +74,8 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     """Fit, and print the law."""
+    if args.plots:
+        check_plots(args.plots)
     found = phalanx.scale.fit(
         args.source,
         method=args.method,

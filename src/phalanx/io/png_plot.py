@@ -25,12 +25,17 @@ def has_pillow() -> bool:
     return find_spec("PIL") is not None
 
 
-def png_of_plots(plots: Sequence[LinePlot]) -> bytes:
-    """One picture of all plots, one below the other; raises UserError without Pillow."""
+def check_pillow() -> None:
+    """Raise UserError without Pillow."""
     if not has_pillow():
         raise mistake(
             "PNG", 'needs the Python package "pillow", which is not installed', fix="pip install 'phalanx[png]'"
         )
+
+
+def png_of_plots(plots: Sequence[LinePlot]) -> bytes:
+    """One picture of all plots, one below the other; raises UserError without Pillow."""
+    check_pillow()
     from PIL import Image
 
     drawn = [_draw_plot(one) for one in plots]

@@ -185,7 +185,7 @@ def _fit_isoflop(points: ScalingPoints, draws: int, rng: np.random.Generator) ->
     )
     notes = Diagnostics(objective=found.residual_sd, residual_sd=0.0)
     made = _assemble_fit(points, "isoflop", found.values, found.draws, np.log(points.loss / predicted), notes)
-    note = "ln L - ln L* is taken as a parabola of ln N: its minima are biased where α ≠ β or sizes are off centre"
+    note = "ln L of a curve is taken as a parabola of ln N: its minima are biased where α ≠ β or sizes are off centre"
     return replace(
         made,
         curves=found.curves,
@@ -214,10 +214,10 @@ def _assemble_fit(
         method=method,
         formula=FORMULAS[method],
         parameters={
-            name: estimate_interval(float(values[name]), resampled[:, place], (profiles or {}).get(name))
+            name: estimate_interval(float(values[name]), _doubted(resampled[:, place]), (profiles or {}).get(name))
             for place, name in enumerate(names)
         },
-        derived={"a": estimate_interval(size_exponent(method, values), exponents)},
+        derived={"a": estimate_interval(size_exponent(method, values), _doubted(exponents))},
         data=describe_points(points),
         diagnostics=replace(
             notes,
@@ -226,6 +226,11 @@ def _assemble_fit(
         ),
         draws=tuple(tuple(float(one) for one in row) for row in resampled),
     )
+
+
+def _doubted(draws: Array) -> Array:
+    """Draws of one number; none where all of them are the same, which say that it was not drawn."""
+    return draws if len(draws) and np.ptp(draws) > 1e-12 * np.abs(draws).max() else draws[:0]
 
 
 def _find_outliers(points: ScalingPoints, residuals: Array, strays: tuple[int, ...] = ()) -> list[Outlier]:

@@ -34,7 +34,7 @@ DRAWN_SLOPE, DRAWN_HEIGHT = 5.0, 20.0  # of ln N: beyond them a draw says no mor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IsoflopFit:
-    """N* = G·C^a, L* = E + K·C^-γ, and ln L - ln L* = curvature·(ln N/N*)²."""
+    """N* = G·C^a, L* = E + K·C^-γ, and near N* ln(L - E) - ln(L* - E) = curvature·(ln N/N*)²."""
 
     values: dict[str, float]
     draws: Array  # (K, 6), in the order of NAMES
@@ -76,7 +76,7 @@ def fit_isoflop(points: ScalingPoints, *, draws: int, rng: np.random.Generator) 
         curves.append(curve)
         curvatures.append(curvature)
         if odd:
-            outliers.append(Outlier(name=f"the {flops:.2g} FLOP curve", what=odd))
+            outliers.append(Outlier(name=f"the {flops:.2g} FLOP curve", what=odd, is_left_out=not curve.used))
     used = [one for one in curves if one.used]
     if len(used) < LEAST_CURVES:
         raise mistake(
@@ -95,15 +95,18 @@ def fit_isoflop(points: ScalingPoints, *, draws: int, rng: np.random.Generator) 
     outliers += _off_line(used, x, y)
     loss = np.array([one.loss for one in used])
     level, scale, gamma = fit_offset_power(x, loss)
-    known = [one for one in curvatures if one is not None and one > 0.0]
-    curvature = float(np.median(known)) if known else 0.0
+    bent = [(one.flops, bend) for one, bend in zip(curves, curvatures, strict=True) if bend is not None and bend > 0.0]
     free = max(1, len(used) - 2)
     normal = rng.multivariate_normal([0.0, 0.0], covariance, size=draws, method="svd")
     student = normal / np.sqrt(rng.chisquare(free, size=(draws, 1)) / free)
-    rows_drawn = [
-        (*_drawn_line(start, slope, shift, float(x.mean())), *fit_offset_power(x, drawn), curvature)
-        for shift, drawn in zip(student, _redraw_rows(x, loss, (level, scale, gamma), draws, rng), strict=True)
-    ]
+    redrawn = _redraw_rows(x, loss, (level, scale, gamma), draws, rng)
+    picks = rng.integers(max(len(bent), 1), size=(draws, len(bent)))
+    rows_drawn = []
+    for shift, drawn, pick in zip(student, redrawn, picks, strict=True):
+        law = fit_offset_power(x, drawn)
+        curvature = _reducible_curvature([bent[one] for one in pick], law)
+        rows_drawn.append((*_drawn_line(start, slope, shift, float(x.mean())), *law, curvature))
+    curvature = _reducible_curvature(bent, (level, scale, gamma))
     values = (math.exp(start), slope, level, scale, gamma, curvature)
     return IsoflopFit(
         values=dict(zip(NAMES, values, strict=True)),
@@ -112,6 +115,17 @@ def fit_isoflop(points: ScalingPoints, *, draws: int, rng: np.random.Generator) 
         outliers=tuple(outliers),
         residual_sd=spread,
     )
+
+
+def _reducible_curvature(bent: list[tuple[float, float]], law: tuple[float, float, float]) -> float:
+    """Median over FLOPs and curvatures of ln L of what ln(L - E) has: the reducible share alone bends, and it shrinks
+    with compute.
+    """
+    level, scale, gamma = law
+    if not bent:
+        return 0.0
+    reducible = [max(scale * flops**-gamma, np.finfo(float).tiny) for flops, _ in bent]
+    return float(np.median([bend * (level + part) / part for (_, bend), part in zip(bent, reducible, strict=True)]))
 
 
 def _fit_curve(points: ScalingPoints, flops: float, rows: NDArray[np.intp]) -> tuple[CurveOptimum, float | None, str]:
@@ -140,7 +154,7 @@ def _fit_curve(points: ScalingPoints, flops: float, rows: NDArray[np.intp]) -> t
     note = "" if inside else "its minimum is at the edge of its sizes" if has_minimum else "has no minimum"
     odd = ""
     if not inside:
-        odd = f"{note}: left out"
+        odd = note
     elif abs(parabola - spline) > math.log(DISAGREE) and not (exact and len(sizes) == len(x)):
         ratio = flops / (6.0 * math.exp(2.0 * spline))
         smooth = flops / (6.0 * math.exp(2.0 * parabola))

@@ -19,7 +19,7 @@ FORMULAS = {
 Values = Mapping[str, float]
 _TINY = 1e-300
 FARTHEST_LOSS = 300.0  # ln of a loss, from which a law of few points is only large
-FARTHEST_BEND = 20.0  # of ln L: a parabola means nothing long before, and its exponential would overflow
+FARTHEST_BEND = 20.0  # of ln (L - E): a curve means nothing long before, and its exponential would overflow
 
 
 def as_surface(values: Values) -> Surface:
@@ -45,8 +45,9 @@ def law_loss(method: str, values: Values, params: float, tokens: float) -> float
     if method == "isoflop":
         flops = 6.0 * params * tokens
         off = math.log(params / law_optimum(method, values, flops)[0])
-        bend = min(values["curvature"] * off**2, FARTHEST_BEND)
-        return float((values["E"] + values["K"] * flops ** -values["gamma"]) * math.exp(bend))
+        # Only what is above E rises off the optimum, as cosh where α = β: with compute the curve becomes flatter.
+        bend = min(math.sqrt(2.0 * max(values["curvature"], 0.0)) * abs(off), FARTHEST_BEND)
+        return float(values["E"] + values["K"] * flops ** -values["gamma"] * math.cosh(bend))
     raise ValueError(f"no law is called {method!r}")
 
 

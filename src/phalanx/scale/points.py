@@ -36,6 +36,7 @@ from phalanx.units import first_few, plural
 Array = NDArray[np.float64]
 
 NUMBERS = ("params", "tokens", "flops", "loss", "lr", "batch_tokens", "unique_tokens", "weight", "budget")
+COUNTS = ("params", "tokens", "flops")
 TEXTS = ("run", "tokenizer", "data", "seed", "status", "parametrization")
 COLUMNS = (*NUMBERS, *TEXTS)
 # What other people call them, without regard to case, blanks and hyphens; the first that a file has is read.
@@ -53,6 +54,14 @@ ALIASES = {
 FINISHED = ("", "done", "ok", "finished")
 MOST_NAMED = 5  # rows of a table that are wrong in the same way
 SMALLEST = float(np.nextafter(0.0, 1.0))
+# Beyond these a number is no such thing, and sums over the table overflow.
+LIMITS = {
+    "params": (1.0, 1e18),
+    "tokens": (1.0, 1e24),
+    "flops": (1e-30, 1e45),  # from 1e-30: some tables count them in units of their own, which is warned of
+    "loss": (1e-9, 1e9),
+    "weight": (0.0, 1e12),
+}
 FIXES = {
     "params": "write it as 125000000, 1.25e8 or 125M, or leave the row out",
     "loss": "a diverged run is no point of a law: leave the row out, or set its status to diverged",
@@ -149,7 +158,7 @@ class TableOptions:
 def read_points(path: Path, options: TableOptions | None = None) -> ScalingPoints:
     """The rows of a table; every mistake in it at once, as UserError."""
     options = options or TableOptions()
-    columns, rows = read_rows(path)
+    columns, rows = read_rows(path, lambda columns: _number_columns(columns, options))
     known = _find_columns(path, columns, options)
     for name, factor in [(name, _unit_factor(name)) for name in known.values() if name not in columns]:
         rows = [
@@ -190,13 +199,7 @@ def _find_columns(path: Path, columns: Sequence[str], options: TableOptions) -> 
         if name not in COLUMNS:
             fix = f"the columns are {', '.join(COLUMNS)}"
             problems.append(Problem(where=f"--column {name}", what="is no column of a scaling table", fix=fix))
-    plain = {_plain_name(name): name for name in reversed(columns)}
-    known = {}
-    for name in COLUMNS:
-        if name in options.columns:
-            known[name] = options.columns[name]
-        elif found := next((plain[one] for one in (name, *ALIASES.get(name, ())) if one in plain), None):
-            known[name] = found
+    known = _name_columns(columns, options)
     if problems:
         raise UserError(problems)
     has = f"the file has {first_few(columns, 12)}"
@@ -211,6 +214,24 @@ def _find_columns(path: Path, columns: Sequence[str], options: TableOptions) -> 
     if problems:
         raise UserError(problems)
     return known
+
+
+def _name_columns(columns: Sequence[str], options: TableOptions) -> dict[str, str]:
+    """Our name of each column -> what the options or our aliases call it."""
+    plain = {_plain_name(name): name for name in reversed(columns)}
+    known = {}
+    for name in COLUMNS:
+        if name in options.columns:
+            known[name] = options.columns[name]
+        elif found := next((plain[one] for one in (name, *ALIASES.get(name, ())) if one in plain), None):
+            known[name] = found
+    return known
+
+
+def _number_columns(columns: Sequence[str], options: TableOptions) -> dict[str, str]:
+    """Those of numbers alone, under their names in the file: without *1e6."""
+    known = {name: other for name, other in _name_columns(columns, options).items() if name in NUMBERS}
+    return {name: other if other in columns else other.rpartition("*")[0].strip() for name, other in known.items()}
 
 
 def make_points(
@@ -238,6 +259,7 @@ def make_points(
     for name, other in (("tokens", "params"), ("params", "tokens")):
         if name not in values:
             values[name] = values["flops"] / (6.0 * values[other])
+            _check_derived(source, rows, name, other, values[name])
     texts = {name: [row.get(known[name], "") for _, row in rows] for name in TEXTS if name in known}
     for name in ("tokenizer", "data"):
         kinds = sorted({*texts.get(name, ())} - {""})
@@ -306,9 +328,14 @@ def _read_numbers(source: str, rows: Sequence[Row], known: Mapping[str, str]) ->
                 column[place] = read_number(text, is_count=name != "loss")
             except ValueError:
                 column[place] = math.nan
+            lowest, highest = LIMITS.get(name, (-math.inf, math.inf))
             if needed and not (math.isfinite(column[place]) and column[place] >= least):
                 what = f'{known[name]} = "{text[:40]}" is not {kind}' if text else f"{known[name]} is empty"
                 wrong.append(Problem(where=f"{source}:{line}", what=what, fix=FIXES.get(name, FIXES["params"])))
+            elif needed and not lowest <= column[place] <= highest:
+                what = f'{known[name]} = "{text[:40]}" is not within {lowest:g} to {highest:g}'
+                fix = f"look at its unit: a column in millions is read with --column '{name}=THEIRS*1e6'"
+                wrong.append(Problem(where=f"{source}:{line}", what=what, fix=fix if name in COUNTS else FIXES[name]))
         if len(wrong) > MOST_NAMED:
             more = f"{known[name]} is wrong in {plural(len(wrong) - MOST_NAMED, 'more row')}"
             wrong = [*wrong[:MOST_NAMED], Problem(where=source, what=more)]
@@ -318,9 +345,23 @@ def _read_numbers(source: str, rows: Sequence[Row], known: Mapping[str, str]) ->
     return values, problems
 
 
+def _check_derived(source: str, rows: Sequence[Row], name: str, other: str, column: Array) -> None:
+    """Raise UserError where C = 6·N·D makes a count that is none."""
+    lowest, highest = LIMITS[name]
+    wrong = np.flatnonzero(~((column >= lowest) & (column <= highest)))
+    if len(wrong):
+        line, value = rows[wrong[0]][0], column[wrong[0]]
+        raise mistake(
+            f"{source}:{line}",
+            f"{name} = flops / (6·{other}) = {value:.3g} is not within {lowest:g} to {highest:g}",
+            fix=f"look at the units of flops and {other}, or add a column {name}",
+        )
+
+
 def _without_repeats(points: ScalingPoints, options: TableOptions, left_out: list[str]) -> ScalingPoints:
     """Rows that repeat another one are refused unless they are meant; then equal ones count once."""
     seen: dict[tuple[object, ...], int] = {}
+    losses: set[tuple[object, ...]] = set()  # of what was seen: an equal row need not follow the first
     keep, same = [], []
     problems = []
     for row in range(len(points)):
@@ -328,12 +369,14 @@ def _without_repeats(points: ScalingPoints, options: TableOptions, left_out: lis
         lr = points.lr[row] if points.lr is not None and np.isfinite(points.lr[row]) else None
         key = (points.run[row], points.params[row], points.tokens[row], points.flops[row], seed, lr)
         first = seen.setdefault(key, row)
-        if first == row or (options.repeated and points.loss[first] != points.loss[row]):
+        is_new = (*key, points.loss[row]) not in losses
+        losses.add((*key, points.loss[row]))
+        if first == row or (options.repeated and is_new):
             keep.append(row)
             continue
         where = f"{points.source}:{points.line[row]}"
         what = f"repeats line {points.line[first]} (N {points.params[row]:.4g}, D {points.tokens[row]:.4g})"
-        if points.loss[first] == points.loss[row]:
+        if not is_new:
             fix = "leave it out, or say --repeated: equal rows then count once"
             same.append(Problem(where=where, what=what, why="a row that counts twice pulls the law to it", fix=fix))
         else:

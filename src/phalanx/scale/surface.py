@@ -22,6 +22,7 @@ Array = NDArray[np.float64]
 LEAST_EXPONENT, MOST_EXPONENT = 0.01, 3.0
 GRID_EXPONENTS = np.geomspace(0.03, 2.0, 28)  # of each kind that are tried
 ITERATIONS = 60
+LEAST_DAMPING = 1e-14  # relative: where two numbers are one, normal equations without any have no solution
 _TINY = 1e-300
 _LOWEST = np.array([-12.0, -30.0, -30.0, math.log(LEAST_EXPONENT), math.log(LEAST_EXPONENT)])
 _HIGHEST = np.array([8.0, 12.0, 12.0, math.log(MOST_EXPONENT), math.log(MOST_EXPONENT)])
@@ -236,7 +237,7 @@ def polish_surface(
         taken = active[better]
         theta[taken], cost[taken] = tried[better], new_cost[better]
         left[better], slope[better] = new_left[better], new_slope[better]
-        damping[active] = np.where(better, damping[active] * 0.2, damping[active] * 8.0)
+        damping[active] = np.where(better, np.maximum(damping[active] * 0.2, LEAST_DAMPING), damping[active] * 8.0)
         done = (better & (gain < 1e-12 * (cost[active] + 1e-18))) | (damping[active] > 1e8)
         if done.all():
             break

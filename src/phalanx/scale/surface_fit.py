@@ -35,6 +35,8 @@ from phalanx.scale.surface_profile import Ends, profile_intervals
 NAMES = ("E", "A", "B", "alpha", "beta")
 SHARE = 0.8  # of outcomes that an interval holds
 STARTS = 48
+FINISHING = 200  # more steps for the best surfaces; where the search converges it takes a few of them
+FINISHED = 2  # surfaces that go on so
 AGREE = 0.01  # exponents that differ by less are the same answer
 OPEN_EXPONENT = 1.5  # ratio of the ends of an interval of a or 1 - a, from which the runs leave the optimum open
 NEGLIGIBLE = 1e-3  # of the loss: a term that never reaches it is none
@@ -89,18 +91,16 @@ def fit_surface(
         strays.append(int(kept[row]))
         kept = np.delete(kept, row)
     _, relative, data, found, cost = max(solved, key=lambda one: _noise_evidence(one[2], one[0]))
-    theta = squares = found[int(np.argmin(cost))]
-    objective, is_degenerate = float(cost.min()), False
+    is_degenerate = False
     if method == "huber3":
         tried, costs = fit_huber(data, np.vstack([found, grid_starts(data, starts, rng)]))
         theta, objective = tried[int(np.argmin(costs))], float(costs.min())
         agreeing = _share_agreeing(tried[len(found) :], theta)
         resampled = _draw_rows(data, theta, draws, rng)
     else:
-        agreeing = 1.0
-        if starts:
-            tried, _ = polish_surface(data, grid_starts(data, starts, rng), tied=tied, iterations=200)
-            agreeing = _share_agreeing(tried, theta)
+        first = grid_starts(data, starts, rng) if starts else np.empty((0, 5))
+        squares, least, agreeing = least_squares(data, found[np.argsort(cost)[:FINISHED]], first, tied=tied)
+        theta, objective = squares, least
         posterior = None
         if draws and not tied:
             noises = [with_strays(one[2], one[0], len(strays)) for one in solved]
@@ -127,7 +127,7 @@ def fit_surface(
         profiles={}
         if method == "huber3" or not profile
         else profile_intervals(
-            data, squares, float(cost.min()), share=SHARE, free=max(len(data.loss) - (4 if tied else 5), 1), tied=tied
+            data, squares, least, share=SHARE, free=max(len(data.loss) - (4 if tied else 5), 1), tied=tied
         ),
         noise="proportional" if relative else "constant",
         is_degenerate=is_degenerate,
@@ -149,6 +149,21 @@ def _solve_noises(
         data = replace(data, log_odds=0.0 if relative else math.log(CONSTANT_ODDS))
         solved.append((float(cost.min()), relative, data, found, cost))
     return solved
+
+
+def least_squares(data: SurfaceData, found: Array, starts: Array, *, tied: bool) -> tuple[Array, float, float]:
+    """The least of the surfaces found and of random starts, its cost, and the share of starts that agree with it.
+
+    The grid's surfaces are where a bent valley let them after few steps: noise and strays need no more, but values,
+    profiles and the count of starts do.
+    """
+    near, near_cost = polish_surface(data, found, tied=tied, iterations=FINISHING)
+    tried, cost = polish_surface(data, starts, tied=tied, iterations=FINISHING) if len(starts) else (starts, near_cost)
+    if len(tried) and cost.min() < near_cost.min():
+        best = tried[np.argsort(cost)[:FINISHED]]
+        near, near_cost = polish_surface(data, best, tied=tied, iterations=FINISHING)
+    theta = near[int(np.argmin(near_cost))]
+    return theta, float(near_cost.min()), _share_agreeing(tried, theta)
 
 
 def _noise_evidence(data: SurfaceData, cost: float) -> float:

@@ -9,32 +9,35 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UserError, mistake
 from phalanx.io.files import csv_columns, read_text
+from phalanx.scale.decimal_commas import THOUSANDS_COMMAS, has_decimal_commas, with_point
 from phalanx.units import parse_count, plural
 
 Row = tuple[int, dict[str, str]]  # its line, and its values by column
 
 MOST_ROWS = 1_000_000
 LARGEST_TABLE_BYTES = 256 * 2**20
-_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+([eE][+-]?\d+)?")
-_THOUSANDS_COMMAS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
-_THOUSANDS_POINTS = re.compile(r"\d{1,3}(\.\d{3})+(,\d+)?")
+FindColumns = Callable[[Sequence[str]], Mapping[str, str]]  # of a header: "loss" and others -> columns of numbers
 
 
-def read_rows(path: Path) -> tuple[list[str], list[Row]]:
-    """Columns and rows; raises UserError for a file that is no table."""
+def read_rows(path: Path, find_columns: FindColumns = lambda columns: {}) -> tuple[list[str], list[Row]]:
+    """Columns and rows; raises UserError for a file that is no table.
+
+    `find_columns` says which columns hold numbers, and which the loss: where commas may be decimal signs or not, these
+    decide.
+    """
     text = read_text(path, noun="table", most_bytes=LARGEST_TABLE_BYTES)
     if not text.strip():
         raise mistake(str(path), "is empty", fix="a header such as params,tokens,loss, then a row per trained model")
     if text.lstrip()[0] in "{[":
         columns, rows = _json_rows(path, text)
     else:
-        columns, rows = _csv_rows(path, text)
+        columns, rows = _csv_rows(path, text, find_columns)
     if len(rows) > MOST_ROWS:
         raise mistake(str(path), f"has more than {MOST_ROWS:,} rows", fix="split it")
     return columns, rows
@@ -51,7 +54,7 @@ def read_number(text: str, *, is_count: bool) -> float:
     except ValueError:
         if not is_count:
             raise
-    if _THOUSANDS_COMMAS.fullmatch(text):
+    if THOUSANDS_COMMAS.fullmatch(text):
         return float(text.replace(",", ""))
     try:
         return parse_count(text)
@@ -59,7 +62,7 @@ def read_number(text: str, *, is_count: bool) -> float:
         raise ValueError(str(error)) from error
 
 
-def _csv_rows(path: Path, text: str) -> tuple[list[str], list[Row]]:
+def _csv_rows(path: Path, text: str, find_columns: FindColumns) -> tuple[list[str], list[Row]]:
     skipped, header = 0, ""
     for line in io.StringIO(text, newline=""):
         header = line.strip()
@@ -94,21 +97,21 @@ def _csv_rows(path: Path, text: str) -> tuple[list[str], list[Row]]:
         raise mistake(f"{path}:{skipped + reader.line_num}", f"is not CSV: {error}", fix=fix) from error
     if twice := sorted({name for name in columns if name and columns.count(name) > 1}):
         raise mistake(f"{path}:1", f'has two columns called "{twice[0]}"', fix="rename or remove one of them")
-    if delimiter != "," and _has_decimal_commas(rows, delimiter):
-        rows = [(line, {key: _with_point(value) for key, value in row.items()}) for line, row in rows]
+    if delimiter != "," and _has_decimal_commas(path, rows, find_columns(columns), delimiter):
+        rows = [(line, {key: with_point(value) for key, value in row.items()}) for line, row in rows]
     return columns, rows
 
 
-def _has_decimal_commas(rows: list[Row], delimiter: str) -> bool:
-    """Semicolons stand where the comma is the decimal sign; in a table with tabs 557,132 may be a count."""
-    commas = (value for _, row in rows for value in row.values() if _DECIMAL_COMMA.fullmatch(value))
-    return any(delimiter == ";" or not _THOUSANDS_COMMAS.fullmatch(value) for value in commas)
-
-
-def _with_point(value: str) -> str:
-    if _THOUSANDS_POINTS.fullmatch(value):
-        value = value.replace(".", "")
-    return value.replace(",", ".") if _DECIMAL_COMMA.fullmatch(value) else value
+def _has_decimal_commas(path: Path, rows: list[Row], known: Mapping[str, str], delimiter: str) -> bool:
+    """Raises UserError where a table with semicolons can be read in two ways; with tabs 557,132 is a count then."""
+    numbers = [row.get(name, "") for _, row in rows for name in known.values()]
+    losses = [row.get(known.get("loss", ""), "") for _, row in rows]
+    found = has_decimal_commas(numbers, losses, unsure=None if delimiter == ";" else False)
+    if found is None:
+        cell = next(one for one in numbers if "," in one)
+        what = f'has numbers such as "{cell[:40]}", where the comma may be the decimal sign or stand between thousands'
+        raise mistake(str(path), what, fix="write counts without separators, and losses with a point")
+    return found
 
 
 def _json_rows(path: Path, text: str) -> tuple[list[str], list[Row]]:
@@ -125,6 +128,8 @@ def _json_rows(path: Path, text: str) -> tuple[list[str], list[Row]]:
     except (ValueError, RecursionError) as error:
         where = f"{path}:{len(found) + 1}"
         raise mistake(where, f"is not a table of JSON objects: {error}", fix=fix) from error
+    if not found:
+        raise mistake(str(path), "is a JSON array without objects", fix=fix)
     rows: list[Row] = []
     columns: dict[str, None] = {}
     for number, one in found:
