@@ -40,7 +40,7 @@ def test_another_size_costs_what_it_costs_on_the_surface(flops: float) -> None:
     for times in (0.5, 2.0):
         price = LAW.loss(times * true, flops / (6.0 * times * true)) / exact - 1.0
         # The curve of a surface with α ≠ β is not symmetric: 1.5 % of the price. A curvature of ln L that stays, as
-        # there was, is 2.7 times the price at 1e23.
+        # there was, is 2.2 times the price at 1e23.
         assert loss(times * best) / loss(best) - 1.0 == pytest.approx(price, rel=0.03)
 
 
