@@ -8,7 +8,7 @@ from phalanx.io.tables import text_table
 from phalanx.scale.allocate_budget import Allocation
 from phalanx.scale.fit_result import FitEstimate
 from phalanx.scale.points import COUNTED
-from phalanx.units import format_count, format_energy, format_money, format_seconds
+from phalanx.units import format_count, format_energy, format_money, format_seconds, plural
 
 
 def allocation_text(found: Allocation) -> str:
@@ -42,7 +42,7 @@ def allocation_text(found: Allocation) -> str:
     lines += [
         "",
         "MODEL",
-        f"  {shape.layers} layers, hidden {shape.hidden:,}, {shape.heads} heads ({shape.kv_heads} for keys and "
+        f"  {plural(shape.layers, 'layer')}, hidden {shape.hidden:,}, {plural(shape.heads, 'head')} ({shape.kv_heads} for keys and "
         f"values), MLP {shape.ffn:,}, vocabulary {shape.vocab:,}",
         f"  {format_count(found.shape_params)} parameters on {format_count(found.tokens)} tokens: predicted loss "
         f"{found.predicted_loss:.4f}",
@@ -65,7 +65,7 @@ def _plan_lines(found: Allocation) -> list[str]:
         cost = f"{format_money(middle)} ({format_money(low)} to {format_money(high)})"
     energy = format_energy(bill.kwh * 3.6e6) if bill.kwh is not None else "energy not known"
     return [
-        f"  {plan.layout.name} on {plan.cluster.name} ({plan.cluster.devices:,} devices)",
+        f"  {plan.layout.name} on {found.cluster_spec} ({plural(plan.cluster.devices, 'device')})",
         f"  MFU {plan.prediction.mfu:.1%}, {format_count(plan.prediction.tokens_per_s)} tokens/s",
         f"  {format_seconds(took.wall_s)} ({format_seconds(took.wall_s_low)} to {format_seconds(took.wall_s_high)}), "
         f"{format_count(bill.device_hours)} device-hours, {cost}, {energy}",
