@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.api.results import PublicResult
 from phalanx.api.scale_fit import FittedLaw
+from phalanx.api.scale_inputs import require_text, require_whole
 from phalanx.errors import mistake
 from phalanx.io.codec import json_values
 from phalanx.io.files import write_text
@@ -85,9 +86,9 @@ def allocate(
         require_whole(option, value)
         if not least <= value <= 10**8:
             raise mistake(option, f"{value} is not in {least} to 100,000,000")
-    for option, text in (("cluster", cluster), ("data", data)):
-        if text is not None and not isinstance(text, str):
-            raise mistake(option, f"{str(text)[:60]!r} is of type {type(text).__name__}, not a text")
+    for option, text in (("--cluster", cluster), ("--data", data)):
+        if text is not None:
+            require_text(option, text)
     found = allocate_budget(
         fit.fit if isinstance(fit, FittedLaw) else read_fit(Path(fit)),
         budget=None if budget is None else str(budget),
@@ -101,9 +102,3 @@ def allocate(
         name=name,
     )
     return SizedRun(allocation=found)
-
-
-def require_whole(option: str, value: object) -> None:
-    """Raise UserError for what is no whole number; a command line has parsed it, a call from Python has not."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise mistake(option, f"{str(value)[:60]!r} is of type {type(value).__name__}, not a whole number")

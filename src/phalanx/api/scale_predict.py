@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.api.results import PublicResult
 from phalanx.api.scale_fit import FittedLaw
+from phalanx.api.scale_inputs import require_number
 from phalanx.errors import mistake
 from phalanx.io.codec import json_values
 from phalanx.io.tables import text_table
@@ -75,7 +76,8 @@ def predict(
     """
     from phalanx.scale.law_file import read_fit
 
-    if not isinstance(allowance, int | float) or not 0.0 <= allowance < 1.0:
+    require_number("--allowance", allowance)
+    if not 0.0 <= allowance < 1.0:
         raise mistake("--allowance", f"{allowance} is not a share", fix="use 0.08 for 8 %")
     law = fit.fit if isinstance(fit, FittedLaw) else read_fit(Path(fit))
     path = Path(run)

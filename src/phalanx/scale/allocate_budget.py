@@ -160,8 +160,8 @@ def _allocate_hours(settings: _Settings, text: str, machine: Cluster, *, extrapo
         return best
     taken = best.plan.bill.device_hours
     note = (
-        f"this run takes {format_count(taken)} device-hours, {100 * (taken / hours - 1):+.1f} % from --gpu-hours {text}: "
-        "model sizes, batches and layouts come in steps, and none was found nearer"
+        f"this run takes {format_count(taken)} device-hours, {100 * (taken / hours - 1):+.1f} % from --gpu-hours "
+        f"{text}: model sizes, batches and layouts come in steps, and none was found nearer"
     )
     return replace(best, notes=(*best.notes, note))
 
@@ -242,19 +242,24 @@ def _refuse_degenerate(settings: _Settings, params: float, tokens: float, flops:
         )
 
 
-def _refuse_tokens(settings: _Settings, size: int, tokens: float) -> None:
-    """Raise UserError for training tokens that no run has."""
-    option = "--inference-tokens" if settings.served else settings.option
+def _refuse_run(settings: _Settings, params: float, size: int, tokens: float) -> None:
+    """Raise UserError for a model or training tokens that no job can have."""
+    if size * FAR_SHAPE < params:
+        raise mistake(
+            settings.option,
+            f"asks for a model of {params:.3g} parameters, more than any shape that is known here",
+            fix="name a smaller number",
+        )
     if tokens < settings.sequence:
         raise mistake(
-            option,
+            settings.option,
             f"the smallest model of this vocabulary, of {format_count(size)} parameters, could be trained on "
             f"{format_count(tokens)} tokens: less than one sequence of {settings.sequence:,}",
             fix="name a larger budget, or a smaller --vocab and --sequence",
         )
     if tokens > MOST_TOKENS / 2:  # whole steps may round it up
         raise mistake(
-            option,
+            "--inference-tokens" if settings.served else settings.option,
             f"asks for {tokens:.2e} training tokens of {format_count(size)} parameters",
             why=f"a job has at most {MOST_TOKENS:.0e}",
             fix="name a smaller number",
@@ -275,7 +280,7 @@ def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Clu
     far = max(size / params, params / size)
     training = serving.training_flops if serving is not None else flops
     tokens = training / (6.0 * size)  # the shape is not exactly N*: the budget stays, the tokens follow
-    _refuse_tokens(settings, size, tokens)
+    _refuse_run(settings, params, size, tokens)
     used = fit.used_rates
     bare = counted_params(shape, "no-embedding-no-head")
     rates = rates_of_run(size=bare, tokens=tokens, larger=size / used.params if used else None, used=used)

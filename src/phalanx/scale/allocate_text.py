@@ -34,16 +34,16 @@ def allocation_text(found: Allocation) -> str:
             f"FOR {format_count(served.inference_tokens)} SERVED TOKENS",
             f"  {format_count(served.params)} parameters on {format_count(served.tokens)} tokens "
             f"({served.tokens / served.params:.0f} per parameter) reach the same loss",
-            f"  training {served.training_flops:.3g} FLOP ({served.training_flops / found.flops - 1:.0%} above the "
-            f"budget), with serving {served.total_flops:.3g}: {served.saved:.1%} less than with the compute-optimal "
+            f"  training {served.training_flops:.3g} FLOP ({_above_budget(served.training_flops / found.flops)} "
+            f"the budget), with serving {served.total_flops:.3g}: {served.saved:.1%} less than with the compute-optimal "
             "model",
         ]
     shape = found.shape
     lines += [
         "",
         "MODEL",
-        f"  {plural(shape.layers, 'layer')}, hidden {shape.hidden:,}, {plural(shape.heads, 'head')} ({shape.kv_heads} for keys and "
-        f"values), MLP {shape.ffn:,}, vocabulary {shape.vocab:,}",
+        f"  {plural(shape.layers, 'layer')}, hidden {shape.hidden:,}, {plural(shape.heads, 'head')} "
+        f"({shape.kv_heads} for keys and values), MLP {shape.ffn:,}, vocabulary {shape.vocab:,}",
         f"  {format_count(found.shape_params)} parameters on {format_count(found.tokens)} tokens: predicted loss "
         f"{found.predicted_loss:.4f}",
         f"  peak learning rate {found.lr:.2e}, batch {format_count(found.batch_tokens)} tokens "
@@ -53,6 +53,11 @@ def allocation_text(found: Allocation) -> str:
         lines += ["", "ON THE CLUSTER", *_plan_lines(found)]
     lines += [f"note: {one}" for one in found.notes]
     return "\n".join(lines)
+
+
+def _above_budget(ratio: float) -> str:
+    """Per cent above, or how many times where that is a long number."""
+    return f"{ratio - 1:.0%} above" if ratio < 10 else f"{format_count(ratio)} times"
 
 
 def _plan_lines(found: Allocation) -> list[str]:

@@ -78,8 +78,8 @@ def allowed_above(
     """How far above the law a healthy run may be after so many of its tokens, as a share of the loss.
 
     First, `allowance` times what is left of its learning rate (`rate_left`: 1 until the decay begins, 0 at its end).
-    Second, its batch is the best one for all of its tokens, which grows with D^0.571 (Step Law): in its first part it has
-    fewer steps than the runs of the law had for as many tokens, and is where they were after so many steps.
+    Second, its batch is the best one for all of its tokens, which grows with D^0.571 (Step Law): in its first part it
+    has fewer steps than the runs of the law had for as many tokens, and is where they were after so many steps.
     """
     done = min(1.0, tokens / planned_tokens)
     now = law_loss(fit.method, fit.values(), params, tokens)
