@@ -86,7 +86,9 @@ def predict(
             raise mistake("--tokens", "is for a table: a run folder says itself where the run ends", fix="leave it out")
         return _predict_folder(law, path, allowance)
     if not path.exists():
-        raise mistake(str(path), "there is no such run folder or table", fix="phalanx runs lists the run folders here")
+        raise mistake(
+            str(path), "there is no such run folder or table", fix="name a folder under runs/, or a CSV table"
+        )
     return _predict_table(law, path, allowance, planned_tokens)
 
 

@@ -300,7 +300,7 @@ def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Clu
         notes += [f"  {one}" for one in EXTRAPOLATIONS]
     if fit.method == "overtrain":
         notes.append("overtrain holds α = β: its N* grows as C^0.5 whatever the runs say")
-    notes += fit.warnings  # what the fit said against itself holds for what is made of it
+    notes += [f"of the fit: {one}" for one in fit.warnings]  # what speaks against it speaks against this
     ratio = best["tokens_per_param"]
     inside = None if ratio.low is None or ratio.high is None else ratio.low <= 20.0 <= ratio.high
     return Allocation(

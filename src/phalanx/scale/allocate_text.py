@@ -35,8 +35,8 @@ def allocation_text(found: Allocation) -> str:
             f"  {format_count(served.params)} parameters on {format_count(served.tokens)} tokens "
             f"({served.tokens / served.params:.0f} per parameter) reach the same loss",
             f"  training {served.training_flops:.3g} FLOP ({_above_budget(served.training_flops / found.flops)} "
-            f"the budget), with serving {served.total_flops:.3g}: {served.saved:.1%} less than with the compute-optimal "
-            "model",
+            f"the budget), with serving {served.total_flops:.3g}: {served.saved:.1%} less than with the "
+            "compute-optimal model",
         ]
     shape = found.shape
     lines += [
