@@ -112,7 +112,7 @@ def allocate_budget(
         sequence=sequence,
         data=data,
         name=name,
-        served=positive_amount("--inference-tokens", inference_tokens) if inference_tokens is not None else 0.0,
+        served=_served_tokens(inference_tokens) if inference_tokens is not None else 0.0,
         spec=cluster if isinstance(cluster, str) else machine.name if machine is not None else "",
         option="--budget" if budget is not None else "--gpu-hours",
     )
@@ -195,6 +195,14 @@ def positive_amount(option: str, text: str) -> float:
     return value
 
 
+def _served_tokens(text: str) -> float:
+    """Tokens that a model serves in its life: more than a run can train on are a slip of the exponent."""
+    served = positive_amount("--inference-tokens", text)
+    if served > MOST_TOKENS:
+        raise mistake("--inference-tokens", f"{served:.3g} are more than {MOST_TOKENS:.0e}", fix="write it as 5T")
+    return served
+
+
 def _refuse_far(fit: ScalingFit, flops: float, *, extrapolate: bool, option: str) -> None:
     """Raise UserError for a budget more than two decades from those of the fit, unless that was asked for."""
     smallest, largest = fit.data.flops_range
@@ -259,7 +267,7 @@ def _refuse_run(settings: _Settings, params: float, size: int, tokens: float) ->
         )
     if tokens > MOST_TOKENS / 2:  # whole steps may round it up
         raise mistake(
-            "--inference-tokens" if settings.served else settings.option,
+            settings.option,
             f"asks for {tokens:.2e} training tokens of {format_count(size)} parameters",
             why=f"a job has at most {MOST_TOKENS:.0e}",
             fix="name a smaller number",
