@@ -116,7 +116,7 @@ def test_training_losses_are_averaged(tmp_path: Path) -> None:
     assert len(found.evaluations) == 32
     assert "means of training losses" in found.notes[0]
     late = np.array([one.loss for one in found.evaluations[-8:]])
-    assert np.all(np.abs(np.diff(late)) < 0.05), "single steps scatter by 0.03"
+    assert np.all(np.diff(late) < 0.0), "single steps rise now and then"
 
 
 def test_a_table_says_where_its_run_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
