@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real  # numpy's are of them, and no int or float
+
 from phalanx.errors import UserError, mistake
 
 
@@ -10,13 +12,13 @@ def require_whole(option: str, value: object) -> None:
 
     >>> require_whole("--vocab", 512)
     """
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise _wrong_type(option, value, "a whole number")
 
 
 def require_number(option: str, value: object) -> None:
     """Raise UserError for what is no number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise _wrong_type(option, value, "a number")
 
 
