@@ -148,6 +148,13 @@ def test_the_digest_is_of_what_decides_a_run(job: Job) -> None:
         ({"budgets": "1e12,2e12", "sizes": 100}, "different shapes"),
         ({"budgets": "1e11,2e11", "tokens_per_parameter": 0.011}, "steps of one sequence"),
         ({"parallel": 0}, "--parallel 0"),
+        ({"budgets": "1e30"}, r"more than a sweep makes in these proportions\n  the largest, 256 layers of 256 heads"),
+        ({"out": ""}, "--out: is empty"),
+        ({"budgets": 2e10}, "--budgets: '20000000000.0' is of type float, not a list"),
+        ({"budgets": [2e10, "x"]}, "--budgets: 'x' is not a number of FLOPs"),
+        ({"budgets": []}, "--budgets: is empty"),
+        ({"sizes": "x"}, "--sizes: 'x' is of type str, not a whole number"),
+        ({"spread": None}, "--spread: 'None' is of type NoneType, not a number"),
     ],
 )
 def test_what_cannot_be_swept_is_refused(options: dict[str, object], what: str) -> None:
@@ -156,6 +163,21 @@ def test_what_cannot_be_swept_is_refused(options: dict[str, object], what: str) 
             ROOT / "examples" / "first-run.toml",
             **{"budgets": "1e13,2e13", "sizes": 3, "dry_run": True, "progress": False, **options},  # type: ignore[arg-type]
         )
+
+
+def test_sizes_of_which_some_are_too_large_ask_for_no_larger_budget(job: Job) -> None:
+    with pytest.raises(UserError, match="lower the budgets"):
+        sweep_runs(job, budgets=(1e23,), sizes=3, method="isoflop", spread=100)
+
+
+def test_one_short_run_takes_few_steps(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+    steps = sorted(one.steps for one in sweep_runs(job, budgets=(1e13, 2e13), sizes=3, method="isoflop"))
+    assert steps[0] < steps[1]
+    monkeypatch.setattr("phalanx.api.scale_sweep.ENOUGH_STEPS", steps[1])
+    told: list[str] = []
+    first_run = ROOT / "examples" / "first-run.toml"
+    phalanx.scale.sweep(first_run, budgets=(1e13, 2e13), sizes=3, dry_run=True, progress=told.append)
+    assert any(one.startswith(f"warning: 1 run takes fewer than {steps[1]} steps") for one in told)
 
 
 # ---- real runs -------------------------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.results import PublicResult
 from phalanx.api.scale_fit import FittedLaw
+from phalanx.api.scale_inputs import require_text, require_whole
 from phalanx.errors import mistake
 from phalanx.io.codec import json_values
 from phalanx.io.files import write_text
@@ -41,8 +43,17 @@ class SizedRun(PublicResult):
         return found
 
     def write_job(self, path: str | Path) -> None:
-        """Write the job file that starts it."""
-        write_text(Path(path), self.allocation.job_toml, fix="name another --out")
+        """Write the job file that starts it.
+
+        The path of a cluster file is from the folder here; in a job file paths are from the folder of that file.
+        """
+        from phalanx.scale.allocate_budget import cluster_section
+
+        text, spec = self.allocation.job_toml, self.allocation.cluster_spec
+        if (spec.endswith(".toml") or "/" in spec) and not Path(spec).is_absolute():
+            there = os.path.relpath(Path(spec).resolve(), Path(path).resolve().parent)
+            text = text.replace(cluster_section(spec), cluster_section(there))
+        write_text(Path(path), text, fix="name another --out")
 
 
 def allocate(
@@ -67,12 +78,17 @@ def allocate(
     >>> sized = phalanx.scale.allocate("law.json", budget="1e21", cluster="8xH100:16")  # doctest: +SKIP
     >>> sized.write_job("scaled.toml")  # doctest: +SKIP
     """
-    from phalanx.scale.allocate_budget import allocate_budget, read_fit
+    from phalanx.scale.allocate_budget import allocate_budget
+    from phalanx.scale.law_file import read_fit
 
     require_name(name)
     for option, value, least in (("--vocab", vocab, 2), ("--sequence", sequence, 1)):
+        require_whole(option, value)
         if not least <= value <= 10**8:
             raise mistake(option, f"{value} is not in {least} to 100,000,000")
+    for option, text in (("--cluster", cluster), ("--data", data)):
+        if text is not None:
+            require_text(option, text)
     found = allocate_budget(
         fit.fit if isinstance(fit, FittedLaw) else read_fit(Path(fit)),
         budget=None if budget is None else str(budget),

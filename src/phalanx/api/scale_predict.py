@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.results import PublicResult
 from phalanx.api.scale_fit import FittedLaw
+from phalanx.api.scale_inputs import require_number
 from phalanx.errors import mistake
 from phalanx.io.codec import json_values
 from phalanx.io.tables import text_table
 from phalanx.units import format_count
 
 if TYPE_CHECKING:
+    from phalanx.job.schema import Optim
+    from phalanx.scale.fit_result import ScalingFit
     from phalanx.scale.judge_run import RunForecast
 
 MOST_SHOWN = 12  # evaluations
@@ -56,57 +59,111 @@ class ForecastComparison(PublicResult):
         return 0 if self.forecast.verdict == "inside" else 1
 
 
-def predict(fit: str | Path | FittedLaw, run: str | Path, *, allowance: float = 0.05) -> ForecastComparison:
+def predict(
+    fit: str | Path | FittedLaw,
+    run: str | Path,
+    *,
+    allowance: float = 0.08,
+    planned_tokens: float | str | None = None,
+) -> ForecastComparison:
     """Hold a run's loss against the band of a law, while it trains or after.
 
-    `run` is a run folder, or a CSV table of one run's params, tokens and loss. `allowance` is how far a run that still
-    goes on may be above the band, since its learning rate has not decayed yet.
+    `run` is a run folder, or a CSV table of one run's params, tokens and loss, which ends after `planned_tokens`.
+    `allowance` is how far a run may be above the band until its learning rate decays; at its first tokens it may be
+    further, since it has had few steps (docs/scaling.md, "Predict").
 
     >>> print(phalanx.scale.predict("law.json", "runs/first-run"))  # doctest: +SKIP
     """
-    from phalanx.scale.allocate_budget import read_fit
-    from phalanx.scale.judge_run import judge_run
-    from phalanx.scale.points import TableOptions, read_points
-    from phalanx.scale.run_points import read_run_losses
+    from phalanx.scale.law_file import read_fit
 
+    require_number("--allowance", allowance)
     if not 0.0 <= allowance < 1.0:
-        raise mistake("--allowance", f"{allowance} is not a share", fix="use 0.05 for 5 %")
+        raise mistake("--allowance", f"{allowance} is not a share", fix="use 0.08 for 8 %")
     law = fit.fit if isinstance(fit, FittedLaw) else read_fit(Path(fit))
     path = Path(run)
     if path.is_dir():
-        found = read_run_losses(path, counted=law.data.params_counted)
-        notes: tuple[str, ...] = () if found.evaluated else ("no evaluation was recorded: these are training losses",)
-        for what, theirs, ours in (
-            ("tokenizer", law.data.tokenizer, found.tokenizer),
-            ("data", law.data.data, found.data),
-        ):
-            if theirs and ours and theirs != ours:
-                notes += (f"the law is of other {what} ({theirs[:40]}, here {ours[:40]}): losses may not compare",)
-        curve = [(tokens, loss) for tokens, loss in zip(found.tokens, found.losses, strict=True) if tokens > 0]
-        forecast = judge_run(
-            law,
-            run=found.name,
-            finished=found.state == "done",
-            params=found.params,
-            planned_tokens=found.planned_tokens,
-            curve=curve,
-            allowance=allowance,
-            notes=notes,
+        if planned_tokens is not None:
+            raise mistake("--tokens", "is for a table: a run folder says itself where the run ends", fix="leave it out")
+        return _predict_folder(law, path, allowance)
+    if not path.exists():
+        raise mistake(
+            str(path), "there is no such run folder or table", fix="name a folder under runs/, or a CSV table"
         )
-        return ForecastComparison(forecast=forecast)
+    return _predict_table(law, path, allowance, planned_tokens)
+
+
+def _predict_folder(law: ScalingFit, path: Path, allowance: float) -> ForecastComparison:
+    """By the evaluations of a run; without any, by means of its training losses."""
+    from phalanx.scale.judge_run import average_windows, judge_run
+    from phalanx.scale.run_points import is_run, read_run_losses
+
+    if not is_run(path):
+        fix = "name the folder of one run, such as runs/NAME-DATE; of a sweep they are in its folder runs"
+        raise mistake(str(path), "is no run folder", why="it has no plan.json", fix=fix)
+    found = read_run_losses(path, counted=law.data.params_counted)
+    curve = [(tokens, loss) for tokens, loss in zip(found.tokens, found.losses, strict=True) if tokens > 0]
+    notes: tuple[str, ...] = ()
+    if not found.evaluated:
+        notes = ("no evaluation was recorded: these are means of training losses",)
+        curve = average_windows(curve)
+    for what, theirs, ours in (
+        ("tokenizer", law.data.tokenizer, found.tokenizer),
+        ("data", law.data.data, found.data),
+    ):
+        if theirs and ours and theirs != ours:
+            notes += (f"the law is of other {what} ({theirs[:40]}, here {ours[:40]}): losses may not compare",)
+    forecast = judge_run(
+        law,
+        run=found.name,
+        finished=found.state == "done",
+        params=found.params,
+        planned_tokens=found.planned_tokens,
+        curve=curve,
+        rate_left=[_rate_left(found.optim, tokens, found.planned_tokens) for tokens, _ in curve],
+        evaluated=found.evaluated,
+        allowance=allowance,
+        notes=notes,
+    )
+    return ForecastComparison(forecast=forecast)
+
+
+def _rate_left(optim: Optim, tokens: float, planned_tokens: float) -> float:
+    """What is left of the way that a run's learning rate decays, from 1 to 0."""
+    from phalanx.train.optim.learning_rate import learning_rate
+
+    if optim.final_lr >= 1.0 or tokens < optim.warmup_tokens:
+        return 1.0
+    rate = learning_rate(replace(optim, lr=1.0), tokens_seen=round(tokens), total_tokens=round(planned_tokens))
+    return (rate - optim.final_lr) / (1.0 - optim.final_lr)
+
+
+def _predict_table(
+    law: ScalingFit, path: Path, allowance: float, planned_tokens: float | str | None
+) -> ForecastComparison:
+    from phalanx.scale.allocate_budget import positive_amount
+    from phalanx.scale.judge_run import judge_run
+    from phalanx.scale.points import TableOptions, read_points
+
     points = read_points(path, TableOptions(repeated=True))
     if len(set(points.params.tolist())) > 1:
         raise mistake(str(path), "holds more than one model size", fix="give the rows of one run")
     order = points.tokens.argsort()
     curve = [(float(points.tokens[one]), float(points.loss[one])) for one in order]
+    planned, note = curve[-1][0], "a table does not say when the run ends: it is taken as going on; --tokens says it"
+    if planned_tokens is not None:
+        planned = positive_amount("--tokens", str(planned_tokens))
+        note = "the schedule of the run is not known: its learning rate is taken as being at its peak"
+        if planned < curve[-1][0]:
+            what = f"{format_count(planned)} are fewer than the {format_count(curve[-1][0])} of the last row"
+            raise mistake("--tokens", what, fix="give the tokens that the run is to be trained on in all")
     forecast = judge_run(
         law,
         run=points.run[0] or path.stem,
         finished=False,
         params=float(points.params[0]),
-        planned_tokens=curve[-1][0],
+        planned_tokens=planned,
         curve=curve,
         allowance=allowance,
-        notes=("a table does not say when the run ends: it is taken as going on",),
+        notes=(note,),
     )
     return ForecastComparison(forecast=forecast)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.api.jobs import AnyJob, read_job
 from phalanx.api.results import Overrides, PublicResult, Tell, teller
+from phalanx.api.scale_inputs import require_number, require_whole
 from phalanx.errors import mistake
 from phalanx.io.tables import text_table
 from phalanx.job.load import ResolvedJob
@@ -20,6 +21,7 @@ from phalanx.scale.step_law import ENOUGH_STEPS
 from phalanx.scale.sweep_grid import (
     SPREAD,
     SweepRun,
+    budget_list,
     decides_digest,
     parse_budgets,
     rates_text,
@@ -207,7 +209,14 @@ def sweep(
     """
     tell = teller(progress)
     resolved = read_job(job, overrides, where=WHERE)
-    listed = parse_budgets(budgets if isinstance(budgets, str) else ",".join(repr(float(one)) for one in budgets))
+    if out is not None and not str(out):
+        raise mistake("--out", "is empty", why="it would be the folder here", fix="name a folder, or leave it out")
+    require_whole("--sizes", sizes)
+    if parallel is not None:
+        require_whole("--parallel", parallel)
+    for option, value in (("--tokens-per-parameter", tokens_per_parameter), ("--spread", spread)):
+        require_number(option, value)
+    listed = parse_budgets(budget_list(budgets))
     grid = sweep_runs(
         resolved.job,
         budgets=listed,
@@ -221,9 +230,10 @@ def sweep(
         raise mistake(WHERE, f"--parallel {parallel} is not between 1 and 4,096", fix="one per core, or a few per GPU")
     if short := [one for one in grid if one.steps < ENOUGH_STEPS]:
         least = min(short, key=lambda one: one.steps)
+        takes = "1 run takes" if len(short) == 1 else f"{plural(len(short), 'run')} take"
         tell(
-            f"warning: {plural(len(short), 'run')} take fewer than {ENOUGH_STEPS} steps ({least.name} {least.steps}): "
-            "they may not have begun to learn from context, and a law bends to them; use a smaller "
+            f"warning: {takes} fewer than {ENOUGH_STEPS} steps ({least.name} {least.steps}): "
+            "such runs may not have begun to learn from context, and a law bends to them; use a smaller "
             "batch.global_tokens, larger budgets, or more --tokens-per-parameter"
         )
     if on in (None, "local"):
@@ -322,8 +332,9 @@ def _with_data(grid: list[SweepRun], resolved: ResolvedJob, tell: Tell) -> tuple
         raise mistake(str(paths[0]), "holds nothing out", why="losses of a law are on text that was not trained on")
     unique = sum(one.total("tokens", "train") for one in manifests)
     if most := [one for one in grid if one.tokens > 4 * unique]:
+        reads = "1 run reads" if len(most) == 1 else f"{plural(len(most), 'run')} read"
         tell(
-            f"warning: {plural(len(most), 'run')} read the {format_count(unique)} tokens of the data more than four "
+            f"warning: {reads} the {format_count(unique)} tokens of the data more than four "
             f"times ({most[-1].name} {most[-1].tokens / unique:.1f} times); repeated tokens are "
             "worth less (arXiv:2305.16264)"
         )
@@ -434,6 +445,17 @@ def _launch_grid(
     return replace(found, outcomes=tuple(outcomes), launched=launched)
 
 
+def _time_left(seconds: float) -> str:
+    """What a line of progress says of it: an estimate that is below a second is none.
+
+    >>> _time_left(0.00854), _time_left(12.34), _time_left(5400)
+    ('', 'and about 12 s ', 'and about 1.50 h ')
+    """
+    if seconds < 1.0:
+        return ""
+    return f"and about {f'{seconds:.0f} s' if seconds < 120.0 else format_seconds(seconds)} "
+
+
 def _progress_teller(found: Sweep, tell: Tell, *, began_s: float) -> Callable[[SweepOutcome, float, int], None]:
     """Tells of each run that ended, and what is left in time and money by the pace so far."""
     total = sum(seconds for one, seconds in zip(found.outcomes, found.predicted_s, strict=True) if not one.is_final)
@@ -446,8 +468,8 @@ def _progress_teller(found: Sweep, tell: Tell, *, began_s: float) -> Callable[[S
         line = f"{outcome.run.name}: {said}, {format_seconds(outcome.seconds)}"
         if left and done_s > 0:
             left_s = (time.monotonic() - began_s) * max(total - done_s, 0.0) / done_s
-            line += f"; {plural(left, 'run')} and about {format_seconds(left_s)} left"
-            if found.predicted_usd is not None and sum(found.predicted_s) > 0.0:
+            line += f"; {plural(left, 'run')} {_time_left(left_s)}left"
+            if found.predicted_usd is not None and sum(found.predicted_s) > 0.0 and _time_left(left_s):
                 line += f", {format_money(found.predicted_usd / sum(found.predicted_s) * left_s)}"
         tell(line)
 

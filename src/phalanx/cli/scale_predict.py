@@ -17,12 +17,14 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
         "--allowance",
         metavar="X",
         type=float,
-        default=0.05,
-        help="how far above the interval a run that is still training may be (default: 0.05)",
+        default=0.08,
+        help="how far above the interval a run may be until its learning rate decays (default: 0.08)",
     )
+    parser.add_argument("--tokens", metavar="D", help="tokens after which the run of a table ends, e.g. 2e12")
     add_json(parser)
 
 
 def run_command(args: argparse.Namespace) -> int:
     """Hold the run against the law; 1 when it is outside its band."""
-    return show(phalanx.scale.predict(args.fit, args.run, allowance=args.allowance), as_json=args.json)
+    found = phalanx.scale.predict(args.fit, args.run, allowance=args.allowance, planned_tokens=args.tokens)
+    return show(found, as_json=args.json)

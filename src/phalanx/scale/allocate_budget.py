@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.errors import UserError, mistake
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.types import Cluster
-from phalanx.io.codec import from_json_values
-from phalanx.io.files import read_text
+from phalanx.job.key_rules import MOST_TOKENS
 from phalanx.job.load import load_table
 from phalanx.job.model import ModelShape
 from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 from phalanx.scale.fit_points import optimum_estimates
-from phalanx.scale.fit_result import FORMAT, FitEstimate, ScalingFit
+from phalanx.scale.fit_result import FitEstimate, ScalingFit
 from phalanx.scale.laws import law_loss, law_optimum
 from phalanx.scale.published import EXTRAPOLATIONS
 from phalanx.scale.shapes import counted_params, nearest_shape
@@ -28,8 +27,9 @@ from phalanx.units import format_count, parse_count
 FIRST_MFU = 0.4  # of the first guess from GPU-hours; the planner's own replaces it
 FAR_SHAPE = 1.5  # times off the best size: the page says why
 MOST_DECADES = 2.0
-LARGEST_FIT_BYTES = 64 * 2**20
 BATCH_TRIES = 5  # doublings of the batch until the planner can place it
+HOURS_ROUNDS = 12  # budgets that are planned until one takes the GPU-hours
+HOURS_OFF = 0.01  # of them: near enough
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,27 +79,9 @@ class Allocation:
     step_law_lr: float
     step_law_batch_tokens: float
     plan: Plan | None
+    cluster_spec: str  # as it was asked for; empty without a cluster
     job_toml: str
     notes: tuple[str, ...]
-
-
-def read_fit(path: Path) -> ScalingFit:
-    """The file that `phalanx scale fit --out` wrote."""
-    text = read_text(path, noun="fit", most_bytes=LARGEST_FIT_BYTES)
-    fix = "phalanx scale fit TABLE.csv --out FIT writes one"
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise mistake(str(path), f"is not JSON: {error}", fix=fix) from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT or "parameters" not in data:
-        raise mistake(str(path), "is not a fit of this version", fix=fix)
-    found = from_json_values(ScalingFit, data, str(path), noun="fit", fix=fix)
-    names = tuple(found.parameters)
-    if any(len(row) != len(names) for row in found.draws) or not all(
-        math.isfinite(one.value) for one in found.parameters.values()
-    ):
-        raise mistake(str(path), "its resamples do not belong to its parameters", fix=fix)
-    return found
 
 
 def allocate_budget(
@@ -116,34 +98,78 @@ def allocate_budget(
     name: str,
 ) -> Allocation:
     """All of it; raises UserError where the law would be extended further than it can carry."""
-    if (budget is None) == (gpu_hours is None):
+    if budget is None and gpu_hours is None:
         raise mistake("phalanx scale allocate", "needs either --budget or --gpu-hours", fix="e.g. --budget 1e24")
+    if budget is not None and gpu_hours is not None:
+        what = "takes --budget or --gpu-hours, not both"
+        raise mistake("phalanx scale allocate", what, fix="leave one of them out: each decides the other")
     if gpu_hours is not None and cluster is None:
         raise mistake("--gpu-hours", "means nothing without a cluster", fix="add --cluster, e.g. 8xH100:512")
     machine = resolve_cluster(cluster) if isinstance(cluster, str) else cluster
-    served = _budget_amount("--inference-tokens", inference_tokens) if inference_tokens else 0.0
-    settings = _Settings(fit=fit, vocab=vocab, sequence=sequence, data=data, name=name, served=served)
+    settings = _Settings(
+        fit=fit,
+        vocab=vocab,
+        sequence=sequence,
+        data=data,
+        name=name,
+        served=_served_tokens(inference_tokens) if inference_tokens is not None else 0.0,
+        spec=cluster if isinstance(cluster, str) else machine.name if machine is not None else "",
+        option="--budget" if budget is not None else "--gpu-hours",
+    )
     if budget is not None:
-        flops = _budget_amount("--budget", budget)
-        _refuse_far(fit, flops, extrapolate=extrapolate)
+        flops = positive_amount("--budget", budget)
+        _refuse_far(fit, flops, extrapolate=extrapolate, option="--budget")
         return _allocate_flops(settings, flops, f"--budget {budget}", machine)
     assert gpu_hours is not None
     assert machine is not None
-    device_s = _budget_amount("--gpu-hours", gpu_hours) * 3600.0
-    flops = device_s * float(machine.accelerator.peak_bf16_flops) * FIRST_MFU
-    made = None
-    for _ in range(3):  # the budget that the planned speed reaches; two rounds settle it within a per cent
-        _refuse_far(fit, flops, extrapolate=extrapolate)
-        made = _allocate_flops(settings, flops, f"{gpu_hours} GPU-hours", machine)
+    return _allocate_hours(settings, gpu_hours, machine, extrapolate=extrapolate)
+
+
+def _allocate_hours(settings: _Settings, text: str, machine: Cluster, *, extrapolate: bool) -> Allocation:
+    """The budget whose planned run takes so many device-hours.
+
+    Hours are in proportion to FLOPs while shape, batch and layout stay; where these change they jump, and a step by the
+    ratio alone can go to and fro over the jump for ever: the two nearest budgets bound the next.
+    """
+    hours = positive_amount("--gpu-hours", text)
+    flops = hours * 3600.0 * float(machine.accelerator.peak_bf16_flops) * FIRST_MFU
+    low, high = 0.0, math.inf
+    best: Allocation | None = None
+    for _ in range(HOURS_ROUNDS):
+        made = _allocate_flops(settings, flops, f"{text} GPU-hours", machine)
         if made.plan is None:
+            guess = (
+                f"the GPU-hours are taken as FLOPs at a guess, {FIRST_MFU:.0%} of the peak: no plan says how fast it is"
+            )
+            best = replace(made, notes=(*made.notes, guess)) if best is None else best
             break
-        tokens = made.plan.prediction.tokens_per_s * device_s / made.plan.layout.devices
-        reached = 6.0 * made.shape_params * tokens
-        if abs(reached / flops - 1.0) < 0.01:
+        if best is None or _hours_off(made, hours) < _hours_off(best, hours):
+            best = made
+        if _hours_off(best, hours) < HOURS_OFF:
             break
-        flops = reached
-    assert made is not None
-    return made
+        taken = made.plan.bill.device_hours
+        low, high = (max(low, flops), high) if taken < hours else (low, min(high, flops))
+        flops *= hours / taken
+        if not low < flops < high:
+            flops = math.sqrt(low * high)
+        if high / max(low, 1e-300) < 1.0 + 1e-4:
+            break  # a jump: no budget between takes the hours
+    assert best is not None
+    _refuse_far(settings.fit, best.flops, extrapolate=extrapolate, option="--gpu-hours")
+    if best.plan is None or _hours_off(best, hours) < HOURS_OFF:
+        return best
+    taken = best.plan.bill.device_hours
+    note = (
+        f"this run takes {format_count(taken)} device-hours, {100 * (taken / hours - 1):+.1f} % from --gpu-hours "
+        f"{text}: model sizes, batches and layouts come in steps, and none was found nearer"
+    )
+    return replace(best, notes=(*best.notes, note))
+
+
+def _hours_off(made: Allocation, hours: float) -> float:
+    """How far the bill is from the hours, as a share of them."""
+    assert made.plan is not None
+    return abs(made.plan.bill.device_hours / hours - 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,9 +180,11 @@ class _Settings:
     data: str
     name: str
     served: float
+    spec: str  # of the cluster as it was asked for: its name may be no spec
+    option: str  # that says the budget
 
 
-def _budget_amount(option: str, text: str) -> float:
+def positive_amount(option: str, text: str) -> float:
     """A positive number such as 1e24 or 2T."""
     try:
         value = parse_count(text) if text[-1:].isalpha() else float(text)
@@ -167,20 +195,88 @@ def _budget_amount(option: str, text: str) -> float:
     return value
 
 
-def _refuse_far(fit: ScalingFit, flops: float, *, extrapolate: bool) -> None:
-    decades = math.log10(flops / fit.data.flops_range[1])
-    if decades > MOST_DECADES and not extrapolate:
+def _served_tokens(text: str) -> float:
+    """Tokens that a model serves in its life: more than a run can train on are a slip of the exponent."""
+    served = positive_amount("--inference-tokens", text)
+    if served > MOST_TOKENS:
+        raise mistake("--inference-tokens", f"{served:.3g} are more than {MOST_TOKENS:.0e}", fix="write it as 5T")
+    return served
+
+
+def _refuse_far(fit: ScalingFit, flops: float, *, extrapolate: bool, option: str) -> None:
+    """Raise UserError for a budget more than two decades from those of the fit, unless that was asked for."""
+    smallest, largest = fit.data.flops_range
+    beyond, below = math.log10(flops / largest), math.log10(smallest / flops)
+    if extrapolate or max(beyond, below) <= MOST_DECADES:
+        return
+    if below > MOST_DECADES:
         raise mistake(
-            "phalanx scale allocate",
-            f"{flops:.2e} FLOP is {decades:.1f} decades beyond the largest run of the fit "
-            f"({fit.data.flops_range[1]:.2e}); more than {MOST_DECADES:.0f} needs --extrapolate",
-            why=f"errors of such extrapolations on public data: {'; '.join(EXTRAPOLATIONS)}",
-            fix="add larger runs to the fit, or pass --extrapolate",
+            option,
+            f"{flops:.2e} FLOP is {_more_than(below, MOST_DECADES)} decades below the smallest run of the fit "
+            f"({smallest:.2e}); more than {MOST_DECADES:.0f} needs --extrapolate",
+            why="so far below its runs a law says nothing: a loss of it can be above that of a uniform guess",
+            fix="name a larger budget, or pass --extrapolate",
+        )
+    raise mistake(
+        option,
+        f"{flops:.2e} FLOP is {_more_than(beyond, MOST_DECADES)} decades beyond the largest run of the fit "
+        f"({largest:.2e}); more than {MOST_DECADES:.0f} needs --extrapolate",
+        why=f"errors of such extrapolations on public data: {'; '.join(EXTRAPOLATIONS)}",
+        fix="add larger runs to the fit, or pass --extrapolate",
+    )
+
+
+def _more_than(value: float, limit: float) -> str:
+    """A number above a limit, with as many digits as it takes to see that.
+
+    >>> _more_than(3.14, 2.0), _more_than(2.004, 2.0)
+    ('3.1', '2.004')
+    """
+    for digits in range(1, 6):
+        if float(text := f"{value:.{digits}f}") > limit:
+            return text
+    return f"{value!r}"
+
+
+def _refuse_degenerate(settings: _Settings, params: float, tokens: float, flops: float) -> None:
+    """Raise UserError where the optimum is at the bound of what is searched, or no job file can hold it."""
+    if params <= 1.0 + 1e-9 or tokens <= 1.0 + 1e-9:
+        raise mistake(
+            settings.option,
+            f"the best model for {flops:.2e} FLOP has {format_count(params)} parameters and {format_count(tokens)} "
+            "training tokens: no optimum",
+            why="the law is far from its runs, or they say nothing of size",
+            fix="name a budget nearer to the runs of the fit, or add runs to it",
+        )
+
+
+def _refuse_run(settings: _Settings, params: float, size: int, tokens: float) -> None:
+    """Raise UserError for a model or training tokens that no job can have."""
+    if size * FAR_SHAPE < params:
+        raise mistake(
+            settings.option,
+            f"asks for a model of {params:.3g} parameters, more than any shape that is known here",
+            fix="name a smaller number",
+        )
+    if tokens < settings.sequence:
+        raise mistake(
+            settings.option,
+            f"the smallest model of this vocabulary, of {format_count(size)} parameters, could be trained on "
+            f"{format_count(tokens)} tokens: less than one sequence of {settings.sequence:,}",
+            fix="name a larger budget, or a smaller --vocab and --sequence",
+        )
+    if tokens > MOST_TOKENS / 2:  # whole steps may round it up
+        raise mistake(
+            settings.option,
+            f"asks for {tokens:.2e} training tokens of {format_count(size)} parameters",
+            why=f"a job has at most {MOST_TOKENS:.0e}",
+            fix="name a smaller number",
         )
 
 
 def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Cluster | None) -> Allocation:
     fit, values = settings.fit, settings.fit.values()
+    _refuse_degenerate(settings, *law_optimum(fit.method, values, flops), flops)
     best = optimum_estimates(fit, flops)
     params, tokens = best["params"].value, best["tokens"].value
     serving = _serving_choice(fit, flops, settings.served) if settings.served else None
@@ -192,6 +288,7 @@ def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Clu
     far = max(size / params, params / size)
     training = serving.training_flops if serving is not None else flops
     tokens = training / (6.0 * size)  # the shape is not exactly N*: the budget stays, the tokens follow
+    _refuse_run(settings, params, size, tokens)
     used = fit.used_rates
     bare = counted_params(shape, "no-embedding-no-head")
     rates = rates_of_run(size=bare, tokens=tokens, larger=size / used.params if used else None, used=used)
@@ -200,7 +297,7 @@ def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Clu
     plan, job_toml, batch = _plan_allocation(settings, shape, tokens, rates, machine, notes)
     if far > FAR_SHAPE:
         notes.append(
-            f"the nearest shape with a vocabulary of {settings.vocab:,} is {far:.1f} times off N*: "
+            f"the nearest shape with a vocabulary of {settings.vocab:,} is {format_count(far)} times off N*: "
             "give the vocabulary of the runs with --vocab"
         )
     decades = max(0.0, math.log10(flops / fit.data.flops_range[1]))
@@ -211,6 +308,7 @@ def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Clu
         notes += [f"  {one}" for one in EXTRAPOLATIONS]
     if fit.method == "overtrain":
         notes.append("overtrain holds α = β: its N* grows as C^0.5 whatever the runs say")
+    notes += [f"of the fit: {one}" for one in fit.warnings]  # what speaks against it speaks against this
     ratio = best["tokens_per_param"]
     inside = None if ratio.low is None or ratio.high is None else ratio.low <= 20.0 <= ratio.high
     return Allocation(
@@ -234,6 +332,7 @@ def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Clu
         step_law_lr=law_lr,
         step_law_batch_tokens=law_batch,
         plan=plan,
+        cluster_spec=settings.spec,
         job_toml=job_toml,
         notes=tuple(notes),
     )
@@ -304,32 +403,37 @@ def _plan_allocation(
     machine: Cluster | None,
     notes: list[str],
 ) -> tuple[Plan | None, str, int]:
-    """The job, and its plan where there is a cluster; the batch is doubled until the planner can place it."""
-    sequences = 2 ** max(0, round(math.log2(rates.batch_tokens / settings.sequence)))
-    spec = machine.name if machine is not None else "local"
+    """The job, and its plan where there is a cluster; the batch is doubled until the planner can place it.
+
+    A job that cannot be placed either way keeps the batch that is right for it.
+    """
+    least = 2 ** max(0, round(math.log2(rates.batch_tokens / settings.sequence))) * settings.sequence
+    text = job_text(settings, shape, tokens, rates, least)
+    job = load_table(Path("job.toml"), tomllib.loads(text), {})
+    if machine is None:
+        return None, text, least
+    reason = ""
     for attempt in range(BATCH_TRIES + 1):
-        batch = sequences * 2**attempt * settings.sequence
-        text = job_text(settings, shape, tokens, rates, batch, spec)
-        job = load_table(Path("job.toml"), tomllib.loads(text), {})
-        if machine is None:
-            return None, text, batch
+        batch = least * 2**attempt
+        doubled = job_text(settings, shape, tokens, rates, batch)
+        if attempt:
+            job = load_table(Path("job.toml"), tomllib.loads(doubled), {})
         try:
             plan = make_plan(job, machine, allow_unfinishable=True)
         except UserError as error:
-            if attempt == BATCH_TRIES:
-                notes.append(f"the planner cannot place it: {str(error).splitlines()[0]}")
-                return None, text, batch
+            reason = reason or str(error).splitlines()[0]
             continue
         if attempt:
             notes.append(
-                f"a batch of {format_count(rates.batch_tokens)} tokens cannot be placed on {machine.name}: "
+                f"a batch of {format_count(rates.batch_tokens)} tokens cannot be placed on {settings.spec}: "
                 f"{format_count(batch)} is the smallest doubling that can; expect some loss of sample efficiency"
             )
-        return plan, text, batch
-    raise AssertionError("unreachable")
+        return plan, doubled, batch
+    notes.append(f"the planner cannot place it, nor with up to {2**BATCH_TRIES} times the batch: {reason}")
+    return None, text, least
 
 
-def job_text(settings: _Settings, shape: ModelShape, tokens: float, rates: RunRates, batch: int, spec: str) -> str:
+def job_text(settings: _Settings, shape: ModelShape, tokens: float, rates: RunRates, batch: int) -> str:
     """The job file."""
     steps = max(1, round(tokens / batch))
     warmup = min(2000, max(10, steps // 100)) * batch
@@ -347,7 +451,7 @@ base_depth = {used.base_depth}
 base_head_dim = {used.base_head_dim}
 """
     source = "of the sweep's best run" if rates.source == "runs" else f"{rates.source.capitalize()}, arXiv:2503.04715"
-    cluster = f'\n[cluster]\nspec = "{spec}"\n' if spec != "local" else ""
+    cluster = cluster_section(settings.spec) if settings.spec else ""
     return f"""\
 # Sized by phalanx scale allocate from a law of {fit.data.rows} runs ({fit.method}, data sha256 {digest}).
 spec = "2026.1"
@@ -374,3 +478,8 @@ global_tokens = {batch}
 lr = {rates.lr:.3g}  # {source}
 warmup_tokens = {warmup}
 {scale}{cluster}"""
+
+
+def cluster_section(spec: str) -> str:
+    """Where to run, as the job file has it."""
+    return f"\n[cluster]\nspec = {json.dumps(spec, ensure_ascii=False)}\n"

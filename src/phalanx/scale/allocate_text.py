@@ -8,7 +8,7 @@ from phalanx.io.tables import text_table
 from phalanx.scale.allocate_budget import Allocation
 from phalanx.scale.fit_result import FitEstimate
 from phalanx.scale.points import COUNTED
-from phalanx.units import format_count, format_energy, format_money, format_seconds
+from phalanx.units import format_count, format_energy, format_money, format_seconds, plural
 
 
 def allocation_text(found: Allocation) -> str:
@@ -34,16 +34,16 @@ def allocation_text(found: Allocation) -> str:
             f"FOR {format_count(served.inference_tokens)} SERVED TOKENS",
             f"  {format_count(served.params)} parameters on {format_count(served.tokens)} tokens "
             f"({served.tokens / served.params:.0f} per parameter) reach the same loss",
-            f"  training {served.training_flops:.3g} FLOP ({served.training_flops / found.flops - 1:.0%} above the "
-            f"budget), with serving {served.total_flops:.3g}: {served.saved:.1%} less than with the compute-optimal "
-            "model",
+            f"  training {served.training_flops:.3g} FLOP ({_above_budget(served.training_flops / found.flops)} "
+            f"the budget), with serving {served.total_flops:.3g}: {served.saved:.1%} less than with the "
+            "compute-optimal model",
         ]
     shape = found.shape
     lines += [
         "",
         "MODEL",
-        f"  {shape.layers} layers, hidden {shape.hidden:,}, {shape.heads} heads ({shape.kv_heads} for keys and "
-        f"values), MLP {shape.ffn:,}, vocabulary {shape.vocab:,}",
+        f"  {plural(shape.layers, 'layer')}, hidden {shape.hidden:,}, {plural(shape.heads, 'head')} "
+        f"({shape.kv_heads} for keys and values), MLP {shape.ffn:,}, vocabulary {shape.vocab:,}",
         f"  {format_count(found.shape_params)} parameters on {format_count(found.tokens)} tokens: predicted loss "
         f"{found.predicted_loss:.4f}",
         f"  peak learning rate {found.lr:.2e}, batch {format_count(found.batch_tokens)} tokens "
@@ -53,6 +53,11 @@ def allocation_text(found: Allocation) -> str:
         lines += ["", "ON THE CLUSTER", *_plan_lines(found)]
     lines += [f"note: {one}" for one in found.notes]
     return "\n".join(lines)
+
+
+def _above_budget(ratio: float) -> str:
+    """Per cent above, or how many times where that is a long number."""
+    return f"{ratio - 1:.0%} above" if ratio < 10 else f"{format_count(ratio)} times"
 
 
 def _plan_lines(found: Allocation) -> list[str]:
@@ -65,7 +70,7 @@ def _plan_lines(found: Allocation) -> list[str]:
         cost = f"{format_money(middle)} ({format_money(low)} to {format_money(high)})"
     energy = format_energy(bill.kwh * 3.6e6) if bill.kwh is not None else "energy not known"
     return [
-        f"  {plan.layout.name} on {plan.cluster.name} ({plan.cluster.devices:,} devices)",
+        f"  {plan.layout.name} on {found.cluster_spec} ({plural(plan.cluster.devices, 'device')})",
         f"  MFU {plan.prediction.mfu:.1%}, {format_count(plan.prediction.tokens_per_s)} tokens/s",
         f"  {format_seconds(took.wall_s)} ({format_seconds(took.wall_s_low)} to {format_seconds(took.wall_s_high)}), "
         f"{format_count(bill.device_hours)} device-hours, {cost}, {energy}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from phalanx.io.codec import from_json_values
 from phalanx.io.values import at, integer, number, text
 from phalanx.job.dataset import read_manifest
 from phalanx.job.model import ModelShape
-from phalanx.job.schema import Scale
+from phalanx.job.schema import Optim, Scale
 from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.scale.fit_result import UsedRates
@@ -41,16 +41,17 @@ class RunLosses:
     evaluated: bool  # on held-out text; otherwise these are training losses
     tokenizer: str = ""  # digests, as a sweep's table has them; empty where the dataset is gone
     data: str = ""
+    optim: Optim = field(default_factory=Optim)  # with the schedule of its learning rate
 
 
 def read_run_points(folder: Path, options: TableOptions) -> ScalingPoints:
     """A run folder, a folder of them, or one with a table of points."""
     if (folder / TABLE).is_file():
         return read_points(folder / TABLE, options)
-    if _is_run(folder):
+    if is_run(folder):
         runs = [folder]
     else:
-        runs = sorted(one for one in folder.iterdir() if one.is_dir() and _is_run(one))[:MOST_RUNS]
+        runs = sorted(one for one in folder.iterdir() if one.is_dir() and is_run(one))[:MOST_RUNS]
     if not runs:
         fix = f"name a table, a run folder, a folder of runs, or one with a file {TABLE}"
         raise mistake(str(folder), "holds no runs", fix=fix)
@@ -72,7 +73,8 @@ def read_run_points(folder: Path, options: TableOptions) -> ScalingPoints:
     return make_points(str(folder), rows, known, options)
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run, begun or not."""
     return (folder / PLAN).is_file() or (folder / RUN_ID).is_file()
 
 
@@ -184,6 +186,7 @@ def read_run_losses(folder: Path, *, counted: str) -> RunLosses:
         evaluated=evaluated,
         tokenizer=tokenizer,
         data=data,
+        optim=from_json_values(Optim, dict(at(job, "optim")), f"{folder}/plan.json", noun="plan"),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -78,6 +78,28 @@ def parse_budgets(text: str) -> tuple[float, ...]:
     if any(after <= before for before, after in pairwise(budgets)):
         raise mistake(where, "budgets do not rise", why="each curve needs more compute than the one before", fix=fix)
     return tuple(budgets)
+
+
+def budget_list(budgets: object) -> str:
+    """Budgets as `parse_budgets` takes them, of what a caller from Python gave.
+
+    >>> budget_list([1e12, 4e12])
+    '1000000000000.0,4000000000000.0'
+    """
+    if isinstance(budgets, str):
+        return budgets
+    where, fix = "--budgets", 'give "1e15..1e17", or a list of numbers'
+    if not isinstance(budgets, Iterable):
+        raise mistake(where, f"{str(budgets)[:60]!r} is of type {type(budgets).__name__}, not a list", fix=fix)
+    texts = []
+    for one in budgets:
+        try:
+            texts.append(repr(float(one)))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise mistake(where, f"{str(one)[:60]!r} is not a number of FLOPs", fix=fix) from error
+    if not texts:
+        raise mistake(where, "is empty", fix=fix)
+    return ",".join(texts)
 
 
 def sweep_runs(

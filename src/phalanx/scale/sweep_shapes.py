@@ -63,6 +63,14 @@ def shape_near(wanted: float, like: ModelShape, *, taken: Collection[int] = ()) 
         if (total := count_parameters(one).total) not in taken and 1 / FARTHEST <= total / wanted <= FARTHEST
     ]
     best = min(found, key=distance, default=None)
+    if best is None and is_too_large(wanted, like):
+        widest = f"{MOST_LAYERS} layers of {MOST_HEADS} heads of {like.head_dim}"
+        raise mistake(
+            "--budgets",
+            f"asks for a model of {format_count(wanted)} parameters, more than a sweep makes in these proportions",
+            why=f"the largest, {widest}, has {format_count(_largest_params(like))}",
+            fix="lower the budgets, or sweep a job with a larger model.head_dim",
+        )
     if best is None:
         least = count_parameters(
             _made_shape(like, head_dim=min(HEAD_DIMS[0], like.head_dim), heads=1, layers=min(LEAST_LAYERS, like.layers))
@@ -78,6 +86,16 @@ def shape_near(wanted: float, like: ModelShape, *, taken: Collection[int] = ()) 
             ]
         )
     return best
+
+
+def is_too_large(wanted: float, like: ModelShape) -> bool:
+    """Whether no shape in these proportions is so large."""
+    return wanted > _largest_params(like)
+
+
+def _largest_params(like: ModelShape) -> int:
+    widest = _made_shape(like, head_dim=max(like.head_dim, HEAD_DIMS[0]), heads=MOST_HEADS, layers=MOST_LAYERS)
+    return count_parameters(widest).total
 
 
 def _candidate_shapes(wanted: float, like: ModelShape) -> Iterator[ModelShape]:
@@ -112,8 +130,8 @@ def distinct_shapes(wanted: Sequence[float], like: ModelShape) -> list[ModelShap
         try:
             shape = shape_near(size, like, taken=found)
         except UserError:
-            if not found:
-                raise  # not even one
+            if not found or is_too_large(size, like):
+                raise  # not even one, or fewer sizes would not help
             continue
         found[count_parameters(shape).total] = shape
     if len(found) < len(wanted):

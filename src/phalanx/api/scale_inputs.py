@@ -1,0 +1,32 @@
+"""What a call from Python may get wrong, and a command line has parsed already."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real  # numpy's are of them, and no int or float
+
+from phalanx.errors import UserError, mistake
+
+
+def require_whole(option: str, value: object) -> None:
+    """Raise UserError for what is no whole number.
+
+    >>> require_whole("--vocab", 512)
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise _wrong_type(option, value, "a whole number")
+
+
+def require_number(option: str, value: object) -> None:
+    """Raise UserError for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _wrong_type(option, value, "a number")
+
+
+def require_text(option: str, value: object) -> None:
+    """Raise UserError for what is no text."""
+    if not isinstance(value, str):
+        raise _wrong_type(option, value, "a text")
+
+
+def _wrong_type(option: str, value: object, noun: str) -> UserError:
+    return mistake(option, f"{str(value)[:60]!r} is of type {type(value).__name__}, not {noun}")
