@@ -50,6 +50,11 @@ PAIRS = {
         STUDENT.replace("ENV", IB).replace("torchrun", "torchrun --nnodes $HOSTS"),
         STUDENT.replace("ENV", IB),
     ),
+    "links between hosts, and more hosts that are held than used": (
+        "ENV001",
+        script("#SBATCH --nodes=4", IB, hosts="4"),
+        script("#SBATCH --nodes=4", IB, hosts="1"),
+    ),
     "links within a host, and one device": (
         "ENV001",
         STUDENT.replace("ENV", P2P),
@@ -199,6 +204,13 @@ def test_a_file_that_calls_itself_a_trial_is_one(tmp_path: Path) -> None:
     text = script("export CUDA_LAUNCH_BLOCKING=1")
     assert told(tmp_path, "ENV001", text, name="latest.sh")
     assert not told(tmp_path, "ENV001", text, name="debug_8b.sh")
+
+
+def test_what_sockets_never_use_is_not_told_beside_them(tmp_path: Path) -> None:
+    path, without = tmp_path / "run.sh", "export NCCL_NET_GDR_LEVEL=0"
+    for lines, places in (((without,), {"NCCL_NET_GDR_LEVEL"}), ((without, IB), {"NCCL_IB_DISABLE"})):
+        path.write_text(script(*lines), encoding="utf-8")
+        assert {one.outcome.what.partition("=")[0] for one in check(path).problems if one.rule.id == "ENV001"} == places
 
 
 def test_one_setting_is_told_once(tmp_path: Path) -> None:
