@@ -75,6 +75,11 @@ PAIRS = {
         script("# threads", "export CUDA_LAUNCH_BLOCKING=1"),
         script("# do not remove or the training hangs", "export CUDA_LAUNCH_BLOCKING=1"),
     ),
+    "a rate of language models, and a model of images": (
+        "OPT001",
+        script(more="--lr 0.3"),
+        script(more="--lr 0.3 --num-classes 1000 --img-h 224", program="pretrain_vision_classify.py"),
+    ),
     "devices that do not divide, and hosts that are one for a try": (
         "TOP005",
         script("NNODES=1", more="--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16", hosts="$NNODES"),
@@ -198,6 +203,13 @@ def test_a_prediction_goes_with_what_it_rests_on(tmp_path: Path, name: str) -> N
     rule, faulty, sound = PLANNED[name]
     assert told(tmp_path, rule, faulty, cluster="8xH100:16")
     assert not told(tmp_path, rule, sound, cluster="8xH100:16")
+
+
+def test_where_nothing_is_saved_none_is_kept(tmp_path: Path) -> None:
+    neox = Path(__file__).parent / "data" / "gpt-neox_20b.yml"
+    one = neox.read_text(encoding="utf-8").replace('"min_lr"', '"keep_last_n_checkpoints": 1, "min_lr"')
+    assert told(tmp_path, "CKP003", one, name="a.yml") == {"error"}
+    assert not told(tmp_path, "CKP003", one.replace('"save": "checkpoints",', ""), name="b.yml")
 
 
 def test_a_file_that_calls_itself_a_trial_is_one(tmp_path: Path) -> None:

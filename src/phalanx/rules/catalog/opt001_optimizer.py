@@ -92,8 +92,27 @@ def _parameters(evidence: Evidence) -> float | None:
     return float(count_parameters(evidence.the_job.model).total)
 
 
+# Settings of models that are no language models: towers for images, speech and video, and classifiers of them.
+OF_OTHER_MODELS = re.compile(
+    r"(^|[._])(vision|img|image|patch_dim|patch_size|num_channels|num_classes|vit|vae|unet|dino|diffusion|audio|"
+    r"video|mel|spectrogram|clip_model)([._]|$)|(^|[._])(vision|image|img|audio)_\w+"
+)
+# A language model that is given images or sounds keeps the rates of one.
+_OF_DATA = re.compile(r"(^|[._])(data|dataset|mm_cfg|token|tokens|env|SBATCH)[._]|token")
+
+
+def _is_language_model(evidence: Evidence) -> bool:
+    """Whether no setting says that the model reads something else than text: published rates are those of text."""
+    if not evidence.is_foreign:
+        return True
+    said = (name for name, one in evidence.settings.items() if one.value not in (None, False, ""))
+    return not any(OF_OTHER_MODELS.search(name) and not _OF_DATA.search(name) for name in said)
+
+
 def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     optim = evidence.the_job.optim
+    if not _is_language_model(evidence):
+        return
     if not evidence.stated("optim.lr") or evidence.partial:  # adapters and projectors have rates of their own
         return
     name, usual = _optimizer_name(evidence), _usual_rate_here(evidence)
