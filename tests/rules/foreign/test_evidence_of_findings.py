@@ -212,6 +212,12 @@ def test_where_nothing_is_saved_none_is_kept(tmp_path: Path) -> None:
     assert not told(tmp_path, "CKP003", one.replace('"save": "checkpoints",', ""), name="b.yml")
 
 
+def test_a_batch_that_fewer_data_ranks_make_right_is_left_to_the_program(tmp_path: Path) -> None:
+    text = '{"train_batch_size": TOTAL, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}'
+    for total, found in (("64", set()), ("128", set()), ("256", {"error"}), ("96", {"error"})):
+        assert told(tmp_path, "TOP005", text.replace("TOTAL", total), cluster="8xH100:2", name="ds.json") == found
+
+
 def test_a_file_that_calls_itself_a_trial_is_one(tmp_path: Path) -> None:
     text = script("export CUDA_LAUNCH_BLOCKING=1")
     assert told(tmp_path, "ENV001", text, name="latest.sh")
@@ -225,10 +231,13 @@ def test_what_sockets_never_use_is_not_told_beside_them(tmp_path: Path) -> None:
         assert {one.outcome.what.partition("=")[0] for one in check(path).problems if one.rule.id == "ENV001"} == places
 
 
-def test_one_setting_is_told_once(tmp_path: Path) -> None:
+def test_one_setting_is_told_once_and_is_to_be_lowered_to_the_default(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(script(more="--distributed-timeout-minutes 120").replace("--save /ckpt ", ""), encoding="utf-8")
-    assert len([one for one in check(path).problems if one.rule.id == "COM004"]) == 1
+    for cluster in (None, "8xH100:16"):
+        (found,) = [one for one in check(path, cluster=cluster).problems if one.rule.id == "COM004"]
+        assert found.outcome.threshold == 600
+        assert found.outcome.fix.startswith("lower it to 600 s, the trainer's default")
 
 
 def test_a_published_rate_is_no_slip_with_a_small_batch(tmp_path: Path) -> None:
