@@ -218,6 +218,43 @@ def test_a_batch_that_fewer_data_ranks_make_right_is_left_to_the_program(tmp_pat
         assert told(tmp_path, "TOP005", text.replace("TOTAL", total), cluster="8xH100:2", name="ds.json") == found
 
 
+def cures(tmp_path: Path, rule: str, text: str, *, name: str = "run.sh", cluster: str | None = None) -> str:
+    """Sentences, formulas and fixes of what a rule finds."""
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    found = [one.outcome for one in check(path, cluster=cluster).problems if one.rule.id == rule]
+    return " ".join(" ".join((one.what, *one.formula, one.fix)) for one in found)
+
+
+def test_cures_are_what_the_trainer_can_do(tmp_path: Path) -> None:
+    assert "--ckpt-format torch_dist" in cures(tmp_path, "SEC001", script(more="--ckpt-format torch"))
+    slow = cures(tmp_path, "EFF005", script(more=NO_SCHEDULE), cluster="8xH100:16")
+    assert "best found" in slow
+    assert "ZeRO-3" not in slow
+    filled = '{"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam"}, "train_batch_size": 8}'
+    alone = cures(tmp_path, "PRC004", filled, name="ds.json")
+    assert "neither clipped" in alone
+    assert "auto" not in alone
+    assert '= "auto"' in cures(tmp_path, "PRC004", filled.replace("8}", '"auto"}'), name="ds.json")
+    large = (
+        '[model]\nname = "llama3"\nflavor = "405B"\n[training]\nlocal_batch_size = 2\nseq_len = 8192\nsteps = 3000\n'
+    )
+    memory = cures(tmp_path, "MEM001", large, name="run.toml", cluster="8xH100:4")
+    assert "a smaller training.local_batch_size first" in memory
+    assert "training.enable_cpu_offload" in memory
+
+
+def test_what_is_not_loaded_is_not_brought_back(tmp_path: Path) -> None:
+    told = cures(tmp_path, "CKP006", script(more="--no-save-optim --load /other --no-load-rng"))
+    assert "brought back" in told
+    assert "rng" not in told.partition("brought back")[2]
+
+
+def test_a_table_that_stands_there_twice_is_named_itself(tmp_path: Path) -> None:
+    text = "base_model: m\nmicro_batch_size: 1\nsequence_len: 512\nextra: null\nextra:\n  inner: 1\n"
+    assert cures(tmp_path, "TOP005", text, name="a.yaml").startswith("extra also stands on line 4")
+
+
 def test_a_file_that_calls_itself_a_trial_is_one(tmp_path: Path) -> None:
     text = script("export CUDA_LAUNCH_BLOCKING=1")
     assert told(tmp_path, "ENV001", text, name="latest.sh")

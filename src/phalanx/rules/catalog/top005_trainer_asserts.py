@@ -110,7 +110,7 @@ def _said_twice(evidence: Evidence) -> Iterator[Outcome]:
         refuses = evidence.practice.trainer == "nemo"
         told = "OmegaConf refuses it" if refuses else "the trainer takes the last and says nothing"
         yield failed(
-            f"{setting.key[:60]} also stands on line {setting.earlier} with another value: {told}",
+            f"{(setting.twice or setting.key)[:60]} also stands on line {setting.earlier} with another value: {told}",
             at=f"setting:{name}",
             severity="error" if refuses else "warning",
             impact=NO_START if refuses else Impact(note="one of the two values has no effect"),
