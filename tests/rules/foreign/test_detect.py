@@ -10,7 +10,6 @@ from phalanx.errors import UserError
 from phalanx.rules.foreign.convert import convert_config
 from phalanx.rules.foreign.detect import trainer_of_file
 
-
 NEMO = "trainer:\n  devices: 8\nmodel:\n  micro_batch_size: 4\n  tensor_model_parallel_size: 2\n"
 
 
@@ -33,7 +32,11 @@ NEMO = "trainer:\n  devices: 8\nmodel:\n  micro_batch_size: 4\n  tensor_model_pa
             "python grpo.py --per_device_train_batch_size 1 --learning_rate 1e-6\n",
             "it has --per_device_train_batch_size, and beside it none of",
         ),
-        ("vit.yaml", f"{NEMO}  img_h: 224\n  optim:\n    lr: 1e-3\n", "a NeMo configuration of speech, audio or vision"),
+        (
+            "vit.yaml",
+            f"{NEMO}  img_h: 224\n  optim:\n    lr: 1e-3\n",
+            "a NeMo configuration of speech, audio or vision",
+        ),
         ("eval.yaml", f"run:\n  results_dir: x\n{NEMO}", "NeMo-Framework-Launcher's conversion, export or evaluation"),
         ("neuron.yaml", f"distributed_strategy:\n  zero1: true\n{NEMO}", "it looks like Neuron's NxD Training"),
         ("recipe.py", "from torchtitan.trainer import Trainer\n", "without a recipe"),

@@ -115,9 +115,10 @@ a 1 Gb/s network trains at 2 % MFU, and every other rule is content with it.
 """,
     how="""
 `step / best step <= 1.5`, the best of all layouts that the planner's free search finds to fit the same job on the same
-cluster (of Megatron without its FSDP, those that share out no more than ZeRO-1); and `MFU >= 0.4 × the floor of EFF002` for the hardware, of models of 1B parameters or more (the published jobs
-are); both in jobs that train for an hour or more. All thresholds are our choice: the planner misses published steps by
-4.8 % (`phalanx backtest`), so a factor of 1.5 is no error of prediction.
+cluster (of Megatron without its FSDP, those that share out no more than ZeRO-1); and `MFU >= 0.4 × the floor of EFF002`
+for the hardware, of models of 1B parameters or more (the published jobs are); both in jobs that train for an hour or
+more. All thresholds are our choice: the planner misses published steps by 4.8 % (`phalanx backtest`), so a factor of
+1.5 is no error of prediction.
 """,
     limits={
         "most_ratio": Limit(value=1.5, unit="x", note="predicted step over that of the best layout found: our choice"),

@@ -205,13 +205,13 @@ to everybody who reads them.
 """,
     how="""
 `export NAME=value` and `NAME=value command` of launch scripts, and environment tables of recipes. A variable is a
-finding with the values that the page of the library names as such; those about links between hosts only where there
-are several (the launcher's number goes before that of Slurm), `NCCL_NET_GDR_LEVEL` not where InfiniBand is off, those about links within a host only with several devices in it; `NCCL_IB_DISABLE` is none where NCCL's
-network is a plugin, as on EFA (`FI_PROVIDER`). A comment beside it that says what it is
-needed for makes it a remark. `CUDA_DEVICE_MAX_CONNECTIONS` is 1 with Megatron's tensor parallelism, and not 1 with its
-FSDP; it is not judged on Blackwell, and without a cluster not where it is 32, as recipes for Blackwell set it. A
-variable or argument whose value looks like a credential, by the patterns of SEC004, is an error; `check` shows no such
-value.
+finding with the values that the page of the library names as such; those about links between hosts only where there are
+several (the launcher's number goes before that of Slurm), `NCCL_NET_GDR_LEVEL` not where InfiniBand is off, those about
+links within a host only with several devices in it; `NCCL_IB_DISABLE` is none where NCCL's network is a plugin, as on
+EFA (`FI_PROVIDER`). A comment beside it that says what it is needed for makes it a remark.
+`CUDA_DEVICE_MAX_CONNECTIONS` is 1 with Megatron's tensor parallelism, and not 1 with its FSDP; it is not judged on
+Blackwell, and without a cluster not where it is 32, as recipes for Blackwell set it. A variable or argument whose value
+looks like a credential, by the patterns of SEC004, is an error; `check` shows no such value.
 """,
     limits={
         "traps": Limit(value=tuple(TRAPS), note="variables with a value that slows down or hides errors: our choice"),

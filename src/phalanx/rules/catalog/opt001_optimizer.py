@@ -264,7 +264,7 @@ times that; 20 times beyond is an error); a warm-up, at most half of the tokens,
 weights (of our own jobs only where `warmup_tokens` is written; other trainers' files with at most 100 steps are
 tests, schedules that decay beyond the end of the run are those of a longer one, and a rate below a fifth of the usual
 one is one of fine-tuning: their warm-up is not judged); other optimizers than Adam and Muon have rates of their own, as
-adapters and projectors have;
+adapters, projectors and models of images or sound have;
 weight decay `<= 0.5`; epsilon `<= 1e-4`; `beta1 <= 0.99`, `beta2 >= 0.9`, both below 1. Only what a file or its
 trainer's documented default states is judged. All thresholds are our choice, far outside of what is published.
 """,

@@ -161,10 +161,11 @@ a queue's wait and a start for nothing. Devices that no rank uses are paid for a
 1,016 GPUs at $2.50 an hour costs $480 a day. The degrees are those of Megatron (arXiv:2104.04473).
 """,
     how="""
-`data · tensor · pipeline · context = devices`; `expert` divides `data · context · tensor`;
-`layers ≥ pipeline · chunks`; `heads mod tensor = 0`; ranks fill devices in order, so each has its own when the product
-does not exceed them. Where the planner finds no layout its reason is the finding; what does not fit into memory is told
-by MEM001, a batch that cannot be shared out by BAT001.
+`data · tensor · pipeline · context = devices`; `expert` divides `data · context · tensor`; `layers ≥ pipeline ·
+chunks`; `heads mod tensor = 0`; ranks fill devices in order, so each has its own when the product does not exceed them.
+Where the planner finds no layout its reason is the finding, but for what only our own job schema asks of another
+trainer's file (a learning rate of 0 is a remark); what does not fit into memory is told by MEM001, a batch that cannot
+be shared out by BAT001.
 """,
     limits={
         "every_device": Limit(value=True, note="whether devices may stay without a rank: arithmetic, no threshold"),

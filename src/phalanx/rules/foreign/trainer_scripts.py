@@ -102,7 +102,9 @@ def read_swift_config(path: Path, variables: Mapping[str, str]) -> ReadConfig:
             line = next((leaves[name].line for name in MEGATRON_WORDS if name in leaves), 0)
             leaves[MEGATRON_VERB] = Leaf(key=MEGATRON_VERB, value=True, line=line)
         return ReadConfig(leaves=leaves)
-    return _read_command(path, variables, SWIFT_SIGNS, "has no command that could be read and starts a training of ms-swift")
+    return _read_command(
+        path, variables, SWIFT_SIGNS, "has no command that could be read and starts a training of ms-swift"
+    )
 
 
 def _read_command(path: Path, variables: Mapping[str, str], signs: CommandSigns, nothing: str) -> ReadConfig:
