@@ -92,13 +92,12 @@ def _parameters(evidence: Evidence) -> float | None:
     return float(count_parameters(evidence.the_job.model).total)
 
 
-# Settings of models that are no language models: towers for images, speech and video, and classifiers of them.
+# Settings of models that are no language models: classifiers and generators of images, and models of sound. A language
+# model that is given images keeps the rates of one, and has none of these.
 OF_OTHER_MODELS = re.compile(
-    r"(^|[._])(vision|img|image|patch_dim|patch_size|num_channels|num_classes|vit|vae|unet|dino|diffusion|audio|"
-    r"video|mel|spectrogram|clip_model)([._]|$)|(^|[._])(vision|image|img|audio)_\w+"
+    r"(^|[._])(vision_pretraining_type|img_h|img_w|patch_dim|num_channels|num_classes|unet|unet_config|vae_config|"
+    r"first_stage_config|dino_\w+|n_mels|sample_rate|spectrogram)([._]|$)"
 )
-# A language model that is given images or sounds keeps the rates of one.
-_OF_DATA = re.compile(r"(^|[._])(data|dataset|mm_cfg|token|tokens|env|SBATCH)[._]|token")
 
 
 def _is_language_model(evidence: Evidence) -> bool:
@@ -106,7 +105,7 @@ def _is_language_model(evidence: Evidence) -> bool:
     if not evidence.is_foreign:
         return True
     said = (name for name, one in evidence.settings.items() if one.value not in (None, False, ""))
-    return not any(OF_OTHER_MODELS.search(name) and not _OF_DATA.search(name) for name in said)
+    return not any(OF_OTHER_MODELS.search(name) for name in said)
 
 
 def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
