@@ -178,8 +178,9 @@ def test_a_file_that_only_evaluates_has_no_learning_rate(tmp_path: Path) -> None
     assert (told.severity, told.what) == ("info", "a learning rate of 0: the job starts, and nothing is learnt")
 
 
-def test_a_limit_of_our_own_schema_is_no_refusal_of_the_trainer(tmp_path: Path) -> None:
-    large = gathered(tmp_path, "args.txt", MEGATRON.replace("--micro-batch-size 2", "--micro-batch-size 9000000000"))
+@pytest.mark.parametrize("flag", ["--micro-batch-size", "--tensor-model-parallel-size"])
+def test_a_limit_of_our_own_schema_is_no_refusal_of_the_trainer(tmp_path: Path, flag: str) -> None:
+    large = gathered(tmp_path, "args.txt", MEGATRON.replace("--micro-batch-size 2", "") + f"{flag} 9000000000")
     said = [one for rule in ("TOP001", "BAT001") for one in answers(rule, large) if "is above" in one.outcome.what]
     assert said
     assert all(one.verdict == "unknown" for one in said)
