@@ -54,7 +54,7 @@ def _judge_first(evidence: Evidence, limits: Limits) -> Outcome:
     set_s, longest = evidence.the_job.comm.init_timeout_s, _longest_at_first(evidence)
     wanted_s = max(limits.number("init_most_s"), _with_margin(longest))
     most_s = max(wanted_s, _default_s(evidence))  # a pause that takes longer moves the bound
-    if evidence.is_foreign and not is_save_known(evidence) and set_s > most_s:
+    if evidence.is_foreign and not is_save_known(evidence) and set_s > wanted_s:
         return unknown(
             f"until steps are steady a rank waits {_as_text(set_s)} for another; whether a save takes longer than "
             "that is not known",
