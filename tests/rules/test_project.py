@@ -84,7 +84,7 @@ def test_pieces_of_scripts_and_notes_are_passed_over_and_many_files_are_told_in_
     assert main(["check", "conf/ds.json"]) == 1
     assert "cannot be judged: phalanx check" not in capsys.readouterr().out
     assert main(["check", str(piece)]) == 2, "named by the caller"
-    assert "starts no training program" in capsys.readouterr().err
+    assert "no command that could be read and starts a training program" in capsys.readouterr().err
 
 
 def test_known_findings_are_counted_and_new_ones_fail(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,7 @@ class ForeignSetting:
     line: int  # from 1; 0 is the file as a whole
     comment: str = ""  # what its author wrote beside it
     earlier: int = 0  # line on which the same key has another value, which is overruled; 0 is nowhere
+    twice: str = ""  # the key that stands there twice, where it is a table around this one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,8 @@ from phalanx.errors import UserError
 from phalanx.rules.foreign.convert import convert_config
 from phalanx.rules.foreign.detect import trainer_of_file
 
+NEMO = "trainer:\n  devices: 8\nmodel:\n  micro_batch_size: 4\n  tensor_model_parallel_size: 2\n"
+
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
@@ -24,7 +26,19 @@ from phalanx.rules.foreign.detect import trainer_of_file
         ),
         ("x.yaml", "trainer:\n  a: 1\nmodel:\n  b: 2\ndata:\n  c: 3\n", "nearest: "),
         ("x.json", '{"fp16": true, "learning_rate": 1, "gradient_accumulation_steps": 2}', "not a configuration"),
-        ("x.sh", "echo hello\npython train.py --lr 1\n", "no command in it has two arguments of Megatron"),
+        ("x.sh", "echo hello\npython train.py --lr 1\n", "no command that could be read has two arguments"),
+        (
+            "y.sh",
+            "python grpo.py --per_device_train_batch_size 1 --learning_rate 1e-6\n",
+            "it has --per_device_train_batch_size, and beside it none of",
+        ),
+        (
+            "vit.yaml",
+            f"{NEMO}  img_h: 224\n  optim:\n    lr: 1e-3\n",
+            "a NeMo configuration of speech, audio or vision",
+        ),
+        ("eval.yaml", f"run:\n  results_dir: x\n{NEMO}", "NeMo-Framework-Launcher's conversion, export or evaluation"),
+        ("neuron.yaml", f"distributed_strategy:\n  zero1: true\n{NEMO}", "it looks like Neuron's NxD Training"),
         ("recipe.py", "from torchtitan.trainer import Trainer\n", "without a recipe"),
     ],
 )
@@ -34,6 +48,12 @@ def test_what_is_none_of_them_is_refused(tmp_path: Path, name: str, text: str, m
     with pytest.raises(UserError) as caught:
         trainer_of_file(path)
     assert message in str(caught.value)
+
+
+def test_what_the_nemo_launcher_trains_is_nemo(tmp_path: Path) -> None:
+    path = tmp_path / "squad.yaml"
+    path.write_text(f"run:\n  results_dir: x\n{NEMO}  optim:\n    lr: 1e-4\n", encoding="utf-8")
+    assert trainer_of_file(path) == "nemo"
 
 
 def test_a_toml_with_metrics_is_not_torchtitan(tmp_path: Path) -> None:

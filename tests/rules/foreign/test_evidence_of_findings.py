@@ -50,6 +50,11 @@ PAIRS = {
         STUDENT.replace("ENV", IB).replace("torchrun", "torchrun --nnodes $HOSTS"),
         STUDENT.replace("ENV", IB),
     ),
+    "links between hosts, and more hosts that are held than used": (
+        "ENV001",
+        script("#SBATCH --nodes=4", IB, hosts="4"),
+        script("#SBATCH --nodes=4", IB, hosts="1"),
+    ),
     "links within a host, and one device": (
         "ENV001",
         STUDENT.replace("ENV", P2P),
@@ -69,6 +74,11 @@ PAIRS = {
         "ENV001",
         script("# threads", "export CUDA_LAUNCH_BLOCKING=1"),
         script("# do not remove or the training hangs", "export CUDA_LAUNCH_BLOCKING=1"),
+    ),
+    "a rate of language models, and a model of images": (
+        "OPT001",
+        script(more="--lr 0.3"),
+        script(more="--lr 0.3 --num-classes 1000 --img-h 224", program="pretrain_vision_classify.py"),
     ),
     "devices that do not divide, and hosts that are one for a try": (
         "TOP005",
@@ -195,16 +205,76 @@ def test_a_prediction_goes_with_what_it_rests_on(tmp_path: Path, name: str) -> N
     assert not told(tmp_path, rule, sound, cluster="8xH100:16")
 
 
+def test_where_nothing_is_saved_none_is_kept(tmp_path: Path) -> None:
+    neox = Path(__file__).parent / "data" / "gpt-neox_20b.yml"
+    one = neox.read_text(encoding="utf-8").replace('"min_lr"', '"keep_last_n_checkpoints": 1, "min_lr"')
+    assert told(tmp_path, "CKP003", one, name="a.yml") == {"error"}
+    assert not told(tmp_path, "CKP003", one.replace('"save": "checkpoints",', ""), name="b.yml")
+
+
+def test_a_batch_that_fewer_data_ranks_make_right_is_left_to_the_program(tmp_path: Path) -> None:
+    text = '{"train_batch_size": TOTAL, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}'
+    for total, found in (("64", set()), ("128", set()), ("256", {"error"}), ("96", {"error"})):
+        assert told(tmp_path, "TOP005", text.replace("TOTAL", total), cluster="8xH100:2", name="ds.json") == found
+
+
+def cures(tmp_path: Path, rule: str, text: str, *, name: str = "run.sh", cluster: str | None = None) -> str:
+    """Sentences, formulas and fixes of what a rule finds."""
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    found = [one.outcome for one in check(path, cluster=cluster).problems if one.rule.id == rule]
+    return " ".join(" ".join((one.what, *one.formula, one.fix)) for one in found)
+
+
+def test_cures_are_what_the_trainer_can_do(tmp_path: Path) -> None:
+    assert "--ckpt-format torch_dist" in cures(tmp_path, "SEC001", script(more="--ckpt-format torch"))
+    slow = cures(tmp_path, "EFF005", script(more=NO_SCHEDULE), cluster="8xH100:16")
+    assert "best found" in slow
+    assert "ZeRO-3" not in slow
+    filled = '{"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam"}, "train_batch_size": 8}'
+    alone = cures(tmp_path, "PRC004", filled, name="ds.json")
+    assert "neither clipped" in alone
+    assert "auto" not in alone
+    assert '= "auto"' in cures(tmp_path, "PRC004", filled.replace("8}", '"auto"}'), name="ds.json")
+    large = (
+        '[model]\nname = "llama3"\nflavor = "405B"\n[training]\nlocal_batch_size = 2\nseq_len = 8192\nsteps = 3000\n'
+    )
+    memory = cures(tmp_path, "MEM001", large, name="run.toml", cluster="8xH100:4")
+    assert "a smaller training.local_batch_size first" in memory
+    assert "training.enable_cpu_offload" in memory
+
+
+def test_what_is_not_loaded_is_not_brought_back(tmp_path: Path) -> None:
+    told = cures(tmp_path, "CKP006", script(more="--no-save-optim --load /other --no-load-rng"))
+    assert "brought back" in told
+    assert "rng" not in told.partition("brought back")[2]
+
+
+def test_a_table_that_stands_there_twice_is_named_itself(tmp_path: Path) -> None:
+    text = "base_model: m\nmicro_batch_size: 1\nsequence_len: 512\nextra: null\nextra:\n  inner: 1\n"
+    assert cures(tmp_path, "TOP005", text, name="a.yaml").startswith("extra also stands on line 4")
+
+
 def test_a_file_that_calls_itself_a_trial_is_one(tmp_path: Path) -> None:
     text = script("export CUDA_LAUNCH_BLOCKING=1")
     assert told(tmp_path, "ENV001", text, name="latest.sh")
     assert not told(tmp_path, "ENV001", text, name="debug_8b.sh")
 
 
-def test_one_setting_is_told_once(tmp_path: Path) -> None:
+def test_what_sockets_never_use_is_not_told_beside_them(tmp_path: Path) -> None:
+    path, without = tmp_path / "run.sh", "export NCCL_NET_GDR_LEVEL=0"
+    for lines, places in (((without,), {"NCCL_NET_GDR_LEVEL"}), ((without, IB), {"NCCL_IB_DISABLE"})):
+        path.write_text(script(*lines), encoding="utf-8")
+        assert {one.outcome.what.partition("=")[0] for one in check(path).problems if one.rule.id == "ENV001"} == places
+
+
+def test_one_setting_is_told_once_and_is_to_be_lowered_to_the_default(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(script(more="--distributed-timeout-minutes 120").replace("--save /ckpt ", ""), encoding="utf-8")
-    assert len([one for one in check(path).problems if one.rule.id == "COM004"]) == 1
+    for cluster in (None, "8xH100:16"):
+        (found,) = [one for one in check(path, cluster=cluster).problems if one.rule.id == "COM004"]
+        assert found.outcome.threshold == 600
+        assert found.outcome.fix.startswith("lower it to 600 s, the trainer's default")
 
 
 def test_a_published_rate_is_no_slip_with_a_small_batch(tmp_path: Path) -> None:

@@ -174,7 +174,16 @@ def test_a_file_that_only_evaluates_has_no_learning_rate(tmp_path: Path) -> None
     judged = gathered(tmp_path, "sft.yaml", base + "learning_rate: 0.0\nnum_train_epochs: 0.0\n")
     assert not [one for one in answers("TOP001", judged) if "learning rate" in one.outcome.what]
     trains = gathered(tmp_path, "sft.yaml", base + "learning_rate: 0.0\nnum_train_epochs: 3\n")
-    assert [one for one in answers("TOP001", trains) if "learning rate" in one.outcome.what]
+    (told,) = [one.outcome for one in answers("TOP001", trains) if "learning rate" in one.outcome.what]
+    assert (told.severity, told.what) == ("info", "a learning rate of 0: the job starts, and nothing is learnt")
+
+
+@pytest.mark.parametrize("flag", ["--micro-batch-size", "--tensor-model-parallel-size"])
+def test_a_limit_of_our_own_schema_is_no_refusal_of_the_trainer(tmp_path: Path, flag: str) -> None:
+    large = gathered(tmp_path, "args.txt", MEGATRON.replace("--micro-batch-size 2", "") + f"{flag} 9000000000")
+    said = [one for rule in ("TOP001", "BAT001") for one in answers(rule, large) if "is above" in one.outcome.what]
+    assert said
+    assert all(one.verdict == "unknown" for one in said)
 
 
 def test_the_schedule_of_a_longer_run_and_a_test_of_a_few_steps_have_no_long_warm_up(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from phalanx.errors import Problem
 from phalanx.job.schema import Batch
 from phalanx.plan.peer_share import planned_share
-from phalanx.rules.catalog.top001_degrees import is_batch
+from phalanx.rules.catalog.top001_degrees import OUR_LIMIT, is_batch
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
@@ -67,7 +67,9 @@ def _judge_refusal(evidence: Evidence) -> tuple[Outcome, ...]:
         statement = "there is no plan, so the number of data ranks is not known"
         return (unknown(statement, fix="fix what TOP001 or MEM001 reports, or name a cluster"),)
     return tuple(
-        failed(
+        unknown(f"{one.what}; no plan is made", fix=one.fix)  # another trainer may take it
+        if evidence.is_foreign and OUR_LIMIT.search(one.what)
+        else failed(
             one.what,
             formula=_refusal_reason(evidence, one),
             at="batch.micro" if "batch.micro" in one.what else "batch.global_sequences",

@@ -28,7 +28,8 @@ def _judge_parts(evidence: Evidence, limits: Limits) -> Outcome:
     if evidence.the_job.precision.compute == "fp16":
         needed += limits.words("fp16_parts")
     lost = [part for part in needed if part not in practice.resumes_exactly]
-    formula = (f"needed: {', '.join(needed)}", f"brought back: {', '.join(practice.resumes_exactly) or 'nothing'}")
+    back = [part for part in practice.resumes_exactly if not (part == "rng" and evidence.setting_flag("no_load_rng"))]
+    formula = (f"needed: {', '.join(needed)}", f"brought back: {', '.join(back) or 'nothing'}")
     if not lost:
         return passed(f"a resume restores all {len(needed)} parts of the state", formula=formula)
     weights_only = "save_only_model" in evidence.settings

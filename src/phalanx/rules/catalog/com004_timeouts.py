@@ -24,6 +24,8 @@ class Cure(TypedDict, total=False):
 # Of failures that say nothing: ByteRobust (arXiv:2509.16293) counts 5,948 implicit ones beside 43,264 explicit.
 LONGEST_S = 1e7  # the job schema's; readers of other trainers' files cut what is longer
 LONGEST_DEFAULT_S = 1_800.0  # of the trainers that are read: DeepSpeed's, and gloo's
+# Of those that name another: Megatron's --distributed-timeout-minutes 10, torchtitan's start.
+DEFAULTS_S = {"megatron": 600.0, "nemo": 600.0, "torchtitan": 300.0}
 HANGS = 5_948 / (5_948 + 43_264)
 
 
@@ -51,8 +53,8 @@ def _judge_first(evidence: Evidence, limits: Limits) -> Outcome:
         return missing
     set_s, longest = evidence.the_job.comm.init_timeout_s, _longest_at_first(evidence)
     wanted_s = max(limits.number("init_most_s"), _with_margin(longest))
-    most_s = wanted_s  # a pause that takes longer moves the bound
-    if evidence.is_foreign and not is_save_known(evidence) and set_s > most_s:
+    most_s = max(wanted_s, _default_s(evidence))  # a pause that takes longer moves the bound
+    if evidence.is_foreign and not is_save_known(evidence) and set_s > wanted_s:
         return unknown(
             f"until steps are steady a rank waits {_as_text(set_s)} for another; whether a save takes longer than "
             "that is not known",
@@ -78,15 +80,20 @@ def _judge_first(evidence: Evidence, limits: Limits) -> Outcome:
         impact=Impact(
             note=f"{set_s - most_s:,.0f} s for a rank that hangs before steps are steady; how often is not published"
         ),
-        **_first_cure(evidence, wanted_s),
+        **_cure(evidence, _first_edit(most_s), lower=True),
     )
+
+
+def _default_s(evidence: Evidence) -> float:
+    """What another trainer waits where its file says nothing: nobody is asked to wait less."""
+    return DEFAULTS_S.get(evidence.practice.trainer, LONGEST_DEFAULT_S) if evidence.is_foreign else 0.0
 
 
 def _first_cure(evidence: Evidence, wanted_s: float) -> Cure:
     return _cure(evidence, _first_edit(wanted_s))
 
 
-def _cure(evidence: Evidence, edit: Edit) -> Cure:
+def _cure(evidence: Evidence, edit: Edit, *, lower: bool = False) -> Cure:
     """An edit of our own job; of another trainer words: its one timeout also holds across saves that we only predict.
 
     An edit would be called safe, and a timeout that is too short ends a run that works.
@@ -99,6 +106,10 @@ def _cure(evidence: Evidence, edit: Edit) -> Cure:
         return {"fix": f"a time {longest} ({name}); 1,800 s is the Trainer's own"}
     if not is_save_known(evidence):
         return {"fix": f"a timeout longer than its longest save and evaluation together, which nobody knows ({name})"}
+    if lower and edit.value == _default_s(evidence):
+        return {"fix": f"lower it to {edit.value:,} s, the trainer's default ({name}); measure a save before that"}
+    if lower:
+        return {"fix": f"lower it to {edit.value:,} s ({name}): {edit.note}; measure a save before that"}
     return {"fix": f"{edit.value} s or more ({name}): {edit.note}; measure a save before you go lower"}
 
 
@@ -193,7 +204,7 @@ def _judge_steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     wanted_s = bounded_timeout_s(step_s, steps=limits.number("steps"), most_s=limits.number("train_most_s"))
     # Of another trainer a save is only predicted: nothing below the bound is proposed.
     wanted_s = max(wanted_s, _with_margin(longest), 0.0 if own else limits.number("train_most_s"))
-    most_s = max(limits.number("train_most_s"), step_s, wanted_s)
+    most_s = max(limits.number("train_most_s"), step_s, wanted_s, _default_s(evidence))
     formula = (
         f"from min({limits.number('steps'):g} × {step_s:.3g} s {source}, {limits.number('train_most_s'):g} s) and at "
         f"least {limits.number('train_least_s'):g} s = {least_s:.3g} s, to {most_s:.3g} s",
@@ -211,8 +222,9 @@ def _judge_steady(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
             passed(what, formula=formula, value=set_s, threshold=LONGEST_DEFAULT_S, unit="s", at="train.timeout_s"),
         )
     if set_s > most_s:
-        edit = _shorter_patience(evidence, set_s) or _timeout_edit(wanted_s)
-        return (_too_long(evidence, limits, statement, set_s, most_s, set_s - wanted_s, edit, formula),)
+        proposed_s = max(wanted_s, _default_s(evidence))
+        edit = _shorter_patience(evidence, set_s) or _timeout_edit(proposed_s)
+        return (_too_long(evidence, limits, statement, set_s, most_s, set_s - proposed_s, edit, formula),)
     floor = Silence(seconds=max(limits.number("train_least_s"), step_s), what="a step", measured=True)
     what = f"{statement}, less than {least_s:.4g}"
     return (_too_short(evidence, what, set_s, floor, wanted_s, formula, least_s=least_s),)
@@ -244,7 +256,7 @@ def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> 
             at="train.timeout_s",
         )
     statement = f"a rank waits {_as_text(written)} for another in a steady step"
-    wanted_s = max(most_s, _with_margin(longest_silence(evidence)))
+    wanted_s = max(most_s, _with_margin(longest_silence(evidence)), _default_s(evidence))
     if evidence.is_foreign and (written <= LONGEST_DEFAULT_S or not is_save_known(evidence)):
         return unknown(
             f"{statement}; whether a save takes longer than that is not known",
@@ -285,7 +297,7 @@ def _too_long(
         at=edit.key,
         severity=_late_severity(evidence, set_s, most_s, limits),
         impact=_per_failure(evidence, late_s),
-        **_cure(evidence, edit),
+        **_cure(evidence, edit, lower=True),
     )
 
 
@@ -359,8 +371,8 @@ measured (the longest), or as the plan has it. Our trainer waits `max(comm.init_
 these, so that is held against the longest of them; of other trainers `train.timeout_s` is. Below a measured one is an
 error, below a predicted one a warning. What is proposed is at least twice the longest, a save and an evaluation after
 it counted together (our choice), and where that is beyond 120 or 300 s it is the bound. Of other trainers a timeout
-that is too long is a warning, its cure is a sentence and never a safe edit, and nothing is said while no plan tells
-how long a save takes.
+that is too long, and longer than that trainer's own default, is a warning, its cure is a sentence and never a safe
+edit, and nothing is said while no plan tells how long a save takes.
 """,
     limits={
         "init_most_s": Limit(value=300.0, unit="s", note="torchtitan's start timeout"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+from phalanx.errors import UserError
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.rules.catalog.shared import without_measurement
@@ -26,7 +28,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         return exempt("the plan predicts no step")
     if plan.duration.training_s < limits.number("least_s"):
         return exempt("a job of minutes: no layout is worth a change")
-    best, best_s = fastest_layout(plan)
+    best, best_s = fastest_layout(evidence)
     ratio, most = step_s / best_s, limits.number("most_ratio")
     floor, share = limits.number("floor"), limits.number("least_share")
     at = "plan:layout" if evidence.is_foreign else "parallel.mode"
@@ -63,13 +65,40 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
 
 
-def fastest_layout(plan: Plan) -> tuple[Layout, float]:
-    """The fastest layout that fits, of all the plan knows, and its step."""
+def fastest_layout(evidence: Evidence) -> tuple[Layout, float]:
+    """The fastest layout that fits and that the trainer can run, of all the plan knows, and its step."""
+    plan = evidence.the_plan
     known = [(plan.layout, plan.prediction.step_s)]
     if plan.search.fastest_memory_bytes <= plan.memory.usable_bytes:
         known.append((plan.search.fastest, plan.search.fastest_step_s))
     known += [(one.layout, one.step_s) for one in plan.alternatives if one.fits]
+    if _shards_states_alone(evidence):
+        usual = [one for one in known if one[0].zero <= max(1, plan.layout.zero)]
+        known = usual if len(usual) == len(known) else [*usual, *_with_states_shared(plan)]
     return min((one for one in known if math.isfinite(one[1]) and one[1] > 0), key=lambda one: one[1])
+
+
+SHARDS_MORE = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "deepspeed", "deepspeed_config", "zero_stage")
+
+
+def _shards_states_alone(evidence: Evidence) -> bool:
+    """Megatron's distributed optimizer shares out what ZeRO-1 does; weights need one of its FSDPs, or DeepSpeed."""
+    return evidence.practice.trainer in ("megatron", "nemo") and evidence.find_setting(*SHARDS_MORE) is None
+
+
+def _with_states_shared(plan: Plan) -> list[tuple[Layout, float]]:
+    """The planner's free search once more, without the ZeRO stages that this trainer has not."""
+    from phalanx.plan.request import request_from_job  # numpy: only where the search found another stage
+    from phalanx.plan.search import search_layouts
+
+    try:
+        request, _ = request_from_job(plan.job, plan.cluster)
+        kept = {name: value for name, value in request.fixed.items() if name == "compression"}
+        limits = replace(request.limits, zero=tuple(one for one in request.limits.zero if one <= 1))
+        best = search_layouts(replace(request, fixed=kept, limits=limits)).best
+    except UserError:  # nothing fits with states alone
+        return []
+    return [(best.layout, best.step_s)]
 
 
 RULE = Rule(
@@ -86,9 +115,10 @@ a 1 Gb/s network trains at 2 % MFU, and every other rule is content with it.
 """,
     how="""
 `step / best step <= 1.5`, the best of all layouts that the planner's free search finds to fit the same job on the same
-cluster; and `MFU >= 0.4 × the floor of EFF002` for the hardware, of models of 1B parameters or more (the published jobs
-are); both in jobs that train for an hour or more. All thresholds are our choice: the planner misses published steps by
-4.8 % (`phalanx backtest`), so a factor of 1.5 is no error of prediction.
+cluster (of Megatron without its FSDP, those that share out no more than ZeRO-1); and `MFU >= 0.4 × the floor of EFF002`
+for the hardware, of models of 1B parameters or more (the published jobs are); both in jobs that train for an hour or
+more. All thresholds are our choice: the planner misses published steps by 4.8 % (`phalanx backtest`), so a factor of
+1.5 is no error of prediction.
 """,
     limits={
         "most_ratio": Limit(value=1.5, unit="x", note="predicted step over that of the best layout found: our choice"),

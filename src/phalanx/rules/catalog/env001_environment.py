@@ -37,7 +37,11 @@ TRAPS = {
     "NCCL_P2P_DISABLE": Trap(
         values=ON, harm="NVLink and PCIe between devices are unused: traffic goes via the host", several_devices=True
     ),
-    "NCCL_SHM_DISABLE": Trap(values=ON, harm="processes of a host talk over the network card", several_devices=True),
+    "NCCL_SHM_DISABLE": Trap(
+        values=ON,
+        harm="processes of a host that reach each other by no P2P talk over the network card",
+        several_devices=True,
+    ),
     "CUDA_LAUNCH_BLOCKING": Trap(values=ON, harm="the host waits for every kernel: nothing overlaps"),
     "NCCL_DEBUG": Trap(values=("trace",), harm="every call of NCCL is logged, by every rank"),
     "TORCH_DISTRIBUTED_DEBUG": Trap(values=("detail",), harm="every collective is preceded by one that compares it"),
@@ -97,6 +101,8 @@ def _traps(evidence: Evidence, variables: dict[str, str], names: tuple[str, ...]
             continue
         if name == "NCCL_IB_DISABLE" and any(PLUGIN.fullmatch(one) for one in variables):
             continue
+        if name == "NCCL_NET_GDR_LEVEL" and _goes_by_sockets(variables):
+            continue  # sockets never read device memory: it costs nothing more
         if name == "NVTE_FLASH_ATTN" and variables.get("NVTE_FUSED_ATTN") != "0":
             continue  # cuDNN's fused attention takes its place
         yield failed(
@@ -109,8 +115,14 @@ def _traps(evidence: Evidence, variables: dict[str, str], names: tuple[str, ...]
         )
 
 
-# How a launch script names its hosts: torchrun, DeepSpeed, Accelerate, Slurm.
-HOSTS = ("nnodes", "num_nodes", "num_machines", "SBATCH.nodes")
+def _goes_by_sockets(variables: dict[str, str]) -> bool:
+    """Whether another variable keeps NCCL off InfiniBand and RoCE already."""
+    return any(variables.get(name, "").lower() in TRAPS[name].values for name in ("NCCL_IB_DISABLE", "NCCL_NET"))
+
+
+# How a launcher is told of its hosts: torchrun, DeepSpeed, Accelerate. Where one is, Slurm's number is that of the
+# hosts that are held, and not of those that are used.
+HOSTS, HELD = ("nnodes", "num_nodes", "num_machines"), ("SBATCH.nodes",)
 SEVERAL = ("hostfile", "H", "machine_rank", "rdzv_endpoint")
 
 
@@ -121,9 +133,10 @@ def _is_one_host(evidence: Evidence) -> bool:
     include = evidence.find_setting("include", "i")  # DeepSpeed's launcher: localhost:0,1,2,3
     if include is not None:
         return str(include.value).strip("\"' ").startswith("localhost") and "@" not in str(include.value)
-    said = [one for name in HOSTS if (one := evidence.find_setting(name)) is not None]
-    if said:
-        return all(str(one.value) == "1" for one in said)
+    for names in (HOSTS, HELD):
+        said = [one for name in names if (one := evidence.find_setting(name)) is not None]
+        if said:
+            return all(str(one.value) == "1" for one in said)
     return evidence.find_setting(*SEVERAL) is None
 
 
@@ -192,13 +205,13 @@ to everybody who reads them.
 """,
     how="""
 `export NAME=value` and `NAME=value command` of launch scripts, and environment tables of recipes. A variable is a
-finding with the values that the page of the library names as such; those about links between hosts only where there
-are several, those about links within a host only with several devices in it; `NCCL_IB_DISABLE` is none where NCCL's
-network is a plugin, as on EFA (`FI_PROVIDER`). A comment beside it that says what it is
-needed for makes it a remark. `CUDA_DEVICE_MAX_CONNECTIONS` is 1 with Megatron's tensor parallelism, and not 1 with its
-FSDP; it is not judged on Blackwell, and without a cluster not where it is 32, as recipes for Blackwell set it. A
-variable or argument whose value looks like a credential, by the patterns of SEC004, is an error; `check` shows no such
-value.
+finding with the values that the page of the library names as such; those about links between hosts only where there are
+several (the launcher's number goes before that of Slurm), `NCCL_NET_GDR_LEVEL` not where InfiniBand is off, those about
+links within a host only with several devices in it; `NCCL_IB_DISABLE` is none where NCCL's network is a plugin, as on
+EFA (`FI_PROVIDER`). A comment beside it that says what it is needed for makes it a remark.
+`CUDA_DEVICE_MAX_CONNECTIONS` is 1 with Megatron's tensor parallelism, and not 1 with its FSDP; it is not judged on
+Blackwell, and without a cluster not where it is 32, as recipes for Blackwell set it. A variable or argument whose value
+looks like a credential, by the patterns of SEC004, is an error; `check` shows no such value.
 """,
     limits={
         "traps": Limit(value=tuple(TRAPS), note="variables with a value that slows down or hides errors: our choice"),

@@ -105,10 +105,31 @@ def _judge_refusal(evidence: Evidence, severity: Severity | None) -> Outcome:
                 at="plan:memory",
                 severity=severity,
                 impact=NO_START,
-                fix=problem.fix or "use more devices, or devices with more memory",
+                fix=_in_their_words(evidence, problem.fix or "use more devices, or devices with more memory"),
             )
     why = refusal_text(evidence.refusals[0]) if evidence.refusals else "no cluster is named"
     return unknown(f"there is no plan: {why}", fix="fix that first, or name a cluster (--cluster 8xH100:16)")
+
+
+# What holds the optimizer in host memory, where the trainer has a key for it and its file says nothing of it.
+OFFLOADS = {
+    "torchtitan": "training.enable_cpu_offload = true",
+    "megatron": "--optimizer-cpu-offload",
+    "deepspeed": 'zero_optimization.offload_optimizer.device = "cpu"',
+}
+SMALLER = {"torchtitan": "training.local_batch_size", "megatron": "--micro-batch-size"}
+_OFFLOAD = 'set parallel.offload = "optimizer"'
+_IN_HOST_MEMORY = "with the optimizer in host memory"
+
+
+def _in_their_words(evidence: Evidence, fix: str) -> str:
+    """The planner's advice with the options of another trainer; a batch that can be smaller costs least."""
+    trainer = evidence.practice.trainer
+    if not evidence.is_foreign or trainer not in OFFLOADS or not (_OFFLOAD in fix or _IN_HOST_MEMORY in fix):
+        return fix
+    fix = fix.replace(_OFFLOAD, OFFLOADS[trainer]).replace(_IN_HOST_MEMORY, f"and {OFFLOADS[trainer]}")
+    micro, name = evidence.the_job.batch.micro, SMALLER.get(trainer, "")
+    return f"a smaller {name} first; then {fix}" if name and isinstance(micro, int) and micro > 1 else fix
 
 
 def _layout_with_headroom(plan: Plan, most_bytes: float) -> str:

@@ -92,8 +92,26 @@ def _parameters(evidence: Evidence) -> float | None:
     return float(count_parameters(evidence.the_job.model).total)
 
 
+# Settings of models that are no language models: classifiers and generators of images, and models of sound. A language
+# model that is given images keeps the rates of one, and has none of these.
+OF_OTHER_MODELS = re.compile(
+    r"(^|[._])(vision_pretraining_type|img_h|img_w|patch_dim|num_channels|num_classes|unet|unet_config|vae_config|"
+    r"first_stage_config|dino_\w+|n_mels|sample_rate|spectrogram)([._]|$)"
+)
+
+
+def _is_language_model(evidence: Evidence) -> bool:
+    """Whether no setting says that the model reads something else than text: published rates are those of text."""
+    if not evidence.is_foreign:
+        return True
+    said = (name for name, one in evidence.settings.items() if one.value not in (None, False, ""))
+    return not any(OF_OTHER_MODELS.search(name) for name in said)
+
+
 def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     optim = evidence.the_job.optim
+    if not _is_language_model(evidence):
+        return
     if not evidence.stated("optim.lr") or evidence.partial:  # adapters and projectors have rates of their own
         return
     name, usual = _optimizer_name(evidence), _usual_rate_here(evidence)
@@ -245,7 +263,7 @@ times that; 20 times beyond is an error); a warm-up, at most half of the tokens,
 weights (of our own jobs only where `warmup_tokens` is written; other trainers' files with at most 100 steps are
 tests, schedules that decay beyond the end of the run are those of a longer one, and a rate below a fifth of the usual
 one is one of fine-tuning: their warm-up is not judged); other optimizers than Adam and Muon have rates of their own, as
-adapters and projectors have;
+adapters, projectors and models of images or sound have;
 weight decay `<= 0.5`; epsilon `<= 1e-4`; `beta1 <= 0.99`, `beta2 >= 0.9`, both below 1. Only what a file or its
 trainer's documented default states is judged. All thresholds are our choice, far outside of what is published.
 """,

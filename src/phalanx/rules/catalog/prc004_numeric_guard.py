@@ -87,6 +87,7 @@ def _judge_guard(evidence: Evidence, limits: Limits) -> Outcome:
     # A scale that is searched for lets an overflow pass by; what grows and stays finite is taken.
     scaled = evidence.the_job.precision.compute == "fp16" and evidence.the_job.precision.loss_scale == "auto"
     unless = " unless it overflows fp16" if scaled else ""
+    filled = _is_filled_in(evidence)
     return failed(
         f"a gradient that explodes is {statement}{' nor' * (clip <= 0)} skipped{unless}",
         severity="warning" if scaled else None,
@@ -95,8 +96,14 @@ def _judge_guard(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=limits.number("most_clip"),
         at="optim.clip",
         impact=Impact(note="one such step can undo the run; how often they come cannot be told beforehand"),
-        edits=(Edit(key="optim.clip", value=1.0, safe=False, note="the norm that most published recipes clip to"),),
+        edits=() if filled else (Edit(key="optim.clip", value=1.0, safe=False, note="as most published recipes"),),
+        fix='gradient_clipping = "auto": the Trainer then fills in its max_grad_norm' if filled else "",
     )
+
+
+def _is_filled_in(evidence: Evidence) -> bool:
+    """Whether Hugging Face's Trainer fills a DeepSpeed JSON in: it has places for it."""
+    return evidence.practice.trainer == "deepspeed" and any(one.value == "auto" for one in evidence.settings.values())
 
 
 def _factor_too_small(factor: float, limits: Limits) -> Outcome:

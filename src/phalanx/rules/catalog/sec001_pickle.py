@@ -37,9 +37,17 @@ def _judge_checkpoints(evidence: Evidence, limits: Limits) -> Outcome:
         threshold=", ".join(safe),
         at="practice:checkpoint_format" if form == "torch-pickle" else "",  # chosen: there are better ones
         impact=TAKEN_OVER,
-        fix=f"write safetensors; else load with weights_only=True alone, torch {least} or newer, and verify a digest "
-        "that came another way",
+        fix=_safer_format(evidence, least),
     )
+
+
+def _safer_format(evidence: Evidence, least: str) -> str:
+    """What the trainer can write instead: Megatron Core has no safetensors of its own."""
+    guarded = f"load with weights_only=True alone, torch {least} or newer, and verify a digest that came another way"
+    if evidence.practice.trainer in ("megatron", "nemo"):
+        flag = "--ckpt-format torch_dist" if evidence.practice.trainer == "megatron" else "ckpt_format: torch_dist"
+        return f"{flag}, whose tensors are no pickles (its metadata is one); {guarded}"
+    return f"write safetensors; else {guarded}"
 
 
 def _judge_weights(evidence: Evidence, limits: Limits) -> Outcome:

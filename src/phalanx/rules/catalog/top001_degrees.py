@@ -17,7 +17,11 @@ SIZES = re.compile(r"\b(tensor|context|pipeline|data|expert) (\d{1,9})\b")  # as
 SILENT = ("does not say", "may be given more arguments", "trains a part of its weights", "computes its steps in a way")
 LEFT_OPEN = (" is not known: ", " is not a number", "which is not in this folder")
 KEY = re.compile(r"[a-z_]+\.[a-z_]+(?= = )")
-OF_LAYOUTS = ("parallel.", "batch.", "model.", "cluster.", "optim.lr")  # a rate of 0 learns nothing anywhere
+OF_LAYOUTS = ("parallel.", "batch.", "model.", "cluster.")
+# The end of our own job schema, which another trainer has not: no size of a layout is below 1 anywhere, but larger ones
+# may be.
+OUR_LIMIT = re.compile(r" is above [\d,.^e+]+$")
+NO_RATE = re.compile(r"optim\.lr = 0(\.0+)? is not above 0")
 NO_START = Impact(points=100.0, note="the job does not start")
 
 
@@ -59,8 +63,17 @@ def _judge_refusal(evidence: Evidence, problem: Problem) -> Outcome:
         return unknown(problem.what.removeprefix("no layout can run: "), fix="nothing, if it runs: no plan is made")
     if evidence.is_foreign and any(words in problem.what for words in LEFT_OPEN):
         return unknown(problem.what, fix=problem.fix)
+    if evidence.is_foreign and NO_RATE.match(problem.what):
+        return failed(
+            "a learning rate of 0: the job starts, and nothing is learnt",
+            at=_refused_place(evidence, problem) or "optim.lr",
+            severity="info",
+            impact=Impact(note="every step, unless gradients are all that is wanted"),
+            fix="a learning rate above 0, or nothing where weights are to stay as they are",
+        )
     key = KEY.match(problem.what) if evidence.is_foreign else None
-    if key is not None and (evidence.changed or not key.group().startswith(OF_LAYOUTS)):
+    ours = key is not None and (not key.group().startswith(OF_LAYOUTS) or OUR_LIMIT.search(problem.what))
+    if key is not None and (evidence.changed or ours):
         # A value that no job of ours may have: whether another trainer takes it is not known.
         return unknown(f"{problem.what}; no plan is made", fix=problem.fix)
     statement = f"{problem.what}: {problem.why}" if problem.why else problem.what
@@ -148,10 +161,11 @@ a queue's wait and a start for nothing. Devices that no rank uses are paid for a
 1,016 GPUs at $2.50 an hour costs $480 a day. The degrees are those of Megatron (arXiv:2104.04473).
 """,
     how="""
-`data · tensor · pipeline · context = devices`; `expert` divides `data · context · tensor`;
-`layers ≥ pipeline · chunks`; `heads mod tensor = 0`; ranks fill devices in order, so each has its own when the product
-does not exceed them. Where the planner finds no layout its reason is the finding; what does not fit into memory is told
-by MEM001, a batch that cannot be shared out by BAT001.
+`data · tensor · pipeline · context = devices`; `expert` divides `data · context · tensor`; `layers ≥ pipeline ·
+chunks`; `heads mod tensor = 0`; ranks fill devices in order, so each has its own when the product does not exceed them.
+Where the planner finds no layout its reason is the finding, but for what only our own job schema asks of another
+trainer's file (a learning rate of 0 is a remark); what does not fit into memory is told by MEM001, a batch that cannot
+be shared out by BAT001.
 """,
     limits={
         "every_device": Limit(value=True, note="whether devices may stay without a rank: arithmetic, no threshold"),

@@ -110,7 +110,7 @@ def _said_twice(evidence: Evidence) -> Iterator[Outcome]:
         refuses = evidence.practice.trainer == "nemo"
         told = "OmegaConf refuses it" if refuses else "the trainer takes the last and says nothing"
         yield failed(
-            f"{setting.key[:60]} also stands on line {setting.earlier} with another value: {told}",
+            f"{(setting.twice or setting.key)[:60]} also stands on line {setting.earlier} with another value: {told}",
             at=f"setting:{name}",
             severity="error" if refuses else "warning",
             impact=NO_START if refuses else Impact(note="one of the two values has no effect"),
@@ -141,7 +141,8 @@ def _deepspeed(evidence: Evidence) -> Iterator[Broken]:
     for degree in (split.tensor, split.pipeline, split.context):
         apart *= degree if isinstance(degree, int) else 1
     ranks = evidence.known_devices // max(1, apart)
-    if total and micro and passes and ranks and micro * passes * ranks != total:
+    adds_up = not (total and micro and passes and ranks) or micro * passes * ranks == total
+    if not adds_up and not _may_be_split(evidence, total, micro * passes, ranks):
         what = (
             f"train_batch_size {total:,} is not micro-batch {micro} × {passes} accumulation steps × {ranks:,} data "
             f"ranks = {micro * passes * ranks:,}"
@@ -154,6 +155,13 @@ def _deepspeed(evidence: Evidence) -> Iterator[Broken]:
     stage = _whole(evidence, "zero_optimization.stage")
     if evidence.find_setting("zero_optimization.stage") is not None and not 0 <= stage <= 3:
         yield "zero_optimization.stage", f"there is no ZeRO stage {stage}", "0, 1, 2 or 3"
+
+
+def _may_be_split(evidence: Evidence, total: int, share: int, ranks: int) -> bool:
+    """Whether a program that splits its model makes the batch of a JSON right: the JSON alone does not say."""
+    if any(evidence.written(f"parallel.{name}") for name in ("tensor", "pipeline", "context", "data")):
+        return False
+    return total % share == 0 and ranks % (total // share) == 0
 
 
 DEVICES = ("none", "cpu", "nvme", "auto")
@@ -300,7 +308,8 @@ Trainers check their arguments after the devices are taken: Megatron's `validate
 `_batch_assertion` end a job that waited hours in a queue. The same arithmetic takes a millisecond in a pull request.
 """,
     how="""
-Of every trainer: fp16 and bf16 are not both on. DeepSpeed: `train_batch_size = micro × accumulation × data ranks`,
+Of every trainer: fp16 and bf16 are not both on. DeepSpeed: `train_batch_size = micro × accumulation × data ranks`
+(of a JSON that names no split, for no number of data ranks that divides the devices: its program may split the model),
 `offload_param` with stage 3 alone (a warning: below it has no effect). Scripts that name a DeepSpeed JSON: batch,
 accumulation and format are the same in both; Hugging Face's Trainer refuses others, other programs take one of the two
 (a warning). Megatron and NeMo: an interleaved schedule has

@@ -143,7 +143,7 @@ def yaml_leaves(text: str, path: Path) -> dict[str, Leaf]:
         key = ".".join(str(one) for one in steps)
         found = next((name for name in leaves if name == key or name.startswith(f"{key}.")), None)
         if found is not None and leaves[found].value != value:
-            leaves[found] = replace(leaves[found], earlier=line)
+            leaves[found] = replace(leaves[found], earlier=line, twice=key)
     return leaves
 
 

@@ -303,6 +303,7 @@ class Leaf:
     unknown: str = ""  # why its value is not known; `value` then only shows how it is written
     comment: str = ""  # what stands beside it, for settings that need a reason
     earlier: int = 0  # line on which the same key has another value, which this one overrules; 0 is nowhere
+    twice: str = ""  # the key that stands there twice, of a table that holds this leaf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -203,7 +203,14 @@ def _raw_settings(config: Conversion) -> dict[str, ForeignSetting]:
         if (leaf := config.find_leaf(name)) is not None:
             found.setdefault(name, leaf)
     return {
-        name: ForeignSetting(key=leaf.key, value=leaf.value, line=leaf.line, comment=leaf.comment, earlier=leaf.earlier)
+        name: ForeignSetting(
+            key=leaf.key,
+            value=leaf.value,
+            line=leaf.line,
+            comment=leaf.comment,
+            earlier=leaf.earlier,
+            twice=leaf.twice,
+        )
         for name, leaf in found.items()
     }
 

@@ -117,10 +117,15 @@ OTHERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("trainer.", "model.unet_config."),
         ("trainer.", "model.first_stage_config."),
         ("trainer.", "model.vision."),
+        ("trainer.", "model.vision_pretraining_type"),
+        ("trainer.", "model.img_h"),
         ("trainer.", "model.noise_cond_aug"),
         ("trainer.", "model.conditioner_config."),
     ),
-    "NeMo-Framework-Launcher's conversion or evaluation": (
+    "Neuron's NxD Training": (("trainer.", "distributed_strategy."),),
+    "NeMo-Framework-Launcher's conversion, export or evaluation": (
+        # Its training has an optimizer, or steps; what else it starts has neither.
+        ("run.results_dir", "!model.optim.", "!optim.", "!trainer.max_steps", "!trainer.max_epochs"),
         ("run.convert_name", "!trainer."),
         ("run.eval_name", "!trainer."),
         ("model.checkpoint_folder", "model.hparams_file", "!trainer."),
@@ -191,7 +196,8 @@ def trainer_of_file(path: Path) -> str:
         return refuse_inference(path)
     if not has_flags and path.suffix in SCRIPTS:
         near = sum(flag in lines.replace("_", "-") for flag in _TRAINER_WORDS) >= 2
-        return _refuse_script(path, NO_BATCH if near else "")
+        beside = FEW if _TRAINER[0] in lines else NO_BATCH
+        return _refuse_script(path, beside if near else "")
     return "megatron" if has_flags else ""
 
 
@@ -201,6 +207,10 @@ _SWIFT = re.compile(r"(?<![\w./-])(?:\S*/)?(?:swift|megatron)[ \t\\\n]+(?:sft|pt
 _TRAINER = ("--per-device-train-batch", "--gradient-accumulation-steps", "--num-train-epochs", "--output-dir")
 _TRAINER_WORDS = (*_TRAINER, "--learning-rate", "--save-steps", "--logging-steps", "--save-strategy")
 NO_BATCH = "it has arguments of the Trainer, but no --per_device_train_batch_size by which its command is known"
+FEW = (
+    "it has --per_device_train_batch_size, and beside it none of --gradient_accumulation_steps, --num_train_epochs and "
+    "--output_dir by which a command of the Trainer is known"
+)
 _OTHERS_SCRIPTS = {
     "verl": re.compile(r"\bverl\.trainer\b|\brecipe\.\w+\.main|actor-rollout-ref\."),
     "OpenRLHF": re.compile(r"\bopenrlhf\.(cli|train)"),
@@ -336,8 +346,9 @@ def refuse_inference(path: Path) -> str:
     """Raises the error for a file that trains nothing."""
     told = mistake(
         str(path),
-        "trains nothing: there is nothing to check",
-        why="it generates text, converts or evaluates a checkpoint, and is given neither a length nor a learning rate",
+        "trains nothing that could be read: there is nothing to check",
+        why="what could be read of it generates text, converts or evaluates a checkpoint, and has no word that we know "
+        "for a length or a learning rate",
         fix="check the configuration that the model was trained with",
     )
     raise TrainsNothingError(told.problems)
@@ -346,10 +357,10 @@ def refuse_inference(path: Path) -> str:
 def _refuse_script(path: Path, other: str) -> str:
     looks = (
         other
-        if other == NO_BATCH
+        if other in (NO_BATCH, FEW)
         else f"it looks like {other}"
         if other
-        else "no command in it has two arguments of Megatron or of the Trainer"
+        else "no command that could be read has two arguments of Megatron or of the Trainer"
     )
     raise mistake(
         str(path),

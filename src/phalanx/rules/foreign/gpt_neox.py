@@ -73,6 +73,9 @@ def translate_config(config: Conversion) -> None:
     if device in ("cpu", "nvme") or config.read_flag("zero_optimization.cpu_offload"):
         names = ("zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload")
         config.set_value("parallel.offload", "optimizer", *names)
+    if not config.has_leaf("save"):  # nothing is saved, unless another file of the same launch says where
+        config.values.pop("checkpoint.keep", None)
+        config.leave_unmapped("most_recent_k", "the file names no folder to save to")
     _read_batch(config)
     config.settle_rest(irrelevant=IRRELEVANT, unmapped={}, seen=lambda key: key.replace("-", "_"))
     _note_misspelt(config)

@@ -177,7 +177,7 @@ def read_config(path: Path, variables: Mapping[str, str]) -> ReadConfig:
     if not reading.commands:
         told = mistake(
             str(path),
-            "starts no training program of Megatron",
+            "has no command that could be read and starts a training program of Megatron",
             why="none of its commands is given arguments such as --num-layers and --micro-batch-size",
             fix="check the script that starts the training",
         )

@@ -82,12 +82,13 @@ OTHER_FILE = re.compile(
 )
 MEGATRON_WORDS = ("micro_batch_size", "global_batch_size")
 MEGATRON_VERB = "verb.megatron"  # a leaf of our own: ms-swift's Megatron commands have other words and defaults
+NO_PROGRAM = "has no command that could be read and starts a program with arguments of Hugging Face's Trainer"
 DTYPE = "that of the model's config.json (torch_dtype)"
 
 
 def read_trainer_script(path: Path, variables: Mapping[str, str]) -> ReadConfig:
     """The arguments of the command that starts a program with the Trainer's arguments."""
-    return _read_command(path, variables, TRAINER_SIGNS, "starts no program with arguments of Hugging Face's Trainer")
+    return _read_command(path, variables, TRAINER_SIGNS, NO_PROGRAM)
 
 
 def read_swift_config(path: Path, variables: Mapping[str, str]) -> ReadConfig:
@@ -101,7 +102,9 @@ def read_swift_config(path: Path, variables: Mapping[str, str]) -> ReadConfig:
             line = next((leaves[name].line for name in MEGATRON_WORDS if name in leaves), 0)
             leaves[MEGATRON_VERB] = Leaf(key=MEGATRON_VERB, value=True, line=line)
         return ReadConfig(leaves=leaves)
-    return _read_command(path, variables, SWIFT_SIGNS, "starts no training of ms-swift")
+    return _read_command(
+        path, variables, SWIFT_SIGNS, "has no command that could be read and starts a training of ms-swift"
+    )
 
 
 def _read_command(path: Path, variables: Mapping[str, str], signs: CommandSigns, nothing: str) -> ReadConfig:
