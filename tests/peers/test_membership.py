@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.peers.facts import Member, MemberView
 from phalanx.peers.messages import Accepted, Agreed, NextView, Prepare, Promise, Propose, RoundPlan
-from phalanx.peers.view_agreement import Acceptor, choose_proposal, is_majority
+from phalanx.peers.view_agreement import Acceptor, choose_proposal, is_majority, may_decide
 
 
 def member(place: int) -> Member:
@@ -145,3 +145,19 @@ def test_a_frozen_member_holds_nothing_new_and_newcomers_are_in_the_next_view() 
     restarted = replace(member(2), instance="other")
     chosen = choose_proposal(bench.view, promises, joining=[restarted], leaving=set())  # type: ignore[arg-type]
     assert chosen.view.member(restarted.id) == restarted
+
+
+@given(count=st.integers(1, 7), data=st.data())
+def test_sets_that_may_decide_meet_whoever_has_heard_of_a_revocation(count: int, data: st.DataObject) -> None:
+    """Of two that know different lists: they share a member, unless the newer one revoked all of the other."""
+    ids = [member(place).id for place in range(count)]
+    newer = data.draw(st.sets(st.sampled_from(ids)))
+    older = data.draw(st.sets(st.sampled_from(sorted(newer)))) if newer else set()
+    one, other = data.draw(st.sets(st.sampled_from(ids))), data.draw(st.sets(st.sampled_from(ids)))
+    one_votes, other_votes = one - older, other - newer
+    if may_decide(ids, one, older) and may_decide(ids, other, newer):
+        assert one_votes & other_votes or one_votes <= newer
+    assert may_decide(ids, one, set()) == is_majority(ids, one) or set(ids) == one
+    if set(ids) - newer:
+        assert may_decide(ids, set(ids), newer)
+    assert not may_decide(ids, newer, newer)
