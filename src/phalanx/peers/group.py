@@ -44,7 +44,8 @@ class PeerGroup:
     of a share for each update before it is summed, with the peer and a vector that is zero outside this share; a text
     in return drops the update, with the text as the reason. It may take its time, on a thread of its own. `events` is
     called on the group's thread and must not block. `norm_limit` is how many times the round's median norm an update
-    may have; `samples_per_s` what no peer of the run can exceed.
+    may have; `samples_per_s` what no peer of the run can exceed. `keep_allowed` is called with every newer allowlist
+    that is taken over, wherever it came from, for whoever keeps it for the next start.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class PeerGroup:
         dead_after_s: float = 5.0,
         samples_per_s: float | None = None,
         routes: Mapping[str, Address] | None = None,
+        keep_allowed: Callable[[AllowList], None] | None = None,
     ) -> None:
         _check_settings(identity, run, allowed, bandwidth, norm_limit, heartbeat_s, dead_after_s)
         settings = NodeSettings(
@@ -78,6 +80,7 @@ class PeerGroup:
             dead_after_s=dead_after_s,
             samples_per_s=samples_per_s,
             routes=dict(routes or {}),
+            keep_allowed=keep_allowed or (lambda allowed: None),
         )
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(lambda loop, context: None)  # strangers who break a handshake are no news
@@ -115,6 +118,7 @@ class PeerGroup:
             self._call(self._node.joining.join(list(addresses), timeout_s))
         else:
             self._call(_run_soon(lambda: self._node.joining.found(first_round)))
+        self._check_revoked()
         return self._node.view
 
     def view(self) -> MemberView:

@@ -370,6 +370,7 @@ class PeerNode:
                 self.leaving.add(peer)
                 self.links.part(peer, say.AllowlistUpdate(), text, within_s=PARTING_S)
         self.transport.set_allowed(allowed)
+        self.settings.keep_allowed(allowed)
         if self.is_revoked:
             self._end_as_revoked()
             return
