@@ -407,10 +407,14 @@ def _prepare_run(call: TrainCall) -> tuple[Run, Plan]:
 
 
 def _resume_peer(run: AnyRun, *, steps: int | None, overrides: Overrides, allow_code: bool, tell: Tell) -> Run:
-    from phalanx.train.slow_links.peer_session import read_session
+    from phalanx.peers.allowlist import AllowList
+    from phalanx.peers.identity import PeerIdentity
+    from phalanx.train.slow_links.peer_session import ALLOWED, peers_folder, read_session
 
     found = open_public_run(run)
-    facts = read_session(found)
+    facts, folder = read_session(found), peers_folder(found)
+    if PeerIdentity.load(folder).fingerprint in AllowList.load(folder / ALLOWED).revoked:
+        raise mistake(str(found.path), "this key was revoked by the run's owner", fix="ask for a new invitation")
     if not facts.client_only:
         check_listen(facts.listen)
     call = TrainCall(
