@@ -15,7 +15,14 @@ from phalanx.errors import UserError
 from phalanx.peers.allowlist import AllowList
 from phalanx.peers.identity import PeerIdentity
 from phalanx.record.run import Run, create_run
-from phalanx.train.slow_links.peer_session import ALLOWED, PeerSession, SessionFacts, peers_folder, write_session
+from phalanx.train.slow_links.peer_session import (
+    ALLOWED,
+    STATUS,
+    PeerSession,
+    SessionFacts,
+    peers_folder,
+    write_session,
+)
 
 
 def owned_run(folder: Path) -> tuple[Run, PeerIdentity, AllowList]:
@@ -90,3 +97,13 @@ def test_a_revoked_peer_keeps_its_name_and_is_revoked_once(tmp_path: Path) -> No
     phalanx.peers.invite(run, "south", out=tmp_path / "again.json", addresses=["127.0.0.1:1"])  # a new key
     states = [one["state"] for one in phalanx.peers.revoke(run, "south").members if one["name"] == "south"]
     assert states == ["revoked", "revoked"]
+
+
+def test_a_refusal_of_going_on_alone_has_one_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _, _ = owned_run(tmp_path)
+    (peers_folder(run) / STATUS).write_text('{"t": 9e15}')  # it runs
+    answer = {"answer": {"refusal": "peers: a majority of the peers is here: nobody has to be given up"}}
+    monkeypatch.setattr("phalanx.api.peers.load_json", lambda path, most: answer)
+    with pytest.raises(UserError) as caught:
+        phalanx.peers.go_on_alone(run)
+    assert str(caught.value) == f"{run.path}: a majority of the peers is here: nobody has to be given up"

@@ -358,3 +358,18 @@ def _plan() -> say.RoundPlan:
         owners={"0" * 16: (0, 2**50)},
         dropped={},
     )
+
+
+def test_that_its_key_was_revoked_a_peer_believes_the_owner_or_everybody() -> None:
+    with Crew(4) as crew:
+        groups = crew.join_all(3)
+        why = "peer at 127.0.0.1:1: this key was revoked by the run's owner"
+        node = groups[2]._node
+        for peer, expected in ((crew.people[1].id, False), (crew.people[0].id, True)):
+            told, at = threading.Event(), peer
+            groups[2]._loop.call_soon_threadsafe(lambda at=at, told=told: (node._on_refused(at, why), told.set()))
+            assert told.wait(20.0)
+            assert node.is_revoked is expected
+        with pytest.raises(UserError) as caught:
+            groups[2].average(0, np.ones(100), 1.0)
+        assert "this key was revoked by the run's owner" in str(caught.value)
