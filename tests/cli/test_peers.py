@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from tiny_dataset import write_dataset
 
 import phalanx
 from phalanx.cli.main import main
+from phalanx.peers.allowlist import AllowList
+from phalanx.peers.identity import PeerIdentity
+from phalanx.peers.invitation import Invitation
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, list_runs
 
@@ -163,6 +167,42 @@ def test_a_kill_and_a_late_joiner_leave_the_loss_as_it_was(tmp_path: Path, data:
     assert "samples" in str(table)
 
 
+def test_a_revoked_peer_of_two_ends_and_the_owner_trains_on(tmp_path: Path, data: Path) -> None:
+    job = write_job(tmp_path, data, steps=20_000, sync="peers = 2")
+    places = [tmp_path / name for name in ("north", "south")]
+    for place in places:
+        place.mkdir()
+    sites = [start(places[0], "start", str(job))]
+    try:
+        north = only_run(places[0])
+        wait_until(lambda: (north.path / "peers" / "status.json").exists(), "the owner's address")
+        made = phalanx.peers.invite(north, "south", out=tmp_path / "south.invitation.json")
+        sites.append(start(places[1], "join", str(made.path)))
+        wait_until(lambda: any(len(one["members"]) == 2 for one in events(north, "exchange")), "a round of two")
+        phalanx.peers.revoke(north, "south")
+        said = sites[1].communicate(timeout=PATIENCE_S)[0]
+        assert sites[1].returncode == 2, said
+        assert "this key was revoked by the run's owner" in said
+        steps = len(events(north, "step"))
+        wait_until(lambda: len(events(north, "step")) >= steps + 3, "steps of the owner alone")
+        sites[0].send_signal(signal.SIGINT)
+        said = sites[0].communicate(timeout=PATIENCE_S)[0]
+        assert sites[0].returncode == 0, said
+    finally:
+        for site in sites:
+            site.kill()
+            site.communicate()
+    assert not [one for one in events(north, "peer") if one["kind"] == "no-majority"]
+    assert [(one["name"], one["state"]) for one in phalanx.peers.members(north).members][1] == ("south", "revoked")
+    south = only_run(places[1])
+    states = {one["name"]: one["state"] for one in phalanx.peers.members(south).members}
+    assert states["south"] == "revoked"  # it has kept the list that says so
+    back = start(places[1], "start", "--resume", str(south.path))
+    said = back.communicate(timeout=PATIENCE_S)[0]
+    assert back.returncode == 2, said
+    assert "revoked by the run's owner" in said
+
+
 def test_a_trial_is_stopped_and_resumed(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`phalanx train` starts the peers of [sync]; Ctrl-C saves and leaves, and --resume goes on with all of them."""
     sync = 'peers = 2\ninner_steps = 4\ncodec = "int8"'
@@ -234,7 +274,20 @@ def test_two_sites_of_two_fsdp_ranks_each_hold_the_same_weights(tmp_path: Path, 
     ("words", "what"),
     [
         (["start", "JOB", "--bandwidth", "0/10"], "--bandwidth 0/10 is not a speed"),
+        (["start", "JOB", "--bandwidth", "abc"], "--bandwidth abc is not a speed\n  write UP/DOWN in Mbit/s"),
+        (["start"], "phalanx peers start: no job file is named"),
         (["start", "JOB", "--listen", "here"], "'here' is not an address"),
+        (
+            ["start", "JOB", "--listen", "no-such-host.invalid:1"],
+            "--listen no-such-host.invalid:1: the host is not known",
+        ),
+        (["start", "JOB", "--listen", "127.0.0.1:USED"], "cannot listen there: address already in use"),
+        (["join", "INVITATION", "--listen", "127.0.0.1:USED"], "cannot listen there: address already in use"),
+        (["join", "INVITATION", "--client-only", "--listen", "127.0.0.1:1"], "--client-only excludes --listen"),
+        (
+            ["join", "INVITATION", "--client-only", "--advertise", "a:1"],
+            "--client-only excludes --listen and --advertise",
+        ),
         (["start", "JOB", "--set", "sync.inner_steps=0"], "sync.inner_steps = 0 is below 1"),
         (["start", "JOB", "--set", "sync.mode=quorum", "--set", "sync.quorum=9"], "sync.quorum = 9 is more than"),
         (["start", "JOB", "--set", "sync.mode=every-step"], "exchanges nothing with peers"),
@@ -252,7 +305,29 @@ def test_what_cannot_be_is_said_in_a_sentence(
     from phalanx.record.run import create_run
 
     run = create_run(tmp_path / "runs", "alone", job_toml="", job={}, plan_json="{}")
-    named = [str(job) if word == "JOB" else str(run.path) if word == "alone" else word for word in words]
-    assert main(named if named[0] == "train" else ["peers", *named]) == 2
-    assert what in capsys.readouterr().err
+    owner = PeerIdentity.create("owner")
+    invitation = tmp_path / "an.invitation.json"
+    Invitation.create(owner, AllowList.create(owner, "run"), "new", [("127.0.0.1", 1)]).save(invitation)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        places = {"JOB": job, "alone": run.path, "INVITATION": invitation}
+        port = str(busy.getsockname()[1])
+        named = [str(places.get(word, word.replace("USED", port))) for word in words]
+        assert main(named if named[0] == "train" else ["peers", *named]) == 2
+    said = capsys.readouterr()
+    assert what in said.err
+    assert "others join with an invitation" not in said.out + said.err
     assert len(list_runs(tmp_path / "runs")) == 1  # nothing was made
+
+
+def test_a_peer_that_accepts_no_connections_is_listed_without_an_address() -> None:
+    one = {
+        "name": "south",
+        "id": "0" * 16,
+        "address": ["0.0.0.0", 1],
+        "client_only": True,
+        "samples": 0,
+        "state": "away",
+    }
+    table = phalanx.api.peers.PeerTable(run="r", group="g", mode="m", step=0, round=0, age_s=0.0, members=(one,))
+    assert "client-only" in str(table)
+    assert "0.0.0.0" not in str(table)

@@ -59,6 +59,11 @@ def test_only_the_owner_changes_a_list_and_a_revoked_peer_does_not_return() -> N
     assert not first.replaces(second)
     assert set(third.fingerprints()) == {owner.fingerprint, other.fingerprint}
     assert AllowList.from_json(json.loads(json.dumps(third.to_json())), where="x", owner=owner.fingerprint) == third
+    assert third.revoked_names == ((friend.fingerprint, friend.name),)
+    forgetful = AllowList.create(owner, "run").add(owner, other.certificate_pem).add(owner, friend.certificate_pem)
+    forgetful = forgetful.add(owner, PeerIdentity.create("fifth").certificate_pem)
+    assert forgetful.version > third.version
+    assert not forgetful.replaces(third)  # it would let a revoked peer in again
     for change, text in [
         (lambda: first.add(friend, other.certificate_pem), "does not own this run"),
         (lambda: third.add(owner, friend.certificate_pem), "this certificate was revoked"),
@@ -80,6 +85,9 @@ def test_a_list_that_was_changed_or_is_of_another_owner_is_refused() -> None:
         ({"certificates": []}, "names nobody"),
         ({"certificates": good["certificates"][:1] * 2}, "somebody twice"),
         ({"revoked": [owner.fingerprint]}, "also revokes"),
+        ({"revoked_names": {friend.fingerprint: "friend"}}, "names somebody who was not revoked"),
+        ({"revoked_names": {friend.fingerprint: "../x"}}, "is not an allowlist"),
+        ({"revoked_names": ["x"]}, "is not an allowlist"),
         ({"signature": "!"}, "is not an allowlist"),
         ({"version": True}, "is not an allowlist"),
         ({"certificates": ["x"]}, "is not an allowlist"),
@@ -139,6 +147,7 @@ def test_an_invitation_is_a_file_that_brings_everything(tmp_path: Path) -> None:
         ({"addresses": [["h", 0]]}, "names no address"),
         ({"key": None}, "lacks the key"),
         ({"allowed": allowlist(4).to_json()}, "does not name the peer that it invites"),
+        ({"allowed": {**data["allowed"], "version": 99}}, "changed after its owner signed it\n  ask the run's owner"),
     ]:
         path.write_text(json.dumps({**data, **change}))
         with pytest.raises(UserError) as caught:

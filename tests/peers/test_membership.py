@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.peers.facts import Member, MemberView
 from phalanx.peers.messages import Accepted, Agreed, NextView, Prepare, Promise, Propose, RoundPlan
-from phalanx.peers.view_agreement import Acceptor, choose_proposal, is_majority
+from phalanx.peers.view_agreement import Acceptor, choose_proposal, is_majority, may_decide
 
 
 def member(place: int) -> Member:
@@ -145,3 +145,20 @@ def test_a_frozen_member_holds_nothing_new_and_newcomers_are_in_the_next_view() 
     restarted = replace(member(2), instance="other")
     chosen = choose_proposal(bench.view, promises, joining=[restarted], leaving=set())  # type: ignore[arg-type]
     assert chosen.view.member(restarted.id) == restarted
+
+
+@pytest.mark.parametrize("count", range(1, 5))
+def test_sets_that_may_decide_meet_whoever_has_heard_of_a_revocation(count: int) -> None:
+    """Of two that know different lists: they share a member, unless the newer list revoked all of the other."""
+    ids = [member(place).id for place in range(count)]
+    every = [set(found) for size in range(count + 1) for found in itertools.combinations(ids, size)]
+    for older, newer in itertools.product(every, every):
+        if not older <= newer:
+            continue
+        for one, other in itertools.product(every, every):
+            if may_decide(ids, one, older) and may_decide(ids, other, newer):
+                assert (one - older) & (other - newer) or one - older <= newer
+        assert may_decide(ids, set(ids), newer) == bool(set(ids) - newer)
+        assert not may_decide(ids, newer, newer)
+    for one in every:
+        assert may_decide(ids, one, set()) == is_majority(ids, one)

@@ -9,6 +9,7 @@ import ssl
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crew import RUN, Crew, allowlist, identities, together
+from crew import RUN, Crew, allowlist, identities, together, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,6 +133,9 @@ def test_a_revoked_peer_is_sent_away_and_cannot_come_back() -> None:
             [lambda p=p: groups[p].average(0, vectors[p], 1.0, "fp64", timeout_s=20.0) for p in range(2)]
         )
         assert all(result.committed and len(result.members_counted) == 2 for result in results)
+        with pytest.raises(UserError) as caught:
+            groups[2].average(0, vectors[2], 1.0, "fp64", timeout_s=20.0)
+        assert "this key was revoked by the run's owner" in str(caught.value)
         groups[2].close()
         back = crew.start(2)  # with the list of before, on which it still is
         for group in groups[:2]:
@@ -139,6 +143,35 @@ def test_a_revoked_peer_is_sent_away_and_cannot_come_back() -> None:
         with pytest.raises(UserError) as caught:
             crew.start(2, allowed=newer)
         assert "revoked by the run's owner" in str(caught.value)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_revoked_peer_of_two_is_told_and_the_owner_goes_on(victim: int) -> None:
+    """The lower id too, which alone would be the majority of two."""
+    people, owner = identities(4), 1 - victim
+    allowed = AllowList.create(people[owner], RUN.run_id, [one.certificate_pem for one in people])
+    with Crew(4, allowed=allowed) as crew:
+        groups = crew.join_all(2)
+        until(lambda: all(len(group.links()) == 1 for group in groups))
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(groups[victim].average, 0, np.ones(100), 1.0, timeout_s=60.0)
+            groups[owner].set_allowed(allowed.revoke(people[owner], people[victim].id))
+            with pytest.raises(UserError) as caught:
+                waits.result(60.0)  # the owner never calls: it ends because it was told
+        assert "this key was revoked by the run's owner" in str(caught.value)
+        assert caught.value.exit_code == 2
+        crew.wait_for(lambda: groups[owner].view().ids == (people[owner].id,))
+        result = groups[owner].average(0, np.ones(100), 1.0, timeout_s=20.0)
+        assert result.committed
+        assert result.members_counted == (people[owner].id,)
+        assert groups[owner].has_majority
+        assert not {"no-majority", "lost"} & set(crew.kinds(owner))
+        for call in (lambda: groups[victim].average(0, np.ones(100), 1.0), lambda: groups[victim].fetch_state(print)):
+            with pytest.raises(UserError) as caught:
+                call()
+            assert "this key was revoked" in str(caught.value)
+        assert "committed" not in crew.kinds(victim)
+        assert groups[victim].view().next_round == 0
 
 
 def test_a_newcomer_that_was_invited_later_is_let_in_by_all() -> None:
@@ -325,3 +358,18 @@ def _plan() -> say.RoundPlan:
         owners={"0" * 16: (0, 2**50)},
         dropped={},
     )
+
+
+def test_that_its_key_was_revoked_a_peer_believes_the_owner_or_everybody() -> None:
+    with Crew(4) as crew:
+        groups = crew.join_all(3)
+        why = "peer at 127.0.0.1:1: this key was revoked by the run's owner"
+        node = groups[2]._node
+        for peer, expected in ((crew.people[1].id, False), (crew.people[0].id, True)):
+            told, at = threading.Event(), peer
+            groups[2]._loop.call_soon_threadsafe(lambda at=at, told=told: (node._on_refused(at, why), told.set()))
+            assert told.wait(20.0)
+            assert node.is_revoked is expected
+        with pytest.raises(UserError) as caught:
+            groups[2].average(0, np.ones(100), 1.0)
+        assert "this key was revoked by the run's owner" in str(caught.value)

@@ -22,7 +22,7 @@ from phalanx.api.runs import AnyRun
 from phalanx.api.runs import run as open_public_run
 from phalanx.api.train_inputs import TrainCall, check_call, prepare_here, setting_texts
 from phalanx.api.training import make_run_folder
-from phalanx.errors import mistake
+from phalanx.errors import SystemFailure, UserError, mistake
 from phalanx.io.files import load_json, replace_bytes
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["PeerTable", "SavedInvitation", "go_on_alone", "invite", "join", "members", "revoke", "start"]
 
 WHERE = "phalanx peers"
+ANY_PORT = "127.0.0.1:0"
 MOST_INVITATION_BYTES = 16 * 2**20
 ANSWER_S = 60.0  # that a running peer may take to agree with those that are left
 SILENT_S = 10.0  # a running peer says twice a second how it stands
@@ -91,6 +92,7 @@ class PeerTable(PublicResult):
 
 def _member_cells(one: dict[str, Any]) -> tuple[str, ...]:
     address = f"{one['address'][0]}:{one['address'][1]}" if one.get("address") else "–"
+    address = "client-only" if one.get("client_only") else address  # nobody connects to it
     step = "–" if one.get("step") is None else f"{one['step']:,}"
     latency = "–" if not one.get("latency_s") else f"{1000 * one['latency_s']:.0f} ms"
     speed = f"{one['up_mbps']:g}/{one['down_mbps']:g}" if one.get("up_mbps") and one.get("down_mbps") else "–"
@@ -100,7 +102,7 @@ def _member_cells(one: dict[str, Any]) -> tuple[str, ...]:
 def start(
     job: AnyJob | None = None,
     *,
-    listen: str = "127.0.0.1:0",
+    listen: str = ANY_PORT,
     advertise: str | None = None,
     name: str = "owner",
     bandwidth: str | None = None,
@@ -128,9 +130,12 @@ def start(
         if job is not None:
             raise mistake(f"{WHERE} start", "JOB and --resume exclude each other", fix="give one of them")
         return _resume_peer(resume, steps=steps, overrides=overrides, allow_code=allow_code, tell=teller(progress))
+    if job is None:
+        raise mistake(f"{WHERE} start", "no job file is named", fix="phalanx peers start JOB, or --resume RUN")
     up, down = parse_bandwidth(bandwidth)
     place, public = parse_address(listen), parse_address(advertise) if advertise else None
     identity = PeerIdentity.create(name)
+    check_listen(place)
     call = _peer_call(job, cluster, steps, overrides, runs, check, allow_code, progress)
     run, plan = _prepare_run(call)
     group = run.run_id
@@ -146,7 +151,7 @@ def join(
     *,
     job: AnyJob | None = None,
     data: str | Path | None = None,
-    listen: str = "127.0.0.1:0",
+    listen: str = ANY_PORT,
     advertise: str | None = None,
     bandwidth: str | None = None,
     client_only: bool = False,
@@ -172,6 +177,11 @@ def join(
     found = Invitation.load(path)
     up, down = parse_bandwidth(bandwidth)
     place, public = parse_address(listen), parse_address(advertise) if advertise else None
+    if client_only and (listen != ANY_PORT or advertise):
+        what = "--client-only excludes --listen and --advertise: such a peer accepts no connections"
+        raise mistake(f"{WHERE} join", what, fix="leave one of them out")
+    if not client_only:
+        check_listen(place)
     texts = [*setting_texts(overrides, None), *([f"data.path={json.dumps(str(Path(data).resolve()))}"] if data else [])]
     source = job if job is not None else _job_of(path, Path(runs))
     call = _peer_call(source, cluster, None, texts, runs, check, allow_code, progress)
@@ -196,10 +206,11 @@ def invite(run: AnyRun, name: str, *, out: str | Path | None = None, addresses: 
 
     >>> phalanx.peers.invite("runs/job-20261117-120000", "berlin", addresses=["203.0.113.7:29400"])  # doctest: +SKIP
     """
+    from phalanx.peers.allowlist import locked_list
     from phalanx.peers.invitation import Invitation
     from phalanx.train.slow_links.peer_session import ALLOWED, peers_folder
 
-    found, identity, allowed = _owned_group(run)
+    found, identity, _ = _owned_group(run)
     places = [parse_address(one) for one in addresses] or _known_addresses(found)
     if not places:
         raise mistake(
@@ -207,14 +218,16 @@ def invite(run: AnyRun, name: str, *, out: str | Path | None = None, addresses: 
             "nobody can be reached yet: the peer has never listened",
             fix="start it first, or give --address HOST:PORT",
         )
-    if name in allowed.fingerprints().values():
-        raise mistake(str(found.path), f"a peer called {name[:60]} is invited already", fix="choose another name")
-    made = Invitation.create(identity, allowed, name, places)
     path = Path(out) if out is not None else Path(f"{name}.invitation.json")
-    made.save(path)
-    text = json.loads(path.read_text(encoding="utf-8")) | {"job_toml": found.job_toml.read_text(encoding="utf-8")}
-    replace_bytes(path, (json.dumps(text, indent=1) + "\n").encode(), mode=0o600)
-    made.allowed.save(peers_folder(found) / ALLOWED)
+    with locked_list(peers_folder(found) / ALLOWED):
+        allowed = _owned_group(run)[2]
+        if name in allowed.fingerprints().values():
+            raise mistake(str(found.path), f"a peer called {name[:60]} is invited already", fix="choose another name")
+        made = Invitation.create(identity, allowed, name, places)
+        made.save(path)
+        text = json.loads(path.read_text(encoding="utf-8")) | {"job_toml": found.job_toml.read_text(encoding="utf-8")}
+        replace_bytes(path, (json.dumps(text, indent=1) + "\n").encode(), mode=0o600)
+        made.allowed.save(peers_folder(found) / ALLOWED)
     return SavedInvitation(path=path, name=name, id=made.identity.id, addresses=tuple(places))
 
 
@@ -231,7 +244,8 @@ def members(run: AnyRun) -> PeerTable:
     facts, status = read_session(found), read_status(found)
     allowed = AllowList.load(peers_folder(found) / ALLOWED)
     credit = status.get("credit", {})
-    names = {fingerprint[:ID_DIGITS]: name for fingerprint, name in allowed.fingerprints().items()}
+    named = {**allowed.fingerprints(), **dict(allowed.revoked_names)}
+    names = {fingerprint[:ID_DIGITS]: name for fingerprint, name in named.items()}
     present = {one["id"]: one for one in status.get("members", ())}
     revoked = {one[:ID_DIGITS] for one in allowed.revoked}
     rows = []
@@ -276,7 +290,7 @@ def go_on_alone(run: AnyRun) -> PeerTable:
     finally:
         path.unlink(missing_ok=True)
     if refusal := said["answer"].get("refusal"):
-        raise mistake(str(found.path), str(refusal)[:400])
+        raise mistake(str(found.path), str(refusal).removeprefix("peers: ")[:400])
     return members(found)
 
 
@@ -285,15 +299,20 @@ def revoke(run: AnyRun, name: str) -> PeerTable:
 
     >>> phalanx.peers.revoke("runs/job-20261117-120000", "berlin")  # doctest: +SKIP
     """
+    from phalanx.peers.allowlist import locked_list
     from phalanx.peers.identity import ID_DIGITS
     from phalanx.train.slow_links.peer_session import ALLOWED, peers_folder
 
-    found, identity, allowed = _owned_group(run)
-    matches = [one for one, known in allowed.fingerprints().items() if name in (known, one, one[:ID_DIGITS])]
-    if not matches:
-        known = ", ".join(sorted(allowed.fingerprints().values()))
-        raise mistake(str(found.path), f"there is no peer called {name[:60]}", fix=f"the peers are {known}")
-    allowed.revoke(identity, matches[0]).save(peers_folder(found) / ALLOWED)
+    found, identity, _ = _owned_group(run)
+    with locked_list(peers_folder(found) / ALLOWED):
+        allowed = _owned_group(run)[2]
+        matches = [one for one, known in allowed.fingerprints().items() if name in (known, one, one[:ID_DIGITS])]
+        if not matches:
+            names, present = dict(allowed.revoked_names), ", ".join(sorted(allowed.fingerprints().values()))
+            gone = any(name in (one, one[:ID_DIGITS], names.get(one)) for one in allowed.revoked)
+            what = f"{name[:60]} was revoked already" if gone else f"there is no peer called {name[:60]}"
+            raise mistake(str(found.path), what, fix=f"the peers are {present}")
+        allowed.revoke(identity, matches[0]).save(peers_folder(found) / ALLOWED)
     return members(found)
 
 
@@ -312,6 +331,17 @@ def parse_address(text: str) -> Address:
     return host.strip("[]"), int(port)
 
 
+def check_listen(place: Address) -> None:
+    """Raise UserError where nobody can listen, before anything is made; the peer itself listens later."""
+    from phalanx.io.listen import Address as ListenAddress
+    from phalanx.io.listen import open_socket
+
+    try:
+        open_socket(ListenAddress(host=place[0], port=place[1]), guarded=True).close()
+    except SystemFailure as error:
+        raise UserError(error.problems) from error
+
+
 def parse_bandwidth(text: str | None) -> tuple[float | None, float | None]:
     """Mbit/s up and down, of "40/200" or "100".
 
@@ -324,7 +354,8 @@ def parse_bandwidth(text: str | None) -> tuple[float | None, float | None]:
     try:
         found = float(up), float(down if slash else up)
     except ValueError:
-        found = (-1.0, -1.0)
+        what, fix = f"--bandwidth {text[:40]} is not a speed", "write UP/DOWN in Mbit/s, as 40/200"
+        raise mistake(WHERE, what, fix=fix) from None
     if not all(0.0 < one < 1e9 for one in found):
         raise mistake(
             WHERE,
@@ -376,10 +407,16 @@ def _prepare_run(call: TrainCall) -> tuple[Run, Plan]:
 
 
 def _resume_peer(run: AnyRun, *, steps: int | None, overrides: Overrides, allow_code: bool, tell: Tell) -> Run:
-    from phalanx.train.slow_links.peer_session import read_session
+    from phalanx.peers.allowlist import AllowList
+    from phalanx.peers.identity import PeerIdentity
+    from phalanx.train.slow_links.peer_session import ALLOWED, peers_folder, read_session
 
     found = open_public_run(run)
-    read_session(found)
+    facts, folder = read_session(found), peers_folder(found)
+    if PeerIdentity.load(folder).fingerprint in AllowList.load(folder / ALLOWED).revoked:
+        raise mistake(str(found.path), "this key was revoked by the run's owner", fix="ask for a new invitation")
+    if not facts.client_only:
+        check_listen(facts.listen)
     call = TrainCall(
         resume=found, steps=steps, overrides=setting_texts(overrides, None), allow_code=allow_code, tell=tell
     )

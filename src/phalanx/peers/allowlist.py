@@ -7,16 +7,20 @@ it arrives. Nobody else can write one.
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import mistake
+from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.io.files import load_json, write_text
 from phalanx.peers.identity import (
     ID_DIGITS,
+    NAME,
     PeerIdentity,
     certificate_name,
     fingerprint_of,
@@ -36,6 +40,7 @@ class AllowList:
     version: int
     certificates: tuple[str, ...]
     revoked: frozenset[str] = frozenset()
+    revoked_names: tuple[tuple[str, str], ...] = ()  # fingerprint and name, so that people know who it was
     signature: bytes = b""
 
     @classmethod
@@ -63,8 +68,15 @@ class AllowList:
         if self.owner_fingerprint in known:
             raise mistake("allowlist", "the owner of a run cannot be revoked", why="nobody could sign the next list")
         rest = tuple(pem for pem in self.certificates if pem not in known.values())
-        revoked = self.revoked | set(known)
-        return replace(self, version=self.version + 1, certificates=rest, revoked=revoked)._signed(owner)
+        names = {**dict(self.revoked_names), **{one: self.fingerprints()[one] for one in known}}
+        shorter = replace(
+            self,
+            version=self.version + 1,
+            certificates=rest,
+            revoked=self.revoked | set(known),
+            revoked_names=tuple(sorted(names.items())),
+        )
+        return shorter._signed(owner)
 
     @property
     def owner_fingerprint(self) -> str:
@@ -79,9 +91,12 @@ class AllowList:
         }
 
     def replaces(self, older: AllowList) -> bool:
-        """Whether this is a newer list of the same run and owner; its signature was checked when it was read."""
+        """Whether this is a newer list of the same run and owner; its signature was checked when it was read.
+
+        One that forgets a revocation is none: whoever was sent away stays away.
+        """
         same = self.run_id == older.run_id and self.owner_fingerprint == older.owner_fingerprint
-        return same and self.version > older.version
+        return same and self.version > older.version and older.revoked <= self.revoked
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads."""
@@ -99,6 +114,7 @@ class AllowList:
                 version=_whole(data["version"]),
                 certificates=tuple(_text(one, 16 * 1024) for one in _list(data["certificates"])),
                 revoked=frozenset(_text(one, 64) for one in _list(data["revoked"])),
+                revoked_names=_names(data.get("revoked_names", {})),
                 signature=base64.b64decode(_text(data["signature"], 400), validate=True),
             )
             fingerprints = [fingerprint_of(pem) for pem in found.certificates]
@@ -108,6 +124,8 @@ class AllowList:
             raise mistake(where, "is not an allowlist: it names nobody, or somebody twice")
         if found.revoked & set(fingerprints):
             raise mistake(where, "allows a peer that it also revokes")
+        if not dict(found.revoked_names).keys() <= found.revoked:
+            raise mistake(where, "is not an allowlist: it names somebody who was not revoked")
         if owner and found.owner_fingerprint != owner:
             raise mistake(
                 where, "the allowlist belongs to another owner", why=f"the run's owner is {owner[:ID_DIGITS]}"
@@ -138,6 +156,7 @@ class AllowList:
             "version": self.version,
             "certificates": list(self.certificates),
             "revoked": sorted(self.revoked),
+            **({"revoked_names": dict(self.revoked_names)} if self.revoked_names else {}),
         }
 
     def _signed_bytes(self) -> bytes:
@@ -150,6 +169,29 @@ class AllowList:
         if len(self.certificates) > MOST_PEERS:
             raise mistake("allowlist", f"more than {MOST_PEERS:,} peers")
         return replace(self, signature=owner.sign(self._signed_bytes()))
+
+
+@contextmanager
+def locked_list(path: Path) -> Iterator[None]:
+    """Nobody else who asks changes the list in this file meanwhile: whoever reads, changes and writes it holds this."""
+    try:
+        lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        what = f"cannot be written: {error.strerror or error}"
+        raise SystemFailure(Problem(where=str(path.parent), what=what, fix="make the folder writable")) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _names(value: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, dict) or len(value) > MOST_PEERS:
+        raise ValueError("not names")
+    if not all(NAME.fullmatch(_text(name, 100)) for name in value.values()):
+        raise ValueError("not a name")
+    return tuple(sorted((_text(one, 64), name) for one, name in value.items()))
 
 
 def _text(value: object, most: int) -> str:

@@ -39,6 +39,7 @@ class PeerConnection:
         self.sent_bytes = self.received_bytes = 0
         self._reader, self._writer = reader, writer
         self._sending = asyncio.Lock()
+        self._parting: asyncio.TimerHandle | None = None
         sock = writer.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -78,6 +79,7 @@ class PeerConnection:
             text = await self._reader.readexactly(size)
             data = await self._reader.readexactly(data_bytes) if data_bytes else b""
         except (asyncio.IncompleteReadError, OSError) as error:  # errors of TLS are OSErrors too
+            self._forget_parting()
             raise ConnectionResetError(str(error)) from error
         self.heard_at = time.monotonic()
         self.received_bytes += size + data_bytes
@@ -97,9 +99,28 @@ class PeerConnection:
             return acknowledged, received
         return self.sent_bytes - self._writer.transport.get_write_buffer_size(), self.received_bytes
 
+    def part(self, message: PeerMessage, data: bytes, *, within_s: float) -> None:
+        """Send one last message; until the other side has read it and closed, or it is late, `abort` does nothing.
+
+        Who closes first, with bytes of the other side unread, resets the connection, and its last message is lost.
+        """
+        self.post(message, data)
+        if self._parting is None:
+            self._parting = asyncio.get_running_loop().call_later(within_s, self._end_parting)
+
+    def _end_parting(self) -> None:
+        self._forget_parting()
+        self.abort()
+
+    def _forget_parting(self) -> None:
+        if self._parting is not None:
+            self._parting.cancel()
+            self._parting = None
+
     def abort(self) -> None:
         """Close at once; what was not sent is lost."""
-        self._writer.transport.abort()
+        if self._parting is None:
+            self._writer.transport.abort()
 
     async def close(self) -> None:
         """Close after what was posted has been sent, or soon."""

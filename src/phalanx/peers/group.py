@@ -29,7 +29,7 @@ from phalanx.peers.facts import (
 )
 from phalanx.peers.identity import PeerIdentity
 from phalanx.peers.node_settings import NodeSettings
-from phalanx.peers.peer_node import PeerNode
+from phalanx.peers.peer_node import REVOKED, PeerNode
 
 LOOPBACK: Address = ("127.0.0.1", 0)
 T = TypeVar("T")
@@ -44,7 +44,8 @@ class PeerGroup:
     of a share for each update before it is summed, with the peer and a vector that is zero outside this share; a text
     in return drops the update, with the text as the reason. It may take its time, on a thread of its own. `events` is
     called on the group's thread and must not block. `norm_limit` is how many times the round's median norm an update
-    may have; `samples_per_s` what no peer of the run can exceed.
+    may have; `samples_per_s` what no peer of the run can exceed. `keep_allowed` is called with every newer allowlist
+    that is taken over, wherever it came from, for whoever keeps it for the next start.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class PeerGroup:
         dead_after_s: float = 5.0,
         samples_per_s: float | None = None,
         routes: Mapping[str, Address] | None = None,
+        keep_allowed: Callable[[AllowList], None] | None = None,
     ) -> None:
         _check_settings(identity, run, allowed, bandwidth, norm_limit, heartbeat_s, dead_after_s)
         settings = NodeSettings(
@@ -78,6 +80,7 @@ class PeerGroup:
             dead_after_s=dead_after_s,
             samples_per_s=samples_per_s,
             routes=dict(routes or {}),
+            keep_allowed=keep_allowed or (lambda allowed: None),
         )
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(lambda loop, context: None)  # strangers who break a handshake are no news
@@ -110,10 +113,12 @@ class PeerGroup:
         """
         if self._node.view.number:
             raise mistake("join", "this peer is in the group already")
+        self._check_revoked()
         if addresses:
             self._call(self._node.joining.join(list(addresses), timeout_s))
         else:
             self._call(_run_soon(lambda: self._node.joining.found(first_round)))
+        self._check_revoked()
         return self._node.view
 
     def view(self) -> MemberView:
@@ -152,7 +157,10 @@ class PeerGroup:
         calls later gets the committed result at once, without being counted. After a discarded round call again with
         the same number; where `behind` is true, call `fetch_state` first. Weight 0 takes the result and adds nothing.
         A member that claims more than `most_weight`, as the leader's call says, is dropped.
+
+        Raises UserError where this peer's key was revoked, before or meanwhile.
         """
+        self._check_revoked()
         try:
             sender = Sender(codec, feedback=0.0) if isinstance(codec, str) else codec
         except ValueError as error:
@@ -167,7 +175,7 @@ class PeerGroup:
             raise mistake("average", f"a weight of {weight:g}", fix="weights are finite and not negative")
         if quorum is not None and quorum < 1:
             raise mistake("average", f"a quorum of {quorum}", fix="1 or more; None waits for all")
-        return self._call(
+        result = self._call(
             self._node.rounds.average(
                 round_number,
                 vector,
@@ -179,6 +187,12 @@ class PeerGroup:
                 most_weight=most_weight,
             )
         )
+        self._check_revoked()
+        return result
+
+    def _check_revoked(self) -> None:
+        if self._node.is_revoked:
+            raise mistake(self._node.identity.name, REVOKED, fix="ask for a new invitation")
 
     def serve_state(self, provider: Callable[[], PeerState | None]) -> None:
         """Give newcomers this state; `provider` is called on a thread of the group's, once per newcomer."""
@@ -191,6 +205,7 @@ class PeerGroup:
         letters, digits and `._-/`, without `..`. A peer that fails half way is replaced by the next. Then go on with
         round `returned + 1`: results that were committed meanwhile are handed out by `average` at once.
         """
+        self._check_revoked()
         try:
             return self._call(asyncio.wait_for(self._node.fetch_state(into), timeout_s))
         except TimeoutError:
@@ -201,7 +216,7 @@ class PeerGroup:
         if allowed.version > self._node.transport.allowed.version and not allowed.replaces(
             self._node.transport.allowed
         ):
-            raise mistake("allowlist", "is of another run or another owner")
+            raise mistake("allowlist", "is of another run or another owner, or forgets who was revoked")
         self._call(_run_soon(lambda: self._node.set_allowed(allowed)))
 
     @property
@@ -222,7 +237,7 @@ class PeerGroup:
 
     def leave(self) -> None:
         """Tell the others, so that nobody waits for this peer; then `close`."""
-        if not self._closed and self._node.view.number:
+        if not self._closed and self._node.view.number and not self._node.is_revoked:
             with contextlib.suppress(TimeoutError):
                 self._call(self._node.joining.leave())
         self.close()

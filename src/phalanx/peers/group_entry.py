@@ -106,9 +106,9 @@ class GroupEntry:
         if len(data) > MOST_LIST_BYTES:
             return
         allowed = self._node.transport.allowed
-        newer = AllowList.from_json(json.loads(data), where="allowlist", owner=allowed.owner_fingerprint)
-        if newer.replaces(allowed):
-            self._node.transport.set_allowed(newer)
+        self._node.set_allowed(
+            AllowList.from_json(json.loads(data), where="allowlist", owner=allowed.owner_fingerprint)
+        )
 
     async def on_join(self, connection: PeerConnection) -> None:
         message, _ = await asyncio.wait_for(connection.receive(), self._node.settings.dead_after_s)

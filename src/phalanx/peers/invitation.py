@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.io.files import load_json
 from phalanx.peers.allowlist import MOST_LIST_BYTES, AllowList
 from phalanx.peers.facts import Address
@@ -82,7 +82,10 @@ class Invitation:
         if not isinstance(key, str) or not isinstance(certificate, str):
             raise mistake(where, "lacks the key or the certificate", fix=ASK_AGAIN)
         identity = PeerIdentity.from_pem(key, certificate, where=where)
-        allowed = AllowList.from_json(data.get("allowed"), where=where)
+        try:
+            allowed = AllowList.from_json(data.get("allowed"), where=where)
+        except UserError as error:
+            raise UserError([replace(problem, fix=ASK_AGAIN) for problem in error.problems]) from error
         if identity.fingerprint not in allowed.fingerprints():
             raise mistake(where, "its allowlist does not name the peer that it invites", fix=ASK_AGAIN)
         return cls(addresses=tuple(one for one in addresses if one), identity=identity, allowed=allowed)

@@ -37,6 +37,7 @@ class PeerLinks:
         self.data: dict[str, PeerConnection] = {}
         self.lost_at: dict[str, float] = {}  # since when a peer has no control connection
         self.absent: set[str] = set()  # nobody listens at its address any more
+        self._parted: set[str] = set()  # sent away for good: nobody dials them
         self._transport, self._routes, self._heartbeat_s = transport, routes, heartbeat_s
         self._on_message, self._on_up, self._on_down, self._on_refused = on_message, on_up, on_down, on_refused
         self._dialing: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -53,7 +54,7 @@ class PeerLinks:
     def maintain(self, me: Member, view: MemberView) -> None:
         """Dial whom this side has to dial and has no connection to; called at every heartbeat."""
         for member in view.members:
-            if member.id == me.id or not _dials(me, member):
+            if member.id == me.id or member.id in self._parted or not _dials(me, member):
                 continue
             for purpose in ("control", "data"):
                 key = (member.id, purpose)
@@ -106,6 +107,15 @@ class PeerLinks:
         for table in (self.control, self.data):
             if (connection := table.get(peer)) is not None:
                 connection.abort()
+
+    def part(self, peer: str, message: PeerMessage, data: bytes, *, within_s: float) -> None:
+        """End both connections for good; the peer is told why, as far as it reads it `within_s`."""
+        self._parted.add(peer)
+        control = self.control.pop(peer, None)  # nothing more is said to it
+        self.lost_at.setdefault(peer, time.monotonic())
+        if control is not None:
+            control.part(message, data, within_s=within_s)
+        self.drop(peer)
 
     async def probe(self, member: Member) -> None:
         """Find out whether a process still listens where a member did; the side that does not dial learns it so."""

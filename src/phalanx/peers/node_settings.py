@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from phalanx.peers.allowlist import AllowList
 from phalanx.peers.facts import Address, Bandwidth, PeerEvent, Vector
 
 
@@ -22,6 +23,7 @@ class NodeSettings:
     heartbeat_s: float
     dead_after_s: float
     samples_per_s: float | None
+    keep_allowed: Callable[[AllowList], None] = lambda allowed: None
     routes: Mapping[str, Address] = field(default_factory=dict)
 
     @property

@@ -30,6 +30,8 @@ from phalanx.peers.tls_transport import PeerTransport
 from phalanx.peers.view_agreement import worst_complaints
 from phalanx.peers.view_change import ViewKeeper
 
+PARTING_S = 10.0  # that whoever was revoked has to read so; on the slowest links a list takes seconds
+REVOKED = "this key was revoked by the run's owner"
 EMPTY_VIEW = MemberView(number=0, members=(), next_round=0)
 
 
@@ -46,7 +48,7 @@ class PeerNode:
             on_message={"control": self._on_control, "data": self._on_data},
             on_up=self._on_link_up,
             on_down=self._on_link_down,
-            on_refused=lambda peer, why: self.tell("refused", why, peer=peer),
+            on_refused=self._on_refused,
             routes=settings.routes,
             heartbeat_s=settings.heartbeat_s,
         )
@@ -63,6 +65,8 @@ class PeerNode:
         self.provider: Callable[[], PeerState | None] | None = None
         self.leaving: set[str] = set()
         self.closing = False
+        self._refused_by: set[str] = set()  # members that say that this peer's key was revoked
+        self.revoked = {one[:ID_DIGITS] for one in allowed.revoked}
         self.complaints: dict[tuple[str, str], float] = {}
         self._heard: dict[str, tuple[float, float]] = {}  # sent_at of the last heartbeat, and when it came
         self._checks: dict[str, tuple[str, ProgressCheck]] = {}  # of the process that claims: a new one begins anew
@@ -132,6 +136,8 @@ class PeerNode:
     # ---- links --------------------------------------------------------------------------------------------------
 
     async def _on_accept(self, connection: PeerConnection, hello: say.Hello) -> None:
+        if self.is_revoked:
+            return
         if hello.purpose == "join":
             await self.joining.on_join(connection)
         elif hello.purpose == "state":
@@ -198,7 +204,7 @@ class PeerNode:
             self.links.lost_at = {peer: at + late for peer, at in self.links.lost_at.items()}
             self._view_since += late
         self._ticked_at = now
-        if self.view.number == 0:
+        if self.view.number == 0 or self.is_revoked:
             return
         self.links.maintain(self.member, self.view)
         suspects = self.suspects()
@@ -247,13 +253,16 @@ class PeerNode:
 
     def _on_link_up(self, peer: str, connection: PeerConnection) -> None:
         self._heard.pop(peer, None)
+        if peer in self.revoked:
+            self.links.part(peer, say.AllowlistUpdate(), self._list_text(), within_s=PARTING_S)
+            return
         if self.is_current(connection):
             self.views.greet(peer)
             self.leader.greet(peer)
             self.rounds.say_ready()
 
     def _on_link_down(self, peer: str, purpose: str) -> None:
-        if self.closing:
+        if self.closing or self.is_revoked:
             return
         if purpose == "data":
             self.rounds.data_link_lost(peer)
@@ -262,6 +271,18 @@ class PeerNode:
             self.spawn(self.views.look_after(peer))
         self.links.maintain(self.member, self.view)
 
+    def _on_refused(self, peer: str, why: str) -> None:
+        """A member that was dialled takes no connection. Its word is no proof, but for the owner's and everybody's."""
+        if self.is_revoked:
+            return
+        self.tell("refused", why, peer=peer)
+        if REVOKED in why:
+            self._refused_by.add(peer)
+            owner = self.transport.allowed.owner_fingerprint[:ID_DIGITS]
+            if owner in self._refused_by or self._refused_by >= set(self.view.ids) - {self.me}:
+                self.revoked.add(self.me)
+                self._end_as_revoked()
+
     def is_current(self, connection: PeerConnection) -> bool:
         """Whether the other side is a member of our view, and the process that we admitted."""
         member = self.view.member(connection.peer)
@@ -269,10 +290,12 @@ class PeerNode:
 
     async def _on_control(self, connection: PeerConnection, message: PeerMessage, data: bytes) -> None:
         peer = connection.peer
-        if isinstance(message, say.PeerHeartbeat):
-            self._on_heartbeat(connection, message)
-        elif isinstance(message, say.AllowlistUpdate):
+        if isinstance(message, say.AllowlistUpdate):
             self._on_lists(data)
+        elif peer in self.revoked or self.is_revoked:
+            return  # it was sent away, and may not have read so yet
+        elif isinstance(message, say.PeerHeartbeat):
+            self._on_heartbeat(connection, message)
         elif not self.is_current(connection):
             return  # only members of our view speak for it, or for the one that follows it
         elif isinstance(message, say.Install):
@@ -300,8 +323,7 @@ class PeerNode:
             trip = max(0.0, now - message.echo - message.held_s)
             self.latency_s[peer] = trip / 2
         if message.list_version < self.transport.allowed.version:
-            text = json.dumps(self.transport.allowed.to_json()).encode()
-            connection.post(say.AllowlistUpdate(), text)
+            connection.post(say.AllowlistUpdate(), self._list_text())
         if message.history != self.view.history or not self.is_current(connection):
             same = message.history == self.view.history and message.view_number <= self.view.number
             forced = self.views.forced is not None and message.history == self.views.forced.forced_from
@@ -327,21 +349,41 @@ class PeerNode:
             else:
                 self.complaints.pop(pair, None)
 
+    @property
+    def is_revoked(self) -> bool:
+        """Whether this peer was sent away itself: it takes part in nothing more."""
+        return self.me in self.revoked
+
+    def _list_text(self) -> bytes:
+        return json.dumps(self.transport.allowed.to_json()).encode()
+
     def set_allowed(self, allowed: AllowList) -> None:
-        """Take over a newer list and tell everybody; who was revoked leaves the view."""
+        """Take over a newer list and tell everybody, whoever was revoked too, who leaves the view."""
         if not allowed.replaces(self.transport.allowed):
             return
-        new = allowed.revoked - self.transport.allowed.revoked
-        self.transport.set_allowed(allowed)
-        for fingerprint in new:
-            peer = fingerprint[:ID_DIGITS]
-            self.tell("revoked", "its key was revoked by the run's owner", peer=peer)
-            self.leaving.add(peer)
-            self.links.drop(peer)
+        new = [one[:ID_DIGITS] for one in allowed.revoked - self.transport.allowed.revoked]
+        self.revoked |= set(new)
         text = json.dumps(allowed.to_json()).encode()
+        if not self.is_revoked:
+            for peer in new:
+                self.tell("revoked", "its key was revoked by the run's owner", peer=peer)
+                self.leaving.add(peer)
+                self.links.part(peer, say.AllowlistUpdate(), text, within_s=PARTING_S)
+        self.transport.set_allowed(allowed)
+        self.settings.keep_allowed(allowed)
+        if self.is_revoked:
+            self._end_as_revoked()
+            return
         for connection in self.links.control.values():
             connection.post(say.AllowlistUpdate(), text)
         self.views.consider(self.suspects(), set())
+
+    def _end_as_revoked(self) -> None:
+        """Never again a round: whoever waits for one is told so, and the others hear no more of this peer."""
+        self.tell("revoked", REVOKED, peer=self.me)
+        for peer in {*self.links.control, *self.links.data}:
+            self.links.drop(peer)
+        self.rounds.fail_pending(REVOKED)
 
     def _on_lists(self, data: bytes) -> None:
         try:

@@ -28,6 +28,20 @@ def is_majority(view: Collection[str], present: Collection[str]) -> bool:
     return bool(view) and min(view) in counted
 
 
+def may_decide(view: Collection[str], present: Collection[str], revoked: Collection[str]) -> bool:
+    """Whether those present may decide for a view of which some were revoked, whose votes count nowhere.
+
+    They do where they are a majority of the whole view, or everybody who was not revoked. A majority of those who were
+    not revoked would be too few: somebody who has not heard of the revocation yet may be a majority with the revoked.
+
+    >>> may_decide("ab", "b", "a"), may_decide("abc", "ab", "c"), may_decide("abc", "a", "c")
+    (True, True, False)
+    """
+    voters = set(view) - set(revoked)
+    counted = voters & set(present)
+    return bool(counted) and (counted == voters or is_majority(view, counted))
+
+
 class Acceptor:
     """What one member has promised and agreed to, of the successor of its view; a new one for every view."""
 

@@ -15,7 +15,7 @@ from phalanx.errors import mistake
 from phalanx.peers import messages as say
 from phalanx.peers.facts import Member
 from phalanx.peers.messages import NextView, PeerMessage
-from phalanx.peers.view_agreement import Acceptor, choose_proposal, is_majority
+from phalanx.peers.view_agreement import Acceptor, choose_proposal, may_decide
 
 if TYPE_CHECKING:
     from phalanx.peers.peer_node import PeerNode
@@ -51,11 +51,11 @@ class ViewKeeper:
     def consider(self, suspects: set[str], complained: set[str]) -> None:
         """Begin a new view where somebody is gone or wants to come, and it is this peer's turn."""
         node = self._node
-        view, leaving = node.view, node.leaving
-        if view.member(node.me) is None:
+        view, leaving = node.view, node.leaving | node.revoked
+        if view.member(node.me) is None or node.is_revoked:
             return
-        alive = set(view.ids) - suspects
-        stuck = not is_majority(view.ids, alive)
+        alive = set(view.ids) - suspects - node.revoked
+        stuck = not self._decides(alive)
         if stuck and not self.is_stuck:
             cure = "rounds wait until more return; phalanx peers go-on-alone RUN gives up the lost ones"
             node.tell("no-majority", f"{self._describe_lost(suspects)}: {cure}")
@@ -69,6 +69,9 @@ class ViewKeeper:
             return
         if self._task is None or self._task.done():
             self._task = node.spawn(self._change(suspects, complained))
+
+    def _decides(self, present: set[str]) -> bool:
+        return may_decide(self._node.view.ids, present, self._node.revoked)
 
     async def look_after(self, peer: str) -> None:
         """A member's connection has ended: decide as soon as it may be, and not at a heartbeat after that."""
@@ -87,13 +90,14 @@ class ViewKeeper:
 
     def _describe_lost(self, suspects: set[str]) -> str:
         node, view = self._node, self._node.view
-        lost = ", ".join(sorted(node.name_of(peer) or peer for peer in suspects))
-        return f"{len(view.ids) - len(suspects)} of {len(view.ids)} peers are left, which is no majority (lost: {lost})"
+        voters = set(view.ids) - node.revoked
+        lost = ", ".join(sorted(node.name_of(peer) or peer for peer in suspects & voters))
+        return f"{len(voters - suspects)} of {len(voters)} peers are left, which is no majority (lost: {lost})"
 
     async def go_on_without_lost(self) -> None:
         """See `PeerGroup.go_on_without_lost`. The new view has a history of its own: it never meets the old one's."""
-        node, suspects = self._node, self._node.suspects()
-        if node.view.member(node.me) is None or is_majority(node.view.ids, set(node.view.ids) - suspects):
+        node, suspects = self._node, self._node.suspects() | self._node.revoked
+        if node.view.member(node.me) is None or self._decides(set(node.view.ids) - suspects):
             raise mistake("peers", "a majority of the peers is here: nobody has to be given up")
         if all(one.client_only for one in node.view.members if one.id not in suspects):
             raise mistake("peers", "no peer that accepts connections is left", fix="wait until one returns")
@@ -129,7 +133,7 @@ class ViewKeeper:
         """
         node, view = self._node, self._node.view
         self._highest += 1
-        asked = set(view.ids) - suspects - complained
+        asked = set(view.ids) - suspects - complained - node.revoked
         mine = self._ballot = _Ballot((self._highest, node.me), deciders=asked if is_forced else None)
         self._send(asked, say.Prepare(view_number=view.number, ballot=mine.ballot))
         # A newcomer's id may be that of its earlier process, which answers no more.
@@ -138,7 +142,7 @@ class ViewKeeper:
             await asyncio.sleep(random.uniform(0.0, node.settings.heartbeat_s))
             return
         joining = [member for member, _, _ in self._joining.values()]
-        leaving = node.leaving | complained | (suspects - set(mine.promises))
+        leaving = node.leaving | node.revoked | complained | (suspects - set(mine.promises))
         proposal = choose_proposal(view, mine.promises, joining=joining, leaving=leaving - {one.id for one in joining})
         promised = set(mine.promises)
         if is_forced:
@@ -159,7 +163,7 @@ class ViewKeeper:
     def _may_go_on(self, mine: _Ballot, present: set[str]) -> bool:
         view = self._node.view
         current = self._ballot is mine and self.acceptor.view.number == view.number
-        enough = is_majority(view.ids, present) if mine.deciders is None else mine.deciders <= present
+        enough = self._decides(present) if mine.deciders is None else mine.deciders <= present
         return current and not mine.is_lost and enough
 
     async def _collect(self, mine: _Ballot, is_enough: object) -> None:
@@ -213,7 +217,7 @@ class ViewKeeper:
         leader = node.view.leader
         # While the leader lives nobody else may freeze the view: one bad link must not stop the group.
         is_gone = leader in node.suspects() or (leader in node.links.absent and leader not in node.links.control)
-        leads = not is_gone and leader not in node.leaving and not (leader == node.me and node.closing)
+        leads = not is_gone and leader not in node.leaving | node.revoked and not (leader == node.me and node.closing)
         if peer != leader and leads:
             return say.Nack(view_number=node.view.number, ballot=message.ballot, promised=self.acceptor.promised)
         committed, accepted = node.rounds.committed, node.rounds.accepted

@@ -2,7 +2,7 @@
 
     peers/                     mode 0700: whoever reads the key can take the peer's place
     peers/peer-key.pem, peer-certificate.pem
-    peers/allowlist.json       of the run's owner; a running peer takes up a newer one
+    peers/allowlist.json       of the run's owner; a running peer takes up a newer one, and keeps those that it hears of
     peers/session.json         how this peer takes part: `SessionFacts`
     peers/status.json          how the group stands, written while the peer runs
     peers/go-on-alone.json     asks the running peer to go on without those that are lost; it answers in the same file
@@ -17,17 +17,18 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import UserError, mistake
+from phalanx.errors import SystemFailure, UserError, mistake
 from phalanx.io.codec import from_json_values, json_text, json_values
 from phalanx.io.files import load_json, replace_text
 from phalanx.io.packages import installed_version
 from phalanx.job.dataset import read_manifest
 from phalanx.job.schema import Job
-from phalanx.peers.allowlist import AllowList
+from phalanx.peers.allowlist import AllowList, locked_list
 from phalanx.peers.facts import Address, Bandwidth, PeerEvent, RunFacts
 from phalanx.peers.identity import PeerIdentity
 from phalanx.record.run import Run
@@ -150,6 +151,7 @@ class PeerSession:
             dead_after_s=sync.dead_after_s,
             routes=self._routes,
             screen=(lambda peer, vector: self.screen(peer, vector)) if sync.screening == "loss" else None,
+            keep_allowed=self._keep_allowed,
         )
         self.more_status: Callable[[], dict[str, Any]] = dict
         self._ended = threading.Event()
@@ -164,13 +166,22 @@ class PeerSession:
         known = [
             self._routes.get(str(one.get("id")), tuple(one["address"]))
             for one in members
-            if one.get("id") != own and not one.get("client_only")
+            if one.get("id") != own and not one.get("client_only") and self.is_allowed(str(one.get("id")))
         ]
         return tuple(dict.fromkeys([*self.facts.addresses, *((str(host), int(port)) for host, port in known)]))
 
     def is_allowed(self, peer: str) -> bool:
         """Whether the owner's list has a peer: it was not revoked."""
         return any(fingerprint.startswith(peer) for fingerprint in self._allowed.fingerprints())
+
+    def _keep_allowed(self, newer: AllowList) -> None:
+        """A list that the group has taken over: who was revoked is so after the next start too."""
+        if newer.replaces(self._allowed):
+            self._allowed = newer
+        path = self._folder / ALLOWED
+        with suppress(UserError, OSError, SystemFailure), locked_list(path):  # else it is written at the next look
+            if newer.replaces(AllowList.load(path)):
+                newer.save(path)
 
     def tell_events(self, tell: Callable[[PeerEvent], None]) -> None:
         """Where events of the group go; those that came before are told now."""
@@ -188,10 +199,11 @@ class PeerSession:
     def _look(self) -> None:
         while not self._ended.wait(LOOK_S):
             try:
-                newer = AllowList.load(self._folder / ALLOWED, owner=self._allowed.owner_fingerprint)
-                if newer.version > self._allowed.version:
-                    self._allowed = newer
-                    self.group.set_allowed(newer)
+                kept = AllowList.load(self._folder / ALLOWED, owner=self._allowed.owner_fingerprint)
+                if kept.replaces(self._allowed):
+                    self.group.set_allowed(kept)
+                elif self._allowed.replaces(kept):
+                    self._keep_allowed(self._allowed)  # the disk was full when it came
                 self._answer_request()
                 self._write_status()
             except (UserError, OSError, ValueError):  # a file that is being written, or a group that is being closed
