@@ -7,6 +7,17 @@ from dataclasses import dataclass, field
 
 from phalanx.peers.facts import Address, Bandwidth, PeerEvent, Vector
 
+MOST_VALUES = 2**36  # of a vector, where nobody has said how long those of the run are
+MOST_STATE_BYTES = 2**40  # of a state whose tensors nobody has named
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelLimits:
+    """What the run's model allows: no plan or state of another peer is taken to be larger."""
+
+    values: int = MOST_VALUES
+    tensors: Mapping[str, int] | None = None  # bytes at most, by name
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSettings:
@@ -23,6 +34,7 @@ class NodeSettings:
     dead_after_s: float
     samples_per_s: float | None
     routes: Mapping[str, Address] = field(default_factory=dict)
+    limits: ModelLimits = field(default_factory=ModelLimits)
 
     @property
     def reconnect_s(self) -> float:
