@@ -91,8 +91,9 @@ def test_shares_that_end_within_a_segment_are_cut_where_they_end() -> None:
     assert [start for start, _ in other.take_piece(IDS[0], 0, owner.encode_piece(0))] == [0]
     assert [start for start, _ in owner.take_own_pieces()] == [8192]
     assert other.has_summed_its_share
+    late = Attempt(shared, IDS[2])
+    assert not late.take_mean(IDS[1], 4096, bytes(8 * 4096))  # where no segment starts
     assert not other.take_mean(IDS[1], 8192, owner.mean_for(IDS[1], 8192))  # of another's share
-    assert not other.take_mean(IDS[0], 4096, owner.mean_for(IDS[1], 8192))  # where no segment starts
     assert other.take_mean(IDS[0], 8192, owner.mean_for(IDS[1], 8192))
     assert np.array_equal(other.result(), vector)
 
