@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tracemalloc
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from phalanx.peers.attempt import NORM_TOLERANCE, Attempt, BadUpdate, check_plan
 from phalanx.peers.facts import Bandwidth, Member, MemberView, PeerState
 from phalanx.peers.messages import decode_message, encode_message
 from phalanx.peers.node_settings import MOST_VALUES
-from phalanx.peers.state_transfer import BadState, check_tensors
+from phalanx.peers.state_transfer import BLOCK_BYTES, BadState, _receive_state, check_tensors
 
 LONG = 2**30
 
@@ -92,7 +93,8 @@ def test_shares_that_end_within_a_segment_are_cut_where_they_end() -> None:
     assert [start for start, _ in owner.take_own_pieces()] == [8192]
     assert other.has_summed_its_share
     late = Attempt(shared, IDS[2])
-    assert not late.take_mean(IDS[1], 4096, bytes(8 * 4096))  # where no segment starts
+    assert not late.take_mean(IDS[1], 4096, bytes(8 * 4096))
+    assert not late.means()  # no segment starts there
     assert not other.take_mean(IDS[1], 8192, owner.mean_for(IDS[1], 8192))  # of another's share
     assert other.take_mean(IDS[0], 8192, owner.mean_for(IDS[1], 8192))
     assert np.array_equal(other.result(), vector)
@@ -225,3 +227,21 @@ def test_a_state_that_is_too_large_is_not_received() -> None:
         assert not found
         assert groups[1].fetch_state(found.__setitem__, most_bytes={"w": 8}) == -1
         assert found == {"w": b"12345678"}
+
+
+@pytest.mark.parametrize("sent", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES + 1])
+def test_blocks_of_a_state_are_whole(sent: int) -> None:
+    """A byte in half a minute is no progress."""
+    listed = msgspec.json.encode(facts(w=3 * BLOCK_BYTES))
+    answers = [(say.Manifest(round_number=0, tensors=1), listed), (say.StateBlock(), bytes(sent))]
+
+    class Connection:
+        async def send(self, message: say.PeerMessage) -> None: ...
+
+        async def receive(self) -> tuple[say.PeerMessage, bytes]:
+            return answers.pop(0)
+
+    connection: Any = Connection()
+    with pytest.raises(BadState) as caught:
+        asyncio.run(_receive_state(connection, lambda name, data: None, least_round=0, most_bytes=None))
+    assert "other bytes than it announced" in str(caught.value)
