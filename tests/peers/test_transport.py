@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import http.server
 import socket
 import ssl
@@ -10,7 +11,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from phalanx.errors import SystemFailure, UserError
 from phalanx.peers import messages as say
 from phalanx.peers.allowlist import AllowList
+from phalanx.peers.doorway import HALF_OPEN, Doorway
 from phalanx.peers.facts import Bandwidth, PeerState
 from phalanx.peers.frames import PeerConnection
 from phalanx.peers.group import PeerGroup
@@ -212,6 +214,89 @@ def test_a_client_only_peer_cannot_found_a_group_and_a_list_of_a_stranger_is_ref
         with pytest.raises(UserError) as caught:
             group.set_allowed(theirs)
         assert "of another run or another owner" in str(caught.value)
+
+
+def knock(address: Any, count: int) -> list[socket.socket]:
+    """Callers that say nothing, one after the other."""
+    return [socket.create_connection(address, timeout=20.0) for _ in range(count)]
+
+
+def is_shut(sock: socket.socket) -> bool:
+    """Whether the other side has hung up; looks without waiting."""
+    sock.setblocking(False)
+    try:
+        return sock.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Wait until the other side does."""
+    with suppress(ConnectionError):
+        assert sock.recv(1) == b""
+
+
+def test_strangers_who_say_nothing_push_out_each_other_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.peers.tls_transport.HANDSHAKE_S", 1000.0)  # nobody is sent away for being late
+    with Crew(4) as crew:
+        groups = crew.join_all(2)
+        with ExitStack() as stack:
+            strangers = [stack.enter_context(one) for one in knock(groups[0].address, HALF_OPEN)]
+            strangers += [stack.enter_context(one) for one in knock(groups[0].address, 1)]
+            hang_up(strangers[0])  # the 65th pushed out the first, and no other
+            assert not any(map(is_shut, strangers[1:]))
+            for _ in range(2):
+                strangers += [stack.enter_context(one) for one in knock(groups[0].address, HALF_OPEN)]
+            hang_up(strangers[2 * HALF_OPEN])
+            assert [is_shut(one) for one in strangers[-HALF_OPEN:]] == [False] * HALF_OPEN
+            late = crew.start(2)  # an honest peer is one more caller
+            late.join([groups[0].address], timeout_s=20.0)
+            calls = [lambda one=one: one.average(0, np.ones(100), 1.0, timeout_s=25.0) for one in groups]
+            assert all(len(result.members_counted) == 3 for result in together(calls))
+        told = [event.text for event in crew.events[0] if event.kind == "refused"]
+        assert not told  # strangers do not fill the record
+
+
+def test_a_process_without_descriptors_sends_strangers_away_and_takes_callers_again_later() -> None:
+    """The kernel's answer is made up, so that it comes when it should."""
+
+    class Listener:
+        def __init__(self, real: socket.socket) -> None:
+            self.real, self.is_full = real, False
+            self.fileno, self.setblocking, self.close = real.fileno, real.setblocking, real.close
+
+        def accept(self) -> Any:
+            if self.is_full:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return self.real.accept()
+
+    async def stand() -> None:
+        taken: asyncio.Queue[socket.socket] = asyncio.Queue()
+
+        async def serve(sock: socket.socket, admit: Any) -> None:
+            with sock:
+                taken.put_nowait(sock)
+                await asyncio.Event().wait()
+
+        real = socket.create_server(("127.0.0.1", 0))
+        listener = Listener(real)
+        door = Doorway(listener, serve)  # type: ignore[arg-type]
+        with socket.create_connection(real.getsockname()) as first:
+            await taken.get()
+            first.setblocking(False)
+            listener.is_full = True
+            with socket.create_connection(real.getsockname()):
+                assert await asyncio.get_running_loop().sock_recv(first, 1) == b""
+                while door.is_listening:  # it does not ask again and again
+                    await asyncio.sleep(0)
+                assert door.guests == 0
+                listener.is_full = False
+                await taken.get()
+        await door.close()
+
+    asyncio.run(asyncio.wait_for(stand(), 30.0))
 
 
 def test_damaged_state_is_refused_and_the_next_peer_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

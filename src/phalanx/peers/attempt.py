@@ -10,6 +10,7 @@ own among them.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import hashlib
 import math
 from collections.abc import Callable, Iterator
@@ -21,12 +22,12 @@ import numpy as np
 from phalanx.network.slow_codecs import CUT_VALUES, GATHERED_CODECS, encoded_bytes
 from phalanx.peers.codecs import BadBytes, Sender, decode, encode
 from phalanx.peers.facts import MemberView, RoundResult, Vector
-from phalanx.peers.messages import RoundPlan
+from phalanx.peers.messages import MOST_SEGMENT_VALUES, RoundPlan
+from phalanx.peers.node_settings import MOST_VALUES
 
 SEGMENT_BYTES = 32 * 1024  # a fortieth of a second at 10 Mbit/s: what waits for the last piece of a segment is short
 DIRECT_SEGMENT_BYTES = 128 * 1024  # of two peers, where nothing waits for a piece: fewer heads and TLS records
-MOST_SEGMENT_VALUES = 2**20
-MOST_VALUES = 2**40
+MOST_NAMED = 4096  # peers in a plan of a round that is over
 # A codec changes the norm a little (2-bit values by up to a tenth); the limit on norms is far above it.
 NORM_TOLERANCE = 1.5
 
@@ -80,13 +81,19 @@ def segment_values(codec: str, top_share: float, *, is_direct: bool = False) -> 
     return min(MOST_SEGMENT_VALUES, max(1, chunks) * CUT_VALUES)
 
 
-def check_plan(plan: RoundPlan, view: MemberView | None) -> str:
-    """What is wrong with a plan that came over the wire, or nothing; without a view, of a round of an earlier one."""
-    if view is not None and not {*plan.owners, *plan.weights} <= set(view.ids):
+def check_plan(plan: RoundPlan, view: MemberView | None, *, most_values: int = MOST_VALUES) -> str:
+    """What is wrong with a plan that came over the wire, or nothing; without a view, of a round of an earlier one.
+
+    No vector of the run is longer than `most_values`.
+    """
+    if plan.values > most_values:
+        return f"it is of {plan.values:,} values, and no vector of this run has more than {most_values:,}"
+    named = {*plan.owners, *plan.weights, *plan.dropped, *plan.paces}
+    if view is not None and not named <= set(view.ids):
         return "it names peers that are not in the view"
     if set(plan.weights) != set(plan.norms):
         return "it lacks norms"
-    if plan.segment % CUT_VALUES or plan.values > MOST_VALUES or not sum(plan.weights.values()) > 0.0:
+    if plan.segment % CUT_VALUES or len(named) > MOST_NAMED or not sum(plan.weights.values()) > 0.0:
         return "its sizes or weights are impossible"
     at = 0
     for begin, end in sorted(plan.owners.values()):
@@ -128,14 +135,13 @@ class Attempt:
         self.screening = asyncio.Lock()
         self.squares = dict.fromkeys(plan.weights, 0.0)
         self._sender, self._screen = sender, screen
-        self._ends: dict[int, int] = {}
-        self._owner: dict[int, str] = {}
-        for owner, (begin, end) in plan.owners.items():
-            for start in range(begin, end, plan.segment):
-                self._ends[start], self._owner[start] = min(start + plan.segment, end), owner
+        # Nothing is kept for each segment before something of it is here: a plan is small, whatever it speaks of.
+        self._shares = sorted((begin, end, owner) for owner, (begin, end) in plan.owners.items() if begin < end)
         self._means: dict[int, bytes] = {}
-        self._pieces: dict[int, dict[str, Vector]] = {start: {} for start in self.segments_of(me)}
-        self._missing = len(self._ends)
+        self._pieces: dict[int, dict[str, Vector]] = {}  # of this member's share
+        self._own_segments = self.segments_of(me)
+        self._own_missing = len(self._own_segments)
+        self._missing = self._segment_count()
         self._counted = sorted(plan.weights)
         # Two peers move as many bytes either way: each sends the other its values, nothing is rounded a second time,
         # and no piece waits for another.
@@ -153,20 +159,21 @@ class Attempt:
         """Whether taking the last piece may take long: the loss may be evaluated."""
         return self._screen is not None
 
-    def segments_of(self, owner: str) -> list[int]:
+    def segments_of(self, owner: str) -> range:
         """Where the segments of an owner start, in order."""
         begin, end = self.plan.owners.get(owner, (0, 0))
-        return list(range(begin, end, self.plan.segment))
+        return range(begin, end, self.plan.segment)
 
     def encode_piece(self, start: int) -> bytes:
         """This member's own values of a segment; the same bytes whenever it is asked."""
         assert self.outgoing is not None
         if start in self._own:
             return self._own[start]
-        values = self.outgoing[start : self._ends[start]]
+        end = self._end(start)
+        values = self.outgoing[start:end]
         data = encode(self.plan.codec, values, self.plan.top_share)
         if self._lost is not None:
-            self._lost[start : self._ends[start]] -= self._decode(start, data)
+            self._lost[start:end] -= self._decode(start, data)
         if self._gathers:
             self._own[start] = data
         return data
@@ -182,8 +189,9 @@ class Attempt:
 
         Raises BadUpdate for what cannot be summed.
         """
-        pieces = self._pieces.get(start)
-        if pieces is None or peer not in self.plan.weights or peer in pieces or start in self._means:
+        pieces = self._pieces.get(start, {})
+        is_wanted = start in self._own_segments and start not in self._means
+        if not is_wanted or peer not in self.plan.weights or peer in pieces:
             raise BadUpdate(peer, "it sent values that nobody asked it for")
         try:
             values = self._decode(start, data)
@@ -195,14 +203,16 @@ class Attempt:
             raise BadUpdate(peer, "its update is not finite (NaN or infinity)")
         if self.squares[peer] > (NORM_TOLERANCE * self.plan.norms[peer]) ** 2 + 1e-30:
             raise BadUpdate(peer, f"its update has a larger norm than the {self.plan.norms[peer]:.3g} that it stated")
-        pieces[peer] = values
+        self._pieces.setdefault(start, pieces)[peer] = values
         if self._gathers:
             self._encoded.setdefault(start, {})[peer] = data
         if len(pieces) < len(self.plan.weights):
             return
         if self._screen is None:
             yield start, self._sum(start, pieces)
-        elif all(len(one) == len(self.plan.weights) for one in self._pieces.values()):
+        elif len(self._pieces) == len(self._own_segments) and all(
+            len(one) == len(self.plan.weights) for one in self._pieces.values()
+        ):
             # Whoever screens sees whole shares, so nothing may be summed before the last piece.
             self._check_screen(self._screen)
             for place, each in self._pieces.items():
@@ -213,11 +223,11 @@ class Attempt:
 
         Of a committed attempt it may come from anybody: the digest shows whether it is right.
         """
-        wanted = start in self._ends and start not in self._means
-        if not wanted or (peer != self._owner[start] and not self.commit_digest):
+        owner = self._owner_of(start)
+        if not owner or start in self._means or (peer != owner and not self.commit_digest):
             return False
         received = len(data)
-        size = encoded_bytes(self.plan.codec, self._ends[start] - start, self.plan.top_share)
+        size = encoded_bytes(self.plan.codec, self._end(start) - start, self.plan.top_share)
         if self._gathers and received == size * (len(self._counted) - 1) and self.outgoing is not None:
             at = size * self._counted.index(self.me)
             data = b"".join((data[:at], self.encode_piece(start), data[at:]))
@@ -250,7 +260,7 @@ class Attempt:
     @property
     def has_summed_its_share(self) -> bool:
         """Whether this member has nothing more to sum."""
-        return all(start in self._means for start in self._pieces)
+        return self._own_missing == 0
 
     @property
     def is_whole(self) -> bool:
@@ -263,7 +273,7 @@ class Attempt:
 
     def forget_means(self) -> None:
         """They were wrong."""
-        self._means, self._missing = {}, len(self._ends)
+        self._means, self._missing, self._own_missing = {}, self._segment_count(), len(self._own_segments)
 
     def part_digests(self) -> dict[str, str]:
         """SHA-256 of each owner's means."""
@@ -286,14 +296,31 @@ class Attempt:
         """The mean, as every member decodes it; raises BadBytes where an owner sent nonsense."""
         kind = np.float64 if self.plan.codec == "fp64" else np.float32
         found = np.empty(self.plan.values, dtype=kind)
-        for start, end in self._ends.items():
-            found[start:end] = self._decode_mean(start, self._means[start])
+        for start, data in self._means.items():
+            found[start : self._end(start)] = self._decode_mean(start, data)
         return found
 
     def settle(self) -> None:
         """The round was committed: what the codec lost is sent with the next."""
         if self._sender is not None and self._lost is not None and self._lost_sums is not None:
             self._sender.settle(self._lost, self._lost_sums)
+
+    def _share_at(self, start: int) -> tuple[int, int, str]:
+        """Begin, end and owner of the share that a value is in."""
+        return self._shares[bisect.bisect_right(self._shares, start, key=lambda share: share[0]) - 1]
+
+    def _end(self, start: int) -> int:
+        return min(start + self.plan.segment, self._share_at(start)[1])
+
+    def _owner_of(self, start: int) -> str:
+        """Whose segment starts there; nobody's where none does."""
+        if start >= self.plan.values:
+            return ""
+        begin, _, owner = self._share_at(start)
+        return owner if (start - begin) % self.plan.segment == 0 else ""
+
+    def _segment_count(self) -> int:
+        return sum(len(self.segments_of(owner)) for owner in self.plan.owners)
 
     def _sum(self, start: int, pieces: dict[str, Vector]) -> bytes:
         if self._gathers:
@@ -305,14 +332,14 @@ class Attempt:
                 mean = self._sender.outgoing_sum(start, mean, self.plan.values)
             data = encode(self.plan.codec, mean, self.plan.top_share)
             if self._lost_sums is not None:
-                self._lost_sums[start : self._ends[start]] = mean - self._decode(start, data)
+                self._lost_sums[start : self._end(start)] = mean - self._decode(start, data)
         pieces.clear()
         self._keep(start, data)
         return data
 
     def _mean(self, start: int, pieces: dict[str, Vector]) -> Vector:
         total = sum(self.plan.weights[peer] for peer in self._counted)
-        mean = np.zeros(self._ends[start] - start, dtype=np.float64)
+        mean = np.zeros(self._end(start) - start, dtype=np.float64)
         for peer in self._counted:
             mean += (self.plan.weights[peer] / total) * pieces[peer]
         return mean
@@ -321,16 +348,17 @@ class Attempt:
         for peer in sorted(self.plan.weights):
             vector = np.zeros(self.plan.values, dtype=np.float64 if self.plan.codec == "fp64" else np.float32)
             for start, pieces in self._pieces.items():
-                vector[start : self._ends[start]] = pieces[peer]
+                vector[start : self._end(start)] = pieces[peer]
             if peer != self.me and (reason := screen(peer, vector)):
                 raise BadUpdate(peer, reason[:400])
 
     def _keep(self, start: int, data: bytes) -> None:
         self._means[start] = data
         self._missing -= 1
+        self._own_missing -= start in self._own_segments
 
     def _decode(self, start: int, data: bytes) -> Vector:
-        return decode(self.plan.codec, data, self._ends[start] - start, self.plan.top_share)
+        return decode(self.plan.codec, data, self._end(start) - start, self.plan.top_share)
 
     def _decode_mean(self, start: int, data: bytes) -> Vector:
         if not self._gathers:
@@ -341,7 +369,7 @@ class Attempt:
             peer: decode(
                 self.plan.codec,
                 view[place * size : (place + 1) * size],
-                self._ends[start] - start,
+                self._end(start) - start,
                 self.plan.top_share,
             )
             for place, peer in enumerate(self._counted)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 Address = tuple[str, int]
+MOST_MBPS = 1e9
+# Limits of what comes from another peer; msgspec looks at them.
+Speed = Annotated[float, Meta(gt=0.0, lt=MOST_MBPS)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Claim = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 Vector = npt.NDArray[Any]  # of float32 or float64
 
 
@@ -27,8 +33,8 @@ class RunFacts:
 class Bandwidth:
     """What a peer's link carries, in Mbit/s; measured or stated by its owner."""
 
-    up_mbps: float
-    down_mbps: float
+    up_mbps: Speed
+    down_mbps: Speed
 
     @property
     def slower_mbps(self) -> float:
@@ -42,7 +48,7 @@ class Member:
 
     id: str
     name: str
-    address: Address
+    address: tuple[Annotated[str, Meta(max_length=253)], Annotated[int, Meta(ge=0, lt=2**16)]]
     instance: str
     bandwidth: Bandwidth | None = None
     client_only: bool = False
@@ -55,11 +61,11 @@ class MemberView:
     `history` is drawn when the group is founded: views of two foundings are never compared.
     """
 
-    number: int
+    number: Count
     members: tuple[Member, ...]
-    next_round: int
+    next_round: Count
     history: str = ""
-    first_round: int = 0
+    first_round: Count = 0
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -80,8 +86,8 @@ class MemberView:
 class PeerProgress:
     """How far a peer is: optimizer steps, samples gathered since the last committed round, and how fast it gathers."""
 
-    step: int = 0
-    samples: int = 0
+    step: Claim = 0
+    samples: Claim = 0
     samples_per_s: float = 0.0  # 0: not known yet
 
 

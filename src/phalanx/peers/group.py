@@ -17,6 +17,7 @@ from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.peers.allowlist import AllowList
 from phalanx.peers.codecs import Sender
 from phalanx.peers.facts import (
+    MOST_MBPS,
     Address,
     Bandwidth,
     MemberView,
@@ -198,14 +199,26 @@ class PeerGroup:
         """Give newcomers this state; `provider` is called on a thread of the group's, once per newcomer."""
         self._node.provider = provider
 
-    def fetch_state(self, into: Callable[[str, bytes], None], *, timeout_s: float = 600.0) -> int:
+    def expect_values(self, most_values: int) -> None:
+        """No round of this run has a longer vector: call it before `join`. Longer plans are refused."""
+        self._node.settings.limits.values = most_values
+
+    def fetch_state(
+        self,
+        into: Callable[[str, bytes], None],
+        *,
+        timeout_s: float = 600.0,
+        most_bytes: Mapping[str, int] | None = None,
+    ) -> int:
         """The newest committed state, from the nearest live peer that has it; returns its round number.
 
         `into` gets each tensor after its SHA-256 was found right. Names are those of a tensor, never of a path:
         letters, digits and `._-/`, without `..`. A peer that fails half way is replaced by the next. Then go on with
-        round `returned + 1`: results that were committed meanwhile are handed out by `average` at once.
+        round `returned + 1`: results that were committed meanwhile are handed out by `average` at once. A state with
+        other tensors than `most_bytes` names, or larger ones, is refused before any of it is received.
         """
         self._check_revoked()
+        self._node.settings.limits.tensors = most_bytes
         try:
             return self._call(asyncio.wait_for(self._node.fetch_state(into), timeout_s))
         except TimeoutError:
@@ -322,9 +335,9 @@ def _check_settings(
     if allowed.run_id != run.run_id:
         what = f"the allowlist is of run {allowed.run_id}, this is run {run.run_id}"
         raise mistake("allowlist", what, fix="take the invitation of this run")
-    if bandwidth is not None and not (bandwidth.slower_mbps > 0.0 and math.isfinite(bandwidth.slower_mbps)):
+    if bandwidth is not None and not all(0.0 < one < MOST_MBPS for one in (bandwidth.up_mbps, bandwidth.down_mbps)):
         what = f"{bandwidth.up_mbps:g} Mbit/s up and {bandwidth.down_mbps:g} down"
-        raise mistake("bandwidth", what, why="both must be above 0, or nothing can be sent")
+        raise mistake("bandwidth", what, why=f"both must be above 0, or nothing can be sent, and below {MOST_MBPS:g}")
     if not 0.0 < heartbeat_s < dead_after_s:
         what = f"heartbeat_s = {heartbeat_s:g} and dead_after_s = {dead_after_s:g}"
         raise mistake("sync", what, fix="a peer is dead after several heartbeats: 0.5 and 5, for instance")

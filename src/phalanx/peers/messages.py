@@ -21,15 +21,18 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from phalanx.peers.facts import Member, MemberView, PeerProgress, RunFacts
+from phalanx.peers.facts import Count, Member, MemberView, PeerProgress, RunFacts
 
 PROTOCOL = 3
 MOST_SPEED_S = 5.0  # that a link is measured
+MOST_SEGMENT_VALUES = 2**20  # that travel together
 Text = Annotated[str, Meta(max_length=500)]
 PeerId = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Meta(ge=0, le=2**53)]
 Amount = Annotated[float, Meta(ge=0, le=1e300)]
+MOST_NORM = 1e149  # its square is an amount still, and so is that of what owners tolerate
+Norm = Annotated[float, Meta(ge=0, le=MOST_NORM)]
+Number = Annotated[int, Meta(ge=-1, le=2**53)]  # of a round; -1 before the first
 Ballot = tuple[Count, PeerId]
 
 
@@ -42,7 +45,7 @@ class CompactMessage(PeerMessage, frozen=True, kw_only=True, array_like=True):
 
 
 class Hello(PeerMessage, frozen=True, kw_only=True, tag="hello"):
-    protocol: int
+    protocol: Annotated[int, Meta(ge=0, le=2**31)]
     purpose: Annotated[str, Meta(max_length=20)]
     run: RunFacts
     instance: Annotated[str, Meta(max_length=32)]
@@ -75,14 +78,14 @@ class Wait(CompactMessage, frozen=True, kw_only=True, tag="wait"):
 class PeerHeartbeat(CompactMessage, frozen=True, kw_only=True, tag="heartbeat"):
     view_number: Count
     history: Text
-    sent_at: float
-    echo: float  # sent_at of the last heartbeat heard from the other side, 0 for none
-    held_s: float  # how long it was held before this answer
+    sent_at: Amount
+    echo: Amount  # sent_at of the last heartbeat heard from the other side, 0 for none
+    held_s: Amount  # how long it was held before this answer
     progress: PeerProgress
     syncing: bool
     suspects: Annotated[list[PeerId], Meta(max_length=4096)]
     list_version: Count
-    committed: int
+    committed: Number
     measured_mbps: tuple[Amount, Amount] | None = None  # up and down, of a link whose speed its owner did not state
 
 
@@ -103,9 +106,9 @@ class RoundPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     values: Count
     codec: Annotated[str, Meta(max_length=20)]
     top_share: Annotated[float, Meta(gt=0, le=1)]
-    segment: Annotated[int, Meta(ge=4096, le=2**26)]
+    segment: Annotated[int, Meta(ge=4096, le=MOST_SEGMENT_VALUES)]
     weights: dict[PeerId, Amount]
-    norms: dict[PeerId, Amount]
+    norms: dict[PeerId, Norm]
     owners: dict[PeerId, tuple[Count, Count]]  # begin and end of each owner's values
     dropped: dict[PeerId, Text]
     paces: dict[PeerId, Amount] = {}  # samples a second that members said they learn from: the next deal follows them
@@ -140,7 +143,7 @@ class Prepare(CompactMessage, frozen=True, kw_only=True, tag="prepare"):
 class Promise(CompactMessage, frozen=True, kw_only=True, tag="promise"):
     view_number: Count
     ballot: Ballot
-    committed: int
+    committed: Number
     accepted: Accepted | None = None
     proposal: NextView | None = None
     proposal_ballot: Ballot | None = None
@@ -171,7 +174,7 @@ class Ready(CompactMessage, frozen=True, kw_only=True, tag="ready"):
     view_number: Count
     round_number: Count
     weight: Amount
-    norm: Amount | None  # None: not finite
+    norm: Norm | None  # None: not finite
     values: Count
     codec: Annotated[str, Meta(max_length=20)]
     top_share: Annotated[float, Meta(gt=0, le=1)]
@@ -280,7 +283,7 @@ class TensorFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(CompactMessage, frozen=True, kw_only=True, tag="manifest"):
     """Its list of tensors goes with it as data; `tensors` of them."""
 
-    round_number: Annotated[int, Meta(ge=-1, le=2**53)]
+    round_number: Number
     tensors: Annotated[int, Meta(ge=0, le=2**20)]
 
 

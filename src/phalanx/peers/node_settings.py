@@ -8,6 +8,17 @@ from dataclasses import dataclass, field
 from phalanx.peers.allowlist import AllowList
 from phalanx.peers.facts import Address, Bandwidth, PeerEvent, Vector
 
+MOST_VALUES = 2**36  # of a vector, where nobody has said how long those of the run are
+MOST_STATE_BYTES = 2**40  # of a state whose tensors nobody has named
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelLimits:
+    """What the run's model allows: no plan or state of another peer is taken to be larger."""
+
+    values: int = MOST_VALUES
+    tensors: Mapping[str, int] | None = None  # bytes at most, by name
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSettings:
@@ -25,6 +36,7 @@ class NodeSettings:
     samples_per_s: float | None
     keep_allowed: Callable[[AllowList], None] = lambda allowed: None
     routes: Mapping[str, Address] = field(default_factory=dict)
+    limits: ModelLimits = field(default_factory=ModelLimits)
 
     @property
     def reconnect_s(self) -> float:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
-from phalanx.network.slow_codecs import GATHERED_CODECS, cut_shares
+from phalanx.network.slow_codecs import GATHERED_CODECS, cut_shares, encoded_bytes
 from phalanx.network.slow_shares import water_filling
 from phalanx.peers import messages as say
 from phalanx.peers.attempt import NORM_TOLERANCE, segment_values
@@ -85,6 +85,7 @@ class RoundLeader:
         if not self._leads:
             return
         if isinstance(message, Ready):
+            encoded_bytes(message.codec, 0, message.top_share)  # ValueError for what is no codec: a plan takes it over
             node.syncing.discard(peer)
             if message.view_number == node.view.number and message.round_number == node.view.next_round:
                 self._ready[peer] = message

@@ -38,6 +38,7 @@ class RoundKeeper:
         self._early = EarlyValues(node, self._sending)
         self._results: dict[int, Attempt] = {}
         self._newest: Key = (0, 0, 0)
+        self._handed: dict[tuple[str, int], Key] = {}  # of each peer and round, the result that it began to hand out
         self._wanted: dict[int, list[str]] = {}  # rounds that are asked for, and who may have them, the next first
         self._moved_at = time.monotonic()
         self._begun = asyncio.Event()
@@ -106,7 +107,7 @@ class RoundKeeper:
                 view_number=view.number,
                 round_number=pending.round_number,
                 weight=pending.weight,
-                norm=math.sqrt(square) if math.isfinite(square) else None,
+                norm=math.sqrt(square) if square <= say.MOST_NORM**2 else None,
                 values=pending.outgoing.size,
                 codec=pending.sender.codec,
                 top_share=pending.sender.top_share,
@@ -163,7 +164,7 @@ class RoundKeeper:
         node = self._node
         if plan.key <= self._newest or node.views.acceptor.is_frozen or plan.round_number != node.view.next_round:
             return
-        if wrong := check_plan(plan, node.view):
+        if wrong := check_plan(plan, node.view, most_values=node.settings.limits.values):
             node.tell("refused", f"a plan of round {plan.round_number} was refused: {wrong}", peer=node.view.leader)
             return
         pending = self.pending
@@ -205,7 +206,7 @@ class RoundKeeper:
     async def on_data(self, connection: PeerConnection, message: PeerMessage, data: bytes) -> None:
         """Values of an attempt; those of one that has not begun here yet wait, and their link with them."""
         if isinstance(message, say.ResultPlan):
-            self._on_whole(message.result)
+            self._on_whole(connection.peer, message.result)
             return
         if not isinstance(message, say.UpdateChunk | say.MeanChunk):
             raise ValueError("only values travel on a data connection")
@@ -409,17 +410,21 @@ class RoundKeeper:
         except (OSError, TimeoutError):
             return  # it asks again
 
-    def _on_whole(self, result: Accepted) -> None:
+    def _on_whole(self, peer: str, result: Accepted) -> None:
         number = result.plan.round_number
         if number not in self._wanted and not any(
             one.commit_digest and one.plan.round_number == number for one in self._attempts.values()
         ):
             return
-        if wrong := check_plan(result.plan, None):
+        if wrong := check_plan(result.plan, None, most_values=self._node.settings.limits.values):
             self._node.tell("refused", f"a result of round {number} was refused: {wrong}")
             return
         attempt = self._attempts.get(result.plan.key)
         if attempt is None:
+            # One of each peer: they are kept until they are whole.
+            self._handed = {place: key for place, key in self._handed.items() if key in self._attempts}
+            self._attempts.pop(self._handed.get((peer, number), result.plan.key), None)
+            self._handed[peer, number] = result.plan.key
             attempt = self._attempts[result.plan.key] = Attempt(result.plan, self._node.me)
         attempt.commit_digest = attempt.commit_digest or result.digest
         self._finish_old(attempt)
@@ -467,6 +472,9 @@ class RoundKeeper:
 
     def _success(self, pending: PendingAverage, attempt: Attempt) -> RoundResult:
         plan = attempt.plan
+        if plan.values != pending.outgoing.size:
+            why = f"the committed result has {plan.values:,} values, this peer's update {pending.outgoing.size:,}"
+            return self._failure(pending, why, behind=True)
         try:
             vector = attempt.result()
         except BadBytes as error:

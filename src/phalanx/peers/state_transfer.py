@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,13 +14,13 @@ from phalanx.errors import Problem, SystemFailure, UserError
 from phalanx.peers.facts import PeerState
 from phalanx.peers.frames import MOST_DATA_BYTES, PeerConnection
 from phalanx.peers.messages import Manifest, ResultForgotten, StateBlock, StateRequest, TensorFacts
+from phalanx.peers.node_settings import MOST_STATE_BYTES
 
 if TYPE_CHECKING:
     from phalanx.peers.peer_node import PeerNode
 
 BLOCK_BYTES = 2**20
 STALL_S = 30.0  # without a block, after which another peer is asked
-MOST_STATE_BYTES = 2**43
 # A name is a key, never a path: no root, no way up, nothing that a shell or a terminal reads otherwise.
 TENSOR_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-/]{0,299}")
 
@@ -76,6 +76,23 @@ def describe_state(state: PeerState) -> list[TensorFacts]:
     ]
 
 
+def check_tensors(facts: Sequence[TensorFacts], most_bytes: Mapping[str, int] | None) -> int:
+    """Bytes of a state that is offered; raises BadState unless it is what `most_bytes` allows, where that is known."""
+    names, total = {fact.name for fact in facts}, sum(fact.size for fact in facts)
+    if len(names) != len(facts) or total > MOST_STATE_BYTES:
+        raise BadState("its list of tensors is impossible")
+    if wrong := sorted(name for name in names if not is_tensor_name(name)):
+        raise BadState(f"{wrong[0]!r} is not a name for a tensor")
+    if most_bytes is None:
+        return total
+    if other := sorted(names ^ set(most_bytes)):
+        raise BadState(f"its tensors are not those of this job ({other[0]} is in one of them alone)")
+    for fact in facts:
+        if fact.size > most_bytes[fact.name]:
+            raise BadState(f"{fact.name} has {fact.size:,} bytes, in this job at most {most_bytes[fact.name]:,}")
+    return total
+
+
 async def fetch_state_from(node: PeerNode, into: Callable[[str, bytes], None]) -> int:
     """The newest state of the nearest peer; the next is asked where one fails."""
     tried: dict[str, str] = {}
@@ -88,7 +105,12 @@ async def fetch_state_from(node: PeerNode, into: Callable[[str, bytes], None]) -
                 connection = await node.transport.dial(address, "state", peer=member.id)
                 try:
                     # Rounds may be committed meanwhile; older than the last ones that members keep is of no use.
-                    number, size = await _receive_state(connection, into, least_round=node.view.next_round - 2)
+                    number, size = await _receive_state(
+                        connection,
+                        into,
+                        least_round=node.view.next_round - 2,
+                        most_bytes=node.settings.limits.tensors,
+                    )
                 finally:
                     connection.abort()
             except (OSError, TimeoutError, ValueError, BadState, UserError) as error:
@@ -102,7 +124,11 @@ async def fetch_state_from(node: PeerNode, into: Callable[[str, bytes], None]) -
 
 
 async def _receive_state(
-    connection: PeerConnection, into: Callable[[str, bytes], None], *, least_round: int
+    connection: PeerConnection,
+    into: Callable[[str, bytes], None],
+    *,
+    least_round: int,
+    most_bytes: Mapping[str, int] | None,
 ) -> tuple[int, int]:
     await connection.send(StateRequest())
     answer, listed = await asyncio.wait_for(connection.receive(), 4 * STALL_S)  # it hashes all of its state first
@@ -113,17 +139,15 @@ async def _receive_state(
     if answer.round_number < least_round:
         raise BadState(f"its state is of round {answer.round_number}, older than round {least_round}")
     facts = msgspec.json.decode(listed, type=list[TensorFacts])
-    names = {fact.name for fact in facts}
-    total = sum(fact.size for fact in facts)
-    if len(names) != len(facts) or len(facts) != answer.tensors or total > MOST_STATE_BYTES:
+    if len(facts) != answer.tensors:
         raise BadState("its list of tensors is impossible")
-    if wrong := [name for name in names if not is_tensor_name(name)]:
-        raise BadState(f"{wrong[0]!r} is not a name for a tensor")
+    total = check_tensors(facts, most_bytes)
     for fact in facts:
         data = bytearray()
         while len(data) < fact.size:
             block, more = await asyncio.wait_for(connection.receive(), STALL_S)
-            if not isinstance(block, StateBlock) or not more or len(data) + len(more) > fact.size:
+            # Whole blocks: else one byte in half a minute would be progress.
+            if not isinstance(block, StateBlock) or len(more) != min(BLOCK_BYTES, fact.size - len(data)):
                 raise BadState("it sent other bytes than it announced")
             data += more
         if hashlib.sha256(data).hexdigest() != fact.sha256:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import socket
 import ssl
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -15,13 +16,14 @@ from phalanx.io.listen import Address as ListenAddress
 from phalanx.io.listen import open_socket
 from phalanx.io.values import printable
 from phalanx.peers.allowlist import AllowList
+from phalanx.peers.doorway import Admit, Doorway
 from phalanx.peers.facts import Address, RunFacts
 from phalanx.peers.frames import MOST_HELLO_BYTES, READ_BYTES, PeerConnection
 from phalanx.peers.identity import ID_DIGITS, PeerIdentity
 from phalanx.peers.messages import PROTOCOL, Hello, PeerRefusal, Welcome
 
-HANDSHAKE_S = 10.0
-MOST_CONNECTIONS = 1024
+HANDSHAKE_S = 10.0  # for all that comes before a welcome
+MOST_CONNECTIONS = 1024  # of those who have proved that they are of the run
 PURPOSES = ("join", "control", "data", "state")
 FACT_NAMES = {
     "run_id": "run",
@@ -51,9 +53,8 @@ class PeerTransport:
         self.fingerprints = allowed.fingerprints()
         self._server_context = _context(identity, ssl.PROTOCOL_TLS_SERVER)
         self._client_context = _context(identity, ssl.PROTOCOL_TLS_CLIENT)
-        self._server: asyncio.Server | None = None
+        self._door: Doorway | None = None
         self._open: set[PeerConnection] = set()
-        self._waiting = 0
         self._trust()
 
     def set_allowed(self, allowed: AllowList) -> None:
@@ -72,37 +73,30 @@ class PeerTransport:
     ) -> Address:
         """Take connections; returns where. `accepted` runs for each that has proved itself, until it returns."""
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connection = None
+        async def serve(sock: socket.socket, admit: Admit) -> None:
+            writer = connection = None
             try:
-                if len(self._open) + self._waiting >= MOST_CONNECTIONS:
+                async with asyncio.timeout(HANDSHAKE_S):
+                    reader, writer = await self._shake_hands(sock)
+                    connection, hello = await self._answer(reader, writer)
+                admit()
+                if len(self._open) >= MOST_CONNECTIONS:
                     return
-                self._waiting += 1
-                try:
-                    connection, hello = await asyncio.wait_for(self._answer(reader, writer), HANDSHAKE_S)
-                finally:
-                    self._waiting -= 1
                 self._open.add(connection)
                 await accepted(connection, hello)
             except (OSError, ValueError, TimeoutError) as error:
-                if connection is None:
+                if connection is None and writer is not None:  # strangers who break a handshake are no news
                     refused(printable(error))
             finally:
                 if connection is not None:
                     self._open.discard(connection)
-                writer.transport.abort()
+                if writer is not None:
+                    writer.transport.abort()
 
         # TLS and the allowlist guard it, so an address that others reach is no mistake.
         where = ListenAddress(host=address[0], port=address[1])
         sock = open_socket(where, guarded=True, where="peers listen")
-        self._server = await asyncio.start_server(
-            serve,
-            sock=sock,
-            limit=READ_BYTES,
-            ssl=self._server_context,
-            ssl_handshake_timeout=HANDSHAKE_S,
-            ssl_shutdown_timeout=1.0,
-        )
+        self._door = Doorway(sock, serve)
         host, port = sock.getsockname()[:2]
         return host, port
 
@@ -134,13 +128,8 @@ class PeerTransport:
 
     async def close(self) -> None:
         """End the listener and every connection."""
-        if self._server is not None:
-            # A caller that was accepted, but has no transport yet when the server is closed, would never be closed
-            # (asyncio's Server refuses to attach it): accept nobody more, and let those begin first.
-            for listener in self._server.sockets:
-                asyncio.get_running_loop().remove_reader(listener.fileno())
-            await asyncio.sleep(0)
-            self._server.close()
+        if self._door is not None:
+            await self._door.close()
         for connection in list(self._open):
             connection.abort()
         await asyncio.sleep(0)  # aborted transports are freed by the loop's next round
@@ -167,6 +156,19 @@ class PeerTransport:
             raise mistake(where, "answers, but not as a peer of Phalanx")
         connection.instance = answer.instance
         return connection
+
+    async def _shake_hands(self, sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=READ_BYTES)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol,
+            sock,
+            ssl=self._server_context,
+            ssl_handshake_timeout=HANDSHAKE_S,
+            ssl_shutdown_timeout=1.0,
+        )
+        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[PeerConnection, Hello]:
         connection = PeerConnection(reader, writer, peer=fingerprint_seen(writer)[:ID_DIGITS])

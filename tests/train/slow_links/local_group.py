@@ -110,10 +110,15 @@ class LocalGroup:
     def serve_state(self, provider: Callable[[], PeerState | None]) -> None:
         self._provider = provider
 
-    def fetch_state(self, into, *, timeout_s: float = 600.0) -> int:
+    def expect_values(self, most_values: int) -> None:
+        self.most_values = most_values
+
+    def fetch_state(self, into, *, timeout_s: float = 600.0, most_bytes=None) -> int:
         for group in list(self.hub.members.values()):
             if group is not self and group._provider is not None and (state := group._provider()) is not None:
+                assert most_bytes is None or state.tensors.keys() == most_bytes.keys()
                 for name, data in state.tensors.items():
+                    assert most_bytes is None or len(data) <= most_bytes[name]
                     into(name, data)
                 return state.round_number
         raise AssertionError("nobody has a state")

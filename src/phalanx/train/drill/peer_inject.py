@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -104,9 +104,19 @@ class FaultyGroup:
         """As the group does."""
         self._group.serve_state(provider)
 
-    def fetch_state(self, into: Callable[[str, bytes], None], *, timeout_s: float = 600.0) -> int:
+    def expect_values(self, most_values: int) -> None:
         """As the group does."""
-        return self._group.fetch_state(into, timeout_s=timeout_s)
+        self._group.expect_values(most_values)
+
+    def fetch_state(
+        self,
+        into: Callable[[str, bytes], None],
+        *,
+        timeout_s: float = 600.0,
+        most_bytes: Mapping[str, int] | None = None,
+    ) -> int:
+        """As the group does."""
+        return self._group.fetch_state(into, timeout_s=timeout_s, most_bytes=most_bytes)
 
     def leave(self) -> None:
         """As the group does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -54,7 +54,15 @@ class GroupLink(Protocol):
 
     def serve_state(self, provider: Callable[[], PeerState | None]) -> None: ...
 
-    def fetch_state(self, into: Callable[[str, bytes], None], *, timeout_s: float = 600.0) -> int: ...
+    def expect_values(self, most_values: int) -> None: ...
+
+    def fetch_state(
+        self,
+        into: Callable[[str, bytes], None],
+        *,
+        timeout_s: float = 600.0,
+        most_bytes: Mapping[str, int] | None = None,
+    ) -> int: ...
 
     def leave(self) -> None: ...
 

@@ -22,6 +22,8 @@ from phalanx.train.slow_links.peer_vector import VectorMap, spread_object
 from phalanx.train.state.training_state import state_numbers, take_state_numbers
 
 META = "meta.json"
+MOST_META_BYTES = 64 * 2**20  # names and shapes of a hundred thousand tensors take a tenth of it
+WIDEST_BYTES = 8  # of a value: peers may keep theirs in fp32 or fp64
 FREEZE_S = 5.0  # between the begin of a round and training's wait for it: no more than a thread's start
 PATIENCE_S = 120.0  # that the group's thread waits for training to reach the end of a step
 
@@ -53,6 +55,14 @@ def copy_state(
     tensors = {name: one.tobytes() for name, one in vectors.items() if one is not None}
     tensors[META] = json.dumps(meta).encode()
     return PeerState(round_number=int(position["round"]) - 1, tensors=tensors)
+
+
+def most_state_bytes(engine: Engine, outer: OuterOptimizer | None) -> dict[str, int]:
+    """Bytes that each tensor of another peer's state can have. Every rank of the peer calls this."""
+    lengths = {"weights": VectorMap(engine.shards).length, "optimizer": VectorMap(engine.optimizer.state()).length}
+    if outer is not None:
+        lengths["outer_momentum"] = lengths["weights"]
+    return {name: WIDEST_BYTES * length for name, length in lengths.items()} | {META: MOST_META_BYTES}
 
 
 @torch.no_grad()

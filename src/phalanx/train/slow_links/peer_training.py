@@ -33,7 +33,7 @@ from phalanx.train.slow_links.fragments import assign_fragments, due_fragment
 from phalanx.train.slow_links.outer_optimizer import OuterOptimizer
 from phalanx.train.slow_links.peer_batches import PeerBatches
 from phalanx.train.slow_links.peer_exchange import AgreedRound, GroupLink, PeerExchange, PendingRound
-from phalanx.train.slow_links.peer_state import StateServer, copy_state, take_state
+from phalanx.train.slow_links.peer_state import StateServer, copy_state, most_state_bytes, take_state
 from phalanx.train.slow_links.peer_vector import VectorMap, spread_object
 from phalanx.train.slow_links.round_ledger import PaceMeter, RoundLedger
 from phalanx.train.slow_links.sample_deal import Ranges, count_samples, deal_samples, uncounted_samples
@@ -147,6 +147,7 @@ class PeerTraining(Callback):
         is_elsewhere = False
         if self._link is not None and self._entry is not None:
             self._link.serve_state(self._server.provide)
+            self._link.expect_values(max(1, self._gradients.length))  # 1: a round without an update
             number = self.exchange.round
             is_elsewhere = self._entry.join_group(number).next_round != number
             if not is_elsewhere:
@@ -180,8 +181,9 @@ class PeerTraining(Callback):
         """Take the newest state of the group; the steps that it has done. Every rank of the peer calls this."""
         text = why or "this peer is new"
         training.events.write("peer", step=training.step, kind="behind", text=text)
+        most_bytes = most_state_bytes(self._engine, self.outer)
         with self._server.frozen() if dist.get_world_size() == 1 else nullcontext():  # its own state is still a state
-            found = self._entry.fetch_state() if self._entry is not None else {}
+            found = self._entry.fetch_state(most_bytes) if self._entry is not None else {}
         self._engine.clear_gradients()
         position = take_state(self._engine, self.outer, found)
         self._restore_position(position)

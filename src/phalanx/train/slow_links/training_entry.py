@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 
 from phalanx.errors import Problem, SystemFailure
@@ -96,13 +96,13 @@ class TrainingEntry:
             )
         )
 
-    def fetch_state(self) -> dict[str, bytes]:
-        """From whoever has it; a group that cannot be reached is asked again for a while."""
+    def fetch_state(self, most_bytes: Mapping[str, int]) -> dict[str, bytes]:
+        """From whoever has it, of this job's tensors; a group that cannot be reached is asked again for a while."""
         until_s = time.monotonic() + self._patience_s
         while True:
             found: dict[str, bytes] = {}
             try:
-                self._link.fetch_state(found.__setitem__, timeout_s=FETCH_S)
+                self._link.fetch_state(found.__setitem__, timeout_s=FETCH_S, most_bytes=most_bytes)
                 return found
             except SystemFailure:
                 if time.monotonic() > until_s or self._stop():
