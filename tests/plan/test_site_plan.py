@@ -48,7 +48,7 @@ def test_pages_show_the_tables(make_job, sites) -> None:
     assert "16 devices at 2 sites" in page
     assert "> diloco" in page
     assert "smallest H for 90%" in page
-    assert "benchmarks/2026-11-18-peers-quality.md" in page  # where the expected penalty comes from
+    assert "benchmarks/2026-11-19-slow-links.md" in page  # where the expected penalty comes from
     assert max(len(line) for line in page.splitlines()) <= 100
     assert "<h5>Sites</h5>" in plan._repr_html_()
 
