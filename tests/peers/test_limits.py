@@ -16,7 +16,7 @@ from test_round_leader import IDS, Stage, ready
 from phalanx.errors import SystemFailure
 from phalanx.peers import messages as say
 from phalanx.peers.attempt import NORM_TOLERANCE, Attempt, BadUpdate, check_plan
-from phalanx.peers.facts import Bandwidth, Member, MemberView, PeerState
+from phalanx.peers.facts import Bandwidth, Member, MemberView, PeerProgress, PeerState
 from phalanx.peers.messages import decode_message, encode_message
 from phalanx.peers.node_settings import MOST_VALUES
 from phalanx.peers.state_transfer import BLOCK_BYTES, BadState, _receive_state, check_tensors
@@ -245,3 +245,21 @@ def test_blocks_of_a_state_are_whole(sent: int) -> None:
     with pytest.raises(BadState) as caught:
         asyncio.run(_receive_state(connection, lambda name, data: None, least_round=0, most_bytes=None))
     assert "other bytes than it announced" in str(caught.value)
+
+
+@pytest.mark.parametrize(("times", "taken"), [((-1e8, -2.5), True), ((1e9, 0.0), True), ((float("inf"), 0.0), False)])
+def test_a_clock_that_is_wrong_ends_no_link(times: tuple[float, float], taken: bool) -> None:
+    """Times are of the sender's own clock, and come back to it: only what is no number is refused."""
+    heartbeat = say.PeerHeartbeat(
+        view_number=1,
+        history="h",
+        sent_at=times[0],
+        echo=times[1],
+        held_s=0.1,
+        progress=PeerProgress(),
+        syncing=False,
+        suspects=[],
+        list_version=1,
+        committed=-1,
+    )
+    assert is_taken(heartbeat) == taken

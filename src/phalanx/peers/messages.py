@@ -30,6 +30,7 @@ Text = Annotated[str, Meta(max_length=500)]
 PeerId = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
 Amount = Annotated[float, Meta(ge=0, le=1e300)]
+Clock = Annotated[float, Meta(ge=-1e300, le=1e300)]  # of the sender: it may begin anywhere, and be wrong
 MOST_NORM = 1e149  # its square is an amount still, and so is that of what owners tolerate
 Norm = Annotated[float, Meta(ge=0, le=MOST_NORM)]
 Number = Annotated[int, Meta(ge=-1, le=2**53)]  # of a round; -1 before the first
@@ -78,8 +79,8 @@ class Wait(CompactMessage, frozen=True, kw_only=True, tag="wait"):
 class PeerHeartbeat(CompactMessage, frozen=True, kw_only=True, tag="heartbeat"):
     view_number: Count
     history: Text
-    sent_at: Amount
-    echo: Amount  # sent_at of the last heartbeat heard from the other side, 0 for none
+    sent_at: Clock
+    echo: Clock  # sent_at of the last heartbeat heard from the other side, 0 for none
     held_s: Amount  # how long it was held before this answer
     progress: PeerProgress
     syncing: bool
