@@ -34,7 +34,7 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
     first, started = peers[0], time.time()
     line = ProgressLine(first, steps=plan.duration.steps, world=len(peers), since_s=started, tell=tell)
     with collected_signals() as asked, line as shown:
-        heard = 0
+        heard, ended = 0, set[Path]()
         processes = {first.path: start_process(first, allow_code=allow_code, sharers=len(peers))}
         waiting = peers[1:]
         try:
@@ -52,6 +52,12 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
                     shown.note("leaving after this step; Ctrl-C again ends it at once" if heard == 1 else "ending")
                     for process in processes.values():
                         process.send_signal(signal.SIGINT if heard == 1 else signal.SIGKILL)
+                for path, process in processes.items():
+                    if (
+                        process.poll() and path not in ended
+                    ):  # with an exit code: said now, since the others may train on
+                        ended.add(path)
+                        shown.note(f"{path.name} has ended: {_how(process.returncode)}")
                 shown.tick()
                 time.sleep(TICK_S)
         finally:
@@ -64,10 +70,22 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
             tell(f"{run.path.name} ended with exit code {processes[run.path].returncode}: {_reason(run)}")
     code = processes[first.path].returncode
     if code:
+        what = f"was {_how(code)}" if code < 0 else _reason(first)
+        command = "phalanx train" if len(peers) > 1 else "phalanx peers start"
+        fix = f"{command} --resume {first.path}" if code < 0 else ""
         raise TrainingFailure(
-            Problem(where=str(first.path), what=_reason(first)), run=first, exit_code=2 if code == 2 else 3
+            Problem(where=str(first.path), what=what, fix=fix), run=first, exit_code=2 if code == 2 else 3
         )
     return first
+
+
+def _how(code: int) -> str:
+    """In words.
+
+    >>> _how(-9), _how(3)
+    ('killed by SIGKILL', 'exit code 3')
+    """
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _reason(run: Run) -> str:
