@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.train.kernels import moe_permute
-from phalanx.train.kernels.selector import time_call
+from phalanx.train.kernels.selector import time_in_turn
 
 SOME = (0, 5, 8, 11)
 BYTES_S = 4.8e12
@@ -53,7 +53,8 @@ def time_sorting(shape: dict[str, int], device: torch.device) -> None:
     }
     assert torch.equal(ways["argsort"](), ways["argsort of int16"]())
     assert torch.equal(ways["inverse by argsort"](), scatter())
-    print("  " + ", ".join(f"{name} {time_call(way, device):.3f} ms" for name, way in ways.items()), flush=True)
+    timings = time_in_turn(ways, device)
+    print("  " + ", ".join(f"{name} {timing.median_ms:.3f} ms" for name, timing in timings.items()), flush=True)
 
 
 def main() -> None:
@@ -68,7 +69,8 @@ def main() -> None:
         print(" × ".join(f"{name} {size:,}" for name, size in shape.items()), flush=True)
         calls = kernel_calls(dict(shape), device)
         for moe_permute.MOST_WARPS in map(int, args.warps.split(",")):
-            times = {name: (time_call(call, device), moved) for name, (call, moved) in calls.items()}
+            timings = time_in_turn({name: call for name, (call, _) in calls.items()}, device)
+            times = {name: (timings[name].median_ms, moved) for name, (_, moved) in calls.items()}
             cells = (f"{name} {ms:.3f} ms {moved / BYTES_S / ms * 1e5:.0f}%" for name, (ms, moved) in times.items())
             print(f"  {moe_permute.MOST_WARPS} warps: " + ", ".join(cells), flush=True)
         time_sorting(dict(shape), device)

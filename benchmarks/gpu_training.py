@@ -118,6 +118,9 @@ def ours(
     step_s = timed(lambda: engine.step(rows[:, :-1], rows[:, 1:], lr=1e-4), steps)
     result = engine.step(rows[:, :-1], rows[:, 1:], lr=1e-4)
     print(f"  {compute}: loss {result.loss:.4f} after {steps + 4} steps on one batch", flush=True)
+    promise = engine.kernels.promise(layers=shape.layers, micro_batches=batch // micro)
+    if promise is not None:
+        print(f"  {promise.compare(step_s)[0]}", flush=True)
     return step_s
 
 

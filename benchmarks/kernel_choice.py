@@ -22,7 +22,7 @@ from phalanx.hardware.kernel_choices import kernel_cache_folder
 from phalanx.train.kernels.evolved_norm import find_winner, with_winner
 from phalanx.train.kernels.kernel_op import KernelOp, Shape
 from phalanx.train.kernels.operations import load_all
-from phalanx.train.kernels.selector import BUILTIN, choose_variant, time_call, timed_call
+from phalanx.train.kernels.selector import BUILTIN, choose_variant, time_in_turn, timed_call
 
 OPS = (
     "rms-norm", "swiglu", "rope", "linear-cross-entropy", "adamw", "float8-rows", "float8-norm", "float8-swiglu",
@@ -39,9 +39,10 @@ def measure_shape(op: KernelOp, shape: Shape, device: torch.device, folder: Path
     choice = choose_variant(op, shape, dtype, device, folder=folder)
     again: dict[str, list[float]] = {}
     inputs = op.make_inputs(shape, dtype, device, 1)
+    calls = {name: timed_call(op, name, inputs) for name in dict.fromkeys((BUILTIN, choice.variant))}
     for _ in range(1 if choice.variant == BUILTIN else 3):
-        for name in dict.fromkeys((BUILTIN, choice.variant)):
-            again.setdefault(name, []).append(time_call(timed_call(op, name, inputs), device, limit_s=0.3))
+        for name, timing in time_in_turn(calls, device, limit_s=0.3).items():
+            again.setdefault(name, []).append(timing.median_ms)
     torch.cuda.empty_cache()
     found = {name: median(times) for name, times in again.items()}
     return {

@@ -18,14 +18,14 @@ import torch
 
 from phalanx.train.kernels.kernel_op import KernelOp, Shape
 from phalanx.train.kernels.operations import load_all
-from phalanx.train.kernels.selector import fastest_variant, is_right, time_call, timed_call
+from phalanx.train.kernels.selector import fastest_variant, is_right, time_in_turn, timed_call
 
 MEMORY_BYTES_S, PEAK_FLOPS = 4.8e12, 989e12
 
 
 def measure_shape(op: KernelOp, shape: Shape, dtype: torch.dtype, device: torch.device, *, compiled: bool) -> dict:
     inputs = op.make_inputs(shape, dtype, device, 0)
-    times, extra = {}, {}
+    timings, extra = {}, {}
     names = [*op.variants, *(["compiled"] if compiled and not op.timed_in_place else [])]
     for name in names:
         torch.cuda.empty_cache()
@@ -37,13 +37,14 @@ def measure_shape(op: KernelOp, shape: Shape, dtype: torch.dtype, device: torch.
             call()
             torch.cuda.synchronize()
             extra[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
-            times[name] = time_call(call, device, limit_s=0.4)
+            timings |= time_in_turn({name: call}, device, limit_s=0.4)
         except torch.OutOfMemoryError:
             print(f"  {name} {dict(shape)}: out of memory", flush=True)
         call = None
     work = op.count_work(shape, dtype)
     light_ms = max((work.read_bytes + work.written_bytes) / MEMORY_BYTES_S, work.flops / PEAK_FLOPS) * 1e3
-    ours = {name: took for name, took in times.items() if name != "compiled"}
+    ours = {name: took for name, took in timings.items() if name != "compiled"}
+    times = {name: took.median_ms for name, took in timings.items()}
     return {
         "op": op.name, "shape": dict(shape), "dtype": str(dtype), "times_ms": times, "extra_mib": extra,
         "light_ms": light_ms, "taken": fastest_variant(ours),

@@ -76,10 +76,13 @@ def chosen_variants(choices: Mapping[str, Mapping[str, Any]], *, device: str) ->
 def _is_choice(entry: object) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("variant"), str):
         return False
-    times = entry.get("times_ms")
-    return isinstance(times, dict) and all(
-        isinstance(took, int | float) and math.isfinite(took) and took > 0 for took in times.values()
-    )
+    entry.setdefault("spreads_ms", {})  # absent from entries of 0.7 and before
+    tables = entry.get("times_ms"), entry["spreads_ms"]
+    return all(
+        isinstance(table, dict)
+        and all(isinstance(took, int | float) and math.isfinite(took) and took >= 0 for took in table.values())
+        for table in tables
+    ) and all(tables[0].values())
 
 
 def _read_file(folder: Path | None, name: str) -> dict[str, Any]:

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.job.model import ModelShape
 from phalanx.plan.schedules import is_v_shaped
 from phalanx.train.data.batches import IGNORED
+from phalanx.train.kernels.attention import fastest_attention
 from phalanx.train.model_stages import ModelStage, num_stages
 from phalanx.train.parallel.dims import Meshes
 from phalanx.train.parallel.fsdp import set_gradient_sync
@@ -107,11 +107,11 @@ class MicroBatches:
         """Each of the `wanted` numbers, summed over this rank's sequences; zeros where another holds the last stage."""
         count = tokens_BS.shape[0] // self._settings.layout.micro_batch
         totals = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in wanted]
-        if self._chunks_loss and list(wanted) == [summed_loss]:  # other numbers are of the logits
-            for x, y in zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True):
-                totals[0] += self._parts[0].model(x, y).double()
-            return totals
-        with self._loss_context():
+        with self._loss_context(), fastest_attention(self._device):
+            if self._chunks_loss and list(wanted) == [summed_loss]:  # other numbers are of the logits
+                for x, y in zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True):
+                    totals[0] += self._parts[0].model(x, y).double()
+                return totals
             for x, y in zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True):
                 logits = self._run_stages(x)
                 if logits is not None:
@@ -179,14 +179,6 @@ def summed_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Ten
     return F.cross_entropy(
         logits_BSV.flatten(0, 1).to(wide), targets_BS.flatten(), reduction="sum", ignore_index=IGNORED
     )
-
-
-def fastest_attention(device: torch.device) -> AbstractContextManager[None]:
-    """cuDNN's attention first on GPUs: on an H200 it is about half as fast again as FlashAttention 2 (benchmarks/)."""
-    if device.type != "cuda":
-        return nullcontext()
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(order, set_priority=True)
 
 
 def whole_value(value: torch.Tensor) -> torch.Tensor:

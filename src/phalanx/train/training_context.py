@@ -28,6 +28,7 @@ from phalanx.train.guard.safeguards import (
 )
 from phalanx.train.memory_use import MemoryMeter
 from phalanx.train.plugins import LoadedPlugins
+from phalanx.train.promised_step import PromisedStep
 from phalanx.train.rank_control import RankControl
 from phalanx.train.slow_links.peer_batches import PeerBatches
 from phalanx.train.telemetry.step_events import StepTelemetry
@@ -77,6 +78,7 @@ class TrainingContext:
                 ChangedBuffers(),
                 StalledTraining(),
                 SkippedSteps(self.job.train.skipped_steps),
+                PromisedStep(),
                 *plugins.callbacks,
                 *([control.peers] if control.peers is not None else []),  # what is scored and saved is what peers share
                 self.evaluation,

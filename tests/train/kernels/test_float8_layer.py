@@ -19,6 +19,7 @@ from phalanx.train.kernels.float8_swiglu import (
     float8_swiglu_rows,
 )
 from phalanx.train.kernels.kernel_op import KERNELS
+from phalanx.train.kernels.selector import Timing
 from phalanx.train.models.decoder import Block
 from phalanx.train.models.layers import rope_tables
 from phalanx.train.parallel import float8_choice
@@ -183,7 +184,11 @@ def test_the_faster_way_is_taken_and_remembered(tmp_path, monkeypatch: pytest.Mo
     settings = Settings(layout=layout, sequence=32, compute="fp8")
     assert choose_float8_layers([model], settings, torch.device("cpu"), world=1, folder=tmp_path) is None
     asked, times = [], {"builtin": 2.0, "fused": 1.0}
-    monkeypatch.setattr(float8_choice, "measure_layer", lambda *given: asked.append(given) or dict(times))
+    monkeypatch.setattr(
+        float8_choice,
+        "measure_layer",
+        lambda *given: asked.append(given) or {name: Timing(median_ms=took) for name, took in times.items()},
+    )
     monkeypatch.setattr(float8_choice, "choice_key", lambda *given: "key")
     cuda = torch.device("cuda")
     real = torch.tensor

@@ -15,7 +15,7 @@ from phalanx.job.model import ModelShape
 from phalanx.train.kernels.evolved_norm import evolved_norm, find_winner, remember_winner, winner_name, with_winner
 from phalanx.train.kernels.model_kernels import LayerKernels, use_kernels
 from phalanx.train.kernels.operations import load_all
-from phalanx.train.kernels.selector import KernelChoice, choose_measured, is_right
+from phalanx.train.kernels.selector import KernelChoice, Timing, choose_measured, is_right
 from phalanx.train.models import layers
 from phalanx.train.models.decoder import Decoder
 
@@ -102,7 +102,7 @@ def test_a_new_winner_is_measured_against_what_was_chosen(tmp_path) -> None:
     times = {"builtin": 2.0, "triton": 1.0, "evolved-1": 0.5}
     for variants, variant in ((("builtin", "triton"), "triton"), (tuple(times), "evolved-1")):
         for is_remembered in (False, True):
-            measured = {name: times[name] for name in variants}
+            measured = {name: Timing(median_ms=times[name]) for name in variants}
             found = choose_measured("norm", "key", variants, lambda measured=measured: measured, folder=tmp_path)
             assert (found.variant, found.is_remembered) == (variant, is_remembered)
     slow = replace(found, variant="builtin")

@@ -15,7 +15,7 @@ from phalanx.train.kernels import expert_choice
 from phalanx.train.kernels.expert_choice import COMBINE, GATHER, choose_in_layer, expert_shape, layer_call
 from phalanx.train.kernels.model_kernels import LayerKernels, asked_shapes, use_kernels
 from phalanx.train.kernels.moe_permute import EXPERT_GATHER, combine_rows, gather_rows
-from phalanx.train.kernels.selector import KernelChoice
+from phalanx.train.kernels.selector import KernelChoice, Timing
 from phalanx.train.models import moe as moe_layers
 from phalanx.train.models.decoder import Decoder
 from phalanx.train.rank_settings import Settings
@@ -137,7 +137,10 @@ def test_a_compiled_layer_is_timed_each_way_once(tmp_path: Path, monkeypatch: py
     compiled: list[str] = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, backend: compiled.append(backend))
     monkeypatch.setattr(expert_choice, "layer_call", layer)
-    monkeypatch.setattr(expert_choice, "time_call", lambda *given, **options: 2.0 - asked[-1])
+    times = {"builtin": Timing(median_ms=2.0), "triton": Timing(median_ms=1.0)}
+    monkeypatch.setattr(
+        expert_choice, "time_in_turn", lambda calls, *given, **options: {name: times[name] for name in calls}
+    )
     monkeypatch.setattr(expert_choice, "NARROW", 8)
     device, shape = torch.device("cpu"), replace(SHAPE, balance="bias", router_bias=True)
     for is_remembered in (False, True):

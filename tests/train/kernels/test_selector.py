@@ -12,9 +12,11 @@ from phalanx.hardware.kernel_choices import MOST_BYTES, kernel_cache_folder, rea
 from phalanx.train.kernels.operations import load_all
 from phalanx.train.kernels.selector import (
     BUILTIN,
+    Timing,
     choice_key,
     choose_measured,
     choose_variant,
+    fastest_variant,
     is_right,
     measure_variants,
 )
@@ -26,7 +28,8 @@ KEY = choice_key("norm", {"width": 4, "tokens": 2}, torch.bfloat16, CPU)
 def choose(folder, times, variants=("builtin", "triton")):
     """A choice, and how often it was measured for it."""
     asked = []
-    found = choose_measured("norm", KEY, variants, lambda: asked.append(1) or times, folder=folder)
+    timings = {name: Timing(median_ms=took) for name, took in times.items()}
+    found = choose_measured("norm", KEY, variants, lambda: asked.append(1) or timings, folder=folder)
     return found, len(asked)
 
 
@@ -40,6 +43,20 @@ def test_a_choice_is_measured_once_and_remembered(tmp_path) -> None:
     assert choose(folder, {"builtin": 1.0}, variants=("builtin",))[1] == 1  # a variant that is no more
     assert "torch 2." in KEY
     assert "tokens=2 width=4" in KEY
+
+
+def test_an_entry_without_spreads_is_of_an_older_version_and_measured_again(tmp_path) -> None:
+    """Those were timed one after the other, with whichever attention the process had come to."""
+    entry = {"variant": "builtin", "times_ms": {"builtin": 1.0, "triton": 2.0}, "of": ["builtin", "triton"]}
+    (tmp_path / "choices.json").write_text(json.dumps({"format": 1, "choices": {KEY: entry}}))
+    found, measured = choose(tmp_path, {"builtin": 2.0, "triton": 1.0})
+    assert (found.variant, measured) == ("triton", 1)
+
+
+def test_a_gain_within_the_spread_is_not_taken() -> None:
+    builtin = Timing(median_ms=1.0, spread_ms=0.06)
+    assert fastest_variant({"builtin": builtin, "triton": Timing(median_ms=0.9, spread_ms=0.05)}) == BUILTIN
+    assert fastest_variant({"builtin": builtin, "triton": Timing(median_ms=0.9, spread_ms=0.03)}) == "triton"
 
 
 def test_nothing_slower_than_the_builtin_is_taken() -> None:
@@ -91,5 +108,6 @@ def test_a_full_gpu_takes_the_builtin() -> None:
     def refuse(*_: object) -> tuple[torch.Tensor, ...]:
         raise torch.OutOfMemoryError("full")
 
-    times = measure_variants(replace(load_all()["rope"], make_inputs=refuse), {"batch": 1}, torch.bfloat16, CPU)
-    assert choose(None, times)[0].describe() == "norm: builtin"
+    timings = measure_variants(replace(load_all()["rope"], make_inputs=refuse), {"batch": 1}, torch.bfloat16, CPU)
+    found = choose_measured("norm", KEY, ["builtin", "triton"], lambda: timings, folder=None)
+    assert found.describe() == "norm: builtin"

@@ -1,10 +1,13 @@
-"""Which kernels a run's step uses: chosen when its engine is built, told when it starts."""
+"""The kernels of a step: selected when the engine is built, printed at the start, compared with the third step."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +16,11 @@ from torch import nn
 
 from phalanx.hardware.kernel_choices import kernel_cache_folder
 from phalanx.plan.lean_step import loss_chunk
-from phalanx.train.kernels.model_kernels import LayerKernels, choose_layer_kernels
-from phalanx.train.kernels.selector import BUILTIN, KernelChoice
+from phalanx.train.kernels.attention import choose_attention
+from phalanx.train.kernels.layer_timing import layer_call, time_layers
+from phalanx.train.kernels.model_kernels import LOSS, LayerKernels, choose_layer_kernels
+from phalanx.train.kernels.selector import BUILTIN, KernelChoice, Timing, choice_key, choose_measured
+from phalanx.train.models.decoder import Block, Decoder
 from phalanx.train.optim.adamw import AdamW
 from phalanx.train.optim.base import Optimizer
 from phalanx.train.parallel.float8_choice import choose_float8_head, choose_float8_layers
@@ -24,21 +30,76 @@ from phalanx.units import format_bytes
 if TYPE_CHECKING:
     from phalanx.train.engine import Engine
 
+# A step may take this much longer than its kernels did when they were timed: on an H200 products held at the power
+# limit reach 690 TFLOP/s after 774 to 793 in a short test, and embedding, gradient norm and host come on top.
+PROMISE_SLACK = 0.25
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepKernels:
-    """What a step's optimizer and layers run by; None where nothing was chosen."""
+    """The selected kernels of a step's optimizer and layers; None where there was no choice."""
 
     optimizer: KernelChoice | None = None
+    attention: KernelChoice | None = None
     layers: LayerKernels | None = None
-    float8: KernelChoice | None = None  # of whole layers in fp8
+    layer: KernelChoice | None = None  # a whole compiled layer, in its only form: timed for the promise alone
+    float8: KernelChoice | None = None  # a whole layer in fp8
     float8_head: KernelChoice | None = None
 
     def describe(self) -> list[str]:
-        """For a person."""
-        lines = self.layers.describe() if self.layers is not None else []
+        """Return a line per choice for the console."""
+        lines = [self.attention.describe()] if self.attention is not None else []
+        lines += self.layers.describe() if self.layers is not None else []
         lines += [one.describe() for one in (self.float8, self.float8_head) if one is not None]
         return [*lines, self.optimizer.describe()] if self.optimizer is not None else lines
+
+    def promise(self, *, layers: int, micro_batches: int) -> StepPromise | None:
+        """Return the sum of the measured parts of a step, or None where one of them was not measured."""
+        layer = self.float8 or self.layer
+        head = self.float8_head or (self.layers.choices.get(LOSS) if self.layers is not None else None)
+        times = [one.time_ms if one is not None else None for one in (layer, head, self.optimizer)]
+        if None in times:
+            return None
+        layer_ms, head_ms, optimizer_ms = (one for one in times if one is not None)
+        return StepPromise(
+            layers_ms=layers * micro_batches * layer_ms, head_ms=micro_batches * head_ms, optimizer_ms=optimizer_ms
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPromise:
+    """Milliseconds of a step's layers, of its head and loss and of its optimizer, each as measured on its own."""
+
+    layers_ms: float
+    head_ms: float
+    optimizer_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        """Return the time of a step that has no other part: embedding, gradient norm and host come on top."""
+        return self.layers_ms + self.head_ms + self.optimizer_ms
+
+    def compare(self, step_s: float) -> tuple[str, bool]:
+        """Return a line for the console, and whether the step breaks the promise.
+
+        >>> StepPromise(layers_ms=808.0, head_ms=160.0, optimizer_ms=12.0).compare(1.341)[1]
+        True
+        >>> StepPromise(layers_ms=808.0, head_ms=160.0, optimizer_ms=12.0).compare(1.005)
+        ('a step takes 1,005 ms, 2.6 % above the 980 ms that its kernels took when they were selected', False)
+        """
+        over = step_s * 1e3 / self.total_ms - 1.0
+        than = f"{abs(over):.1%}".replace("%", " %") + (" above" if over >= 0 else " below")
+        line = f"a step takes {step_s * 1e3:,.0f} ms, {than} the {self.total_ms:,.0f} ms that its kernels took"
+        if over <= PROMISE_SLACK:
+            return f"{line} when they were selected", False
+        parts = (
+            f"layers {self.layers_ms:,.0f}, head and loss {self.head_ms:,.0f}, optimizer {self.optimizer_ms:,.0f} ms"
+        )
+        return (
+            f"{line} when they were selected ({parts}): the step runs other kernels than were measured, the GPU is "
+            "shared or throttled, or the data is late; `phalanx report` shows a timeline of a step",
+            True,
+        )
 
 
 def choose_kernels(
@@ -46,11 +107,47 @@ def choose_kernels(
 ) -> StepKernels:
     """Choose before the first step; every rank calls this."""
     folder = kernel_cache_folder(os.environ)
+    # Attention first: whole layers are timed with the kernel that they will use.
+    attention = choose_attention(models, settings, device, world=world, folder=folder)
     return StepKernels(
         optimizer=choose_optimizer_kernel(optimizer, device, world=world),
+        attention=attention,
         layers=choose_layer_kernels(models, settings, device, world=world, folder=folder),
+        layer=time_compiled_layer(models, settings, device, world=world, folder=folder),
         float8=choose_float8_layers(models, settings, device, world=world, folder=folder),
         float8_head=choose_float8_head(models, settings, device, world=world, folder=folder),
+    )
+
+
+def time_compiled_layer(
+    models: Sequence[nn.Module], settings: Settings, device: torch.device, *, world: int, folder: Path | None
+) -> KernelChoice | None:
+    """Time one compiled dense layer in 16 bit, for what a step promises.
+
+    None on several ranks, where a layer's time includes waits for others, and where layers are not compiled, are
+    recomputed or offloaded, or have experts, whose time depends on the routing.
+    """
+    decoders = [one for one in models if isinstance(one, Decoder)]
+    layout = settings.layout
+    is_plain = layout.recompute == "none" and layout.offload == "none" and settings.compute in ("bf16", "fp16")
+    if device.type != "cuda" or world > 1 or not settings.compile or not is_plain or not decoders:
+        return None
+    shape, block = decoders[0].shape, next(iter(decoders[0].layers.values()))
+    if shape.is_moe or not isinstance(block, Block):
+        return None
+    sizes = {
+        "batch": layout.micro_batch, "sequence": settings.sequence, "width": shape.hidden, "ffn": shape.ffn,
+        "heads": shape.heads, "kv_heads": shape.kv_heads, "lean": int(settings.drops_product(shape, device)),
+    }  # fmt: skip
+
+    def measure() -> dict[str, Timing]:
+        timings: dict[str, Timing] = {}
+        with contextlib.suppress(torch.OutOfMemoryError):
+            timings = time_layers({BUILTIN: layer_call(shape, settings, device, core=block.attn.core)}, device)
+        return timings or {BUILTIN: Timing(median_ms=math.inf)}
+
+    return choose_measured(
+        "layer", choice_key("layer", sizes, settings.compute_dtype, device), [BUILTIN], measure, folder=folder
     )
 
 

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from phalanx.job.model import ModelShape
 from phalanx.train.kernels.kernel_op import KernelOp, Shape
 from phalanx.train.kernels.moe_permute import EXPERT_COMBINE, EXPERT_GATHER, combine_rows, gather_rows
-from phalanx.train.kernels.selector import BUILTIN, KernelChoice, choice_key, choose_measured, is_right, time_call
+from phalanx.train.kernels.selector import (
+    BUILTIN,
+    KernelChoice,
+    Timing,
+    choice_key,
+    choose_measured,
+    is_right,
+    time_in_turn,
+)
 from phalanx.train.models.layers import norm_of
 from phalanx.train.models.moe import Experts, Moe
 
@@ -49,18 +57,20 @@ def choose_in_layer(
     """The faster way of one of the two operations in a compiled block; remembered as other choices are."""
     key = choice_key(op.name, {**asked, "shared": shape.shared_experts, "compiled": 1}, dtype, device)
 
-    def measure() -> dict[str, float]:
-        times: dict[str, float] = {BUILTIN: math.inf}
+    def measure() -> dict[str, Timing]:
         drawn = [device] if device.type == "cuda" else []
-        for variant in [BUILTIN, *([OURS] if is_right(op, OURS, dtype, device) else [])]:
-            ours = op.name if variant == OURS else ""
-            # A run that measured draws the same numbers afterwards as one that remembered.
-            with torch.random.fork_rng(drawn), contextlib.suppress(torch.OutOfMemoryError):
-                call = layer_call(shape, asked["tokens"], dtype, device, backend=backend, ours=ours)
-                times[variant] = time_call(call, device, rounds=10, flushes=FLUSHES)
-            torch.cuda.empty_cache()
-        torch._dynamo.reset()  # what was compiled here counts against the limit of a block's own versions
-        return times
+        calls = {}
+        # A run that measured draws the same numbers afterwards as one that remembered.
+        with torch.random.fork_rng(drawn):
+            for variant in [BUILTIN, *([OURS] if is_right(op, OURS, dtype, device) else [])]:
+                ours = op.name if variant == OURS else ""
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    calls[variant] = layer_call(shape, asked["tokens"], dtype, device, backend=backend, ours=ours)
+            timings = time_in_turn(calls, device, rounds=10, flushes=FLUSHES)
+        calls.clear()
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()  # the versions compiled here count against the limit of a block's own
+        return {BUILTIN: Timing(median_ms=math.inf)} | timings
 
     return choose_measured(op.name, key, [BUILTIN, OURS], measure, folder=folder)
 

@@ -1,19 +1,18 @@
-"""Which variant of an operation runs here: the fastest that was measured, never one slower than PyTorch's own.
+"""Selection of the fastest measured variant of an operation; never one that is slower than PyTorch's own.
 
-Measured once for every (operation, shape, dtype) on a GPU with its driver and the versions of torch and Triton, and
-remembered in the user's cache. A variant that is wrong on small odd shapes is not taken, however fast. What cannot be
-read there is measured again; what cannot be written is not remembered. On a CPU nothing is measured, and PyTorch's own
-runs.
+Each (operation, shape, dtype) is measured once per GPU, driver and versions of torch and Triton, and remembered in the
+user's cache. Variants are timed in turn, so that clocks and temperature are the same for all, and a variant replaces
+the built-in only by more than the spread of both. A variant that is wrong on small odd shapes is never selected.
+Entries of the cache that cannot be read are measured again. On a CPU nothing is measured and the built-in runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -33,26 +32,58 @@ FLUSHES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Milliseconds of a call: the median of its repetitions, and half of their interquartile range."""
+
+    median_ms: float
+    spread_ms: float = 0.0
+
+    @classmethod
+    def of(cls, samples_ms: Sequence[float]) -> Timing:
+        """Summarize repetitions.
+
+        >>> Timing.of([1.0, 5.0, 2.0, 4.0, 3.0])
+        Timing(median_ms=3.0, spread_ms=1.0)
+        """
+        low, _, high = statistics.quantiles(samples_ms, n=4, method="inclusive") if len(samples_ms) > 1 else (0, 0, 0)
+        return cls(median_ms=statistics.median(samples_ms), spread_ms=(high - low) / 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class KernelChoice:
-    """The variant that runs, and what each took."""
+    """The variant that runs, and the measured time of each variant."""
 
     op: str
     variant: str
     times_ms: Mapping[str, float]  # by variant; empty where nothing was measured
+    spreads_ms: Mapping[str, float] = field(default_factory=dict)  # by variant
     is_remembered: bool = False  # measured by an earlier run
 
     def describe(self) -> str:
-        """For a person.
+        """Return one line for the console.
 
         >>> KernelChoice(op="adamw", variant="triton", times_ms={"builtin": 8.46, "triton": 6.9}).describe()
         'adamw: triton, 6.90 ms (builtin 8.46 ms)'
+        >>> timed = {"flash": 8.46, "cudnn": 6.9}
+        >>> KernelChoice(op="attention", variant="cudnn", times_ms=timed, spreads_ms={"cudnn": 0.05}).describe()
+        'attention: cudnn, 6.90 ± 0.05 ms (flash 8.46 ms)'
         >>> KernelChoice(op="adamw", variant="builtin", times_ms={}).describe()
         'adamw: builtin'
         """
-        if not math.isfinite(self.times_ms.get(self.variant, math.inf)):
+        if self.time_ms is None:
             return f"{self.op}: {self.variant}"
-        others = ", ".join(f"{name} {took:.2f} ms" for name, took in self.times_ms.items() if name != self.variant)
-        return f"{self.op}: {self.variant}, {self.times_ms[self.variant]:.2f} ms" + (f" ({others})" if others else "")
+        others = ", ".join(f"{name} {self._time_of(name)}" for name in self.times_ms if name != self.variant)
+        return f"{self.op}: {self.variant}, {self._time_of(self.variant)}" + (f" ({others})" if others else "")
+
+    @property
+    def time_ms(self) -> float | None:
+        """Milliseconds of the selected variant, or None where it was not measured."""
+        took = self.times_ms.get(self.variant, math.inf)
+        return took if math.isfinite(took) else None
+
+    def _time_of(self, variant: str) -> str:
+        spread = self.spreads_ms.get(variant, 0.0)
+        return f"{self.times_ms[variant]:.2f}" + (f" ± {spread:.2f} ms" if spread >= 0.005 else " ms")
 
 
 def choose_variant(
@@ -68,14 +99,26 @@ def choose_variant(
 
 
 def choose_measured(
-    name: str, key: str, variants: Sequence[str], measure: Callable[[], Mapping[str, float]], *, folder: Path | None
+    name: str, key: str, variants: Sequence[str], measure: Callable[[], Mapping[str, Timing]], *, folder: Path | None
 ) -> KernelChoice:
-    """The fastest of some variants by milliseconds that `measure` finds, or found in an earlier run."""
+    """Return the fastest of some variants, as `measure` times them now or did in an earlier run."""
     entry = read_choices(folder).get(key)
-    if entry is not None and entry["variant"] in variants and entry.get("of") == list(variants):
-        return KernelChoice(op=name, variant=entry["variant"], times_ms=entry["times_ms"], is_remembered=True)
-    times_ms = measure()
-    choice = KernelChoice(op=name, variant=fastest_variant(times_ms), times_ms=times_ms)
+    # Entries without spreads are of versions that timed one variant after the other, with another attention kernel.
+    if entry is not None and entry["variant"] in variants and entry.get("of") == list(variants) and entry["spreads_ms"]:
+        return KernelChoice(
+            op=name,
+            variant=entry["variant"],
+            times_ms=entry["times_ms"],
+            spreads_ms=entry["spreads_ms"],
+            is_remembered=True,
+        )
+    timings = measure()
+    choice = KernelChoice(
+        op=name,
+        variant=fastest_variant(timings),
+        times_ms={variant: one.median_ms for variant, one in timings.items()},
+        spreads_ms={variant: one.spread_ms for variant, one in timings.items()},
+    )
     remember_choice(key, choice, variants, folder)
     return choice
 
@@ -87,14 +130,22 @@ def chosen_here(ops: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
     return chosen_variants(read_choices(kernel_cache_folder(environ)), device=torch.cuda.get_device_name())
 
 
-def fastest_variant(times_ms: Mapping[str, float]) -> str:
-    """The fastest that is worth it.
+def fastest_variant(timings: Mapping[str, Timing]) -> str:
+    """Return the fastest variant; the built-in where the gain is small or within the spread of the two.
 
-    >>> fastest_variant({"builtin": 1.0, "triton": 0.99}), fastest_variant({"builtin": 1.0, "triton": 0.5})
-    ('builtin', 'triton')
+    >>> builtin, fast = Timing(median_ms=1.0, spread_ms=0.1), Timing(median_ms=0.5, spread_ms=0.1)
+    >>> fastest_variant({"builtin": builtin, "triton": fast})
+    'triton'
+    >>> fastest_variant({"builtin": builtin, "triton": Timing(median_ms=0.99)})
+    'builtin'
+    >>> fastest_variant({"builtin": builtin, "triton": Timing(median_ms=0.9, spread_ms=0.05)})
+    'builtin'
     """
-    best = min(times_ms, key=lambda name: times_ms[name])
-    return best if times_ms[best] < WORTH * times_ms.get(BUILTIN, math.inf) else BUILTIN
+    best = min(timings, key=lambda name: timings[name].median_ms)
+    builtin = timings.get(BUILTIN, Timing(median_ms=math.inf))
+    gain = builtin.median_ms - timings[best].median_ms
+    is_clear = gain > builtin.spread_ms + timings[best].spread_ms
+    return best if is_clear and timings[best].median_ms < WORTH * builtin.median_ms else BUILTIN
 
 
 def choice_key(op: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> str:
@@ -130,28 +181,31 @@ def _package_versions() -> str:
 
 
 def remember_choice(key: str, choice: KernelChoice, variants: Sequence[str], folder: Path | None) -> None:
-    """Keep a choice, and between which it was."""
-    entry = {"variant": choice.variant, "times_ms": dict(choice.times_ms), "of": list(variants)}
+    """Store a choice with the variants that it was made from."""
+    entry = {
+        "variant": choice.variant,
+        "times_ms": dict(choice.times_ms),
+        "spreads_ms": dict(choice.spreads_ms),
+        "of": list(variants),
+    }
     write_choice(key, entry, folder)
 
 
 # Measuring. ---------------------------------------------------------------------------------------------------------
 
 
-def measure_variants(op: KernelOp, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Milliseconds of every variant that is right: forward, and backward where the operation has gradients."""
-    times: dict[str, float] = {}
+def measure_variants(op: KernelOp, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, Timing]:
+    """Time every variant that is right: forward, and backward where the operation has gradients."""
     try:
         inputs = op.make_inputs(shape, dtype, device, 0)
+        calls = {
+            name: timed_call(op, name, inputs)
+            for name in op.variants
+            if name == BUILTIN or is_right(op, name, dtype, device)
+        }
     except torch.OutOfMemoryError:  # a job that fills the GPU trains all the same
-        return {BUILTIN: math.inf}
-    for name in op.variants:
-        if name != BUILTIN and not is_right(op, name, dtype, device):
-            continue
-        with contextlib.suppress(torch.OutOfMemoryError):
-            times[name] = time_call(timed_call(op, name, inputs), device)
-        torch.cuda.empty_cache()
-    return times or {BUILTIN: math.inf}
+        return {BUILTIN: Timing(median_ms=math.inf)}
+    return time_in_turn(calls, device) or {BUILTIN: Timing(median_ms=math.inf)}
 
 
 def timed_call(op: KernelOp, variant: str, inputs: Inputs) -> Callable[[], object]:
@@ -169,44 +223,69 @@ def timed_call(op: KernelOp, variant: str, inputs: Inputs) -> Callable[[], objec
     return lambda: torch.autograd.grad(run(*given), wanted, grads)
 
 
-def time_call(
-    call: Callable[[], object],
+def time_in_turn(
+    calls: Mapping[str, Callable[[], object]],
     device: torch.device,
     *,
     rounds: int = 20,
     limit_s: float = 1.0,
     with_host: bool = False,
     flushes: int = FLUSHES,
-) -> float:
-    """Median milliseconds of a call with a cold L2 cache, of `rounds` or as many as fit into the limit.
+) -> dict[str, Timing]:
+    """Time calls in alternating order (A B, B A, …) with a cold L2 cache; a call that runs out of memory is left out.
 
-    On the device; or `with_host`, until it is done: a call of many small kernels takes what the host takes.
+    `rounds` of each, or as many as fit into `limit_s` a call. On the device; or `with_host`, until the host has the
+    result: a call of many small kernels takes as long as the host needs to issue them.
     """
-    for _ in range(3):
-        call()
-    if device.type != "cuda":
-        return statistics.median(_host_ms(call) for _ in range(rounds))
-    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device)
-    torch.cuda.synchronize(device)
-    began_s = time.perf_counter()
-    found: list[float] = []
-    while len(found) < rounds and (len(found) < 3 or time.perf_counter() - began_s < limit_s):
+    left = dict(calls)
+    samples_ms: dict[str, list[float]] = {name: [] for name in calls}
+    flushed = torch.empty(FLUSHED_BYTES if device.type == "cuda" else 0, dtype=torch.int8, device=device)
+
+    def run(name: str, measure: Callable[[Callable[[], object]], float | None]) -> None:
+        try:
+            took_ms = measure(left[name])
+            if took_ms is not None:
+                samples_ms[name].append(took_ms)
+        except torch.OutOfMemoryError:
+            del left[name], samples_ms[name]
+            torch.cuda.empty_cache()
+
+    def warm_up(call: Callable[[], object]) -> None:
+        for _ in range(3):
+            call()
+
+    def one_call_ms(call: Callable[[], object]) -> float:
+        if device.type != "cuda":
+            return _host_ms(call)
         for _ in range(flushes):
             flushed.zero_()
-        if with_host:
-            torch.cuda.synchronize(device)
-            began = time.perf_counter()
-            call()
-            torch.cuda.synchronize(device)
-            found.append((time.perf_counter() - began) * 1e3)
-            continue
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end))
-    return statistics.median(found)
+        return _until_done_ms(call, device) if with_host else _on_device_ms(call)
+
+    for name in calls:
+        run(name, warm_up)
+    began_s, done = time.perf_counter(), 0
+    while left and done < rounds and (done < 3 or time.perf_counter() - began_s < limit_s * len(left)):
+        for name in list(left) if done % 2 == 0 else list(reversed(left)):
+            run(name, one_call_ms)
+        done += 1
+    return {name: Timing.of(found) for name, found in samples_ms.items()}
+
+
+def _on_device_ms(call: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def _until_done_ms(call: Callable[[], object], device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    began_s = time.perf_counter()
+    call()
+    torch.cuda.synchronize(device)
+    return (time.perf_counter() - began_s) * 1e3
 
 
 def _host_ms(call: Callable[[], object]) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from phalanx.job.model import ModelShape
 from phalanx.train.kernels.swiglu import gated_down
 
-Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]  # q_BNSH, k_BKSH, v_BKSH -> o_BNSH
 
 
 def by_kernel(*tensors: Tensor) -> bool:
@@ -37,7 +37,7 @@ class SelectedNorm(nn.RMSNorm):
 
 
 def causal_attention(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
-    """softmax(q kᵀ / √H) v over earlier positions, by PyTorch's fused kernels."""
+    """softmax(q kᵀ / √H) v over earlier positions, by the kernel that torch selects (kernels/attention.py: by name)."""
     grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
     out_BNSH: Tensor = F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=grouped)
     return out_BNSH

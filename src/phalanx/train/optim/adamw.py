@@ -6,6 +6,7 @@ on an H200 by a sixth for large shards, while many small ones take the host long
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from phalanx.plan.parametrization import ParameterScale, ParameterScales, standard_scales
 from phalanx.train.kernels.adamw import adamw_step_
-from phalanx.train.kernels.selector import BUILTIN, KernelChoice, choice_key, choose_measured, time_call
+from phalanx.train.kernels.selector import BUILTIN, KernelChoice, Timing, choice_key, choose_measured, time_in_turn
 from phalanx.train.kernels.triton_support import can_launch
 from phalanx.train.optim.base import shard_gradient, state_shard, total_bytes
 from phalanx.train.parallel.tensor_shard import TensorShard
@@ -128,11 +129,9 @@ class AdamW:
         device = shards[0].device
         shape = {"tensors": len(shards), "parameters": sum(one.numel() for one in shards)}
 
-        def measure() -> dict[str, float]:
-            return {
-                name: time_call(partial(self._update, 0.0, self._first, name), device, with_host=True)
-                for name in (BUILTIN, "triton")
-            }
+        def measure() -> dict[str, Timing]:
+            updates = {name: partial(self._update, 0.0, self._first, name) for name in (BUILTIN, "triton")}
+            return time_in_turn(updates, device, with_host=True) or {BUILTIN: Timing(median_ms=math.inf)}
 
         key = choice_key("adamw", shape, torch.float32, device)
         return choose_measured("AdamW", key, (BUILTIN, "triton"), measure, folder=folder)

@@ -13,16 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from phalanx.errors import mistake, nearest
+from phalanx.train.models.layers import Core, causal_attention
 from phalanx.train.parallel import exchanges
 
-__all__ = ["KINDS", "Core", "check_heads", "context_core", "local_positions", "split_sequence"]
-
-Core = Callable[[Tensor, Tensor, Tensor], Tensor]  # q_BNSH, k_BKSH, v_BKSH -> o_BNSH
+__all__ = ["KINDS", "Core", "UlyssesCore", "check_heads", "context_core", "local_positions", "split_sequence"]
 
 
 def context_core(kind: str, group: ProcessGroup) -> Core:
@@ -64,18 +62,23 @@ def _allgather_core(group: ProcessGroup) -> Core:
     return core
 
 
-def _ulysses_core(group: ProcessGroup) -> Core:
-    def core(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
-        heads, ranks = q_BNSH.shape[1], group.size()
+class UlyssesCore:
+    """Attention in which each rank of `group` takes the whole sequence of some heads and computes it by `local`."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.local: Core = causal_attention
+
+    def __call__(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
+        """Exchange sequence for heads, attend, and exchange back."""
+        heads, ranks = q_BNSH.shape[1], self.group.size()
         check_heads("ulysses", heads, ranks)
         copies = kv_copies(heads, k_BKSH.shape[1], ranks)
         q, k, v = (
-            _to_heads(one.repeat_interleave(times, dim=1) if times > 1 else one, group)
+            _to_heads(one.repeat_interleave(times, dim=1) if times > 1 else one, self.group)
             for one, times in ((q_BNSH, 1), (k_BKSH, copies), (v_BKSH, copies))
         )
-        return _to_sequence(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), group)
-
-    return core
+        return _to_sequence(self.local(q, k, v), self.group)
 
 
 def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
@@ -101,7 +104,7 @@ def _to_sequence(x_BNLH: Tensor, group: ProcessGroup) -> Tensor:
 
 KINDS: Mapping[str, Callable[[ProcessGroup], Core]] = {
     "ring": _ring_core,
-    "ulysses": _ulysses_core,
+    "ulysses": UlyssesCore,
     "allgather": _allgather_core,
 }
 

@@ -102,12 +102,22 @@ def _backward_gpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     return _score_products(args[1], args[2], count=5, causal=_is_causal(args, kwargs, 11))
 
 
+def _forward_cudnn(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    return _score_products(args[0], args[1], count=2, causal=_is_causal(args, kwargs, 6))
+
+
+def _backward_cudnn(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    return _score_products(args[1], args[2], count=5, causal=_is_causal(args, kwargs, 14))
+
+
 # torch's own table lacks the CPU kernel and counts causal attention as if it were not.
 ATTENTION: Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _forward_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _backward_cpu,
     aten._scaled_dot_product_flash_attention.default: _forward_flops,
     aten._scaled_dot_product_flash_attention_backward.default: _backward_gpu,
+    aten._scaled_dot_product_cudnn_attention.default: _forward_cudnn,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _backward_cudnn,
 }
 
 
