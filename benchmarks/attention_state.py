@@ -1,6 +1,6 @@
 """The state that decides torch's attention kernel: its priority order and choice, before and after `sdpa_kernel`.
 
-    python benchmarks/attention_state.py
+python benchmarks/attention_state.py
 """
 
 from __future__ import annotations
