@@ -34,7 +34,7 @@ from phalanx.train.rank_settings import Settings
 ATTENTION = "attention"
 HALVES = (torch.bfloat16, torch.float16)
 # Of the format's epsilon: a kernel rounds probabilities and score gradients to 16 bit before their products.
-ERROR_BOUND = 8
+ERROR_BOUND = 4
 
 
 def fastest_attention(device: torch.device) -> AbstractContextManager[None]:
