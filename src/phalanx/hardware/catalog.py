@@ -19,6 +19,7 @@ from phalanx.errors import MOST_UNKNOWN, Problem, UserError, mistake, nearest
 from phalanx.hardware.types import Accelerator
 from phalanx.io.files import csv_columns, read_text, shipped_text
 from phalanx.io.limits import MAX_RANKS
+from phalanx.io.path_probes import is_file
 from phalanx.io.toml import TomlFile, read_toml
 from phalanx.units import GIB
 
@@ -90,7 +91,7 @@ def user_files(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
         return tuple(Path(part) for part in named.split(os.pathsep) if part)
     home = env.get("XDG_CONFIG_HOME") or (os.path.join(env["HOME"], ".config") if env.get("HOME") else "")
     usual = Path(home) / "phalanx" / "accelerators.toml"
-    return (usual,) if home and usual.is_file() else ()
+    return (usual,) if home and is_file(usual) else ()
 
 
 def matmul_flops(accelerator: Accelerator, precision: str = "bf16") -> float:

@@ -15,6 +15,7 @@ from phalanx.hardware.probe import MachineProfile, load_profile, usual_path
 from phalanx.hardware.step_probe import measured_rates
 from phalanx.hardware.types import Accelerator, Cluster, Machine
 from phalanx.io.limits import MAX_RANKS_PER_GPU, MAX_WORKERS
+from phalanx.io.path_probes import path_exists
 from phalanx.units import plural
 
 
@@ -120,7 +121,7 @@ def _measured_profile(
     text = environ.get("PHALANX_PROFILE", "")
     explicit = named or (Path(text) if text else None)
     path = explicit or usual_path(machine.hostname, environ)
-    if explicit is None and not path.exists():
+    if explicit is None and not path_exists(path):
         return None, "not measured: run phalanx probe"
     try:
         profile = load_profile(path)

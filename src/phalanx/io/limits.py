@@ -1,7 +1,7 @@
 """Largest counts that files and commands may ask for, in one table: a count beyond them is a typing mistake.
 
-Each is at least ten times what anything published uses, and small enough that what it sizes (a loop, an array, a search)
-ends. Sizes of files and of texts stand next to their readers.
+Each is at least ten times what anything published uses, and small enough that what it sizes (a loop, an array, a
+search) ends. Sizes of files and of texts stand next to their readers.
 """
 
 from __future__ import annotations
