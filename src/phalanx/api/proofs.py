@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from phalanx.api.jobs import AnyJob, override_texts, read_job
 from phalanx.api.results import Overrides, PublicResult, Tell, teller, warn
 from phalanx.errors import mistake
-from phalanx.hardware.this_machine import MOST_RANKS_PER_GPU
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
+from phalanx.io.limits import MAX_RANKS_PER_GPU
 from phalanx.job.schema import PluginReferences
 from phalanx.units import format_seconds, plural
 
@@ -94,8 +94,8 @@ def verify(
     if ranks_per_gpu is not None and device == "cpu":
         what = f"--ranks-per-gpu {ranks_per_gpu} without --device cuda has no effect"
         raise mistake(where, what, fix="add --device cuda, or leave it out")
-    if ranks_per_gpu is not None and not 1 <= ranks_per_gpu <= MOST_RANKS_PER_GPU:
-        what = f"--ranks-per-gpu {ranks_per_gpu} is not between 1 and {MOST_RANKS_PER_GPU}"
+    if ranks_per_gpu is not None and not 1 <= ranks_per_gpu <= MAX_RANKS_PER_GPU:
+        what = f"--ranks-per-gpu {ranks_per_gpu} is not between 1 and {MAX_RANKS_PER_GPU}"
         raise mistake(where, what, fix="use 4")
     if plan is not None and cluster:
         raise mistake(where, "--plan and --cluster exclude each other", fix="give one of them")

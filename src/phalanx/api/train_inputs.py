@@ -13,6 +13,7 @@ from phalanx.api.checking import check_before_training
 from phalanx.api.jobs import AnyJob, override_texts, read_job
 from phalanx.api.results import Overrides, Tell, tell_stderr, warn
 from phalanx.errors import mistake
+from phalanx.io.path_probes import resolve_path
 from phalanx.job.load import ResolvedJob
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
@@ -192,7 +193,7 @@ def _load_job(job: AnyJob, call: TrainCall) -> ResolvedJob:
     changed = resolved.job
     if call.cluster is not None:
         is_file = call.cluster.endswith(".toml")
-        path = str(Path(call.cluster).resolve()) if is_file else ""
+        path = str(resolve_path(call.cluster)) if is_file else ""
         cluster = replace(changed.cluster, spec="" if is_file else call.cluster, file=path)
         changed = replace(changed, cluster=cluster)
     if call.steps:

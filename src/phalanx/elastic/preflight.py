@@ -23,6 +23,7 @@ from phalanx.hardware.cluster_defaults import LOOPBACK_BYTES_PER_S
 from phalanx.hardware.discover import discover
 from phalanx.hardware.this_machine import allowed_ranks
 from phalanx.hardware.types import Gpu, Machine
+from phalanx.io.path_probes import is_folder, path_exists
 from phalanx.plan.plan import Plan
 from phalanx.units import MB, format_bytes, plural
 
@@ -44,7 +45,7 @@ OLDEST_CLOCK_S = 1_767_225_600.0  # 2026-01-01: a host whose clock is before thi
 def preflight(*, plan: Plan, run: Path, slots: int, address: str, quick: bool) -> list[Problem]:
     """Everything that speaks against starting `slots` ranks here; `quick` leaves out the measurement of the link."""
     machine = discover()
-    if not run.is_dir():
+    if not is_folder(run):
         return [_missing(run, machine.hostname)]
     problems = [
         *check_devices(plan, machine, slots, fresh=True),
@@ -67,7 +68,7 @@ def recheck(*, plan: Plan, run: Path, slots: int, new_ranks: int, new_places: in
     """
     machine = discover()
     host = machine.hostname
-    if not run.is_dir():
+    if not is_folder(run):
         return [_missing(run, host)]
     return [
         *check_devices(plan, machine, slots),
@@ -196,7 +197,7 @@ def check_disk(plan: Plan, run: Path, *, host: str) -> Iterator[Problem]:
     path = plan.job.checkpoint.path
     if "://" in path:  # object storage has no free space to ask for
         return
-    folder = next(folder for folder in (run / path, *(run / path).parents) if folder.exists())
+    folder = next(folder for folder in (run / path, *(run / path).parents) if path_exists(folder))
     there = sum(1 for _ in (run / path).glob("step-*/manifest.json"))
     # With one there, the next must find room, and no more: others are deleted for it.
     saves = 1 + int(plan.duration.training_s / plan.reliability.interval_s)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.io.files import Spot, free_bytes
+from phalanx.io.files import Spot
+from phalanx.io.path_probes import is_file, is_folder
 from phalanx.io.values import integer, number
+from phalanx.io.write_errors import free_bytes
 from phalanx.record.event_schema import EventColumns
 from phalanx.record.run import COMMIT, Run
 from phalanx.rules.facts.log_facts import CheckpointFacts
@@ -167,7 +169,7 @@ class Folder:
             root = run.checkpoints
         except PhalanxError:
             return
-        if isinstance(root, Path) and root.is_dir():
+        if isinstance(root, Path) and is_folder(root):
             self._list_steps(root)
             self.free_bytes = free_bytes(root)
 
@@ -179,7 +181,7 @@ class Folder:
                     match = COMMIT.fullmatch(entry.name)
                     if match is None or not entry.is_dir(follow_symlinks=False):
                         continue
-                    if (Path(entry.path) / "manifest.json").is_file():
+                    if is_file(Path(entry.path) / "manifest.json"):
                         self.kept += 1
                         self.steps.append(int(match.group(1)))
                     else:
