@@ -1119,6 +1119,40 @@ def test_numbers_that_go_astray_are_rolled_back_once(stage: Stage) -> None:
     assert "given up: it happened again at the same step after going back" in stage.message
 
 
+def commit(stage: Stage, *steps: int) -> None:
+    """Checkpoints with a manifest, as far as the coordinator looks."""
+    for step in steps:
+        folder = stage.run.path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+
+
+def test_a_roll_back_sets_checkpoints_aside_and_records_which(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=9)
+    commit(stage, 4, 7, 8)
+    astray(agent)  # the newest sound step is 6
+    stage.pass_time(0.25)
+    (event,) = stage.events("rollback")
+    assert (event["epoch"], event["step"], event["target"], event["set_aside"]) == (1, 9, 6, [7, 8])
+    assert event["reason"] == "the gradient was not finite"
+    assert stage.run.saved_steps() == [4]
+    assert (stage.run.path / "checkpoints" / "untrusted-step-00000008" / "manifest.json").exists(), "not deleted"
+    stage.ready()
+    assert (agent.last("go")["restore"], agent.last("go")["at_most"]) == (None, 6)
+
+
+def test_a_run_that_ends_untrusted_records_what_it_set_aside(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="stop")
+    agent = stage.host("a", 4)
+    stage.start(step=9)
+    commit(stage, 4, 8)
+    astray(agent)
+    stage.pass_time(1.0)
+    assert stage.status == ("failed", 3)
+    assert [(one["target"], one["set_aside"]) for one in stage.events("rollback")] == [(6, [8])]
+
+
 def test_rolling_back_at_ever_other_steps_comes_to_an_end(stage: Stage) -> None:
     agent = stage.host("a", 4)
     stage.start(step=20)

@@ -369,6 +369,16 @@ class RecordEvidence:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RollBack:
+    """Set the checkpoints of more than `target` steps aside, and record it."""
+
+    generation: int  # of the membership that found it
+    step: int  # steps done when the state was found untrusted
+    target: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MarkRunning:
     """The status of the run is "running", with so many ranks."""
 
@@ -398,6 +408,17 @@ class EndRun:
     how: Literal["plain", "finished", "stopped", "killed", "killed at once", "unfit", "given up"] = "plain"
     at_most: int | None = None  # checkpoints of more steps are not to be trusted: they are set aside
     given_up: GivenUp | None = None
+    rollback: RollBack | None = None  # where the run ends because its state is untrusted
 
 
-Action = Send | RecordEvent | SaveState | BeginGeneration | ListCheckpoints | RecordEvidence | MarkRunning | EndRun
+Action = (
+    Send
+    | RecordEvent
+    | SaveState
+    | BeginGeneration
+    | ListCheckpoints
+    | RecordEvidence
+    | RollBack
+    | MarkRunning
+    | EndRun
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from phalanx.elastic import failure as failing
-from phalanx.elastic.coordinator_state import CoordinatorState, EndRun, GivenUp, Message
+from phalanx.elastic.coordinator_state import CoordinatorState, EndRun, GivenUp, Message, RollBack
 from phalanx.elastic.decide_membership import REPLACE_S, await_lost_slots, form
 from phalanx.elastic.decide_replicas import is_absent, leave_out, replicas_to_leave_out
 from phalanx.elastic.decision import FAILED, STOPPED, Decision
@@ -125,7 +125,7 @@ def _record_incident(decision: Decision, cause: Failure) -> None:
     )
 
 
-def _give_up(decision: Decision, cause: Failure, why: str = "") -> None:
+def _give_up(decision: Decision, cause: Failure, why: str = "", *, rollback: RollBack | None = None) -> None:
     """The run has failed: one message, with what others did and what is left."""
     state, membership = decision.state, decision.state.membership
     _record_incident(decision, cause)
@@ -151,6 +151,7 @@ def _give_up(decision: Decision, cause: Failure, why: str = "") -> None:
             how="given up",
             at_most=state.saved.at_most,
             given_up=given_up,
+            rollback=rollback,
         )
     )
 
@@ -204,21 +205,24 @@ def _roll_back(decision: Decision, message: Message) -> None:
         state.noticed_s or decision.now_s,
     )
     decision.change_saved(divergence=None if suspects else message.get("evidence"), at_most=sound)
+    rollback = RollBack(generation=state.saved.generation, step=step, target=sound, reason=why)
     if state.job.fault.recovery == "stop":
-        _give_up(decision, cause)
+        _give_up(decision, cause, rollback=rollback)
         return
     if is_again and not suspects:
-        _give_up(decision, cause, "it happened again at the same step after going back")
+        _give_up(decision, cause, "it happened again at the same step after going back", rollback=rollback)
         return
     if state.saved.failures >= state.job.fault.restarts:
-        _give_up(decision, cause, _too_often(state))
+        _give_up(decision, cause, _too_often(state), rollback=rollback)
         return
     decision.change_saved(rolled_back=(*state.saved.rolled_back, step))
     _record_incident(decision, cause)
     for suspect in suspects:
         decision.quarantine_slot(membership.slots[suspect], why)
-    if not form(decision, f"roll back to step {sound}: {why}"):
-        _give_up(decision, cause, _no_slots(state))
+    if form(decision, f"roll back to step {sound}: {why}"):
+        decision.actions.append(rollback)  # after the fence has moved: the old membership commits nothing more
+    else:
+        _give_up(decision, cause, _no_slots(state), rollback=rollback)
 
 
 # ---- processes live and nothing moves --------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from phalanx.train.state.paths import commit_step
 from phalanx.train.state.rank_state import seed_random_state
 from phalanx.train.state.reader import list_commits
 from phalanx.train.state.replica_reader import ReplicaSource
-from phalanx.train.state.retention import delete_commits_after, remove_drafts
+from phalanx.train.state.retention import delete_commits_after, remove_drafts, untrusted_deleted
 from phalanx.train.state.training_state import (
     RestoredRun,
     load_hf_weights,
@@ -101,13 +101,17 @@ def train_rank(
     control.hooks.restoring(control.generation, across.rank if across is not None else dist.get_rank())
     if dist.get_rank() == 0 and (across is None or across.replica == 0) and built is None:
         remove_drafts(folder.checkpoints)  # what dead processes left half done
-        if at_most is not None:
-            delete_commits_after(folder.checkpoints, at_most)
     if built is not None:
         engine.initialise_unsaved()
         restored, source = RestoredRun(), "replica"
     else:
         restored, source = _restore_state(engine, folder, copies, at_most)
+        # Only now: the state that replaces them was verified as it was restored.
+        if at_most is not None and dist.get_rank() == 0 and (across is None or across.replica == 0):
+            deleted = delete_commits_after(folder.checkpoints, at_most)
+            if deleted:
+                text = untrusted_deleted(deleted, step=restored.step)
+                events.write("remark", step=restored.step, text=text, is_told=True)
         if job.train.weights and not restored.step:
             load_hf_weights(engine, Path(job.train.weights))
     training = TrainingContext(folder, plan, engine, events, memory, control, plugins)
