@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -1628,3 +1629,129 @@ def test_a_replay_takes_the_formations_that_it_is_told(make_stage: Callable[...,
     stage.advance(6)
     stage.pass_time(3.0)
     assert "reform" not in agent.kinds(), "nothing grows in a replay"
+
+
+# ---- incidents that each let the run do a step -----------------------------------------------------------------------
+
+
+def crawl(stage: Stage, monkeypatch: pytest.MonkeyPatch, *, bad_slots: Callable[[str, int], bool], most: int) -> int:
+    """Hang the first rank in a bad slot (or rank 2) after every step; the number of incidents until the run is over."""
+    start_s = time.time() - stage.now_s
+    monkeypatch.setattr(time, "time", lambda: start_s + stage.now_s)
+    for step in range(8, 8 + most):
+        stage.advance(step)
+        seats = [(host, slot) for host, slot in stage.seats]
+        rank = next((rank for rank, seat in enumerate(seats) if bad_slots(*seat)), None)
+        if rank is None:
+            return step - 8
+        stage.pass_time(25.0)
+        host, slot = seats[rank]
+        stage.agents[host].lose(slot, kind="Silence", signal=0, message="stopped answering 25 s ago")
+        stage.pass_time(1.0)
+        if stage.coordinator.state.is_over:
+            return step - 7
+        stage.ready()
+        stage.pass_time(0.25)
+    return most
+
+
+def test_a_slot_that_hangs_once_per_step_loses_its_rank_to_a_spare_slot(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.host("a", 5)
+    stage.start(step=7)
+    assert crawl(stage, monkeypatch, bad_slots=lambda host, slot: slot == 2, most=20) == 3
+    (quarantine,) = stage.events("quarantine")
+    assert (quarantine["host"], quarantine["slot"]) == ("a", 2)
+    assert re.fullmatch(
+        r"slot 2 of host a failed 3 times with Silence; incidents cost [\d.]+ s of the last [\d.]+ s "
+        r"\(fault.max_lost = 0.8\)",
+        quarantine["reason"],
+    )
+    assert (stage.world, stage.seats[2]) == (4, ["a", 4])
+
+
+def test_a_host_whose_slots_hang_is_excluded_also_when_its_agent_starts_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.host("a", 4)
+    spare = stage.host("b", 4)
+    stage.start(step=7)
+    assert crawl(stage, monkeypatch, bad_slots=lambda host, slot: host == "a", most=40) == 6
+    moved, excluded = stage.events("quarantine")
+    assert (moved["host"], moved["slot"], excluded["host"], "slot" in excluded) == ("a", 0, "a", False)
+    assert "host a failed 6 times with Silence, last in slot 1 of host a; incidents cost" in excluded["reason"]
+    assert stage.seats == [["b", slot] for slot in range(4)]
+    spare.lose(3, up=False)
+    stage.agents["a"].hang_up()
+    stage.pass_time(3.0)
+    stage.agents["a"].join()
+    assert stage.coordinator.state.num_usable == 3, "it takes no part"
+    stage.restart()
+    spare.join()
+    stage.agents["a"].join()
+    assert stage.coordinator.state.num_usable == 3, "nor with another coordinator"
+
+
+def test_a_hang_that_follows_the_rank_from_host_to_host_is_the_end(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abcd":
+        stage.host(name, 2)
+    stage.start(step=7)
+    count = crawl(stage, monkeypatch, bad_slots=lambda host, slot: [host, slot] == stage.seats[2], most=60)
+    assert stage.status == ("failed", 3)
+    assert count == 6
+    assert re.search(
+        r"given up: slot 0 of host c failed 3 times with Silence, as others on b did: it is no fault of a host; "
+        r"incidents cost .* of the last .* \(fault.max_lost = 0.8\)",
+        stage.message,
+    )
+
+
+@pytest.mark.parametrize("recovery", ["replace", "auto"])
+def test_a_hang_once_per_step_without_a_spare_ends_with_slot_host_cause_and_cost(
+    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, recovery: str
+) -> None:
+    stage = make_stage(recovery=recovery)
+    stage.host("a", 4)
+    stage.start(step=7)
+    count = crawl(stage, monkeypatch, bad_slots=lambda host, slot: [host, slot] == stage.seats[-1], most=40)
+    assert stage.status == ("failed", 3)
+    assert count == {"replace": 3, "auto": 6}[recovery]
+    reason = stage.message.partition("given up: ")[2]
+    start, ending = {
+        "replace": ("slot 3 of host a failed 3 times with Silence; incidents cost", "no other slot is free"),
+        "auto": ("host a failed 6 times with Silence, last in slot 2 of host a; incidents cost", "no other host"),
+    }[recovery]
+    assert reason.startswith(start)
+    assert ending in reason
+
+
+def test_incidents_that_leave_time_to_train_reach_no_limit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_s = time.time() - stage.now_s
+    monkeypatch.setattr(time, "time", lambda: start_s + stage.now_s)
+    agent = stage.host("a", 5)
+    stage.start(step=7)
+    for step in range(10, 210, 10):
+        for more in range(10):  # as long as the incident takes
+            stage.pass_time(2.6)
+            stage.advance(step + more)
+        stage.pass_time(25.0)
+        agent.lose(2, kind="Silence", signal=0, message="stopped answering 25 s ago")
+        stage.pass_time(1.0)
+        stage.ready()
+    assert (len(stage.events("incident")), stage.events("quarantine")) == (20, [])
+    assert not stage.coordinator.state.is_over
+
+
+def test_the_history_outlives_the_coordinator_and_0_7_wrote_none(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.host("a", 5)
+    stage.start(step=7)
+    assert crawl(stage, monkeypatch, bad_slots=lambda host, slot: slot == 2, most=2) == 2
+    history = stage.coordinator.state.saved.history
+    body = stage.coordinator.state.saved.to_json()
+    assert SavedState.from_json(json.loads(json.dumps(body))).history == history
+    assert [one.place.slot for one in history.incidents] == [2, 2]
+    del body["history"]
+    assert SavedState.from_json(body).history.incidents == ()

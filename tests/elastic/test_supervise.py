@@ -275,6 +275,20 @@ def test_a_rank_that_ignores_sigterm_is_killed_all_the_same(run: Run, finish: Fi
     assert "rank 2 of 4" in output
 
 
+def test_a_rank_that_hangs_once_per_step_is_no_endless_crawl(make_run: MakeRun, finish: Finish) -> None:
+    run = make_run("replace")
+    code, output = finish(run, "crawl")
+    assert code == 3
+    assert re.search(
+        r"given up: slot 2 of host host-0 failed \d+ times with Silence; incidents cost \S+ s of the last \S+ s "
+        r"\(fault.max_lost = 0.8\); no other slot is free\n",
+        output,
+    )
+    incidents = supervisor(run, "incident")
+    assert 3 <= len(incidents) <= 20
+    assert {(one["slot"], one["in_a_row"]) for one in incidents} == {(2, 1)}, "each time a new step was done"
+
+
 # ---- stopping --------------------------------------------------------------------------------------------------------
 
 

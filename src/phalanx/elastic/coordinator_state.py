@@ -14,6 +14,7 @@ from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import NO_STEP
 from phalanx.elastic.host_view import HostView
+from phalanx.elastic.incident_history import IncidentHistory
 from phalanx.elastic.membership import HostSlot, Membership
 from phalanx.elastic.replica_ring import ReplicaTable
 from phalanx.elastic.restore_point import Lineage
@@ -86,6 +87,7 @@ class SavedState:
     has_shrunk: bool = False  # around a slot that failed again and again, since the furthest step
     absent: tuple[int, ...] = ()  # model replicas that are left out of this generation at present
     round: int = 0  # of this generation: how often the replicas that are present have changed
+    history: IncidentHistory = field(default_factory=IncidentHistory)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -111,6 +113,7 @@ class SavedState:
             "has_shrunk": self.has_shrunk,
             "absent": list(self.absent),
             "round": self.round,
+            "history": self.history.to_json(),
         }
 
     def members_json(self) -> dict[str, Any]:
@@ -145,6 +148,7 @@ class SavedState:
             has_shrunk=bool(body.get("has_shrunk")),
             absent=tuple(int(replica) for replica in body.get("absent", ())),
             round=int(body.get("round", 0)),
+            history=IncidentHistory.from_json(body.get("history", {})),  # 0.7 kept none
         )
 
 
@@ -190,6 +194,7 @@ class CoordinatorState:
     newcomer: int | None = None  # the replica that was taken in by the present round
     short_s: float | None = None  # since when there are no slots for a replica that is left out
     incident_recorded: bool = False
+    limit_reason: str = ""  # why the rank that failed is not to have its slot or host again
     out_of_memory: bool = False
 
     before: Membership | None = None  # the membership before this one
@@ -255,7 +260,14 @@ class CoordinatorState:
 
     def refusals(self) -> list[str]:
         """What was found on bad hosts."""
-        return [text for name in self.host_order if name in self.bad_hosts for text in self.hosts[name].problems]
+        excluded = self.saved.history.excluded
+        return [
+            text
+            for name in self.host_order
+            if name in self.bad_hosts
+            for text in self.hosts[name].problems
+            if text != excluded.get(name)
+        ]
 
     def is_usable(self, place: HostSlot) -> bool:
         """Whether a process in this slot, now or later, may become a rank."""

@@ -214,6 +214,8 @@ def _on_joined(decision: Decision, name: str, hello: Message, status: Message | 
     skew_s = clock_skew_s(float(hello["time"]), CONNECT_S, now_s=decision.unix_s)
     problems = [str(text) for text in hello.get("problems", ())]
     problems += [problem.render() for problem in check_skew(skew_s, host=name)] if abs(skew_s) > MOST_SKEW_S else []
+    if (reason := state.saved.history.excluded.get(name)) is not None:
+        problems.append(reason)
     address = str(hello.get("address", ""))
     host = HostView(name, address, decision.heard_s, problems=tuple(problems))
     if status is not None:  # thousands come at once: each is noted once

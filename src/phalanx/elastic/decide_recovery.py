@@ -6,6 +6,7 @@ from collections.abc import Iterator, Set
 
 from phalanx.elastic import failure as failing
 from phalanx.elastic.coordinator_state import CoordinatorState, EndRun, GivenUp, Message, RollBack
+from phalanx.elastic.decide_limits import IncidentLimit, cause_of, reached_limit
 from phalanx.elastic.decide_membership import REPLACE_S, await_lost_slots, form
 from phalanx.elastic.decide_replicas import is_absent, leave_out, replicas_to_leave_out
 from phalanx.elastic.decision import FAILED, STOPPED, Decision
@@ -13,6 +14,7 @@ from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import Phase
 from phalanx.elastic.host_view import HostView
+from phalanx.elastic.incident_history import IncidentHistory
 from phalanx.elastic.membership import HostSlot
 from phalanx.units import plural
 
@@ -49,12 +51,51 @@ def recover(decision: Decision) -> None:
     pause_s = BACK_OFF_S * 2 ** (state.saved.failures - 2) if state.saved.failures > 1 else 0.0
     if waited_s < min(pause_s, MOST_BACK_OFF_S) or _is_somebody_coming(state, waited_s):
         return
-    _record_incident(decision, cause)
+    if state.is_new_incident:
+        limit = reached_limit(
+            _history_with(decision, cause), restarts=state.job.fault.restarts, max_lost=state.job.fault.max_lost
+        )
+        if limit is not None and waited_s <= CAUSE_S:
+            return  # the first failure may be a consequence of another one
+        _record_incident(decision, cause)
+        if limit is not None and not _can_go_on(decision, cause, limit):
+            _give_up(decision, cause, state.limit_reason)
+            return
     said = next(iter(cause.message.splitlines()), "")[:200]
     reason = f"rank {cause.rank} failed: {cause.kind} {said}".strip()
     if form(decision, reason) or await_lost_slots(decision, membership, waited_s):
         return
-    _give_up(decision, cause, _no_slots(state))
+    _give_up(decision, cause, "\n    ".join(filter(None, (state.limit_reason, _no_slots(state)))))
+
+
+def _history_with(decision: Decision, cause: Failure) -> IncidentHistory:
+    """The history with the present incident."""
+    state, saved = decision.state, decision.state.saved
+    return saved.history.after_incident(
+        state.membership.slots[cause.rank],
+        cause_of(cause),
+        began_s=decision.unix_s - (decision.now_s - state.stepped_s),
+        best_step=saved.best_step,
+    )
+
+
+def _can_go_on(decision: Decision, cause: Failure, limit: IncidentLimit) -> bool:
+    """Whether the run goes on without the slot or the host that reached a limit; it is not used from now on."""
+    state, place = decision.state, decision.state.membership.slots[cause.rank]
+    state.limit_reason = limit.reason
+    may_shrink = state.job.fault.recovery in ("auto", "shrink")
+    host = state.hosts.get(place.host)
+    if limit.measure == "move" and (may_shrink or state.num_usable > state.membership.world):
+        if place not in state.saved.quarantined:
+            decision.quarantine_slot(place, limit.reason)
+        return True
+    num_elsewhere = state.num_usable - (host.num_usable(state.saved.quarantined) if host is not None else 0)
+    if limit.measure == "exclude" and num_elsewhere >= (1 if may_shrink else state.membership.world):
+        decision.exclude_for_launch(place.host, limit.reason)
+        return True
+    no_other = {"move": "; no other slot is free", "exclude": "; no other host is there", "end": ""}
+    state.limit_reason += no_other[limit.measure]
+    return False
 
 
 def _leave_slot_out(decision: Decision, cause: Failure, why: str) -> bool:
@@ -102,8 +143,9 @@ def _record_incident(decision: Decision, cause: Failure) -> None:
     state, membership = decision.state, decision.state.membership
     if not state.is_new_incident:
         return
+    history = _history_with(decision, cause)
     state.incident_recorded = True
-    decision.change_saved(failures=state.saved.failures + 1)
+    decision.change_saved(failures=state.saved.failures + 1, history=history)
     for rank in sorted(state.failures.keys() - state.consequences):
         place = membership.slots[rank]
         count = state.saved.slot_failures.get(place, 0) + 1
@@ -216,6 +258,12 @@ def _roll_back(decision: Decision, message: Message) -> None:
         _give_up(decision, cause, _too_often(state), rollback=rollback)
         return
     decision.change_saved(rolled_back=(*state.saved.rolled_back, step))
+    limit = reached_limit(
+        _history_with(decision, cause), restarts=state.job.fault.restarts, max_lost=state.job.fault.max_lost
+    )
+    if limit is not None and limit.measure == "end":  # else the suspects are quarantined below
+        _give_up(decision, cause, limit.reason, rollback=rollback)
+        return
     _record_incident(decision, cause)
     for suspect in suspects:
         decision.quarantine_slot(membership.slots[suspect], why)

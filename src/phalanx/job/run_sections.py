@@ -73,6 +73,12 @@ class FaultSettings:
         ),
     )
     restarts: int = field(default=3, metadata=count("failures in a row, without a step between, before giving up"))
+    max_lost: float = field(
+        default=0.8,
+        metadata=number(
+            "share of the wall time that incidents with steps between them may cost; 1 is no limit", above=True, most=1
+        ),
+    )
     digest_every: int | Auto = field(
         default=AUTO,
         metadata=count(
