@@ -166,7 +166,8 @@ def make_room(
     What a roll-back set aside goes first; `expendable_steps` says what else may go. Deletes inside `fence()`, which is
     entered where there is something to delete. An object store has no end that could be asked for.
     """
-    root, gone = storage.root, []
+    root = storage.root
+    gone: list[int] = []
     if not isinstance(root, Path):
         return []
     try:
