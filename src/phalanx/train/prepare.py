@@ -33,6 +33,7 @@ from phalanx.io.user_code import absolute_code
 from phalanx.job.load import ResolvedJob, job_to_dict, load
 from phalanx.job.schema import Batch, Job
 from phalanx.plan.inputs import InputFindings, look_at_inputs
+from phalanx.plan.layout import Layout
 from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
@@ -119,9 +120,12 @@ def find_data(job: Job, base: Path) -> tuple[Path, ...]:
     )
 
 
-def plan_for_run(resolved: ResolvedJob) -> Plan:
-    """The plan of a job; the files it names as absolute paths, so that the run can be resumed from anywhere."""
-    return make_plan(with_absolute_files(resolved))
+def plan_for_run(resolved: ResolvedJob, *, earlier: Layout | None = None) -> Plan:
+    """The plan of a job; the files it names as absolute paths, so that the run can be resumed from anywhere.
+
+    `earlier` is the layout of a run that is resumed.
+    """
+    return make_plan(with_absolute_files(resolved), earlier=earlier)
 
 
 def with_absolute_files(resolved: ResolvedJob) -> ResolvedJob:
@@ -385,7 +389,8 @@ def resumed_plan(
         return old, ()
     resolved = load_job(str(run.job_toml), overrides=overrides, cluster=cluster, steps=steps)
     warnings = _changes_refused(run, old.job, resolved.job)
-    plan = plan_for_run(resolved)
+    is_same_split = resolved.job.parallel == old.job.parallel and resolved.job.batch.micro == old.job.batch.micro
+    plan = plan_for_run(resolved, earlier=old.layout if is_same_split else None)
     _refuse_finished(run, plan)
     return plan, warnings
 
