@@ -9,10 +9,12 @@ from phalanx.job.key_rules import AUTO, Auto, choice, count, number
 
 SYNC_MODES = ("every-step", "target-batch", "diloco", "quorum")
 CODECS = ("fp32", "bf16", "int8", "int4", "topk-2bit")
+AGGREGATIONS = ("mean", "clipped-mean", "trimmed-mean", "median", "sign")
 WARM_UP_SHARE = 0.2  # of the steps; 20 % brought DiLoCo with H = 20 within 0.18 % of synchronous training in our runs
 # Momentum of the outer step: 0.9 in runs of so many exchanges and inner steps, less in shorter ones (decision 0050).
 LEAST_MOMENTUM, MOST_MOMENTUM = 0.5, 0.9
 LONG_EXCHANGES, LONG_STEPS = 80, 1600
+ROBUST = "trimmed-mean"  # loses least to honest training under attack: benchmarks/2026-11-19-slow-links-attacks.md
 MOST_SUMMED_PEERS = 8  # whose sparse updates are summed: more were not measured
 TOP_SHARE, LEAST_TOP_SHARE = 0.03, 0.005  # of the values that topk-2bit sends, by each of up to four peers and at least
 
@@ -96,6 +98,15 @@ class SyncSettings:
             "an update is dropped for its norm, or also when it raises the loss on held-out text", "norm", "loss"
         ),
     )
+    aggregation: str = field(
+        default=AUTO,
+        metadata=choice(
+            'how the updates of a round become one; "auto" is the weighted mean in a trial on one machine, and a kind '
+            "that a minority of liars cannot steer where members were invited",
+            AUTO,
+            *AGGREGATIONS,
+        ),
+    )
     heartbeat_s: float = field(
         default=0.5, metadata=number("seconds between signs of life to other peers", above=True, most=MAX_SECONDS)
     )
@@ -155,6 +166,22 @@ class SyncSettings:
         if not isinstance(self.top_share, str):
             return self.top_share
         return max(LEAST_TOP_SHARE, round(TOP_SHARE * 3 / max(3, self.peers - 1), 4))
+
+    def aggregation_among(self, *, invited: bool) -> str:
+        """Return how updates are aggregated among peers that were invited, or are all of one owner (decision 0070).
+
+        >>> [SyncSettings().aggregation_among(invited=invited) for invited in (False, True)]
+        ['mean', 'trimmed-mean']
+        >>> SyncSettings(codec="topk-2bit").aggregation_among(invited=True)
+        'clipped-mean'
+        >>> SyncSettings(aggregation="median").aggregation_among(invited=False)
+        'median'
+        """
+        if self.aggregation != AUTO:
+            return self.aggregation
+        if not invited:
+            return "mean"
+        return "clipped-mean" if self.codec == "topk-2bit" else ROBUST
 
     @property
     def has_peers(self) -> bool:

@@ -36,6 +36,7 @@ class NodeSettings:
     samples_per_s: float | None
     keep_allowed: Callable[[AllowList], None] = lambda allowed: None
     routes: Mapping[str, Address] = field(default_factory=dict)
+    aggregation: str = "mean"
     limits: ModelLimits = field(default_factory=ModelLimits)
 
     @property

@@ -21,6 +21,7 @@ class LocalHub:
     active: set[str] = field(default_factory=set)
     calls: dict[int, dict[str, tuple[np.ndarray, float]]] = field(default_factory=dict)
     committed: dict[int, RoundResult] = field(default_factory=dict)
+    limits: dict[int, dict[str, float]] = field(default_factory=dict)
     next_round: int = 0
     first_round: int = 0
     view_number: int = 0
@@ -69,10 +70,24 @@ class LocalGroup:
         return {one: group._said for one, group in list(self.hub.members.items())}
 
     def average(
-        self, round_number, vector, weight, codec="fp32", *, timeout_s=60.0, quorum=None, grace_s=None, most_weight=None
+        self,
+        round_number,
+        vector,
+        weight,
+        codec="fp32",
+        *,
+        timeout_s=60.0,
+        quorum=None,
+        grace_s=None,
+        weight_limits=None,
     ) -> RoundResult:
         self.before_round(round_number)
         hub = self.hub
+        # No honest peer learns from more than it was dealt, as every other peer derives it too.
+        assert weight_limits is None or weight <= weight_limits.get(self.id, 0.0), (round_number, weight, weight_limits)
+        if weight_limits is not None:
+            with hub.lock:
+                assert hub.limits.setdefault(round_number, dict(weight_limits)) == weight_limits, round_number
         with hub.lock:
             if self.id not in hub.members:
                 return RoundResult(round_number=round_number, committed=False, behind=True)

@@ -66,7 +66,7 @@ class FaultyGroup:
         timeout_s: float = 60.0,
         quorum: int | None = None,
         grace_s: float | None = None,
-        most_weight: float | None = None,
+        weight_limits: Mapping[str, float] | None = None,
     ) -> RoundResult:
         """The round, with what the faults make of this peer's update."""
         if vector.size > 1 and self._spoilt[0] != round_number:
@@ -97,7 +97,7 @@ class FaultyGroup:
                 timeout_s=timeout_s,
                 quorum=quorum,
                 grace_s=grace_s,
-                most_weight=most_weight,
+                weight_limits=weight_limits,
             )
 
     def serve_state(self, provider: Callable[[], PeerState | None]) -> None:

@@ -16,7 +16,17 @@ from phalanx.units import plural
 SCREENED = ("nan", "poison", "liar")  # their updates must be left out
 LOSES = ("kill", "leave", "hang", "partition")  # others go on without them
 NAMED = ("lost", "left", "evicted")  # events that name a peer that is gone
-PARTS = ("step", "kind", "members", "weights", "dropped", "paces", "digest")  # of a round, the same for everybody
+PARTS = (
+    "step",
+    "kind",
+    "members",
+    "weights",
+    "dropped",
+    "capped",
+    "aggregation",
+    "paces",
+    "digest",
+)  # of a round, the same for everybody
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +210,7 @@ def _names(event: Event, fault: Fault, ids: set[str], shot: Firing) -> bool:
         return False
     if fault.kind in SCREENED:
         spoilt = event["event"] == "exchange" and f"round {event['round']}" == shot.note
-        return spoilt and bool(ids & set(event.get("dropped") or ()))
+        return spoilt and bool(ids & {*(event.get("dropped") or ()), *(event.get("capped") or ())})
     if event["event"] != "peer" or fault.kind not in LOSES:
         return False
     if fault.kind == "partition" and event.get("kind") == "no-majority":
@@ -228,7 +238,8 @@ def judge_named(
         ):
             continue
         counted = rounds[one.round][0][1]["weights"].get(ids[one.peers[0]]) if one.round in rounds else None
-        if one.kind in SCREENED and counted:
+        is_capped = one.round in rounds and ids[one.peers[0]] in (rounds[one.round][0][1].get("capped") or ())
+        if one.kind in SCREENED and counted and not (one.kind == "liar" and is_capped):
             wrong.append(f"{one.fault}: round {one.round} counts it")
         is_late = one.fired_s > end_s - 2 * dead_after_s
         if one.noticed_s is None and not counted and (is_late or one.kind in SCREENED):
@@ -239,9 +250,9 @@ def judge_named(
     faulty = {number for one in found if one.kind in SCREENED for number in one.peers}
     numbers = {record.id: record.number for record in records}
     for number, entries in rounds.items():
-        for peer, why in (entries[0][1].get("dropped") or {}).items():
+        for peer, why in {**(entries[0][1].get("capped") or {}), **(entries[0][1].get("dropped") or {})}.items():
             if numbers.get(peer) not in faulty:
-                wrong.append(f"round {number} left out peer {numbers.get(peer)}, which did nothing wrong: {why}")
+                wrong.append(f"round {number} named peer {numbers.get(peer)}, which did nothing wrong: {why}")
     text = f"{len(must) - len(wrong):,} of {plural(len(must), 'fault')} that must be noticed"
     text += f", {late:,} that nobody had to notice" if late else ""
     return Verdict(name="dropped peers are named", ok=not wrong, evidence=evidence_text(text, wrong))

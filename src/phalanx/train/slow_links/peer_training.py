@@ -88,7 +88,7 @@ class PeerTraining(Callback):
         self._sent_fragment: int | None = None
         self._screen: LossScreen | None = None
         self._pending: tuple[int, int, PendingRound] | None = None  # step to apply it after, fragment, round
-        self._under_way: tuple[int, int, float, float] | None = None  # the same for checkpoints: tokens, usual tokens
+        self._under_way: tuple[int, int, float] | None = None  # the same for checkpoints: step, fragment, tokens
         self._training: TrainingContext | None = None
 
     # ---- set-up, in this order -------------------------------------------------------------------------------------
@@ -166,12 +166,11 @@ class PeerTraining(Callback):
         for fragment in range(len(self._fragments)):
             self.exchange.load_sender(fragment, self._carried.lost(fragment))
         if self._under_way is not None:
-            until, fragment, tokens, usual = self._under_way
+            until, fragment, tokens = self._under_way
             pending = self.exchange.average(
                 self._fragment_maps[fragment],
                 self._carried.sent(fragment),
                 tokens,
-                usual=usual,
                 sender=fragment,
                 waits=False,
             )
@@ -230,8 +229,8 @@ class PeerTraining(Callback):
         self._exchanged_step = int(position.get("exchanged", -1))
         self._tokens = {int(fragment): int(count) for fragment, count in position.get("tokens", {}).items()}
         if (under_way := position.get("under_way")) is not None:
-            until, fragment, tokens, usual = under_way
-            self._under_way = (int(until), int(fragment), float(tokens), float(usual))
+            until, fragment, tokens = under_way[:3]  # a fourth value, of older checkpoints, is not needed
+            self._under_way = (int(until), int(fragment), float(tokens))
 
     def _mark_boundary(self, step: int) -> None:
         self._boundary = self.position(step)
@@ -274,6 +273,8 @@ class PeerTraining(Callback):
                 members=list(agreed.members),
                 weights=agreed.weights,
                 dropped=agreed.dropped,
+                capped=agreed.capped,
+                aggregation=agreed.aggregation,
                 fragment=fragment,
                 paces=agreed.paces,
                 shares=agreed.shares,
@@ -306,9 +307,8 @@ class PeerTraining(Callback):
             self._report(step)
             with self._engine.clock.stall():
                 means = [grad * scale if tokens else torch.zeros_like(grad) for grad in further]
-                usual = sum(map(count_samples, dealt.values())) * sequence / max(1, len(self.members))
-                most = max(map(count_samples, dealt.values()), default=0) * sequence + 1.0  # a 1 for who has none
-                agreed, mean = self.exchange.average(self._gradients, means, tokens, usual=usual, most=most).finish()
+                limits = {peer: float(count_samples(samples) * sequence) for peer, samples in dealt.items()}
+                agreed, mean = self.exchange.average(self._gradients, means, tokens, limits=limits).finish()
             self._agree(agreed, kind="gradient", step=step)
             if mean is not None:
                 added = agreed.tokens
@@ -354,6 +354,7 @@ class PeerTraining(Callback):
             for fragment in range(len(self._fragments)):
                 self._tokens[fragment] = self._tokens.get(fragment, 0) + learnt
             self._samples += learnt // self._engine.settings.sequence
+            self._note_dealt(training.step - 1)
             self._exchange_weights(training)
         if spread_object(self._server.is_wanted):
             self._server.make_copy()
@@ -361,7 +362,9 @@ class PeerTraining(Callback):
     def _exchange_weights(self, training: TrainingContext) -> None:
         sync, total = self._sync, self._batch_plan.steps
         if sync.mode == "quorum" and self._is_waited_for(training.step):
-            training.step = self._next_exchange(training.step)  # with what was learnt so far; the rest is not counted
+            reached, training.step = training.step, self._next_exchange(training.step)  # the rest is not learnt from
+            for skipped in range(reached, training.step):
+                self._note_dealt(skipped)
         inner = training.step - self.warm_up
         fragment = due_fragment(inner, inner_steps=sync.inner_steps, fragments=sync.fragments)
         is_last = training.step >= total
@@ -378,16 +381,15 @@ class PeerTraining(Callback):
             is_delayed = bool(sync.delay_steps) and not is_last
             if not is_delayed:
                 training.pause()
-            steps = min(sync.inner_steps, max(1, training.step - self.warm_up))
-            usual = steps * self._batch_plan.at(training.step)[1] * self._engine.settings.sequence
-            tokens, usual_each = float(self._tokens.get(one, 0)), usual / max(1, len(self.members))
+            tokens = float(self._tokens.get(one, 0))
+            limits = self.ledger.weight_limits(one, sequence=self._engine.settings.sequence)
             pending = self.exchange.average(
-                self._fragment_maps[one], chosen, tokens, usual=usual_each, sender=one, waits=not is_delayed
+                self._fragment_maps[one], chosen, tokens, limits=limits, sender=one, waits=not is_delayed
             )
             if is_delayed:
                 self._pending = (training.step + sync.delay_steps, one, pending)
                 self._carried.keep_sent(one, chosen)
-                self._under_way = (training.step + sync.delay_steps, one, tokens, usual_each)
+                self._under_way = (training.step + sync.delay_steps, one, tokens)
             else:
                 self._apply(training, one, pending)
         self._exchanged_step = training.step
@@ -409,6 +411,7 @@ class PeerTraining(Callback):
         self._agree(agreed, kind="weights", step=training.step, fragment=fragment)
         self._carried.keep_lost(fragment, self.exchange.sender_state(fragment))
         places = self._fragments[fragment]
+        self.ledger.settle_dealt(fragment, agreed, keeps_late=self._sync.late == "count")
         is_counted = self.id in agreed.weights or not self._tokens.get(fragment)
         if means is not None:
             before = [self.outer.weights[at].clone() for at in places] if not is_counted else []
@@ -424,6 +427,10 @@ class PeerTraining(Callback):
         if is_counted or self._sync.late == "drop":
             self._tokens[fragment] = 0
         self._mark_boundary(training.step)
+
+    def _note_dealt(self, step: int) -> None:
+        """Note how much every member was dealt in a step that each takes alone."""
+        self.ledger.note_dealt(self._deal(step), fragments=len(self._fragments))
 
     def _next_exchange(self, step: int) -> int:
         """The next step at which a fragment is due, or the end."""
