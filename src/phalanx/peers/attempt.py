@@ -13,7 +13,7 @@ import asyncio
 import bisect
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +111,7 @@ def has_same_layout(plan: RoundPlan, other: RoundPlan) -> bool:
     """Whether the same attempt moves the same values between the same members."""
 
     def layout(one: RoundPlan) -> tuple[object, ...]:
-        return one.key, one.values, one.codec, one.top_share, one.segment, set(one.weights), one.owners
+        return one.key, one.values, one.codec, one.top_share, one.segment, set(one.weights), one.owners, one.gathered
 
     return layout(plan) == layout(other)
 
@@ -145,9 +145,12 @@ class Attempt:
         self._counted = sorted(plan.weights)
         # Two peers move as many bytes either way: each sends the other its values, nothing is rounded a second time,
         # and no piece waits for another.
-        self._gathers = plan.codec in GATHERED_CODECS or (
-            len(plan.weights) == 2 and set(plan.owners) <= set(plan.weights)
+        self._gathers = (
+            plan.gathered
+            or plan.codec in GATHERED_CODECS
+            or (len(plan.weights) == 2 and set(plan.owners) <= set(plan.weights))
         )
+        self.is_judging = False  # this member evaluates the result: it is not yet reported
         self._own: dict[int, bytes] = {}
         self._encoded: dict[int, dict[str, bytes]] = {}  # of gathered pieces: by segment and peer
         carries = sender is not None and sender.carries and self.outgoing is not None
@@ -294,10 +297,26 @@ class Attempt:
 
     def result(self) -> Vector:
         """The mean, as every member decodes it; raises BadBytes where an owner sent nonsense."""
-        kind = np.float64 if self.plan.codec == "fp64" else np.float32
-        found = np.empty(self.plan.values, dtype=kind)
+        found = np.empty(self.plan.values, dtype=self._value_type)
         for start, data in self._means.items():
             found[start : self._end(start)] = self._decode_mean(start, data)
+        return found
+
+    def contributions(self) -> dict[str, Vector]:
+        """Each counted member's update as it was sent; empty where only means were exchanged."""
+        if not self._gathers:
+            return {}
+        found = {peer: np.empty(self.plan.values, dtype=self._value_type) for peer in self._counted}
+        for start, data in self._means.items():
+            for peer, values in self._decode_pieces(start, data).items():
+                found[peer][start : self._end(start)] = values
+        return found
+
+    def mean_without(self, removed: Collection[str]) -> Vector:
+        """The result as it would be without some members, of a round whose contributions are here."""
+        found = np.empty(self.plan.values, dtype=self._value_type)
+        for start, data in self._means.items():
+            found[start : self._end(start)] = self._mean(start, self._decode_pieces(start, data), removed)
         return found
 
     def settle(self) -> None:
@@ -337,16 +356,17 @@ class Attempt:
         self._keep(start, data)
         return data
 
-    def _mean(self, start: int, pieces: dict[str, Vector]) -> Vector:
-        total = sum(self.plan.weights[peer] for peer in self._counted)
+    def _mean(self, start: int, pieces: dict[str, Vector], removed: Collection[str] = ()) -> Vector:
+        counted = [peer for peer in self._counted if peer not in removed]
+        total = sum(self.plan.weights[peer] for peer in counted)
         mean = np.zeros(self._end(start) - start, dtype=np.float64)
-        for peer in self._counted:
+        for peer in counted:
             mean += (self.plan.weights[peer] / total) * pieces[peer]
         return mean
 
     def _check_screen(self, screen: Callable[[str, Vector], str | None]) -> None:
         for peer in sorted(self.plan.weights):
-            vector = np.zeros(self.plan.values, dtype=np.float64 if self.plan.codec == "fp64" else np.float32)
+            vector = np.zeros(self.plan.values, dtype=self._value_type)
             for start, pieces in self._pieces.items():
                 vector[start : self._end(start)] = pieces[peer]
             if peer != self.me and (reason := screen(peer, vector)):
@@ -363,9 +383,16 @@ class Attempt:
     def _decode_mean(self, start: int, data: bytes) -> Vector:
         if not self._gathers:
             return self._decode(start, data)
+        return self._mean(start, self._decode_pieces(start, data))
+
+    @property
+    def _value_type(self) -> type[np.floating[Any]]:
+        return np.float64 if self.plan.codec == "fp64" else np.float32
+
+    def _decode_pieces(self, start: int, data: bytes) -> dict[str, Vector]:
         size = len(data) // len(self._counted)
         view = memoryview(data)
-        pieces = {
+        return {
             peer: decode(
                 self.plan.codec,
                 view[place * size : (place + 1) * size],
@@ -374,4 +401,3 @@ class Attempt:
             )
             for place, peer in enumerate(self._counted)
         }
-        return self._mean(start, pieces)
