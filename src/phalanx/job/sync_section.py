@@ -96,6 +96,14 @@ class SyncSettings:
             "an update is dropped for its norm, or also when it raises the loss on held-out text", "norm", "loss"
         ),
     )
+    gate_sequences: int = field(
+        default=32,
+        metadata=count(
+            "held-out sequences on which peers evaluate each exchange of weights before it is committed; 0 is none",
+            least=0,
+            most=10_000,
+        ),
+    )
     heartbeat_s: float = field(
         default=0.5, metadata=number("seconds between signs of life to other peers", above=True, most=MOST_SECONDS)
     )

@@ -22,6 +22,7 @@ import numpy as np
 from phalanx.network.slow_codecs import CUT_VALUES, GATHERED_CODECS, encoded_bytes
 from phalanx.peers.codecs import BadBytes, Sender, decode, encode
 from phalanx.peers.facts import MemberView, RoundResult, Vector
+from phalanx.peers.harm_causes import SKETCH_VALUES, sketch_of
 from phalanx.peers.messages import MOST_SEGMENT_VALUES, RoundPlan
 from phalanx.peers.node_settings import MOST_VALUES
 
@@ -134,6 +135,7 @@ class Attempt:
         self.bytes_sent = self.bytes_received = 0
         self.screening = asyncio.Lock()
         self.squares = dict.fromkeys(plan.weights, 0.0)
+        self.sketches = dict.fromkeys(plan.weights, np.zeros(SKETCH_VALUES))  # of this member's share of each update
         self._sender, self._screen = sender, screen
         # Nothing is kept for each segment before something of it is here: a plan is small, whatever it speaks of.
         self._shares = sorted((begin, end, owner) for owner, (begin, end) in plan.owners.items() if begin < end)
@@ -202,6 +204,8 @@ class Attempt:
             raise BadUpdate(peer, f"it sent bytes that are no {self.plan.codec} vector: {error}") from error
         square = sum_of_squares(values)
         self.squares[peer] += square
+        if self.plan.judged:
+            self.sketches[peer] = self.sketches[peer] + sketch_of(values, start)
         if not math.isfinite(square):
             raise BadUpdate(peer, "its update is not finite (NaN or infinity)")
         if self.squares[peer] > (NORM_TOLERANCE * self.plan.norms[peer]) ** 2 + 1e-30:
@@ -323,6 +327,14 @@ class Attempt:
         """The round was committed: what the codec lost is sent with the next."""
         if self._sender is not None and self._lost is not None and self._lost_sums is not None:
             self._sender.settle(self._lost, self._lost_sums)
+
+    def mean_sketch(self) -> Vector:
+        """Sketch of this member's share of the mean: sketches add up as the vectors do."""
+        total = sum(self.plan.weights.values())
+        found = np.zeros(SKETCH_VALUES)
+        for peer, sketch in self.sketches.items():
+            found += (self.plan.weights[peer] / total) * sketch
+        return found
 
     def _share_at(self, start: int) -> tuple[int, int, str]:
         """Begin, end and owner of the share that a value is in."""

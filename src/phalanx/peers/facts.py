@@ -121,7 +121,7 @@ class PeerEvent:
     """Something that happened in the group, for the run's record.
 
     kind: joined, left, lost, evicted, rejoined, no-majority, forced, view, committed, discarded, dropped, refused,
-    revoked, harmful, excluded, measured, doubtful-progress, state-served, state-fetched.
+    revoked, harmful, excluded, measured, doubtful-progress, doubtful-update, state-served, state-fetched.
     """
 
     kind: str

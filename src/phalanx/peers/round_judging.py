@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from phalanx.peers import messages as say
 from phalanx.peers.attempt import Attempt
 from phalanx.peers.codecs import BadBytes
+from phalanx.peers.harm_causes import UpdateHistory, same_updates
 from phalanx.peers.harm_votes import ABSTAINED, Ballots, Judgement, RoundTrial
 from phalanx.peers.messages import MOST_ACCUSED, RoundPlan
 
@@ -24,6 +25,7 @@ class RoundJudging:
         self._node = node
         self._plans: dict[tuple[int, int, int], RoundPlan] = {}
         self._votes: dict[str, say.HarmVote] = {}  # the newest of each voter
+        self._history = UpdateHistory()
 
     def begin(self, plan: RoundPlan) -> None:
         """An attempt has begun: votes on it may be here already."""
@@ -51,13 +53,28 @@ class RoundJudging:
             judgement = await asyncio.to_thread(evaluate)
         except BadBytes:
             return ABSTAINED  # the result cannot be decoded: every member finds out when it is committed
-        accused = {peer: reason[:400] for peer, reason in judgement.accused.items() if peer in plan.weights}
+        repeated = {} if judgement.harms is None else self._repeated(attempt)
+        reasons = {**judgement.accused, **repeated}
+        accused = {peer: reason[:400] for peer, reason in reasons.items() if peer in plan.weights and peer != node.me}
         if judgement.harms:
             text = f"round {plan.round_number} raises the held-out loss beyond chance"
             node.tell("harmful", text, round_number=plan.round_number)
         return Judgement(
             harms=judgement.harms, accused=dict(sorted(accused.items())[:MOST_ACCUSED]), seconds=judgement.seconds
         )
+
+    def _repeated(self, attempt: Attempt) -> dict[str, str]:
+        """Peers whose update, in this member's share, was sent before."""
+        for first, second in same_updates(attempt.sketches):
+            text = f"it sends the same update as {self._node.name_of(second)}: either may be the copy"
+            self._node.tell("doubtful-update", text, peer=first, round_number=attempt.plan.round_number)
+        return self._history.repeated(attempt.plan.owners.get(attempt.me, (0, 0)), attempt.sketches)
+
+    def on_committed(self, attempt: Attempt) -> None:
+        """A judged round is committed: its updates are recognised when they come again."""
+        share = attempt.plan.owners.get(attempt.me, (0, 0))
+        if attempt.plan.judged and share[0] < share[1] and attempt.has_summed_its_share:
+            self._history.remember(attempt.plan.round_number, share, attempt.sketches, attempt.mean_sketch())
 
     def broadcast(self, vote: say.HarmVote) -> None:
         """Send this member's accusations to all others, and count them."""

@@ -376,6 +376,7 @@ class RoundKeeper:
         self._wanted.pop(number, None)
         self._early.on_committed(plan)
         attempt.settle()
+        self.judging.on_committed(attempt)
         for peer, reason in plan.dropped.items():
             node.tell("dropped", reason, peer=peer, round_number=number)
         text = f"round {number} is committed with {len(plan.weights)} of {len(node.view.members)} members"

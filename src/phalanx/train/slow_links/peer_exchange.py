@@ -274,9 +274,14 @@ class PendingRound:
         return agreed, boxes if agreed.scale == 1.0 else [one * agreed.scale for one in boxes]
 
 
+def token_weights(weights: Mapping[str, float]) -> dict[str, float]:
+    """Tokens of each member by the weight it stated; 0 for a member that is only present."""
+    return {peer: 0.0 if weight % 1.0 == PRESENT else weight for peer, weight in weights.items()}
+
+
 def _agreed_round(result: RoundResult) -> AgreedRound:
     weights = {one: float(weight) for one, weight in sorted(result.weights.items())}
-    tokens = {one: 0.0 if weight % 1.0 == PRESENT else weight for one, weight in weights.items()}
+    tokens = token_weights(weights)
     total = sum(tokens.values())
     return AgreedRound(
         number=result.round_number,
