@@ -29,7 +29,7 @@ class Stage:
             view=self.view,
             syncing=set(),
             leaving=set(),
-            settings=SimpleNamespace(norm_limit=10.0, reconnect_s=0.5, aggregation="mean"),
+            settings=SimpleNamespace(judge=None, norm_limit=10.0, reconnect_s=0.5, aggregation="mean"),
             views=SimpleNamespace(acceptor=SimpleNamespace(is_frozen=False), installed=None),
             links=SimpleNamespace(post=lambda peer, message: None),
             rounds=SimpleNamespace(on_message=lambda peer, message: self.sent.append(message), pending=None),

@@ -15,6 +15,7 @@ USED_BY = {
     "synchronous_steps": ("diloco", "quorum"),
     "fragments": ("diloco", "quorum"),
     "delay_steps": ("diloco", "quorum"),
+    "gate_sequences": ("diloco", "quorum"),
     "local_share": ("diloco", "quorum"),
     "quorum": ("quorum",),
     "grace_s": ("quorum",),

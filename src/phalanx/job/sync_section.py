@@ -107,6 +107,14 @@ class SyncSettings:
             *AGGREGATIONS,
         ),
     )
+    gate_sequences: int = field(
+        default=32,
+        metadata=count(
+            "held-out sequences on which peers evaluate each exchange of weights before it is committed; 0 is none",
+            least=0,
+            most=10_000,
+        ),
+    )
     heartbeat_s: float = field(
         default=0.5, metadata=number("seconds between signs of life to other peers", above=True, most=MAX_SECONDS)
     )

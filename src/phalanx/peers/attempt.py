@@ -13,16 +13,17 @@ import asyncio
 import bisect
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from phalanx.network.slow_codecs import CUT_VALUES, GATHERED_CODECS, encoded_bytes
-from phalanx.peers.aggregation import AGGREGATIONS, aggregate, mean_factors
+from phalanx.peers.aggregation import AGGREGATIONS, aggregate, choose_aggregation, mean_factors
 from phalanx.peers.codecs import BadBytes, Sender, decode, encode
 from phalanx.peers.facts import MemberView, RoundResult, Vector
+from phalanx.peers.harm_causes import SKETCH_VALUES, sketch_of
 from phalanx.peers.messages import MOST_SEGMENT_VALUES, RoundPlan
 from phalanx.peers.node_settings import MOST_VALUES
 
@@ -125,7 +126,7 @@ def has_same_layout(plan: RoundPlan, other: RoundPlan) -> bool:
     """Whether the same attempt moves the same values between the same members."""
 
     def layout(one: RoundPlan) -> tuple[object, ...]:
-        return one.key, one.values, one.codec, one.top_share, one.segment, set(one.weights), one.owners
+        return one.key, one.values, one.codec, one.top_share, one.segment, set(one.weights), one.owners, one.gathered
 
     return layout(plan) == layout(other)
 
@@ -148,6 +149,7 @@ class Attempt:
         self.bytes_sent = self.bytes_received = 0
         self.screening = asyncio.Lock()
         self.squares = dict.fromkeys(plan.weights, 0.0)
+        self.sketches = dict.fromkeys(plan.weights, np.zeros(SKETCH_VALUES))  # of this member's share of each update
         self._sender, self._screen = sender, screen
         # Nothing is kept for each segment before something of it is here: a plan is small, whatever it speaks of.
         self._shares = sorted((begin, end, owner) for owner, (begin, end) in plan.owners.items() if begin < end)
@@ -160,9 +162,12 @@ class Attempt:
         self._factors = mean_factors(plan.aggregation, plan.weights, plan.norms) if plan.weights else {}
         # Two peers move as many bytes either way: each sends the other its values, nothing is rounded a second time,
         # and no piece waits for another.
-        self._gathers = plan.codec in GATHERED_CODECS or (
-            len(plan.weights) == 2 and set(plan.owners) <= set(plan.weights)
+        self._gathers = (
+            plan.gathered
+            or plan.codec in GATHERED_CODECS
+            or (len(plan.weights) == 2 and set(plan.owners) <= set(plan.weights))
         )
+        self.is_judging = False  # this member evaluates the result: it is not yet reported
         self._own: dict[int, bytes] = {}
         self._encoded: dict[int, dict[str, bytes]] = {}  # of gathered pieces: by segment and peer
         carries = sender is not None and sender.carries and self.outgoing is not None
@@ -214,6 +219,8 @@ class Attempt:
             raise BadUpdate(peer, f"it sent bytes that are no {self.plan.codec} vector: {error}") from error
         square = sum_of_squares(values)
         self.squares[peer] += square
+        if self.plan.judged:
+            self.sketches[peer] = self.sketches[peer] + sketch_of(values, start)
         if not math.isfinite(square):
             raise BadUpdate(peer, "its update is not finite (NaN or infinity)")
         if self.squares[peer] > (NORM_TOLERANCE * self.plan.norms[peer]) ** 2 + 1e-30:
@@ -312,16 +319,39 @@ class Attempt:
 
     def result(self) -> Vector:
         """The mean, as every member decodes it; raises BadBytes where an owner sent nonsense."""
-        kind = np.float64 if self.plan.codec == "fp64" else np.float32
-        found = np.empty(self.plan.values, dtype=kind)
+        found = np.empty(self.plan.values, dtype=self._value_type)
         for start, data in self._means.items():
             found[start : self._end(start)] = self._decode_mean(start, data)
+        return found
+
+    def contributions(self) -> dict[str, Vector]:
+        """Each counted member's update as it was sent; empty where only means were exchanged."""
+        if not self._gathers:
+            return {}
+        found = {peer: np.empty(self.plan.values, dtype=self._value_type) for peer in self._counted}
+        for start, data in self._means.items():
+            for peer, values in self._decode_pieces(start, data).items():
+                found[peer][start : self._end(start)] = values
+        return found
+
+    def mean_without(self, removed: Collection[str]) -> Vector:
+        """The result as it would be without some members, of a round whose contributions are here."""
+        found = np.empty(self.plan.values, dtype=self._value_type)
+        for start, data in self._means.items():
+            found[start : self._end(start)] = self._mean(start, self._decode_pieces(start, data), removed)
         return found
 
     def settle(self) -> None:
         """The round was committed: what the codec lost is sent with the next."""
         if self._sender is not None and self._lost is not None and self._lost_sums is not None:
             self._sender.settle(self._lost, self._lost_sums)
+
+    def mean_sketch(self) -> Vector:
+        """Sketch of this member's share of the mean: sketches add up as the vectors do."""
+        sketch = np.zeros(SKETCH_VALUES)
+        for start in self._own_segments:
+            sketch += sketch_of(self._decode_mean(start, self._means[start]), start)
+        return sketch
 
     def _share_at(self, start: int) -> tuple[int, int, str]:
         """Begin, end and owner of the share that a value is in."""
@@ -355,13 +385,17 @@ class Attempt:
         self._keep(start, data)
         return data
 
-    def _mean(self, start: int, pieces: dict[str, Vector]) -> Vector:
-        updates = [pieces[peer] for peer in self._counted]
-        return aggregate(self.plan.aggregation, updates, [self._factors[peer] for peer in self._counted])
+    def _mean(self, start: int, pieces: dict[str, Vector], removed: Collection[str] = ()) -> Vector:
+        counted, kind, factors = self._counted, self.plan.aggregation, self._factors
+        if removed:
+            counted = [peer for peer in counted if peer not in removed]
+            kind = choose_aggregation(kind, codec=self.plan.codec, counted=len(counted))[0]
+            factors = mean_factors(kind, {peer: self.plan.weights[peer] for peer in counted}, self.plan.norms)
+        return aggregate(kind, [pieces[peer] for peer in counted], [factors[peer] for peer in counted])
 
     def _check_screen(self, screen: Callable[[str, Vector], str | None]) -> None:
         for peer in sorted(self.plan.weights):
-            vector = np.zeros(self.plan.values, dtype=np.float64 if self.plan.codec == "fp64" else np.float32)
+            vector = np.zeros(self.plan.values, dtype=self._value_type)
             for start, pieces in self._pieces.items():
                 vector[start : self._end(start)] = pieces[peer]
             if peer != self.me and (reason := screen(peer, vector)):
@@ -378,9 +412,16 @@ class Attempt:
     def _decode_mean(self, start: int, data: bytes) -> Vector:
         if not self._gathers:
             return self._decode(start, data)
+        return self._mean(start, self._decode_pieces(start, data))
+
+    @property
+    def _value_type(self) -> type[np.floating[Any]]:
+        return np.float64 if self.plan.codec == "fp64" else np.float32
+
+    def _decode_pieces(self, start: int, data: bytes) -> dict[str, Vector]:
         size = len(data) // len(self._counted)
         view = memoryview(data)
-        pieces = {
+        return {
             peer: decode(
                 self.plan.codec,
                 view[place * size : (place + 1) * size],
@@ -389,4 +430,3 @@ class Attempt:
             )
             for place, peer in enumerate(self._counted)
         }
-        return self._mean(start, pieces)

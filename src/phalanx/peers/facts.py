@@ -126,7 +126,8 @@ class PeerEvent:
     """Something that happened in the group, for the run's record.
 
     kind: joined, left, lost, evicted, rejoined, no-majority, forced, view, committed, discarded, dropped, capped,
-    aggregation, refused, revoked, measured, doubtful-progress, state-served, state-fetched.
+    aggregation, refused, revoked, harmful, excluded, measured, doubtful-progress, doubtful-update, state-served,
+    state-fetched.
     """
 
     kind: str

@@ -28,6 +28,7 @@ from phalanx.peers.facts import (
     RunFacts,
     Vector,
 )
+from phalanx.peers.harm_votes import Judgement, RoundTrial
 from phalanx.peers.identity import PeerIdentity
 from phalanx.peers.node_settings import NodeSettings
 from phalanx.peers.peer_node import REVOKED, PeerNode
@@ -47,7 +48,9 @@ class PeerGroup:
     called on the group's thread and must not block. `norm_limit` is how many times the round's median norm an update
     may have; `samples_per_s` what no peer of the run can exceed. `aggregation`, of `aggregation.AGGREGATIONS`, is the
     same on all members: a plan of another kind is refused. `keep_allowed` is called with every newer allowlist
-    that is taken over, wherever it came from, for whoever keeps it for the next start.
+    that is taken over, wherever it came from, for whoever keeps it for the next start. `judge` evaluates every round
+    before it is committed, on a thread of its own (`harm_votes`); `excluded` are peers that a vote has sent away, with
+    the reason, as `excluded` of an earlier process returned them.
     """
 
     def __init__(
@@ -69,6 +72,8 @@ class PeerGroup:
         routes: Mapping[str, Address] | None = None,
         aggregation: str = "mean",
         keep_allowed: Callable[[AllowList], None] | None = None,
+        judge: Callable[[RoundTrial], Judgement] | None = None,
+        excluded: Mapping[str, str] | None = None,
     ) -> None:
         _check_settings(identity, run, allowed, bandwidth, norm_limit, heartbeat_s, dead_after_s)
         settings = NodeSettings(
@@ -85,6 +90,8 @@ class PeerGroup:
             routes=dict(routes or {}),
             aggregation=aggregation,
             keep_allowed=keep_allowed or (lambda allowed: None),
+            judge=judge,
+            excluded=dict(excluded or {}),
         )
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(lambda loop, context: None)  # strangers who break a handshake are no news
@@ -196,6 +203,9 @@ class PeerGroup:
         return result
 
     def _check_revoked(self) -> None:
+        if reason := self._node.excluded.get(self._node.me):
+            what = f"this peer was excluded by a vote of the others: {reason}"
+            raise mistake(self._node.identity.name, what, fix="ask the run's owner")
         if self._node.is_revoked:
             raise mistake(self._node.identity.name, REVOKED, fix="ask for a new invitation")
 
@@ -251,6 +261,11 @@ class PeerGroup:
         """
         self._call(self._node.views.go_on_without_lost())
         return self._node.view
+
+    @property
+    def excluded(self) -> dict[str, str]:
+        """Peers that a vote of the others has sent away from this run, by id, with the reason."""
+        return dict(self._node.excluded)
 
     def leave(self) -> None:
         """Tell the others, so that nobody waits for this peer; then `close`."""

@@ -117,6 +117,12 @@ class GroupEntry:
         member = message.member
         if member.instance != connection.instance or not _is_member(member):
             raise ValueError("a join with impossible facts")
+        if reason := self._node.excluded.get(member.id):
+            await connection.send(
+                say.PeerRefusal(what=f"excluded by a vote: {reason}"[:500], fix="ask the run's owner")
+            )
+            await connection.close()
+            return
         leader = self._node.view.member(self._node.view.leader)
         if leader is None or self._node.closing or self._node.views.is_stuck:
             await connection.send(say.Wait())

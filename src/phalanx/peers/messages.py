@@ -6,8 +6,8 @@ heartbeat, leaving                 between all members
 prepare, promise, nack,            how the next view is agreed on (view_agreement.py)
 propose, agreed, install
 ready, withdraw, begin, trouble,   how a round is agreed on (rounds.py)
-norms, have, commit, discard,
-want, whole, gone
+norms, have, harm, commit,
+discard, want, whole, gone
 piece, mean                        values, on the data connection only
 speed-turn, speed-request,         how fast a member's link is (link_speed.py)
 speed-block, speed-report
@@ -35,6 +35,8 @@ MOST_NORM = 1e149  # its square is an amount still, and so is that of what owner
 Norm = Annotated[float, Meta(ge=0, le=MOST_NORM)]
 Number = Annotated[int, Meta(ge=-1, le=2**53)]  # of a round; -1 before the first
 Ballot = tuple[Count, PeerId]
+MOST_ACCUSED = 64  # in one vote; a third of the members at most can be liars that votes find
+Accusations = Annotated[dict[PeerId, Text], Meta(max_length=MOST_ACCUSED)]
 
 
 class PeerMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
@@ -116,6 +118,8 @@ class RoundPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     aggregation: Annotated[str, Meta(max_length=20)] = "mean"
     present: Annotated[list[PeerId], Meta(max_length=4096)] = []  # ready, and without a weight: they send no update
     capped: dict[PeerId, Text] = {}  # whose claimed weight is more than theirs can be, and why
+    gathered: bool = False  # every member receives all contributions and can leave each of them out
+    judged: bool = False  # members evaluate the result and vote on it before it is committed
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -218,6 +222,15 @@ class ResultDigest(CompactMessage, frozen=True, kw_only=True, tag="have"):
     key: tuple[Count, Count, Count]
     digest: Digest
     parts: dict[PeerId, Digest]  # by owner, to name one that tells two stories
+    harms: bool | None = None  # whether the round raises the held-out loss beyond chance; None: not judged
+    accused: Accusations = {}
+
+
+class HarmVote(CompactMessage, frozen=True, kw_only=True, tag="harm"):
+    """A member's vote on a round to all members; only one that accuses a peer is sent."""
+
+    key: tuple[Count, Count, Count]
+    accused: Accusations
 
 
 class Commit(CompactMessage, frozen=True, kw_only=True, tag="commit"):
@@ -315,6 +328,7 @@ LaterMessage = (
     | AttemptFailed
     | UpdateNorms
     | ResultDigest
+    | HarmVote
     | Commit
     | Discard
     | ResultRequest

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from phalanx.peers.allowlist import AllowList
 from phalanx.peers.facts import Address, Bandwidth, PeerEvent, Vector
+from phalanx.peers.harm_votes import Judgement, RoundTrial
 
 MOST_VALUES = 2**36  # of a vector, where nobody has said how long those of the run are
 MOST_STATE_BYTES = 2**40  # of a state whose tensors nobody has named
@@ -34,9 +35,11 @@ class NodeSettings:
     heartbeat_s: float
     dead_after_s: float
     samples_per_s: float | None
+    judge: Callable[[RoundTrial], Judgement] | None = None
     keep_allowed: Callable[[AllowList], None] = lambda allowed: None
     routes: Mapping[str, Address] = field(default_factory=dict)
     aggregation: str = "mean"
+    excluded: Mapping[str, str] = field(default_factory=dict)
     limits: ModelLimits = field(default_factory=ModelLimits)
 
     @property

@@ -66,7 +66,8 @@ class PeerNode:
         self.leaving: set[str] = set()
         self.closing = False
         self._refused_by: set[str] = set()  # members that say that this peer's key was revoked
-        self.revoked = {one[:ID_DIGITS] for one in allowed.revoked}
+        self.excluded: dict[str, str] = dict(settings.excluded)  # by a vote of the others, with the reason
+        self.revoked = {one[:ID_DIGITS] for one in allowed.revoked} | set(self.excluded)
         self.complaints: dict[tuple[str, str], float] = {}
         self._heard: dict[str, tuple[float, float]] = {}  # sent_at of the last heartbeat, and when it came
         self._checks: dict[str, tuple[str, ProgressCheck]] = {}  # of the process that claims: a new one begins anew
@@ -378,12 +379,34 @@ class PeerNode:
             connection.post(say.AllowlistUpdate(), text)
         self.views.consider(self.suspects(), set())
 
-    def _end_as_revoked(self) -> None:
+    def exclude(self, peer: str, reason: str, *, round_number: int) -> None:
+        """Send a peer away by a vote: for good where this peer owns the run, else for as long as this run lasts."""
+        if peer in self.excluded:
+            return
+        self.excluded[peer] = reason
+        self.tell("excluded", reason, peer=peer, round_number=round_number)
+        if peer in self.revoked:  # the owner's list was faster than the votes
+            return
+        allowed = self.transport.allowed
+        if peer == self.me:
+            self.revoked.add(peer)
+            self._end_as_revoked(f"excluded by a vote of the others: {reason}"[:500])
+        elif self.identity.certificate_pem == allowed.certificates[0]:
+            try:
+                self.set_allowed(allowed.revoke(self.identity, peer))
+            except UserError as error:  # not on the list any more
+                self.tell("refused", str(error), peer=peer)
+        else:
+            self.revoked.add(peer)
+            self.leaving.add(peer)
+            self.views.consider(self.suspects(), set())
+
+    def _end_as_revoked(self, reason: str = REVOKED) -> None:
         """Never again a round: whoever waits for one is told so, and the others hear no more of this peer."""
-        self.tell("revoked", REVOKED, peer=self.me)
+        self.tell("revoked", reason, peer=self.me)
         for peer in {*self.links.control, *self.links.data}:
             self.links.drop(peer)
-        self.rounds.fail_pending(REVOKED)
+        self.rounds.fail_pending(reason)
 
     def _on_lists(self, data: bytes) -> None:
         try:

@@ -15,6 +15,7 @@ from phalanx.peers import messages as say
 from phalanx.peers.aggregation import choose_aggregation
 from phalanx.peers.attempt import NORM_TOLERANCE, segment_values
 from phalanx.peers.facts import Member
+from phalanx.peers.harm_votes import AuditSchedule, Ballots, Judgement
 from phalanx.peers.messages import PeerMessage, Ready, RoundPlan
 from phalanx.peers.screening import UsualUpdate, limit_paces, screen_ready
 from phalanx.peers.speed_turns import SpeedTurns
@@ -39,6 +40,7 @@ class RoundLeader:
         self._began = 0.0  # the attempt under way
         self._opened_at = 0.0  # the round, as far as this leader saw the one before it end
         self._usual_update: UsualUpdate | None = None
+        self._audit = AuditSchedule()
         self._clear()
 
     def _clear(self) -> None:
@@ -50,6 +52,8 @@ class RoundLeader:
         self._restart_at: float | None = None
         self._haves: dict[str, say.ResultDigest] = {}
         self._squares: dict[str, dict[str, float]] = {}
+        self._is_undecided = False  # votes on this round brought no result: it is repeated without
+        self._was_harmful = False  # an attempt at this round: it is repeated with contributions kept apart
 
     @property
     def _leads(self) -> bool:
@@ -161,6 +165,8 @@ class RoundLeader:
         form = counted[min(weights or counted)]
         stated = {peer: counted[peer].pace for peer in weights if counted[peer].pace > 0.0}
         elapsed = {peer: at - self._opened_at for peer, at in self._ready_at.items()} if self._opened_at else {}
+        # Of two peers neither can show that the other lies; a vector of one value only shows who is present.
+        is_judged = node.settings.judge is not None and len(weights) > 2 and form.values > 1 and not self._is_undecided
         self._attempt += 1
         self._plan = RoundPlan(
             view_number=node.view.number,
@@ -180,6 +186,8 @@ class RoundLeader:
             aggregation=choose_aggregation(node.settings.aggregation, codec=form.codec, counted=len(weights))[0],
             present=[peer for peer in sorted(counted) if peer not in weights],
             capped={peer: reason for peer, reason in screened.capped.items() if peer in counted},
+            gathered=is_judged and (self._was_harmful or self._audit.is_due),
+            judged=is_judged,
         )
         self._restart_at, self._haves, self._squares = None, {}, {}
         self._began = time.monotonic()
@@ -266,6 +274,8 @@ class RoundLeader:
                     self._excluded[owner] = "it sent different sums to different peers"
                 self._restart(0.0)
                 return
+        if plan.judged and not self._is_passed(plan):
+            return
         if is_majority(node.view.ids, self._haves):
             if plan.weights:
                 norm, weight = statistics.median(plan.norms.values()), statistics.median(plan.weights.values())
@@ -273,6 +283,43 @@ class RoundLeader:
             self._turns.on_committed(plan, time.monotonic() - self._began)
             self._last_commit = say.Commit(key=plan.key, digest=mine.digest)
             self._to_all(self._last_commit)
+
+    def _is_passed(self, plan: RoundPlan) -> bool:
+        """Whether the members' votes let a round be committed; begins it again where they do not."""
+        node = self._node
+        votes = {peer: Judgement(harms=have.harms, accused=have.accused) for peer, have in self._haves.items()}
+        ballots = Ballots(voters=frozenset(plan.weights), votes=votes)
+        if excluded := ballots.excluded:
+            # The next view is without them, and begins the round again: an attempt in this one could be committed by
+            # some members while others have already left it.
+            node.rounds.reject(plan.key)
+            for peer, reason in excluded.items():
+                node.exclude(peer, reason, round_number=plan.round_number)
+            return False
+        if ballots.is_harmful and not plan.gathered:
+            text = "the round is not committed: it is repeated to find which update raises the held-out loss"
+            node.tell("harmful", text, round_number=plan.round_number)
+            self._was_harmful = True
+            node.rounds.reject(plan.key)
+            self._restart(0.0)
+            return False
+        if not ballots.is_settled(may_discard=not plan.gathered):
+            return False
+        # A view that follows commits what a member holds: only a majority that holds the result makes it safe.
+        objectors = {peer for peer, vote in votes.items() if vote.objects(gathered=plan.gathered)}
+        if not is_majority(node.view.ids, set(node.view.ids) - objectors):
+            self._is_undecided = True
+            self._restart(0.0)
+            return False
+        if not is_majority(node.view.ids, set(votes) - objectors):
+            return False
+        if any(vote.harms is not None for vote in votes.values()):
+            hid = self._was_harmful and not ballots.is_harmful
+            self._audit = self._audit.after_round(gathered=plan.gathered, hid=hid)
+        if ballots.is_harmful:
+            text = "the round raises the held-out loss, and no single peer is its cause: it is committed"
+            node.tell("harmful", text, round_number=plan.round_number)
+        return True
 
     def _to_all(self, message: PeerMessage) -> None:
         node = self._node

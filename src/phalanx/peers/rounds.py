@@ -18,7 +18,9 @@ from phalanx.peers.couriers import AttemptSending
 from phalanx.peers.early_values import EarlyValues, StaleValues
 from phalanx.peers.facts import RoundResult, Vector
 from phalanx.peers.frames import PeerConnection
+from phalanx.peers.harm_votes import ABSTAINED, Judgement
 from phalanx.peers.messages import Accepted, NextView, PeerMessage, RoundPlan
+from phalanx.peers.round_judging import RoundJudging
 
 if TYPE_CHECKING:
     from phalanx.peers.peer_node import PeerNode
@@ -45,6 +47,7 @@ class RoundKeeper:
         self._begun = asyncio.Event()
         self._calls = 0
         self._fallback = ""  # the reason for another aggregation than the one that was asked for
+        self.judging = RoundJudging(node)
         self.must_fetch = ""  # why this member's state is not the group's: no round before it is fetched
 
     @property
@@ -156,6 +159,8 @@ class RoundKeeper:
             if self.pending is not None and self.pending.call == message.call:
                 self._node.tell("discarded", message.reason, round_number=message.round_number)
                 self.fail_pending(message.reason)
+        elif isinstance(message, say.HarmVote):
+            self.judging.on_vote(peer, message)
         elif isinstance(message, say.ResultRequest):
             self._node.spawn(self._hand_out(peer, message.round_number))
         elif isinstance(message, say.ResultForgotten) and peer in self._wanted.get(message.round_number, ()):
@@ -201,6 +206,9 @@ class RoundKeeper:
         )
         self._drop_attempts()
         self._attempts[plan.key] = attempt
+        self.accepted = None  # the leader has given up any earlier attempt of this view
+        if plan.judged:
+            self.judging.begin(plan)
         self._newest = plan.key
         if early is None:
             self._sending.stop()
@@ -277,11 +285,45 @@ class RoundKeeper:
         plan = attempt.plan
         frozen = self._node.views.acceptor.is_frozen
         is_next = plan.key == self._newest and plan.round_number == self._node.view.next_round
-        if attempt.commit_digest or frozen or not is_next:
+        if attempt.commit_digest or frozen or not is_next or attempt.is_judging:
             return
-        digest = attempt.digest()
-        self.accepted = Accepted(plan=plan, digest=digest)
-        self._to_leader(say.ResultDigest(key=plan.key, digest=digest, parts=attempt.part_digests()))
+        if self._node.settings.judge is not None and plan.judged:
+            attempt.is_judging = True
+            self._node.spawn(self._judge(attempt))
+        else:
+            self._accept(attempt, ABSTAINED)
+
+    async def _judge(self, attempt: Attempt) -> None:
+        judgement = await self.judging.judge(attempt)
+        plan, node = attempt.plan, self._node
+        is_next = plan.key == self._newest and plan.round_number == node.view.next_round
+        if self._attempts.get(plan.key) is attempt and is_next and not node.views.acceptor.is_frozen:
+            self._accept(attempt, judgement)
+
+    def _accept(self, attempt: Attempt, judgement: Judgement) -> None:
+        """Hold a result for the group unless this member objects, and report it to the leader with its vote."""
+        plan, digest = attempt.plan, attempt.digest()
+        if not judgement.objects(gathered=plan.gathered):
+            self.accepted = Accepted(plan=plan, digest=digest)
+        self._to_leader(
+            say.ResultDigest(
+                key=plan.key,
+                digest=digest,
+                parts=attempt.part_digests(),
+                harms=judgement.harms,
+                accused=dict(judgement.accused),
+            )
+        )
+        if judgement.accused:
+            self.judging.broadcast(say.HarmVote(key=plan.key, accused=dict(judgement.accused)))
+
+    def reject(self, key: Key) -> None:
+        """A vote has discarded an attempt: this member holds it no longer for the group."""
+        if self.accepted is not None and self.accepted.plan.key == key:
+            self.accepted = None
+        attempt = self._attempts.get(key)
+        if attempt is not None and not attempt.commit_digest:
+            self._drop_attempts()
 
     def _trouble(self, key: Key, peer: str, reason: str, *, drop: bool) -> None:
         attempt = self._attempts.get(key)
@@ -345,6 +387,7 @@ class RoundKeeper:
         self._wanted.pop(number, None)
         self._early.on_committed(plan)
         attempt.settle()
+        self.judging.on_committed(attempt)
         for peer, reason in plan.dropped.items():
             node.tell("dropped", reason, peer=peer, round_number=number)
         for peer, reason in plan.capped.items():

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from phalanx.errors import UserError
 from phalanx.job.schema import Job
@@ -44,7 +46,7 @@ class Score:
 class HeldoutScorer:
     """Held-out sequences, spread evenly over the split and shared out over the data ranks."""
 
-    def __init__(self, folders: Sequence[Path], engine: Engine, *, sequences: int) -> None:
+    def __init__(self, folders: Sequence[Path], engine: Engine, *, sequences: int, seed: int | None = None) -> None:
         self._engine = engine
         self._dataset = _open_heldout(folders, vocab=engine.shape.vocab) if sequences else None
         if self._dataset is None:
@@ -56,6 +58,9 @@ class HeldoutScorer:
             return
         # The same sequences under every layout; rows of ignored targets fill the last micro-batches up.
         chosen = np.linspace(0, there - 1, min(sequences, there)).astype(np.int64)
+        if seed is not None:  # another set than the evaluation's
+            drawn = np.random.default_rng(seed).choice(there, size=min(sequences, there), replace=False)
+            chosen = np.sort(drawn).astype(np.int64)
         unit = engine.dims.data * engine.settings.layout.micro_batch
         rows = torch.from_numpy(np.ascontiguousarray(self._dataset.samples(chosen, length)))
         tokens, targets = _filled_rows(rows[:, :-1], unit, 0), _filled_rows(rows[:, 1:], unit, IGNORED)
@@ -77,6 +82,24 @@ class HeldoutScorer:
             seconds=time.perf_counter() - began_s,
             metrics={name: one / max(tokens, 1) for name, one in zip(metrics, others, strict=True)},
         )
+
+    def sequence_losses(self) -> npt.NDArray[np.float64]:
+        """Nats per token of each sequence; empty where nothing is held out. Only for a model on one rank."""
+        found: list[torch.Tensor] = []
+
+        def keep_losses(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+            wide = logits_BSV.flatten(0, 1).to(torch.promote_types(logits_BSV.dtype, torch.float32))
+            losses = F.cross_entropy(wide, targets_BS.flatten(), reduction="none", ignore_index=IGNORED)
+            is_valid_BS = targets_BS != IGNORED
+            rows = losses.view(targets_BS.shape).double().sum(1)[is_valid_BS.any(1)]
+            found.append(rows / is_valid_BS.sum(1)[is_valid_BS.any(1)])
+            return rows.sum()
+
+        if self._dataset is None:
+            return np.empty(0)
+        self._engine.evaluate_sums(self._tokens, self._targets, [keep_losses])
+        losses: npt.NDArray[np.float64] = torch.cat(found).cpu().numpy()
+        return losses
 
 
 def _filled_rows(rows: torch.Tensor, unit: int, value: int) -> torch.Tensor:

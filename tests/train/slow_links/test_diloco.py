@@ -6,8 +6,11 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from local_group import LocalGroup, LocalHub
 from peer_trials import Outcome, join_all
+
+from phalanx.peers.harm_votes import Judgement, RoundTrial
 
 PLAIN = 'mode = "diloco"\npeers = 2\nsynchronous_steps = 0\n'
 AVERAGE = PLAIN + "outer_learning_rate = 1.0\nouter_momentum = 0.0\n"
@@ -202,3 +205,50 @@ def test_a_quorum_goes_on_without_a_late_peer(trials) -> None:
         rounds = [one["weights"] for one in peers[2].events("exchange") if one["kind"] == "weights"]
         assert sorted(rounds[0]) == ["peer-0", "peer-1"]
         assert rounds[1]["peer-2"] == {"drop": 64, "count": 128}[late]  # 2 steps of 2 sequences of 16 tokens, or 4
+
+
+def test_a_round_is_judged_before_its_commit_and_the_liar_is_found(trials) -> None:
+    sync = 'mode = "diloco"\npeers = 4\nsynchronous_steps = 8\ninner_steps = 8'
+    plan, hub = trials.plan(sync, steps=24), LocalHub()
+    groups = [LocalGroup(hub, f"peer-{place}") for place in range(4)]
+    sent: dict[int, dict[str, np.ndarray]] = {}
+    found: dict[str, list[Judgement]] = {"honest": [], "liar": [], "mean": []}
+
+    def trial_of(number: int, vectors: dict[str, np.ndarray], *, apart: bool) -> RoundTrial:
+        def mean_without(removed) -> np.ndarray:
+            return np.mean([vector for peer, vector in vectors.items() if peer not in removed], axis=0)
+
+        weights = dict.fromkeys(vectors, 96.0)
+        contributions = vectors if apart else {}
+        return RoundTrial(
+            round_number=number,
+            weights=weights,
+            mean=mean_without(()),
+            contributions=contributions,
+            mean_without=mean_without,
+        )
+
+    def look(place: int, number: int, vector: np.ndarray) -> np.ndarray:
+        vectors = sent.setdefault(number, {})
+        vectors[f"peer-{place}"] = vector
+        if len(vectors) == 4 and len(vector) > 1:  # the last one to call: the others wait
+            judge = groups[place].training.judge_round
+            if groups[place].training._sent_fragment is not None:
+                before = {one.name: one.tensor.clone() for one in groups[place].training._engine.shards}
+                turned = {**vectors, "peer-2": -4.0 * vectors["peer-2"]}
+                found["honest"].append(judge(trial_of(number, vectors, apart=True)))
+                found["liar"].append(judge(trial_of(number, turned, apart=True)))
+                found["mean"].append(judge(trial_of(number, turned, apart=False)))
+                for shard in groups[place].training._engine.shards:
+                    assert torch.equal(shard.tensor, before[shard.name])
+        return vector
+
+    for place, group in enumerate(groups):
+        group.poison = lambda number, vector, place=place: look(place, number, vector)
+    peers = join_all([lambda group=group: trials.start(plan, group) for group in groups])
+    assert all(peer.state == "done" for peer in peers)
+    assert [len(one) for one in found.values()] == [2, 2, 2]
+    assert all(one.harms is False and not one.accused for one in found["honest"])
+    assert all(set(one.accused) == {"peer-2"} for one in found["liar"])
+    assert found["mean"][0].harms is True  # in the second round, momentum makes up for the liar
+    assert not any(one.accused for one in found["mean"])

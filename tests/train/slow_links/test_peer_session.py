@@ -95,6 +95,7 @@ def test_only_the_owner_revokes_and_only_whom_it_knows(owner: Run, tmp_path: Pat
 def test_going_on_alone_is_asked_of_a_running_peer(owner: Run, trials) -> None:
     with pytest.raises(UserError, match="this peer does not run"):
         phalanx.peers.go_on_alone(owner)
+    owner.set_launch()
     session = PeerSession(owner, trials.plan('mode = "target-batch"').job)
     try:
         session.group.join()

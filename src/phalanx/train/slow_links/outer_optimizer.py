@@ -52,6 +52,17 @@ class OuterOptimizer:
             weight.sub_(average + self._momentum * momentum, alpha=self._lr)
 
     @torch.no_grad()
+    def preview(self, averages: Mapping[int, torch.Tensor], *, scale: float = 1.0) -> dict[int, torch.Tensor]:
+        """The shared weights at some places as `step` would leave them; nothing is changed."""
+        found = {}
+        for place, average in averages.items():
+            weight = self.weights[place]
+            average = scale * average.to(weight)
+            momentum = self.momenta[place] * self._momentum + average
+            found[place] = weight.sub(average + self._momentum * momentum, alpha=self._lr)
+        return found
+
+    @torch.no_grad()
     def mix_in(self, places: Sequence[int], *, local_share: float) -> None:
         """Go on from the shared weights, with `local_share` of the peer's own (arXiv:2501.18512)."""
         for place in places:

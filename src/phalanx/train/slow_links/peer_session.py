@@ -16,7 +16,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +31,8 @@ from phalanx.job.key_rules import AUTO
 from phalanx.job.schema import Job
 from phalanx.peers.allowlist import AllowList, locked_list
 from phalanx.peers.facts import Address, Bandwidth, PeerEvent, RunFacts
-from phalanx.peers.identity import PeerIdentity
+from phalanx.peers.harm_votes import ABSTAINED, Judgement, RoundTrial
+from phalanx.peers.identity import ID_DIGITS, PeerIdentity
 from phalanx.record.run import Run
 
 if TYPE_CHECKING:
@@ -101,6 +102,14 @@ def read_status(run: Run) -> dict[str, Any]:
         return {}
 
 
+def _excluded_before(status: Mapping[str, Any]) -> dict[str, str]:
+    """Peers that a vote excluded before this process started, as its own status file lists them."""
+    found = status.get("excluded")
+    if not isinstance(found, dict):
+        return {}
+    return {str(peer): str(reason)[:500] for peer, reason in found.items() if len(str(peer)) == ID_DIGITS}
+
+
 def run_facts(job: Job, base: Path, group: str) -> RunFacts:
     """What peers compare before they exchange anything; `base` is where relative data paths start."""
     sync = {name: value for name, value in asdict(job.sync).items() if name not in SHARED_SYNC}
@@ -134,6 +143,7 @@ class PeerSession:
         self._allowed = AllowList.load(self._folder / ALLOWED)
         identity = PeerIdentity.load(self._folder)
         sync = job.sync
+        has_gate = bool(sync.gate_sequences) and sync.mode in ("diloco", "quorum")
         self._tell: Callable[[PeerEvent], None] | None = None
         self._early: list[PeerEvent] = []
         self._before = read_status(run)
@@ -144,6 +154,7 @@ class PeerSession:
             reason = "members were invited" if sync.aggregation == AUTO else "sync.aggregation"
             text = f'updates are aggregated by "{aggregation}" ({reason})'
             self._on_event(PeerEvent(kind="aggregation", text=text, peer=identity.id, name=identity.name))
+        self.judge: Callable[[RoundTrial], Judgement] = lambda trial: ABSTAINED
         self.group: PeerGroup = PeerGroup(
             identity,
             run_facts(job, run.path, self.facts.group),
@@ -159,6 +170,8 @@ class PeerSession:
             aggregation=aggregation,
             screen=(lambda peer, vector: self.screen(peer, vector)) if sync.screening == "loss" else None,
             keep_allowed=self._keep_allowed,
+            judge=(lambda trial: self.judge(trial)) if has_gate else None,
+            excluded=_excluded_before(self._before),
         )
         self.more_status: Callable[[], dict[str, Any]] = dict
         self._ended = threading.Event()
@@ -250,6 +263,7 @@ class PeerSession:
             "view": view.number,
             "round": view.next_round,
             "has_majority": self.group.has_majority,
+            "excluded": self.group.excluded,
             "members": members if view.number else self._before.get("members", []),
             **self.more_status(),
         }

@@ -23,6 +23,7 @@ from phalanx.job.schema import Job
 from phalanx.job.sync_section import SyncSettings
 from phalanx.network.slow_codecs import FEEDBACK_CODECS
 from phalanx.peers.facts import Address, PeerProgress, Vector
+from phalanx.peers.harm_votes import ABSTAINED, Judgement, RoundTrial
 from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.train.callbacks import Callback
 from phalanx.train.data.batches import BatchPlan
@@ -30,6 +31,7 @@ from phalanx.train.data.token_samples import TokenDataset
 from phalanx.train.engine import Engine
 from phalanx.train.slow_links.carried_state import CarriedState
 from phalanx.train.slow_links.fragments import assign_fragments, due_fragment
+from phalanx.train.slow_links.heldout_gate import HeldoutGate
 from phalanx.train.slow_links.outer_optimizer import OuterOptimizer
 from phalanx.train.slow_links.peer_batches import PeerBatches
 from phalanx.train.slow_links.peer_exchange import AgreedRound, GroupLink, PeerExchange, PendingRound
@@ -87,6 +89,7 @@ class PeerTraining(Callback):
         self._exchanged_step = -1
         self._sent_fragment: int | None = None
         self._screen: LossScreen | None = None
+        self._gate: HeldoutGate | None = None
         self._pending: tuple[int, int, PendingRound] | None = None  # step to apply it after, fragment, round
         self._under_way: tuple[int, int, float] | None = None  # the same for checkpoints: step, fragment, tokens
         self._training: TrainingContext | None = None
@@ -142,6 +145,14 @@ class PeerTraining(Callback):
             self.outer.reset()
         if self.outer is not None and self._sync.screening == "loss" and training.dataset is not None:
             self._screen = LossScreen(self._engine, self.outer, training.dataset.folders)
+        if self.outer is not None and self._sync.gate_sequences and training.dataset is not None:
+            self._gate = HeldoutGate(
+                self._engine,
+                self.outer,
+                training.dataset.folders,
+                sync=self._sync,
+                seed=training.job.data.seed,
+            )
         self._mark_boundary(step)
         self._server.serve(self._copy_state)
         is_elsewhere = False
@@ -403,6 +414,19 @@ class PeerTraining(Callback):
             if not is_frozen or len(vector) != self._fragment_maps[fragment].length:
                 return None
             return self._screen.complaint(self._fragment_maps[fragment], self._fragments[fragment], vector)
+
+    def judge_round(self, trial: RoundTrial) -> Judgement:
+        """This peer's vote on a round of weights before it is committed; on the group's thread, while training waits.
+
+        A peer that is a mesh, or that trains on while an update travels, abstains.
+        """
+        fragment = self._sent_fragment
+        if self._gate is None or fragment is None or dist.get_world_size() > 1 or self._sync.delay_steps:
+            return ABSTAINED
+        with self._server.while_frozen() as is_frozen:
+            if not is_frozen or len(trial.mean) != self._fragment_maps[fragment].length:
+                return ABSTAINED
+            return self._gate.judge(self._fragment_maps[fragment], self._fragments[fragment], trial)
 
     def _apply(self, training: TrainingContext, fragment: int, pending: PendingRound) -> None:
         """The outer step of a fragment; a peer that came too late follows, and drops or keeps what it has learnt."""

@@ -77,6 +77,7 @@ def join_training(
     session.tell_events(tell)
     session.more_status = training.status
     session.screen = training.score_update
+    session.judge = training.judge_round
     return training
 
 

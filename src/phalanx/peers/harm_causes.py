@@ -1,0 +1,168 @@
+"""Which differences of the held-out loss are beyond chance, and which updates cause them: pure decisions.
+
+Losses are nats per token, one number for each held-out sequence, so that two states of the model are compared sequence
+by sequence: what makes some sequences harder than others cancels out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.peers.facts import Vector
+
+Losses = npt.NDArray[np.float64]
+
+STANDARD_ERRORS = 3.0  # a difference by chance exceeds them once in a few hundred rounds
+LEAST_RISE = 0.002  # nats: a smaller rise is of no use to a liar, and costs a repeated round
+OUTLIER = 5.0  # times the median distance of all peers from the typical one; of 3 honest peers, 2 to 3 were seen
+LIAR_SHARE = 3  # at most one peer in so many lies
+REPEATED = 0.999  # cosine: honest updates of two rounds or two peers stay below 0.9 after a few inner steps
+SKETCH_VALUES = 512
+KEPT_UPDATES = 16  # rounds in which a repeated update is recognised
+
+
+def rises(before: Losses, after: Losses) -> bool:
+    """Whether the loss rises by more than chance explains.
+
+    >>> rises(np.array([3.0, 2.0, 4.0]), np.array([3.1, 2.1, 4.11])), rises(np.array([3.0, 2.0]), np.array([3.4, 1.8]))
+    (True, False)
+    """
+    difference = after - before
+    rise = float(difference.mean())
+    if not math.isfinite(rise):
+        return not bool(np.isfinite(after).all())
+    error = float(difference.std(ddof=1)) / math.sqrt(len(difference)) if len(difference) > 1 else math.inf
+    return rise > LEAST_RISE and rise > STANDARD_ERRORS * error
+
+
+def most_liars(members: int) -> int:
+    """How many of so many members votes may exclude at once.
+
+    >>> [most_liars(members) for members in (3, 4, 6, 9)]
+    [1, 1, 2, 3]
+    """
+    return max(1, members // LIAR_SHARE)
+
+
+def outliers(alone: Mapping[str, Losses], floor: Losses | None = None) -> list[str]:
+    """Peers whose own update, applied alone, leaves a loss far above that of the typical peer, and above the `floor`.
+
+    Local steps may raise the loss of all peers, which averaging takes away again: a peer is held against the others.
+    """
+    peers = sorted(alone)
+    table = np.stack([np.nan_to_num(alone[peer], nan=np.inf) for peer in peers])
+    typical = np.median(table, axis=0)
+    reference = typical if floor is None else np.maximum(floor, typical)
+    excess = table.mean(axis=1) - typical.mean()
+    spread = float(np.median(np.abs(excess)))
+    return [
+        peer for place, peer in enumerate(peers) if rises(reference, alone[peer]) and excess[place] > OUTLIER * spread
+    ]
+
+
+def find_causes(
+    before: Losses,
+    after: Losses,
+    alone: Mapping[str, Losses],
+    without: Callable[[Collection[str]], Losses],
+) -> dict[str, str]:
+    """Peers whose removal lowers the round's loss beyond chance, with the reason, by leave-one-out.
+
+    Only outliers are left out, the worst first, and each must lower the loss that the ones before it have left. Of a
+    round that harms, their removal must take the harm away. Once there is none, only peers are left out whose own
+    update raises the loss: one that has learnt little is slow, and does not lie.
+    """
+    unusual, harmful = outliers(alone), outliers(alone, floor=before)
+    found: dict[str, str] = {}
+    current = after
+    while len(found) < most_liars(len(alone)):
+        candidates = unusual if rises(before, current) else harmful
+        suspects = [peer for peer in candidates if peer not in found]
+        if not suspects or (not found and candidates is harmful and len(suspects) > most_liars(len(alone))):
+            break
+        losses = {peer: without([*found, peer]) for peer in suspects}
+        best = min(suspects, key=lambda peer: (float(losses[peer].mean()), peer))
+        if not rises(losses[best], current):
+            break
+        found[best] = (
+            f"held-out loss {_text(before)} before the round, {_text(after)} with its update, "
+            f"{_text(losses[best])} without it, {_text(alone[best])} with it alone"
+        )
+        current = losses[best]
+    return {} if rises(before, current) else found
+
+
+def _text(losses: Losses) -> str:
+    return f"{float(losses.mean()):.3f}"
+
+
+# ---- repeated updates ------------------------------------------------------------------------------------------------
+
+
+def sketch_of(values: Vector, start: int) -> Vector:
+    """A few sums with random signs that keep the angle between two vectors; `start` is the place in the whole vector.
+
+    >>> vector = np.random.default_rng(1).normal(size=5000)
+    >>> bool(cosine(sketch_of(vector, 0), sketch_of(3.0 * vector, 0)) > 0.9999)
+    True
+    """
+    signs = np.random.default_rng(start).integers(0, 2, values.size, dtype=np.int8) * 2.0 - 1.0
+    signed = np.zeros(-(-values.size // SKETCH_VALUES) * SKETCH_VALUES)
+    signed[: values.size] = signs * values
+    found: Vector = signed.reshape(-1, SKETCH_VALUES).sum(axis=0)
+    return found
+
+
+def cosine(one: Vector, other: Vector) -> float:
+    """Of the angle between two vectors; 0 where one of them is zero."""
+    norms = float(np.linalg.norm(one) * np.linalg.norm(other))
+    return float(np.dot(one, other)) / norms if norms > 0.0 and math.isfinite(norms) else 0.0
+
+
+@dataclass(slots=True)
+class UpdateHistory:
+    """Sketches of this member's share of earlier updates and means, to recognise one that is sent again."""
+
+    shares: tuple[int, int] = (0, 0)
+    updates: deque[tuple[int, dict[str, Vector]]] = field(default_factory=lambda: deque(maxlen=KEPT_UPDATES))
+    means: deque[tuple[int, Vector]] = field(default_factory=lambda: deque(maxlen=KEPT_UPDATES))
+
+    def remember(self, round_number: int, share: tuple[int, int], sketches: Mapping[str, Vector], mean: Vector) -> None:
+        """A round is committed; sketches of another share than before cannot be compared with earlier ones."""
+        if share != self.shares:
+            self.updates.clear()
+            self.means.clear()
+            self.shares = share
+        self.updates.append((round_number, dict(sketches)))
+        self.means.append((round_number, mean))
+
+    def repeated(self, share: tuple[int, int], sketches: Mapping[str, Vector]) -> dict[str, str]:
+        """Peers that send what was sent before, with the reason."""
+        found: dict[str, str] = {}
+        for peer, sketch in sketches.items() if share == self.shares else ():
+            for number, mean in self.means:
+                if cosine(sketch, mean) >= REPEATED:
+                    found[peer] = f"its update is a copy of the result of round {number}"
+            for number, others in self.updates:
+                for other, earlier in others.items():
+                    if cosine(sketch, earlier) >= REPEATED:
+                        whose = "its own" if other == peer else "another peer's"
+                        found[peer] = f"its update is {whose} of round {number} again"
+        return found if len(found) <= most_liars(len(sketches)) else {}
+
+
+def same_updates(sketches: Mapping[str, Vector]) -> Sequence[tuple[str, str]]:
+    """Pairs of peers that send the same update in one round: which of them is the copy cannot be known."""
+    peers = sorted(sketches)
+    return [
+        (one, other)
+        for place, one in enumerate(peers)
+        for other in peers[place + 1 :]
+        if cosine(sketches[one], sketches[other]) >= REPEATED
+    ]

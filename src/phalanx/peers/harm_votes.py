@@ -1,0 +1,126 @@
+"""Votes on a round that harms the held-out loss, and on the peers that cause it: pure decisions.
+
+Every counted member judges a round before it is committed. A round that more than half of them find harmful is not
+committed: it is done again with every member's contribution kept apart, so that each can find by leave-one-out whose
+removal takes the harm away. A peer that more than half of the other counted members accuse is excluded. With more than
+two thirds of the counted members honest, liars can neither discard a sound round nor exclude an honest peer, and
+cannot keep a harmful round from being discarded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from phalanx.peers.facts import Vector
+
+MIN_ACCUSERS = 2  # of two peers, neither can show that the other lies
+AUDIT_EVERY = 8  # judged rounds, of which one keeps contributions apart although no harm was found
+WARY_ROUNDS = 8  # that keep contributions apart after a harmful round that turned harmless when it was repeated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundTrial:
+    """A round before it is committed: its mean, and each member's contribution where the plan keeps them apart.
+
+    `mean_without` computes the mean without some members; it is called only where there are contributions.
+    """
+
+    round_number: int
+    weights: Mapping[str, float]
+    mean: Vector
+    contributions: Mapping[str, Vector] = field(default_factory=dict)
+    mean_without: Callable[[Collection[str]], Vector] = lambda removed: np.empty(0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """One member's finding on a round. `harms` is None where it could not be judged; `accused` holds the reasons."""
+
+    harms: bool | None = None
+    accused: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def objects(self, *, gathered: bool) -> bool:
+        """Whether this member does not hold the result for the group: no later view may commit it on its word.
+
+        A repeated round with contributions kept apart is committed although it harms, where no peer is the cause.
+        """
+        return bool(self.accused) or (self.harms is True and not gathered)
+
+
+ABSTAINED = Judgement()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ballots:
+    """Votes on one attempt: `voters` may vote, `votes` holds what has arrived, by voter."""
+
+    voters: frozenset[str]
+    votes: Mapping[str, Judgement]
+
+    @property
+    def counted(self) -> dict[str, Judgement]:
+        """Votes of those who may vote."""
+        return {voter: vote for voter, vote in self.votes.items() if voter in self.voters}
+
+    @property
+    def is_harmful(self) -> bool:
+        """Whether more than half of all voters, present or not, find the round harmful."""
+        return 2 * sum(vote.harms is True for vote in self.counted.values()) > len(self.voters)
+
+    @property
+    def excluded(self) -> dict[str, str]:
+        """Peers that more than half of the other voters accuse, with the reason of the first accuser by id."""
+        found = {}
+        for peer in sorted(self.voters):
+            reasons = self._accusations(peer)
+            if is_enough(len(reasons), len(self.voters - {peer})):
+                found[peer] = reasons[0]
+        return found
+
+    def is_settled(self, *, may_discard: bool) -> bool:
+        """Whether votes that are still to come can change neither verdict; `may_discard`: harm discards the round."""
+        counted = self.counted
+        missing = self.voters - set(counted)
+        harmful = sum(vote.harms is True for vote in counted.values())
+        if may_discard and not self.is_harmful and 2 * (harmful + len(missing)) > len(self.voters):
+            return False
+        return not any(
+            is_enough(len(self._accusations(peer)) + len(missing - {peer}), len(self.voters - {peer}))
+            for peer in self.voters - set(self.excluded)
+        )
+
+    def _accusations(self, peer: str) -> list[str]:
+        return [
+            vote.accused[peer] for voter, vote in sorted(self.counted.items()) if voter != peer and peer in vote.accused
+        ]
+
+
+def is_enough(accusers: int, others: int) -> bool:
+    """Whether so many of the other voters exclude a peer.
+
+    >>> [is_enough(accusers, 3) for accusers in range(4)], is_enough(1, 1)
+    ([False, False, True, True], False)
+    """
+    return accusers >= MIN_ACCUSERS and 2 * accusers > others
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AuditSchedule:
+    """When a round keeps contributions apart although no harm was found in it: a leader's count of judged rounds."""
+
+    since: int = 0  # judged rounds since contributions were last kept apart
+    wary: int = 0  # further rounds that keep them apart
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next judged round keeps contributions apart."""
+        return self.wary > 0 or self.since >= AUDIT_EVERY - 1
+
+    def after_round(self, *, gathered: bool, hid: bool) -> AuditSchedule:
+        """The schedule after a judged round; `hid`: a harmful round turned harmless when it was repeated."""
+        wary = WARY_ROUNDS if hid else max(0, self.wary - 1)
+        return AuditSchedule(since=0 if gathered else self.since + 1, wary=wary)

@@ -1,0 +1,79 @@
+"""The held-out loss of a round before it is committed (`peers.harm_votes`): this peer's vote on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import torch
+
+from phalanx.job.sync_section import SyncSettings
+from phalanx.peers.facts import Vector
+from phalanx.peers.harm_causes import Losses, find_causes, rises
+from phalanx.peers.harm_votes import ABSTAINED, Judgement, RoundTrial
+from phalanx.train.engine import Engine
+from phalanx.train.evaluate import HeldoutScorer
+from phalanx.train.slow_links.outer_optimizer import OuterOptimizer
+from phalanx.train.slow_links.peer_vector import VectorMap
+
+
+class HeldoutGate:
+    """Judges rounds of weights on held-out sequences that the run's seed chooses, the same on every peer.
+
+    Only while training waits: evaluation changes the weights, and puts them back.
+    """
+
+    def __init__(
+        self, engine: Engine, outer: OuterOptimizer, folders: Sequence[Path], *, sync: SyncSettings, seed: int
+    ) -> None:
+        self._engine, self._outer, self._sync = engine, outer, sync
+        self._scorer = HeldoutScorer(folders, engine, sequences=sync.gate_sequences, seed=seed)
+        self.seconds = 0.0
+        self.rounds = 0
+
+    @torch.no_grad()
+    def judge(self, vectors: VectorMap, places: Sequence[int], trial: RoundTrial) -> Judgement:
+        """This peer's vote on a round of the fragment whose shards are at `places`."""
+        began_s = time.monotonic()
+        own = [shard.tensor.clone() for shard in self._engine.shards]
+        try:
+            found = self._judge(vectors, places, trial)
+        finally:
+            self._publish(own)
+        seconds = time.monotonic() - began_s
+        self.seconds += seconds
+        self.rounds += 1
+        return Judgement(harms=found.harms, accused=found.accused, seconds=seconds)
+
+    def _judge(self, vectors: VectorMap, places: Sequence[int], trial: RoundTrial) -> Judgement:
+        def loss_after(mean: Vector, removed: Collection[str]) -> Losses:
+            scale = self._sync.update_scale(sum(peer not in removed for peer in trial.weights))
+            means = dict(zip(places, vectors.spread(mean), strict=True))
+            return self._losses({**shared, **self._outer.preview(means, scale=scale)})
+
+        def loss_alone(vector: Vector) -> Losses:
+            parts = dict(zip(places, vectors.spread(vector), strict=True))
+            return self._losses({**shared, **{at: shared[at] - part.to(shared[at]) for at, part in parts.items()}})
+
+        shared = dict(enumerate(self._outer.weights))
+        before = self._losses(shared)
+        if not len(before) or not trial.weights:
+            return ABSTAINED
+        after = loss_after(trial.mean, ())
+        accused: dict[str, str] = {}
+        if len(trial.contributions) > 2:
+            alone = {peer: loss_alone(vector) for peer, vector in trial.contributions.items()}
+            accused = find_causes(
+                before, after, alone, lambda removed: loss_after(trial.mean_without(removed), removed)
+            )
+        return Judgement(harms=rises(before, after), accused=accused)
+
+    def _losses(self, weights: dict[int, torch.Tensor]) -> Losses:
+        self._publish([weights[place] for place in range(len(weights))])
+        return self._scorer.sequence_losses()
+
+    def _publish(self, weights: Sequence[torch.Tensor]) -> None:
+        for shard, weight in zip(self._engine.shards, weights, strict=True):
+            shard.tensor.copy_(weight)
+        self._engine.publish()

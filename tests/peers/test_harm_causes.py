@@ -1,0 +1,129 @@
+"""What counts as harm beyond chance, which peers cause it, and which updates are sent again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import pytest
+
+from phalanx.peers.harm_causes import (
+    KEPT_UPDATES,
+    LEAST_RISE,
+    SKETCH_VALUES,
+    Losses,
+    UpdateHistory,
+    find_causes,
+    outliers,
+    rises,
+    same_updates,
+    sketch_of,
+)
+
+RANDOM = np.random.default_rng(3)
+BEFORE: Losses = 3.0 + RANDOM.normal(scale=0.5, size=32)  # sequences differ far more than rounds do
+
+
+def moved(by: float, scale: float = 0.01) -> Losses:
+    return BEFORE + by + RANDOM.normal(scale=scale, size=32)
+
+
+def test_a_rise_is_beyond_chance_by_its_standard_error_and_not_by_the_spread_of_sequences() -> None:
+    assert rises(BEFORE, moved(0.02))
+    assert not rises(BEFORE, moved(-0.02))
+    assert not rises(BEFORE, BEFORE)
+    sign = np.where(np.arange(32) % 2, 1.0, -1.0)
+    error = 0.1 / np.sqrt(31)  # of the mean of differences that are +-0.1 around it
+    assert not rises(BEFORE, BEFORE + 2.7 * error + 0.1 * sign)
+    assert rises(BEFORE, BEFORE + 3.3 * error + 0.1 * sign)
+    assert not rises(BEFORE, BEFORE + 0.9 * LEAST_RISE)
+    assert rises(BEFORE, BEFORE + 1.1 * LEAST_RISE)
+    assert not rises(BEFORE[:1], BEFORE[:1] + 9.0)  # one sequence says nothing about chance
+    assert rises(BEFORE, np.full(32, np.nan))
+    assert rises(BEFORE, np.full(32, np.inf))
+
+
+def quadratic(updates: dict[str, float]) -> tuple[Losses, dict[str, Losses], object]:
+    """Losses of a model with one weight at distance 1 from the best, which updates move."""
+
+    def loss_at(move: float) -> Losses:
+        return BEFORE + (1.0 - move) ** 2
+
+    def without(removed: Collection[str]) -> Losses:
+        return loss_at(float(np.mean([move for peer, move in updates.items() if peer not in removed])))
+
+    return loss_at(0.0), {peer: loss_at(move) for peer, move in updates.items()}, without
+
+
+HONEST = {"a": 0.30, "b": 0.31, "c": 0.28}
+
+
+@pytest.mark.parametrize(
+    ("liars", "named"),
+    [
+        ({}, set()),
+        ({"x": -0.3}, {"x"}),  # turned round: the mean still moves the right way
+        ({"x": -2.0}, {"x"}),
+        ({"x": 8.0}, {"x"}),
+        ({"x": 0.0}, set()),  # it learnt nothing, and harms nothing
+        ({"x": float("nan")}, {"x"}),
+        ({"x": 0.27}, set()),
+        ({"d": 0.29, "e": 0.32, "x": -0.5, "y": -2.0}, {"x", "y"}),
+        ({"x": -2.0, "y": -2.0}, set()),  # two of five are more than a third
+    ],
+)
+def test_those_are_named_whose_removal_lowers_the_loss(liars: dict[str, float], named: set[str]) -> None:
+    updates = {**HONEST, **liars}
+    before, alone, without = quadratic(updates)
+    assert set(find_causes(before, without([]), alone, without)) == named  # type: ignore[operator, arg-type]
+
+
+def test_a_loss_that_rises_alike_for_all_has_no_cause() -> None:
+    before, alone, without = quadratic({"a": -0.30, "b": -0.31, "c": -0.28, "d": -0.29})
+    assert outliers(alone) == []
+    assert find_causes(before, without([]), alone, without) == {}  # type: ignore[operator, arg-type]
+
+
+def test_a_slow_peer_is_left_in_when_a_liar_is_removed() -> None:
+    updates = {**HONEST, "d": 0.29, "e": 0.30, "slow": 0.02, "x": -4.0}
+    before, alone, without = quadratic(updates)
+    assert outliers(alone) == ["slow", "x"]
+    assert set(find_causes(before, without([]), alone, without)) == {"x"}  # type: ignore[operator, arg-type]
+
+
+def test_an_outlier_whose_removal_does_not_help_is_not_named() -> None:
+    before, alone, _ = quadratic({**HONEST, "x": -0.5})
+    assert find_causes(before, before, alone, lambda removed: before) == {}
+
+
+def test_a_repeated_update_is_recognised_whatever_its_size() -> None:
+    drawn = {peer: RANDOM.normal(size=9000) for peer in "abcd"}
+    share, history = (4096, 13096), UpdateHistory()
+    sketches = {peer: sketch_of(vector, 4096) for peer, vector in drawn.items()}
+    mean = sum(drawn.values()) / 4.0
+    assert history.repeated(share, sketches) == {}
+    history.remember(7, share, sketches, sketch_of(mean, 4096))
+    fresh = {peer: sketch_of(RANDOM.normal(size=9000), 4096) for peer in "abcd"}
+    assert history.repeated(share, fresh) == {}
+    again = {**fresh, "b": 0.1 * sketches["b"]}
+    assert history.repeated(share, again) == {"b": "its update is its own of round 7 again"}
+    assert history.repeated((0, 9000), again) == {}
+    stolen = {**fresh, "b": sketches["a"]}
+    assert history.repeated(share, stolen) == {"b": "its update is another peer's of round 7 again"}
+    result = {**fresh, "b": sketch_of(mean, 4096)}
+    assert history.repeated(share, result) == {"b": "its update is a copy of the result of round 7"}
+    # Like an earlier update, as those of neighbouring rounds are, is not the same.
+    like = {**fresh, "b": sketch_of(drawn["b"] + 0.2 * RANDOM.normal(size=9000), 4096)}
+    assert history.repeated(share, like) == {}
+    assert history.repeated(share, {**fresh, "b": np.zeros(SKETCH_VALUES)}) == {}
+    # All at once: the group repeats a round, and no peer lies.
+    assert history.repeated(share, sketches) == {}
+    for number in range(KEPT_UPDATES):
+        history.remember(8 + number, share, fresh, np.zeros(SKETCH_VALUES))
+    assert history.repeated(share, again) == {}
+
+
+def test_the_same_update_of_two_peers_is_reported_as_a_pair() -> None:
+    sketches = {peer: sketch_of(RANDOM.normal(size=500), 0) for peer in "abc"}
+    assert same_updates(sketches) == []
+    assert same_updates({**sketches, "d": 2.0 * sketches["b"]}) == [("b", "d")]
