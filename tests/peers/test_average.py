@@ -166,7 +166,8 @@ def test_a_minority_with_a_reversed_update_does_not_steer_the_result_and_bytes_a
             used = "clipped-mean" if codec in GATHERED_CODECS else kind
             assert {result.aggregation for result in results} == {used}
             along = float(results[0].vector @ common / (common @ common))
-            assert along > (0.9 if used in ("trimmed-mean", "median", "sign") and codec != "int4" else 0.05), codec
+            # 3 % of the values are sent in topk-2bit, and honest updates alone bring it to 0.18.
+            assert along > (0.15 if codec in GATHERED_CODECS else 0.9), (codec, along)
 
 
 def test_two_peers_fall_back_to_the_clipped_mean_with_a_printed_reason_and_equal_bytes() -> None:

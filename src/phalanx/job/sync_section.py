@@ -14,7 +14,7 @@ WARM_UP_SHARE = 0.2  # of the steps; 20 % brought DiLoCo with H = 20 within 0.18
 # Momentum of the outer step: 0.9 in runs of so many exchanges and inner steps, less in shorter ones (decision 0050).
 LEAST_MOMENTUM, MOST_MOMENTUM = 0.5, 0.9
 LONG_EXCHANGES, LONG_STEPS = 80, 1600
-ROBUST = "trimmed-mean"  # loses least to honest training under attack: benchmarks/2026-11-19-slow-links-attacks.md
+ROBUST = "clipped-mean"  # ends nearest to honest training under attack: benchmarks/2026-11-19-slow-links-attacks.md
 MOST_SUMMED_PEERS = 8  # whose sparse updates are summed: more were not measured
 TOP_SHARE, LEAST_TOP_SHARE = 0.03, 0.005  # of the values that topk-2bit sends, by each of up to four peers and at least
 
@@ -179,17 +179,13 @@ class SyncSettings:
         """Return how updates are aggregated among peers that were invited, or are all of one owner (decision 0070).
 
         >>> [SyncSettings().aggregation_among(invited=invited) for invited in (False, True)]
-        ['mean', 'trimmed-mean']
-        >>> SyncSettings(codec="topk-2bit").aggregation_among(invited=True)
-        'clipped-mean'
+        ['mean', 'clipped-mean']
         >>> SyncSettings(aggregation="median").aggregation_among(invited=False)
         'median'
         """
         if self.aggregation != AUTO:
             return self.aggregation
-        if not invited:
-            return "mean"
-        return "clipped-mean" if self.codec == "topk-2bit" else ROBUST
+        return ROBUST if invited else "mean"
 
     @property
     def has_peers(self) -> bool:
