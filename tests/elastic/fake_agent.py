@@ -279,6 +279,8 @@ def serve(behaviour: str, run: Run, host: str, link: RankLink) -> None:
                 wait_for(lambda: False, lambda: False)
             if behaviour == "lock-building" and (rank, membership.generation) == (BAD_RANK, 1):
                 hold_lock()
+            if rank == 0:
+                link.send("restored", epoch=membership.generation, step=0, source="start")
             state, why = behave(behaviour, part)
         except Interrupted:
             pass

@@ -196,6 +196,10 @@ class Agent:
         elif message["kind"] == "go":
             self.went = message["epoch"]
 
+    def restored(self, step: int, source: str, *, epoch: int | None = None, slot: int = 0) -> None:
+        """Rank 0 reports which state the ranks went on from."""
+        self.say("restored", epoch=self.epoch if epoch is None else epoch, slot=slot, step=step, source=source)
+
     def ready(self) -> None:
         ports = {slot: [7000 + slot, 8000 + slot] for slot in self.ranks}
         self.say("ready", epoch=self.epoch, ports=ports, held=[one.to_json() for one in fold_held(self.held)])
@@ -289,7 +293,10 @@ def test_a_run_starts_when_every_rank_is_there(stage: Stage) -> None:
     assert go["peers"] == {"0": [0, "10.0.0.1", 8000], "1": [1, "10.0.0.1", 8001]}, "who takes its copies, by slot"
     assert go["restore"] is None
     assert stage.status[0] == "running"
-    assert [(one["step"], one["source"]) for one in stage.events("restore")] == [(0, "start")]
+    assert stage.events("restore") == [], "not before a rank reports it"
+    first.restored(0, "start")
+    second.restored(0, "start")  # of another model replica
+    assert [(one["epoch"], one["step"], one["source"]) for one in stage.events("restore")] == [(1, 0, "start")]
     assert [one["pid"] for one in stage.events("epoch")[0]["members"]] == [*first.pids.values(), *second.pids.values()]
 
 
@@ -1073,6 +1080,7 @@ def test_the_newest_step_that_memory_holds_in_full_is_taken_up(stage: Stage) -> 
     go = first.last("go")
     assert (go["restore"]["epoch"], go["restore"]["step"]) == (1, 8)
     assert (go["restore"]["hosts"], go["restore"]["writers"]) == (2, [[0, 3]])
+    first.restored(8, "memory")
     assert [(one["step"], one["source"]) for one in stage.events("restore")][-1] == (8, "memory")
     first.held = snapshots(epoch=1, step=9, world=4, slots={0: 0, 1: 1})  # undone: epoch 2 went on from step 8
     second.held = snapshots(epoch=1, step=9, world=4, slots={0: 2, 1: 3})
@@ -1080,6 +1088,52 @@ def test_the_newest_step_that_memory_holds_in_full_is_taken_up(stage: Stage) -> 
     stage.pass_time(0.25)
     stage.ready()
     assert first.last("go")["restore"] is None
+
+
+def test_what_ranks_restored_is_recorded_and_not_what_they_were_asked_to(stage: Stage) -> None:
+    """Copies of step 9 and the checkpoint of step 8 turn out damaged: the ranks go on from step 4."""
+    agent = stage.host("a", 4)
+    stage.start(step=9)
+    commit(stage, 4, 8)
+    agent.held = snapshots(epoch=1, step=9, world=4, slots=agent.ranks)
+    agent.lose(1)
+    stage.coordinator.tick()
+    stage.ready()
+    assert agent.last("go")["restore"]["step"] == 9
+    agent.restored(3, "disk", epoch=1)  # a report from before: of the membership that is over
+    assert stage.events("restore") == []
+    agent.restored(4, "disk")
+    assert [(one["epoch"], one["step"], one["source"]) for one in stage.events("restore")] == [(2, 4, "disk")]
+    assert stage.coordinator.state.saved.step == 4
+    agent.lose(1)  # the copies of step 9 are still there, and are no part of the run any more
+    stage.pass_time(0.5)
+    stage.ready()
+    assert agent.last("go")["epoch"] == 3
+    assert agent.last("go")["restore"] is None
+
+
+def test_a_report_that_comes_late_takes_no_step_back(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=9)
+    agent.held = snapshots(epoch=1, step=9, world=4, slots=agent.ranks)
+    agent.lose(1)
+    stage.coordinator.tick()
+    stage.ready()
+    stage.advance(10)
+    agent.restored(9, "memory")
+    assert stage.coordinator.state.saved.step == 10
+    assert [(one["step"], one["source"]) for one in stage.events("restore")] == [(9, "memory")]
+    lineage = stage.coordinator.state.saved.lineage
+    assert lineage.allows(1, 9), "what memory gave is an ancestor"
+
+
+def test_the_next_coordinator_records_what_was_restored(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start()
+    stage.restart()
+    agent.join()
+    agent.restored(0, "start")
+    assert [one["step"] for one in stage.events("restore")] == [0]
 
 
 def test_what_a_host_outside_of_the_formation_holds_cannot_be_reached(stage: Stage) -> None:

@@ -164,6 +164,7 @@ class CoordinatorState:
     began_s: float
     listened_s: float  # when we last heard anything, if only that time has passed
     stepped_s: float  # when the run last came a step further
+    awaited_restore: int | None = None  # the step that ranks were asked to restore, until one reports its own
     step_s: float = 0.0  # how long a step takes
     is_over: bool = False
     takes_over: bool = False  # a run that another coordinator began, and not all of its hosts are back

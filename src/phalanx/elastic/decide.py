@@ -77,6 +77,7 @@ def initial_state(
         # Hosts that join are answered, which is a sign, and told how long it holds: let them come first.
         sign_s=now_s + first_sign_s(len(hosts)) - sign_s + min(sign_s / 2, WORD_S),
         takes_over=saved.running,
+        awaited_restore=saved.step if saved.running and not saved.forming else None,
         host_order=hosts,
         known_hosts=frozenset(hosts),
     )
@@ -375,6 +376,21 @@ def _on_connected(decision: Decision, host: HostView, message: Message) -> None:
         on_connected(decision, rank, int(message["round"]))
 
 
+def _on_restored(decision: Decision, host: HostView, message: Message) -> None:
+    """The ranks went on from a state, which need not be the one they were asked to restore."""
+    state = decision.state
+    awaited, step, source = state.awaited_restore, int(message["step"]), str(message["source"])
+    if awaited is None or state.saved.forming or int(message["epoch"]) != state.saved.generation:
+        return
+    state.awaited_restore = None
+    if step < awaited:
+        decision.change_saved(step=step)
+    asked = (state.saved.go or {}).get("restore")
+    if asked is not None and source != "memory":  # copies of an earlier generation are no ancestors of this state
+        decision.change_saved(lineage=state.saved.lineage.begin(state.saved.generation, source=None))
+    decision.record("restore", step=step, source=source)
+
+
 def _on_unfit(decision: Decision, host: HostView, message: Message) -> None:
     """An agent looked at its host before it formed again, and found it bad."""
     if int(message["epoch"]) == decision.state.saved.generation:
@@ -426,6 +442,7 @@ HANDLERS: dict[str, Callable[[Decision, HostView, Message], None]] = {
     "left": _on_left,
     "built": _on_built,
     "connected": _on_connected,
+    "restored": _on_restored,
     "unfit": _on_unfit,
     "where": _on_where,
     "stop": _on_stop,

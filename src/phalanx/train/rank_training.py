@@ -59,6 +59,7 @@ def train_rank(
     allow_code: bool = False,
     built: Callable[[], None] | None = None,
     enter_round: Callable[[int], None] = lambda number: None,
+    report_restored: Callable[..., None] = lambda **fields: None,
     callbacks: Sequence[Callback] = (),
 ) -> tuple[str, int]:
     """Build the engine, take up where the run stands, and run the loop; how it ended, and after how many steps.
@@ -66,8 +67,8 @@ def train_rank(
     `copies` is where memory holds the state; without, the newest checkpoint is taken, of `at_most` so many steps.
     Making the group of all ranks, who met in `store`, took `joined_s`. `allow_code` is the word of whoever started the
     agent: what the run folder says of it counts for nothing. `built` is called by a replica that joins others late,
-    and `enter_round` before replicas are connected: sockets from then on are cut when one is lost. `callbacks` are
-    called behind those of the job.
+    and `enter_round` before replicas are connected: sockets from then on are cut when one is lost. `report_restored`
+    sends the step and source that training goes on from. `callbacks` are called behind those of the job.
     """
     across = control.rounds.across if control.rounds is not None else None
     began_s, memory = time.monotonic(), MemoryMeter(device)
@@ -136,6 +137,8 @@ def train_rank(
         )
         if dist.get_rank() == 0 and (lines := kernel_lines(engine)):
             events.write("remark", step=restored.step, text="; ".join(lines), is_told=True)
+        if dist.get_rank() == 0 and built is None:
+            report_restored(step=restored.step, source=source)
         training.checkpoints.needs_memory = control.keeper is not None and source != "memory"
         control.progress(restored.step, Phase.BUILDING)  # the first step may compile
         return run_training(training, restored.step), training.step

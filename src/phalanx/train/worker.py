@@ -246,6 +246,7 @@ class Rank:
                 allow_code=self._allow_code,
                 built=partial(self.link.send, "built", epoch=membership.generation) if is_late else None,
                 enter_round=self.link.enter_round,
+                report_restored=partial(self.link.send, "restored", epoch=membership.generation),
             )
 
     def _close_events(self, *events: EventWriter) -> None:
