@@ -1034,6 +1034,30 @@ def test_the_only_host_is_waited_for(stage: Stage) -> None:
     assert len(stage.events("incident")) == 1
 
 
+@pytest.mark.parametrize("away_s", [0.0, 0.5, 3.0], ids=["no word of its end", "soon", "given up first"])
+@pytest.mark.parametrize("takes_over", [False, True], ids=["same coordinator", "another"])
+def test_the_reason_names_the_lost_agent_whichever_message_comes_first(
+    make_stage: Callable[..., Stage], away_s: float, takes_over: bool
+) -> None:
+    stage = make_stage(recovery="stop")
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    if takes_over:
+        stage.restart()
+    elif away_s:
+        agent.hang_up()
+    stage.pass_time(away_s, beats=False)
+    agent.epoch, agent.went, agent.ranks, agent.pids = 0, 0, {}, {}
+    if not stage.coordinator.state.is_over:
+        agent.join()
+        agent.up()
+        stage.pass_time(3.0)
+    (incident,) = stage.events("incident")
+    assert (incident["cause"]["kind"], incident["host"]) == ("HostLost", "a")
+    assert incident["cause"]["message"].startswith("host a is lost: its agent ")
+    assert stage.run.status()["cause"] == "HostLost"
+
+
 def test_the_only_host_is_not_waited_for_forever(stage: Stage) -> None:
     stage.host("a", 4).hang_up()
     stage.agents["a"].join()
