@@ -1708,11 +1708,11 @@ def test_a_hang_once_per_step_without_a_spare_ends_with_slot_host_cause_and_cost
     stage.start(step=7)
     count = crawl(stage, monkeypatch, bad_slots=lambda host, slot: [host, slot] == stage.seats[-1], most=40)
     assert stage.status == ("failed", 3)
-    assert count == {"replace": 3, "auto": 6}[recovery]
+    assert count == {"replace": 4, "auto": 7}[recovery]
     reason = stage.message.partition("given up: ")[2]
     start, ending = {
-        "replace": ("slot 3 of host a failed 3 times with Silence; incidents cost", "no other slot is free"),
-        "auto": ("host a failed 6 times with Silence, last in slot 2 of host a; incidents cost", "no other host"),
+        "replace": ("slot 3 of host a failed 4 times with Silence; incidents cost", "no other slot is free"),
+        "auto": ("host a failed 7 times with Silence, last in slot 2 of host a; incidents cost", "no other host"),
     }[recovery]
     assert reason.startswith(start)
     assert ending in reason
