@@ -854,6 +854,21 @@ def test_restarts_without_progress_are_bounded_and_ever_slower(make_stage: Calla
     assert [one["in_a_row"] for one in stage.events("incident")] == [1, 2, 3, 4]
 
 
+def test_the_pause_before_a_restart_doubles_up_to_ten_seconds(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="replace", restarts=8)
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    waits = []
+    for _ in range(8):
+        before, epoch = stage.now_s, stage.epoch
+        agent.lose(1)
+        while stage.epoch == epoch:
+            stage.pass_time(0.0625, by_s=0.0625)
+        waits.append(stage.now_s - before)
+        stage.ready()
+    assert waits == [0.0625, 0.0625, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
+
+
 def test_a_step_further_than_ever_forgives_and_one_done_again_does_not(stage: Stage) -> None:
     agent = stage.host("a", 4)
     stage.start(step=7)
