@@ -861,6 +861,21 @@ def test_restarts_without_progress_are_bounded_and_ever_slower(make_stage: Calla
     assert [one["in_a_row"] for one in stage.events("incident")] == [1, 2, 3, 4]
 
 
+def test_the_pause_before_a_restart_doubles_up_to_ten_seconds(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="replace", restarts=8)
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    waits = []
+    for _ in range(8):
+        before, epoch = stage.now_s, stage.epoch
+        agent.lose(1)
+        while stage.epoch == epoch:
+            stage.pass_time(0.0625, by_s=0.0625)
+        waits.append(stage.now_s - before)
+        stage.ready()
+    assert waits == [0.0625, 0.0625, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
+
+
 def test_a_step_further_than_ever_forgives_and_one_done_again_does_not(stage: Stage) -> None:
     agent = stage.host("a", 4)
     stage.start(step=7)
@@ -1039,6 +1054,30 @@ def test_the_only_host_is_waited_for(stage: Stage) -> None:
     stage.coordinator.tick()
     assert (stage.epoch, stage.world) == (2, 4)
     assert len(stage.events("incident")) == 1
+
+
+@pytest.mark.parametrize("away_s", [0.0, 0.5, 3.0], ids=["no word of its end", "soon", "given up first"])
+@pytest.mark.parametrize("takes_over", [False, True], ids=["same coordinator", "another"])
+def test_the_reason_names_the_lost_agent_whichever_message_comes_first(
+    make_stage: Callable[..., Stage], away_s: float, takes_over: bool
+) -> None:
+    stage = make_stage(recovery="stop")
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    if takes_over:
+        stage.restart()
+    elif away_s:
+        agent.hang_up()
+    stage.pass_time(away_s, beats=False)
+    agent.epoch, agent.went, agent.ranks, agent.pids = 0, 0, {}, {}
+    if not stage.coordinator.state.is_over:
+        agent.join()
+        agent.up()
+        stage.pass_time(3.0)
+    (incident,) = stage.events("incident")
+    assert (incident["cause"]["kind"], incident["host"]) == ("HostLost", "a")
+    assert incident["cause"]["message"].startswith("host a is lost: its agent ")
+    assert stage.run.status()["cause"] == "HostLost"
 
 
 def test_the_only_host_is_not_waited_for_forever(stage: Stage) -> None:
@@ -1772,11 +1811,11 @@ def test_a_hang_once_per_step_without_a_spare_ends_with_slot_host_cause_and_cost
     stage.start(step=7)
     count = crawl(stage, monkeypatch, bad_slots=lambda host, slot: [host, slot] == stage.seats[-1], most=40)
     assert stage.status == ("failed", 3)
-    assert count == {"replace": 3, "auto": 6}[recovery]
+    assert count == {"replace": 4, "auto": 7}[recovery]
     reason = stage.message.partition("given up: ")[2]
     start, ending = {
-        "replace": ("slot 3 of host a failed 3 times with Silence; incidents cost", "no other slot is free"),
-        "auto": ("host a failed 6 times with Silence, last in slot 2 of host a; incidents cost", "no other host"),
+        "replace": ("slot 3 of host a failed 4 times with Silence; incidents cost", "no other slot is free"),
+        "auto": ("host a failed 7 times with Silence, last in slot 2 of host a; incidents cost", "no other host"),
     }[recovery]
     assert reason.startswith(start)
     assert ending in reason

@@ -52,6 +52,10 @@ def measure(history: IncidentHistory, *, restarts: int = 3, max_lost: float = 0.
         ("a2 a2 a2 b1 b1 b1", "end"),
         ("a0 a1 a2 a3 a4 a5 b1 b1 b1", "end"),
         ("a2 a2 b2 b2 c2 c2", ""),
+        ("a2 a2 a2 b1", ""),  # the first on another host
+        ("b0 b1 b2 b3 b4 a2 a2 a2", "move"),  # five on another host
+        ("b0 b1 b2 b3 b4 b5 a2 a2 a2", "end"),
+        ("a0 a1 a2 b0 b1 b2 a3 a4 a0 b3 b4 b0", "end"),  # several slots of each
         ("a0:HostLost a0:HostLost", ""),
         ("a0:HostLost a0:HostLost a0:HostLost", "exclude"),
         ("a0:HostLost a0:HostLost a0:HostLost b0:HostLost b0:HostLost b0:HostLost", "exclude"),
@@ -67,6 +71,32 @@ def test_the_order_of_the_limits(places: str, expected: str) -> None:
 def test_the_count_of_a_limit_is_fault_restarts(restarts: int, count: int) -> None:
     assert measure(history_of("a2 " * (count - 1)), restarts=restarts) == ""
     assert measure(history_of("a2 " * count), restarts=restarts) == "move"
+    assert measure(history_of("a2 b1"), restarts=restarts) == "", "one incident each is no limit"
+
+
+@pytest.mark.parametrize(
+    ("places", "is_exceeded"),
+    [
+        ("a2 a2 a2", False),
+        ("a2 a2 a2 a2", True),
+        ("a0 a1 a2 a3 a4 a5", False),
+        ("a0 a1 a2 a3 a4 a5 a0", True),
+        ("a0:HostLost a0:HostLost a0:HostLost", False),
+        ("a0:HostLost a0:HostLost a0:HostLost a0:HostLost", True),
+    ],
+)
+def test_a_limit_is_exceeded_by_the_next_incident(places: str, is_exceeded: bool) -> None:
+    limit = reached_limit(history_of(places), restarts=3, max_lost=0.8)
+    assert limit is not None
+    assert limit.is_exceeded == is_exceeded
+
+
+def test_the_reason_says_what_incidents_cost_until_the_newest() -> None:
+    limit = reached_limit(history_of("a2 a2 a2"), restarts=3, max_lost=0.8)
+    assert limit is not None
+    assert limit.reason == (
+        "slot 2 of host a failed 3 times with Silence; incidents cost 49.8 s of the last 52.0 s (fault.max_lost = 0.8)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def complete_message(run: Run, end: EndRun) -> tuple[str, Mapping[str, Any]]:
             at_most=end.at_most,
         )
         why = f"\n  given up: {one.why}" if one.why else ""
-        return f"{message}{more}{why}", {"rank": one.cause.rank, "step": one.cause.step}
+        return f"{message}{more}{why}", {"rank": one.cause.rank, "step": one.cause.step, "cause": one.cause.kind}
     saved = failing.last_checkpoint(run, at_most=end.at_most)
     resume = f"resume with: phalanx train --resume {run.path}"
     # 130 says that all went as asked: a run that was to save before it stopped, and could not, has failed in that. The

@@ -45,7 +45,7 @@ from phalanx.elastic.decide_replicas import (
 )
 from phalanx.elastic.decide_silence import RECONNECT_S, excuse_own_pause, give_up_hosts
 from phalanx.elastic.decision import STOPPED, Decision
-from phalanx.elastic.failure import Failure
+from phalanx.elastic.failure import HOST_LOST, Failure
 from phalanx.elastic.frozen_map import BUCKETS
 from phalanx.elastic.heartbeat_board import (
     WATCHER_SIGN_S,
@@ -267,8 +267,14 @@ def _compare_status(decision: Decision, host: HostView, message: Message) -> Non
     ]
     if generation < saved.generation and not saved.forming:
         ended = [rank for rank in ranks.values() if not is_absent(state, rank)]
+    # An agent that knows no membership and has no process of one is new: the same loss as where its predecessor's
+    # connection is found closed first.
+    is_new_agent = generation == 0 and not any(host.alive.get(slot) == saved.pids[rank] for slot, rank in ranks.items())
     for rank in ended:
-        decision.fail(rank, "Left", f"its process on host {host.name} ended while no coordinator ran")
+        if is_new_agent:
+            decision.fail(rank, HOST_LOST, f"host {host.name} is lost: its agent ended, and its ranks with it")
+        else:
+            decision.fail(rank, "Left", f"its process on host {host.name} ended while no coordinator ran")
     if ended:
         return
     # It was never told, or the word was lost; or the run went on without it, and its ranks may still be training.

@@ -22,6 +22,7 @@ class IncidentLimit:
 
     measure: Literal["move", "exclude", "end"]  # the rank leaves the slot; all ranks leave the host; the run ends
     reason: str
+    is_exceeded: bool = False  # by one incident: where there is no other slot or host, the run ends
 
 
 def cause_of(failure: Failure) -> str:
@@ -56,9 +57,8 @@ def reached_limit(history: IncidentHistory, *, restarts: int, max_lost: float) -
             return IncidentLimit(measure="end", reason=reason)
     elif cause == HOST_LOST:
         if on_host >= times:
-            return IncidentLimit(
-                measure="exclude", reason=f"host {place.host} was lost {plural(on_host, 'time')}; {cost}"
-            )
+            reason = f"host {place.host} was lost {plural(on_host, 'time')}; {cost}"
+            return IncidentLimit(measure="exclude", reason=reason, is_exceeded=on_host > times)
     else:
         is_host_full = on_host > by_slot[place] and on_host >= 2 * times
         others = sorted(_hosts_at_limit(by_slot, times) - {place.host})
@@ -70,10 +70,10 @@ def reached_limit(history: IncidentHistory, *, restarts: int, max_lost: float) -
             )
         if is_host_full:
             reason = f"host {place.host} failed {plural(on_host, 'time')} with {cause}, last in {where}; {cost}"
-            return IncidentLimit(measure="exclude", reason=reason)
+            return IncidentLimit(measure="exclude", reason=reason, is_exceeded=on_host > 2 * times)
         if by_slot[place] >= times:
             reason = f"{where} failed {plural(by_slot[place], 'time')} with {cause}; {cost}"
-            return IncidentLimit(measure="move", reason=reason)
+            return IncidentLimit(measure="move", reason=reason, is_exceeded=by_slot[place] > times)
     if len(costly) > times and (span_s >= WINDOW_S or len(costly) == MAX_INCIDENTS):
         failures = plural(len(costly), "failure")
         return IncidentLimit(measure="end", reason=f"{failures}, the last with {newest.cause} in {where}; {cost}")

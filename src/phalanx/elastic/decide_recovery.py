@@ -80,22 +80,24 @@ def _history_with(decision: Decision, cause: Failure) -> IncidentHistory:
 
 
 def _can_go_on(decision: Decision, cause: Failure, limit: IncidentLimit) -> bool:
-    """Whether the run goes on without the slot or the host that reached a limit; it is not used from now on."""
+    """Whether the run goes on, without the slot or the host that reached a limit where there is another."""
     state, place = decision.state, decision.state.membership.slots[cause.rank]
-    state.limit_reason = limit.reason
-    may_shrink = state.job.fault.recovery in ("auto", "shrink")
+    may_shrink = limit.is_exceeded and state.job.fault.recovery in ("auto", "shrink")
+    num_needed = 1 if may_shrink else state.membership.world
     host = state.hosts.get(place.host)
-    if limit.measure == "move" and (may_shrink or state.num_usable > state.membership.world):
+    state.limit_reason = limit.reason
+    if limit.measure == "move" and (may_shrink or state.num_usable > num_needed):
         if place not in state.saved.quarantined:
             decision.quarantine_slot(place, limit.reason)
         return True
     num_elsewhere = state.num_usable - (host.num_usable(state.saved.quarantined) if host is not None else 0)
-    if limit.measure == "exclude" and num_elsewhere >= (1 if may_shrink else state.membership.world):
+    if limit.measure == "exclude" and num_elsewhere >= num_needed:
         decision.exclude_for_launch(place.host, limit.reason)
         return True
     no_other = {"move": "; no other slot is free", "exclude": "; no other host is there", "end": ""}
-    state.limit_reason += no_other[limit.measure]
-    return False
+    is_over = limit.measure == "end" or limit.is_exceeded
+    state.limit_reason = limit.reason + no_other[limit.measure] if is_over else ""
+    return not is_over
 
 
 def _leave_slot_out(decision: Decision, cause: Failure, why: str) -> bool:
