@@ -15,9 +15,9 @@ from phalanx.api.results import Overrides, PublicResult, Tell, teller, warn
 from phalanx.errors import mistake
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
-from phalanx.io.limits import MAX_RANKS_PER_GPU
+from phalanx.io.limits import MAX_RANKS_PER_GPU, MAX_SECONDS, MAX_WORKERS
 from phalanx.job.schema import PluginReferences
-from phalanx.units import format_seconds, plural
+from phalanx.units import format_seconds, number_text, plural
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -91,6 +91,8 @@ def verify(
         raise mistake(where, f"--steps {steps} is not between 1 and {MOST_STEPS:,}", fix="use 5")
     if timeout is not None and not timeout > 0:
         raise mistake(where, f"--timeout {timeout:g} is not above 0", fix="use 120")
+    if timeout is not None and timeout > MAX_SECONDS:
+        raise mistake(where, f"--timeout {number_text(timeout)} is above {MAX_SECONDS:g} seconds", fix="use 120")
     if ranks_per_gpu is not None and device == "cpu":
         what = f"--ranks-per-gpu {ranks_per_gpu} without --device cuda has no effect"
         raise mistake(where, what, fix="add --device cuda, or leave it out")
@@ -298,6 +300,9 @@ def trace(
     need_torch()
     if workers < 0:
         raise mistake("phalanx trace", f"--workers {workers} is below 0", fix="use 1 or more")
+    if workers > MAX_WORKERS:
+        what = f"--workers {number_text(workers)} is above {MAX_WORKERS:,}"
+        raise mistake("phalanx trace", what, fix="use the number of cores, which is the default")
     resolved = with_absolute_files(read_job(job, overrides, where="phalanx.trace"))
     warn(resolved.warnings, tell)
     plan = make_plan(resolved, cluster)

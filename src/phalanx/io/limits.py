@@ -31,4 +31,9 @@ MAX_SITES = 1000
 MAX_PEERS = 10_000
 
 # Simulation and search.
-MAX_DAYS = 36_500.0  # a century
+MAX_SEED = 2**63 - 1
+MAX_INNER_STEPS = 10_000  # of a peer between two exchanges; 500 in DiLoCo
+MAX_SHOWN_ROWS = 10_000  # of a table that a command prints
+
+# Any number of the command line, before the verb's own limits; whole numbers stay inside 64 bits.
+MAX_OPTION = 2**63 - 1

@@ -266,7 +266,8 @@ def _tidy_float(value: float) -> float:
 
 
 def _power_text(value: int) -> str:
-    return f"{value:,}" if value < 10**7 else f"1e{round(math.log10(value))}"
+    power = round(math.log10(value)) if value > 0 else 0
+    return f"1e{power}" if power >= 7 and value == 10**power else f"{value:,}"
 
 
 def _or_auto(auto: bool) -> str:
