@@ -166,7 +166,7 @@ def _make_plan(
         *uneven,
         *_slow_progress(request, trouble),
         *_too_long(request, lasting, layout),
-        *([full] if (full := offload_problem(request, layout.offload)) else []),
+        *([full] if (full := offload_problem(request, layout)) else []),
         *_trainer_problems(job, request, layout),
         *attention_remarks(job.model, job.data.sequence, ours=trains_with_phalanx(job)),
         *(
