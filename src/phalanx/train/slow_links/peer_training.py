@@ -469,7 +469,9 @@ class PeerTraining(Callback):
         return bool(spread_object(is_waited_for))
 
     def on_end(self, training: TrainingContext, state: str) -> None:
-        """Tell the others, so that nobody waits for this peer."""
+        """Report what the held-out gate cost, and leave the group, so that no peer waits for this one."""
+        if self._gate is not None and self._gate.rounds and self._link is not None:
+            training.events.write("peer", step=training.step, kind="gate", text=self._gate.cost)
         if self._link is not None:
             self._link.leave()
 
