@@ -61,6 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--peers", "3", "--fault", "partition:peer=1+2+3"], "cuts nobody off: it names all peers"),
         (["--peers", "2", "--fault", "nan"], "of two peers nobody can tell who is wrong"),
         (["--peers", "3", "--fault", "poison:how=loss"], 'sync.screening = "norm"'),
+        (["--peers", "4", "--fault", "lie"], 'a lie with sync.mode = "target-batch"'),
+        (["--peers", "4", "--fault", "lie:peer=2+3", "--set", "sync.mode=diloco"], "2 of 4 peers lie"),
         (["--peers", "3", "--set", "sync.mode=every-step"], "such a job exchanges nothing with peers"),
         (["--peers", "3", "--cluster", "local-cpu:2"], "each peer has 2 ranks"),
     ],

@@ -39,6 +39,7 @@ def drill_peers(call: DrillCall) -> DrillPage:
             dead_after_s=plan.job.sync.dead_after_s,
         )
     _check_targets(call, parsed)
+    _check_lies(call, plan, parsed)
     call.tell(f"drill of {plan.job.name} with {plural(call.peers, 'peer')}: {plural(len(parsed), 'fault')}")
     scene = PeerDrillSettings(
         plan=plan,
@@ -90,6 +91,27 @@ def _check_plan(call: DrillCall, plan: Plan, faults: Sequence[Fault]) -> None:
             f'poison:how=loss with sync.mode = "{sync.mode}" and sync.screening = "{sync.screening}"',
             why='updates of weights are held against held-out text with sync.screening = "loss" alone',
             fix="--set sync.mode=diloco --set sync.screening=loss --set sync.delay_steps=0",
+        )
+
+
+def _check_lies(call: DrillCall, plan: Plan, faults: Sequence[Fault]) -> None:
+    sync, liars = plan.job.sync, {number for fault in faults if fault.kind == "lie" for number in fault.peer}
+    if not liars:
+        return
+    if sync.mode == "target-batch" or sync.delay_steps or not sync.gate_sequences:
+        raise mistake(
+            call.job,
+            f'a lie with sync.mode = "{sync.mode}", delay_steps = {sync.delay_steps}, '
+            f"gate_sequences = {sync.gate_sequences}",
+            why="peers evaluate exchanges of weights alone, before training goes on",
+            fix="--set sync.mode=diloco --set sync.delay_steps=0 --set sync.gate_sequences=32",
+        )
+    if 3 * len(liars) > call.peers:
+        raise mistake(
+            "--fault lie",
+            f"{len(liars)} of {call.peers} peers lie",
+            why="votes hold with at most a third of liars",
+            fix=f"add --peers {3 * len(liars)}",
         )
 
 

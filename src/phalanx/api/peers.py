@@ -88,7 +88,13 @@ class PeerTable(PublicResult):
         present = sum(one["state"] == "member" for one in self.members)
         head = f"{self.run}: {plural(present, 'member')}, {self.mode}, step {self.step:,}, round {self.round:,}"
         waits = [] if self.has_majority else [ALONE.format(run=self.run)]
-        return "\n".join([f"{head}, as of {self.age_s:,.0f} s ago", *text_table(rows, right=(3, 4, 5, 6)), *waits])
+        votes = [
+            f"{one['name']} was excluded by a vote: {one['excluded_for']}"
+            for one in self.members
+            if "excluded_for" in one
+        ]
+        table = text_table(rows, right=(3, 4, 5, 6))
+        return "\n".join([f"{head}, as of {self.age_s:,.0f} s ago", *table, *votes, *waits])
 
 
 def _member_cells(one: dict[str, Any]) -> tuple[str, ...]:
@@ -242,7 +248,13 @@ def members(run: AnyRun) -> PeerTable:
     """
     from phalanx.peers.allowlist import AllowList
     from phalanx.peers.identity import ID_DIGITS
-    from phalanx.train.slow_links.peer_session import ALLOWED, peers_folder, read_session, read_status
+    from phalanx.train.slow_links.peer_session import (
+        ALLOWED,
+        excluded_before,
+        peers_folder,
+        read_session,
+        read_status,
+    )
 
     found = open_public_run(run)
     facts, status = read_session(found), read_status(found)
@@ -252,11 +264,14 @@ def members(run: AnyRun) -> PeerTable:
     names = {fingerprint[:ID_DIGITS]: name for fingerprint, name in named.items()}
     present = {one["id"]: one for one in status.get("members", ())}
     revoked = {one[:ID_DIGITS] for one in allowed.revoked}
+    excluded = excluded_before(status)
     rows = []
-    for peer in dict.fromkeys([*present, *names, *credit, *sorted(revoked)]):
+    for peer in dict.fromkeys([*present, *names, *credit, *sorted(revoked), *excluded]):
         state = "revoked" if peer in revoked else "member" if peer in present else "away"
+        state = "excluded" if peer in excluded else state
         known = {"id": peer, "name": names.get(peer, "–"), **present.get(peer, {})}
-        rows.append({**known, "samples": int(credit.get(peer, 0)), "state": state})
+        reason = {"excluded_for": excluded[peer]} if peer in excluded else {}
+        rows.append({**known, "samples": int(credit.get(peer, 0)), "state": state, **reason})
     age_s = max(0.0, time.time() - float(status["t"])) if "t" in status else None
     return PeerTable(
         run=str(found.path),

@@ -77,12 +77,11 @@ def _is_choice(entry: object) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("variant"), str):
         return False
     entry.setdefault("spreads_ms", {})  # absent from entries of 0.7 and before
-    tables = entry.get("times_ms"), entry["spreads_ms"]
-    return all(
-        isinstance(table, dict)
-        and all(isinstance(took, int | float) and math.isfinite(took) and took >= 0 for took in table.values())
-        for table in tables
-    ) and all(tables[0].values())
+    times_ms, spreads_ms = entry.get("times_ms"), entry["spreads_ms"]
+    if not isinstance(times_ms, dict) or not isinstance(spreads_ms, dict) or not all(times_ms.values()):
+        return False
+    values = [*times_ms.values(), *spreads_ms.values()]
+    return all(isinstance(value, int | float) and math.isfinite(value) and value >= 0 for value in values)
 
 
 def _read_file(folder: Path | None, name: str) -> dict[str, Any]:

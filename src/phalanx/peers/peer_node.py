@@ -383,6 +383,7 @@ class PeerNode:
         """Send a peer away by a vote: for good where this peer owns the run, else for as long as this run lasts."""
         if peer in self.excluded:
             return
+        reason = printable(reason, most=400)
         self.excluded[peer] = reason
         self.tell("excluded", reason, peer=peer, round_number=round_number)
         if peer in self.revoked:  # the owner's list was faster than the votes

@@ -12,7 +12,7 @@ from phalanx.train.drill.faults import PEER_FAULTS, parse_faults
 from phalanx.train.drill.firings import Firing
 from phalanx.train.drill.judge import Verdict
 from phalanx.train.drill.peer_drill import draw_peer_faults
-from phalanx.train.drill.peer_judge import PeerRecord, judge_named, judge_peers, peer_outcomes
+from phalanx.train.drill.peer_judge import PeerRecord, judge_loss, judge_named, judge_peers, peer_outcomes
 
 SEQUENCE, BATCH, ROUNDS = 16, 6, 8
 IDS = ("a", "b", "c")
@@ -196,3 +196,44 @@ def test_what_is_drawn_leaves_a_majority_and_is_the_same_for_the_same_seed() -> 
     for begin, _, _ in spans:
         away = [whom for start, end, whom in spans if start <= begin < end]
         assert sum(map(len, away)) == len(set().union(*away)) < 4  # nobody twice, and fewer than half
+
+
+LIE = parse_faults(["lie:peer=3,kind=reversed,step=3"], kinds=PEER_FAULTS)
+LIE_SHOT = Firing(id=0, kind="lie", t_s=2.9, monotonic_s=0.0, rank=3, step=3, note="round 3")
+
+
+def judge_lie(told: dict[str, list[dict[str, Any]]]) -> Verdict:
+    read = records(told)
+    outcomes = peer_outcomes(read, LIE, [LIE_SHOT])
+    return judge_named(read, outcomes, dead_after_s=1.0, end_s=60.0, lasting={})
+
+
+def excluded(peer: str) -> dict[str, Any]:
+    return {"event": "peer", "t": 3.4, "kind": "excluded", "peer": peer, "text": "it lies"}
+
+
+def test_a_liar_must_be_excluded_and_no_other_peer_may_be() -> None:
+    told = story()
+    for event in told["a"] + told["b"]:
+        event.pop("dropped", None)
+    assert "named by nobody" in judge_lie(told).evidence  # it was lost, and not excluded
+    told["b"].insert(5, excluded("c"))
+    assert judge_lie(told).ok
+    (outcome,) = peer_outcomes(records(told), LIE, [LIE_SHOT])
+    assert (outcome.noticed_s, outcome.members) == (pytest.approx(0.5), 2)
+    told["a"].append(excluded("b"))
+    assert "peer 2, which did nothing wrong, was excluded" in judge_lie(told).evidence
+
+
+def test_the_loss_of_honest_peers_is_held_against_a_run_without_liars() -> None:
+    def ending(losses: dict[int, float]) -> list[PeerRecord]:
+        return [
+            PeerRecord(number=number, id=str(number), events=[{"event": "evaluate", "t": 1.0, "loss": loss}])
+            for number, loss in losses.items()
+        ]
+
+    honest = ending({1: 2.0, 2: 2.0, 3: 2.0})
+    assert judge_loss(ending({1: 2.019, 2: 2.019, 3: 9.0}), honest, {3}).ok
+    assert not judge_loss(ending({1: 2.019, 2: 2.021, 3: 2.0}), honest, {3}).ok
+    assert judge_loss(ending({1: 1.5}), honest, {3}).ok
+    assert not judge_loss(ending({3: 2.0}), honest, {3}).judged

@@ -111,6 +111,24 @@ def test_going_on_alone_is_asked_of_a_running_peer(owner: Run, trials) -> None:
         session.close()
 
 
+def test_a_peer_that_a_vote_excluded_stays_so_and_is_listed(owner: Run, trials) -> None:
+    job, liar = trials.plan('mode = "diloco"').job, "ab" * 8
+    session = PeerSession(owner, job)
+    session.group.join()
+    session.group._node.excluded[liar] = "held-out loss 3.0 with its update"
+    session._write_status()
+    session.close()
+    table = phalanx.peers.members(owner)
+    assert {one["id"]: one["state"] for one in table.members}[liar] == "excluded"
+    assert "was excluded by a vote: held-out loss 3.0 with its update" in str(table)
+    again = PeerSession(owner, job)
+    try:
+        assert again.group.excluded == {liar: "held-out loss 3.0 with its update"}
+        assert liar in again.group._node.revoked
+    finally:
+        again.close()
+
+
 def test_an_update_that_raises_the_loss_is_left_out(trials) -> None:
     sync = 'mode = "diloco"\npeers = 2\nsynchronous_steps = 0\ninner_steps = 4\nscreening = "loss"'
     plan, hub = trials.plan(sync, steps=8), LocalHub()

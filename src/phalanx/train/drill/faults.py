@@ -191,6 +191,11 @@ PEER_FAULTS: dict[str, FaultKind] = {
         keys=("peer", "how", *_OUTSIDE),
         hows=("samples", "norm"),
     ),
+    "lie": FaultKind(
+        meaning="a peer sends false updates of its weights from then on, of a usual size: see docs/drills.md",
+        keys=("peer", "how", *_OUTSIDE),
+        hows=("reversed", "scaled", "random", "copied", "stale", "flipped"),
+    ),
     "clock-skew": FaultKind(
         meaning="the clocks of a peer are skew_s off from its start on", keys=("peer", "skew_s"), ends=False
     ),
@@ -272,7 +277,8 @@ def parse_fault(text: str, *, id: int = 0, kinds: Mapping[str, FaultKind] = FAUL
     given: dict[str, str] = {}
     for word in (word for word in rest.split(",") if word.strip()):
         key, equals, value = word.partition("=")
-        given[_check_key(text, kind, key.strip(), bool(equals), kinds[kind].keys)] = value.strip()
+        name = "how" if kind == "lie" and key.strip() == "kind" else key.strip()
+        given[_check_key(text, kind, name, bool(equals), kinds[kind].keys)] = value.strip()
     of = kinds[kind]
     values = {**_usual_values(kind, of), **{key: _read_value(text, of, key, value) for key, value in given.items()}}
     _check_fault(text, of, values)

@@ -7,9 +7,9 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.elastic.local_launch import collected_signals
@@ -19,7 +19,7 @@ from phalanx.job.load import job_to_dict
 from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
 from phalanx.record.provenance import job_provenance
-from phalanx.record.run import Run, create_run
+from phalanx.record.run import Run, create_run, open_run
 from phalanx.train.data.batches import BatchPlan
 from phalanx.train.drill import firings
 from phalanx.train.drill.drill_report import MOST_ROWS
@@ -27,7 +27,14 @@ from phalanx.train.drill.faults import PEER_FAULTS, Fault, parse_fault
 from phalanx.train.drill.judge import Verdict, evidence_text
 from phalanx.train.drill.peer_cables import PeerCables
 from phalanx.train.drill.peer_driver import DrilledPeer, PeerDriver, drilled_peers
-from phalanx.train.drill.peer_judge import PeerFaultOutcome, PeerRecord, judge_named, judge_peers, peer_outcomes
+from phalanx.train.drill.peer_judge import (
+    PeerFaultOutcome,
+    PeerRecord,
+    judge_loss,
+    judge_named,
+    judge_peers,
+    peer_outcomes,
+)
 from phalanx.train.drill.perform import judge_injected
 from phalanx.train.drill.schedule import poisson_times
 from phalanx.train.slow_links.peer_launch import make_trial
@@ -36,6 +43,7 @@ from phalanx.units import MINUTE_S, first_few, format_seconds, plural
 SETTLE_S = 180.0  # that all peers may take to meet again after the last fault
 BACK_OFF_S = 120.0  # starts of processes
 LINKS = ("partition", "slow-link")
+HONEST = "honest"  # folder of the run without liars, in that of the first peer
 OTHERS = "others"  # folder of the other peers' runs, in that of the first
 
 
@@ -120,7 +128,20 @@ def perform_peer_drill(scene: PeerDrillSettings, faults: Sequence[Fault]) -> Pee
         raise KeyboardInterrupt
     end_s = time.time()
     skewed = {number for fault in faults if fault.kind == "clock-skew" for number in fault.peer}
-    records = [
+    records = _read_records(peers, skewed)
+    found = _judge(scene, faults, peers, records, driver, began_s=began_s, end_s=end_s)
+    liars = {number for fault in faults if fault.kind == "lie" for number in fault.peer}
+    if not liars:
+        return found
+    scene.tell("  the same run without liars, to compare the loss")
+    honest = perform_peer_drill(replace(scene, runs=runs[0].path / HONEST), ())
+    folders = [honest.run, *(open_run(path) for path in sorted((honest.run.path / OTHERS).iterdir()))]
+    compared = judge_loss(records, _read_records(drilled_peers(folders), set()), liars)
+    return replace(found, verdicts=(*found.verdicts, compared))
+
+
+def _read_records(peers: Sequence[DrilledPeer], skewed: Collection[int]) -> list[PeerRecord]:
+    return [
         PeerRecord(
             number=peer.number,
             id=peer.id,
@@ -129,7 +150,6 @@ def perform_peer_drill(scene: PeerDrillSettings, faults: Sequence[Fault]) -> Pee
         )
         for peer in peers
     ]
-    return _judge(scene, faults, peers, records, driver, began_s=began_s, end_s=end_s)
 
 
 def _target(peer: DrilledPeer) -> Callable[[], tuple[str, int] | None]:
@@ -185,7 +205,8 @@ def _judge(
     verdicts.append(judge_named(records, found, dead_after_s=job.sync.dead_after_s, end_s=end_s, lasting=lasting))
     if scene.minutes:
         verdicts.append(_judge_met(driver))
-    ending, state = _judge_ending(peers, faults, driver)
+    named = {number for one in found if one.noticed_s is not None for number in one.peers}
+    ending, state = _judge_ending(peers, faults, driver, named)
     verdicts.append(ending)
     counts = Counter(shot.id for shot in shots)
     if not scene.drawn:
@@ -208,14 +229,18 @@ def _judge_met(driver: PeerDriver) -> Verdict:
     return Verdict(name=name, ok=True, evidence=f"in one round {format_seconds(met_s)} after the last fault's end")
 
 
-def _judge_ending(peers: Sequence[DrilledPeer], faults: Sequence[Fault], driver: PeerDriver) -> tuple[Verdict, str]:
-    """Everybody who was not sent away for good trained to the end, or left when it was asked to."""
+def _judge_ending(
+    peers: Sequence[DrilledPeer], faults: Sequence[Fault], driver: PeerDriver, named: Collection[int]
+) -> tuple[Verdict, str]:
+    """Every peer that was not sent away for good trained to the end, or left when it was asked to."""
+    liars = {number for fault in faults if fault.kind == "lie" for number in fault.peer}
+    excluded = {number for number in liars if number in named}
     wrong, states = [driver.stuck] if driver.stuck else [], Counter[str]()
     back = {number for fault in faults if fault.kind in ("kill", "leave") and fault.for_s for number in fault.peer}
     for peer in peers:
         state = str(peer.run.status().get("state"))
         states[state] += 1
-        if peer.is_gone or peer.is_held:
+        if peer.is_gone or peer.is_held or peer.number in excluded:
             continue
         code = peer.process.returncode if peer.process is not None else None
         if state not in ("done", "stopped") or code != 0:

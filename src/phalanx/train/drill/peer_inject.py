@@ -13,14 +13,19 @@ import numpy as np
 from phalanx.peers.attempt import Attempt
 from phalanx.peers.facts import Address, MemberView, PeerProgress, PeerState, RoundResult, Vector
 from phalanx.record.run import Run
+from phalanx.train.data.batches import IGNORED
 from phalanx.train.drill import firings
 from phalanx.train.drill.faults import Fault
+from phalanx.train.slow_links.peer_batches import PeerBatches
 
 if TYPE_CHECKING:
     from phalanx.peers.codecs import Sender
+    from phalanx.train.data.token_samples import Tokens
     from phalanx.train.slow_links.peer_exchange import GroupLink
+    from phalanx.train.slow_links.sample_deal import Ranges
 
 FACTOR = 1000.0  # of what is too large
+SCALED = 8.0  # times an honest update: below the limit on norms
 TURNED = -4.0  # times an update that is to raise the loss: small enough for the limit on norms
 
 
@@ -32,6 +37,9 @@ class FaultyGroup:
         self._faults = [fault for fault in faults if fault.of.inside and fault.kind != "clock-skew"]
         self._step = -1
         self._late: list[tuple[float, float]] = []  # (until, seconds in every round)
+        self._lies: list[str] = []
+        self._kept: dict[int, Vector] = {}  # this peer's first honest update of each length
+        self._results: dict[int, Vector] = {}  # the newest result of each length
         self._spoilt: tuple[int, list[Fault]] = (-1, [])  # a round, and what is wrong with each call for it
 
     @property
@@ -83,13 +91,21 @@ class FaultyGroup:
                     vector = vector * (FACTOR if fault.how == "norm" else TURNED)
                 case "liar" if fault.how == "norm":
                     understates = True
+                case "lie":
+                    self._begin_lie(fault.how)
                 case _:
                     weight *= FACTOR
+        has_update = vector.size > 1  # a meeting has none
+        honest = vector
+        if has_update:
+            for how in self._lies:
+                vector = self._false_update(how, vector, round_number)
+            self._kept.setdefault(honest.size, honest)
         for until_s, sleep_s in self._late:
             if time.monotonic() < until_s:
                 time.sleep(sleep_s)
         with _larger_than_stated(self._group.id) if understates else nullcontext():
-            return self._group.average(
+            result = self._group.average(
                 round_number,
                 vector,
                 weight,
@@ -99,6 +115,32 @@ class FaultyGroup:
                 grace_s=grace_s,
                 weight_limits=weight_limits,
             )
+        if has_update and result.vector is not None:
+            self._results[honest.size] = result.vector
+        return result
+
+    def _begin_lie(self, how: str) -> None:
+        if how not in self._lies:
+            self._lies.append(how)
+            if how == "flipped":
+                _flip_labels()
+
+    def _false_update(self, how: str, vector: Vector, round_number: int) -> Vector:
+        """An update in place of the honest one; where there is nothing to copy yet, the honest one."""
+        found = vector
+        match how:
+            case "reversed":
+                found = -vector
+            case "scaled":
+                found = SCALED * vector
+            case "random":
+                noise = np.random.default_rng((self._number, round_number)).standard_normal(vector.size)
+                found = noise * (np.linalg.norm(vector) / np.linalg.norm(noise))
+            case "copied":
+                found = self._results.get(vector.size, vector)
+            case "stale":
+                found = self._kept.get(vector.size, vector)
+        return found.astype(vector.dtype, copy=False)
 
     def serve_state(self, provider: Callable[[], PeerState | None]) -> None:
         """As the group does."""
@@ -159,6 +201,18 @@ def _larger_than_stated(me: str) -> Iterator[None]:
         yield
     finally:
         setattr(Attempt, "encode_piece", honest)  # noqa: B010
+
+
+def _flip_labels() -> None:
+    """This process learns from wrong targets from now on: each token is mirrored in the range of the batch's tokens."""
+    honest = PeerBatches.read
+
+    def flipped(batches: PeerBatches, samples: Ranges) -> tuple[Tokens, Tokens]:
+        tokens, targets = honest(batches, samples)
+        mirrored = np.where(targets == IGNORED, IGNORED, tokens.max(initial=0) - targets)
+        return tokens, np.clip(mirrored, np.minimum(targets, 0), None).astype(targets.dtype)
+
+    setattr(PeerBatches, "read", flipped)  # noqa: B010 — a method of a class that others use too
 
 
 def own_faults(run: Run) -> list[Fault]:

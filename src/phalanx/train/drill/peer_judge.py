@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.record.events import Event
@@ -14,8 +14,10 @@ from phalanx.train.drill.judge import Verdict, evidence_text
 from phalanx.units import plural
 
 SCREENED = ("nan", "poison", "liar")  # their updates must be left out
-LOSES = ("kill", "leave", "hang", "partition")  # others go on without them
+LOSES = ("kill", "leave", "hang", "partition", "lie")  # others go on without them
 NAMED = ("lost", "left", "evicted")  # events that name a peer that is gone
+EXCLUDED = ("excluded", "revoked")  # events that name a peer that a vote sent away
+LOSS_MARGIN = 0.02  # nats by which liars may raise the final loss over that of honest training
 PARTS = (
     "step",
     "kind",
@@ -213,6 +215,8 @@ def _names(event: Event, fault: Fault, ids: set[str], shot: Firing) -> bool:
         return spoilt and bool(ids & {*(event.get("dropped") or ()), *(event.get("capped") or ())})
     if event["event"] != "peer" or fault.kind not in LOSES:
         return False
+    if fault.kind == "lie":
+        return event.get("kind") in EXCLUDED and event.get("peer") in ids
     if fault.kind == "partition" and event.get("kind") == "no-majority":
         return True
     return event.get("kind") in NAMED and (fault.kind == "partition" or event.get("peer") in ids)
@@ -247,8 +251,11 @@ def judge_named(
         else:
             must.append(one)
     wrong += [f"{one.fault} was named by nobody" for one in must if one.noticed_s is None]
-    faulty = {number for one in found if one.kind in SCREENED for number in one.peers}
+    faulty = {number for one in found if one.kind in (*SCREENED, "lie") for number in one.peers}
     numbers = {record.id: record.number for record in records}
+    excluded = {str(event["peer"]) for record in records for event in record.of("peer") if event["kind"] == "excluded"}
+    innocent = sorted(numbers.get(peer, 0) for peer in excluded if numbers.get(peer) not in faulty)
+    wrong += [f"peer {number}, which did nothing wrong, was excluded" for number in innocent]
     for number, entries in rounds.items():
         for peer, why in {**(entries[0][1].get("capped") or {}), **(entries[0][1].get("dropped") or {})}.items():
             if numbers.get(peer) not in faulty:
@@ -256,3 +263,16 @@ def judge_named(
     text = f"{len(must) - len(wrong):,} of {plural(len(must), 'fault')} that must be noticed"
     text += f", {late:,} that nobody had to notice" if late else ""
     return Verdict(name="dropped peers are named", ok=not wrong, evidence=evidence_text(text, wrong))
+
+
+def judge_loss(records: Sequence[PeerRecord], honest: Sequence[PeerRecord], liars: Collection[int]) -> Verdict:
+    """The final held-out loss of honest peers is that of a run without liars, or little above it."""
+    name, losses = "the loss is that of honest training", []
+    for group, left_out in ((records, liars), (honest, ())):
+        ends = [record.of("evaluate")[-1:] for record in group if record.number not in left_out]
+        losses.append([float(event["loss"]) for events in ends for event in events])
+    if not losses[0] or not losses[1]:
+        return Verdict(name=name, ok=False, judged=False, evidence="no final loss: set train.evaluate_sequences")
+    with_liars, without = max(losses[0]), min(losses[1])
+    text = f"{with_liars:.4f} nats, {with_liars - without:+.4f} over {without:.4f} without liars"
+    return Verdict(name=name, ok=with_liars - without <= LOSS_MARGIN, evidence=text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from phalanx.train.engine import Engine
 from phalanx.train.evaluate import HeldoutScorer
 from phalanx.train.slow_links.outer_optimizer import OuterOptimizer
 from phalanx.train.slow_links.peer_vector import VectorMap
+from phalanx.units import plural
 
 
 class HeldoutGate:
@@ -31,11 +33,23 @@ class HeldoutGate:
         self._scorer = HeldoutScorer(folders, engine, sequences=sync.gate_sequences, seed=seed)
         self.seconds = 0.0
         self.rounds = 0
+        self._began_s = math.inf
+
+    @property
+    def cost(self) -> str:
+        """What evaluation took of the time since the first judged round began."""
+        elapsed_s = time.monotonic() - self._began_s
+        each, share = self.seconds / max(1, self.rounds), self.seconds / max(elapsed_s, 1e-9)
+        return (
+            f"held-out evaluation before commits took {self.seconds:.1f} s, {each:.2f} s of each of "
+            f"{plural(self.rounds, 'round')} ({share:.1%} of the time since the first)"
+        )
 
     @torch.no_grad()
     def judge(self, vectors: VectorMap, places: Sequence[int], trial: RoundTrial) -> Judgement:
         """This peer's vote on a round of the fragment whose shards are at `places`."""
         began_s = time.monotonic()
+        self._began_s = min(self._began_s, began_s)
         own = [shard.tensor.clone() for shard in self._engine.shards]
         try:
             found = self._judge(vectors, places, trial)

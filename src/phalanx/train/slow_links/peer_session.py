@@ -26,6 +26,7 @@ from phalanx.errors import SystemFailure, UserError, mistake
 from phalanx.io.codec import from_json_values, json_text, json_values
 from phalanx.io.files import load_json, replace_text
 from phalanx.io.packages import installed_version
+from phalanx.io.values import printable
 from phalanx.job.dataset import read_manifest
 from phalanx.job.key_rules import AUTO
 from phalanx.job.schema import Job
@@ -102,12 +103,12 @@ def read_status(run: Run) -> dict[str, Any]:
         return {}
 
 
-def _excluded_before(status: Mapping[str, Any]) -> dict[str, str]:
+def excluded_before(status: Mapping[str, Any]) -> dict[str, str]:
     """Peers that a vote excluded before this process started, as its own status file lists them."""
     found = status.get("excluded")
     if not isinstance(found, dict):
         return {}
-    return {str(peer): str(reason)[:500] for peer, reason in found.items() if len(str(peer)) == ID_DIGITS}
+    return {peer: printable(str(reason), most=400) for peer, reason in found.items() if len(peer) == ID_DIGITS}
 
 
 def run_facts(job: Job, base: Path, group: str) -> RunFacts:
@@ -171,7 +172,7 @@ class PeerSession:
             screen=(lambda peer, vector: self.screen(peer, vector)) if sync.screening == "loss" else None,
             keep_allowed=self._keep_allowed,
             judge=(lambda trial: self.judge(trial)) if has_gate else None,
-            excluded=_excluded_before(self._before),
+            excluded=excluded_before(self._before),
         )
         self.more_status: Callable[[], dict[str, Any]] = dict
         self._ended = threading.Event()

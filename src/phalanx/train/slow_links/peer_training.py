@@ -248,8 +248,8 @@ class PeerTraining(Callback):
         if not meets:
             self._under_way, self._exchanged_step = None, step
         elif self._under_way is not None:  # sent again after the meeting, here as zeros that count for no tokens
-            until, fragment, _, usual = self._under_way
-            self._under_way = (until, fragment, 0.0, usual)
+            until, fragment, _ = self._under_way
+            self._under_way = (until, fragment, 0.0)
         self._mark_boundary(step)
         training.events.write("peer", step=step, kind="caught-up", text=f"took the state after step {step:,}")
         return step, meets
@@ -535,7 +535,9 @@ class PeerTraining(Callback):
         return bool(spread_object(is_waited_for))
 
     def on_end(self, training: TrainingContext, state: str) -> None:
-        """Tell the others, so that nobody waits for this peer."""
+        """Report what the held-out gate cost, and leave the group, so that no peer waits for this one."""
+        if self._gate is not None and self._gate.rounds and self._link is not None:
+            training.events.write("peer", step=training.step, kind="gate", text=self._gate.cost)
         if self._link is not None:
             self._link.leave()
 

@@ -1,0 +1,86 @@
+"""False updates that a peer of a drill sends from a step on: each kind, and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.errors import UserError
+from phalanx.peers.facts import PeerProgress, RoundResult
+from phalanx.train.drill import peer_inject
+from phalanx.train.drill.faults import PEER_FAULTS, parse_fault, parse_faults
+from phalanx.train.drill.peer_inject import SCALED, FaultyGroup
+
+
+class Group:
+    """Keeps what it is sent; every result is the number of its round."""
+
+    id = "a"
+
+    def __init__(self) -> None:
+        self.sent: list[np.ndarray] = []
+
+    def report(self, progress: PeerProgress) -> None:
+        pass
+
+    def average(self, round_number: int, vector: np.ndarray, weight: float, codec: str, **_: Any) -> RoundResult:
+        self.sent.append(vector)
+        result = np.full(vector.size, float(round_number), dtype=np.float32)
+        return RoundResult(round_number=round_number, committed=True, vector=result)
+
+
+def updates(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Honest updates of rounds 0 to 3, and what is sent of them by a peer that lies from step 2 on."""
+    monkeypatch.setattr(peer_inject.firings, "claim_firing", lambda *_, **__: True)
+    monkeypatch.setattr(peer_inject, "_flip_labels", lambda: None)
+    group = Group()
+    faulty = FaultyGroup(None, group, parse_faults([f"lie:peer=2,kind={kind},step=2"], kinds=PEER_FAULTS), number=2)  # type: ignore[arg-type]
+    honest = [np.random.default_rng(number).normal(size=64).astype(np.float32) for number in range(4)]
+    for number, vector in enumerate(honest):
+        faulty.report(PeerProgress(step=number))
+        faulty.average(number, vector, 1.0, "fp32")
+    return honest, group.sent
+
+
+@pytest.mark.parametrize("kind", ["reversed", "scaled", "random", "copied", "stale", "flipped"])
+def test_each_lie_lasts_from_its_step_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, sent = updates(kind, monkeypatch)
+    assert all(np.array_equal(honest[number], sent[number]) for number in (0, 1))
+    for number in (2, 3):
+        expected = {
+            "reversed": -honest[number],
+            "scaled": SCALED * honest[number],
+            "copied": np.full(64, number - 1.0),
+            "stale": honest[0],
+            "flipped": honest[number],  # of wrong targets already
+        }
+        if kind == "random":
+            assert np.linalg.norm(sent[number]) == pytest.approx(np.linalg.norm(honest[number]), rel=1e-5)
+            assert abs(np.dot(sent[number], honest[number])) < 0.5 * np.dot(honest[number], honest[number])
+        else:
+            assert np.allclose(sent[number], expected[kind])
+        assert sent[number].dtype == np.float32
+
+
+def test_a_lie_is_written_with_kind_or_how() -> None:
+    fault = parse_fault("lie:peer=2,kind=stale,step=4", kinds=PEER_FAULTS)
+    assert fault == parse_fault("lie:peer=2,how=stale,step=4", kinds=PEER_FAULTS)
+    assert parse_fault(fault.text, kinds=PEER_FAULTS) == fault
+    with pytest.raises(UserError, match="use one of reversed, scaled, random, copied, stale, flipped"):
+        parse_fault("lie:kind=white", kinds=PEER_FAULTS)
+    with pytest.raises(UserError, match="liar has no key 'kind'"):
+        parse_fault("liar:kind=norm", kinds=PEER_FAULTS)
+
+
+def test_wrong_targets_stay_in_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Batches:
+        def read(self, samples: object) -> tuple[np.ndarray, np.ndarray]:
+            return np.array([[0, 3, 5]]), np.array([[3, 7, peer_inject.IGNORED]])
+
+    monkeypatch.setattr(peer_inject, "PeerBatches", Batches)
+    peer_inject._flip_labels()
+    tokens, targets = Batches().read(())
+    assert tokens.tolist() == [[0, 3, 5]]
+    assert targets.tolist() == [[2, 0, peer_inject.IGNORED]]
