@@ -68,7 +68,7 @@ class Crew:
         """The first founds the group, the others join it one after the other."""
         for place in range(count):
             group = self.start(place, **(settings[place] if settings else {}))
-            group.join([self.groups[0].address] if place else (), timeout_s=20.0)
+            group.join([self.groups[0].address] if place else (), timeout_s=300.0)
         self.wait_for(lambda: all(len(group.view().members) == count for group in self.groups))
         return self.groups
 
