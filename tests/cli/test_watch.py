@@ -134,7 +134,7 @@ def test_verdicts_on_the_screen(done: Run, view: View) -> None:
 def test_the_screen_never_waits_for_a_verdict(done: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     going = threading.Event()
     look = LiveCheck.look
-    monkeypatch.setattr(LiveCheck, "look", lambda check: (going.wait(30), look(check, 5_000))[1])
+    monkeypatch.setattr(LiveCheck, "look", lambda check: (going.wait(300), look(check, 5_000))[1])
     checker = BackgroundCheck(done)
     assert checker.known == KnownVerdicts()
     assert checker.last(wait_s=0.05) == KnownVerdicts()
@@ -182,11 +182,11 @@ def test_a_run_that_goes_on_is_followed_to_its_end(
             ends.set()
 
     def go_on() -> None:
-        begins.wait(30)
+        begins.wait(300)
         append(run.events(1), whole[1][cut:])
         append(run.events(0), whole[0][cut:])
         append(run.supervisor, told[begun:])
-        ends.wait(30)
+        ends.wait(300)
         run.set_status("done")
 
     monkeypatch.setattr(watch, "print", show, raising=False)
@@ -257,7 +257,7 @@ def test_a_terminal_gets_a_screen(done: Run) -> None:
         shown = b""
         while chunk := _read(ours):
             shown += chunk
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
     os.close(ours)
     assert "step 60 of 60 (100.0%)" in shown.decode()
     assert b"\x1b[?25l" in shown  # the cursor is hidden while it draws,

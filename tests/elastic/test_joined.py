@@ -128,7 +128,7 @@ def test_a_failure_of_rank_0_reaches_the_others(port: int) -> None:
         with pytest.raises(SystemFailure) as caught:
             run_joined_rank(place(1, 2, port), never, watch)
         told.append(str(caught.value))
-        both.wait(30)
+        both.wait(300)
 
     thread = threading.Thread(target=other, daemon=True)
     thread.start()
@@ -138,8 +138,8 @@ def test_a_failure_of_rank_0_reaches_the_others(port: int) -> None:
 
     with pytest.raises(ValueError) as caught:
         run_joined_rank(place(0, 2, port), prepare, watch)
-    both.wait(30)  # `caught` keeps the store of rank 0 alive until here
-    thread.join(30)
+    both.wait(300)  # `caught` keeps the store of rank 0 alive until here
+    thread.join(300)
     assert str(caught.value) == "no plan"
     assert told == ["rank 1: rank 0 could not prepare the run\n  see its message"]
 
@@ -197,7 +197,7 @@ def test_a_rank_is_there_once_and_all_belong_together(port: int) -> None:
     calls = {"same": (1, 4, "a job"), "twice": (1, 4, "a job"), "number": (2, 2, "a job"), "job": (3, 4, "another")}
     for name, (rank, world, call) in calls.items():
         answer(name, place(rank, world, port), call, _meeting_store(place(rank, world, port), {}))
-    first.join(30)
+    first.join(300)
     heads = {name: text.partition("\n")[0] for name, text in told.items()}
     assert heads == {
         "same": "",

@@ -11,7 +11,7 @@ from unittest.mock import ANY
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.hardware import step_probe
+from phalanx.hardware import machine_load, step_probe
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.cpu_steps import CpuStep
 from phalanx.hardware.discover import discover
@@ -89,12 +89,12 @@ def test_named_clusters_and_those_who_say_no_are_not_measured(worker) -> None:
 
 def test_what_was_measured_beside_busy_neighbours_is_measured_again(worker, monkeypatch: pytest.MonkeyPatch) -> None:
     environ, told, _ = worker
-    monkeypatch.setattr(step_probe, "_busy_processes", lambda cores: 8.0)
+    monkeypatch.setattr(step_probe, "busy_processes", lambda cores: 8.0)
     monkeypatch.setattr(step_probe, "_share_of_others", lambda: 0.8)
     assert "busy (others take 80% of its cores)" in measure("local", environ, told)[0]
     assert measure("local", environ, told) == []
     monkeypatch.setattr(step_probe, "_share_of_others", lambda: 0.0)
-    monkeypatch.setattr(step_probe, "_busy_processes", lambda cores: 0.5)
+    monkeypatch.setattr(step_probe, "busy_processes", lambda cores: 0.5)
     assert "measuring this machine" in measure("local", environ, told)[0]
     assert measure("local", environ, told) == []
 
@@ -102,7 +102,7 @@ def test_what_was_measured_beside_busy_neighbours_is_measured_again(worker, monk
 def test_so_is_what_others_took_the_cores_of(worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load average of the last minute does not know of neighbours that have just begun, or just ended."""
     environ, told, _ = worker
-    monkeypatch.setattr(step_probe, "_busy_processes", lambda cores: 0.1)
+    monkeypatch.setattr(step_probe, "busy_processes", lambda cores: 0.1)
     for share, measured in ((0.6, True), (0.5, False), (0.2, True), (0.05, True), (0.0, False)):
         monkeypatch.setattr(step_probe, "_share_of_others", lambda share=share: share)
         assert bool(measure("local", environ, told)) is measured, share
@@ -124,6 +124,16 @@ def test_a_measurement_that_fails_is_told_and_leaves_nothing(worker, tmp_path: P
         assert step_probe.read_steps(discover(), environ) is None
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_busy_machine_has_longer(worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ, told, _ = worker
+    monkeypatch.setattr(step_probe, "LIMIT_S", 1e-3)
+    monkeypatch.setattr(step_probe, "_is_quieter", lambda known, busy: True)
+    monkeypatch.setattr(machine_load, "busy_processes", lambda cores: 0.0)
+    assert "not measured: TimeoutExpired" in measure("local", environ, told)[-1]
+    monkeypatch.setattr(machine_load, "busy_processes", lambda cores: 1e6)
+    assert measure("local", environ, told)[-1].startswith("measured in ")
 
 
 def test_ctrl_c_ends_the_worker(worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

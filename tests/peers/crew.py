@@ -68,11 +68,11 @@ class Crew:
         """The first founds the group, the others join it one after the other."""
         for place in range(count):
             group = self.start(place, **(settings[place] if settings else {}))
-            group.join([self.groups[0].address] if place else (), timeout_s=20.0)
+            group.join([self.groups[0].address] if place else (), timeout_s=300.0)
         self.wait_for(lambda: all(len(group.view().members) == count for group in self.groups))
         return self.groups
 
-    def wait_for(self, is_so: Callable[[], bool], timeout_s: float = 25.0) -> None:
+    def wait_for(self, is_so: Callable[[], bool], timeout_s: float = 300.0) -> None:
         """Until something told by an event is so."""
         with self._told:
             assert self._told.wait_for(is_so, timeout_s), [
@@ -96,10 +96,10 @@ class Crew:
 def together(calls: Sequence[Callable[[], T]]) -> list[T]:
     """All at the same time."""
     with ThreadPoolExecutor(max(1, len(calls))) as pool:
-        return [future.result(60.0) for future in [pool.submit(call) for call in calls]]
+        return [future.result(300.0) for future in [pool.submit(call) for call in calls]]
 
 
-def until(is_so: Callable[[], bool], timeout_s: float = 25.0) -> None:
+def until(is_so: Callable[[], bool], timeout_s: float = 300.0) -> None:
     """Look again and again, for what no event tells."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
@@ -134,7 +134,7 @@ class ProcessPeer:
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
 
-    def wait_for(self, kind: str, timeout_s: float = 40.0, **facts: Any) -> dict[str, Any]:
+    def wait_for(self, kind: str, timeout_s: float = 300.0, **facts: Any) -> dict[str, Any]:
         """The first line of a kind, with these facts."""
 
         def found() -> dict[str, Any] | None:

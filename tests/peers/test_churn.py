@@ -152,7 +152,7 @@ def test_peers_leave_one_after_the_other_and_the_last_goes_on_alone() -> None:
         check(peers, peers, 0)
         peers[0].tell({"do": "leave"})  # the leader
         peers[0].wait_for("gone")
-        peers[0].process.wait(20.0)
+        peers[0].process.wait(300.0)
         begin(peers[1:], 1)
         check(peers[1:], peers[1:], 1)
         peers[1].tell({"do": "leave"})

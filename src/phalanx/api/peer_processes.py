@@ -9,11 +9,12 @@ from pathlib import Path
 from phalanx.api.progress_line import ProgressLine
 from phalanx.api.results import Tell
 from phalanx.errors import Problem, TrainingFailure
+from phalanx.hardware.machine_load import crowded_limit_s
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, open_run
 
 TICK_S = 0.05
-START_S = 120.0  # that the first peer of a trial may take to listen
+START_S = 120.0  # that the first peer of a trial may take to listen on idle cores
 
 
 def run_peer(run: Run, plan: Plan, *, allow_code: bool, tell: Tell) -> Run:
@@ -45,7 +46,9 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
                         set_addresses(run, [(str(host), int(port))])
                     more = {run.path: start_process(run, allow_code=allow_code, sharers=len(peers)) for run in waiting}
                     processes, waiting = {**processes, **more}, []
-                elif waiting and (processes[first.path].poll() is not None or time.time() > started + START_S):
+                elif waiting and (
+                    processes[first.path].poll() is not None or time.time() > started + crowded_limit_s(START_S)
+                ):
                     break
                 if len(asked) > heard:
                     heard = len(asked)

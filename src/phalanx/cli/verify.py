@@ -37,7 +37,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
         "--timeout",
         metavar="S",
         type=float,
-        help="longest wait for a rank, in seconds (default: 120; with --compile or --full-size 600)",
+        help="longest wait for a rank, in seconds (default: 120, more on a busy machine; --compile, --full-size: 600)",
     )
     parser.add_argument(
         "--allow-code", action="store_true", help="allow code named in the job file: your own model or plug-ins"

@@ -28,6 +28,7 @@ from phalanx.errors import UserError
 from phalanx.hardware.cluster import LOCAL_SPEC
 from phalanx.hardware.cpu_steps import CpuRates, CpuStep, fit_rates
 from phalanx.hardware.discover import discover
+from phalanx.hardware.machine_load import busy_processes, crowded_limit_s
 from phalanx.hardware.probe import usual_path
 from phalanx.hardware.types import Machine
 from phalanx.io.codec import from_json_values, json_text
@@ -37,7 +38,7 @@ from phalanx.units import plural
 
 WORKER = "phalanx.train.probe_steps"  # a process of its own: this one never imports torch
 FORMAT = 2
-LIMIT_S = 120.0  # 18 s on two idle cores, 2026-11-16
+LIMIT_S = 120.0  # on idle cores; it took 18 s on two of them, 2026-11-16
 MOST_BYTES = 1 << 20
 MOST_TIMED = 24  # layouts; the newest are kept
 BUSY = 1.5  # processes per core
@@ -152,7 +153,7 @@ def measure_first(target: str, *, environ: Mapping[str, str], tell: Callable[[st
     machine = discover(environ=environ)
     if machine.gpus and not written.group(1):
         return
-    load = _busy_processes(machine.usable_cores)
+    load = busy_processes(machine.usable_cores)
     known = read_steps(machine, environ)
     # What was measured beside busy neighbours is measured again once they are gone.
     if known is not None and not _is_quieter(known, load):
@@ -188,7 +189,7 @@ def time_layout(
     known = read_steps(machine, environ)
     if known is None or environ.get(SWITCH) == "0":
         return False
-    load = _busy_processes(machine.usable_cores)
+    load = busy_processes(machine.usable_cores)
     before = [one for one in known.timed if one.step == step]
     if any(not _is_quieter(one, load) for one in before):
         return False
@@ -220,13 +221,13 @@ def _run_worker(
 ) -> list[dict[str, Any]]:
     """The lines of JSON that the worker prints, each of which `read` can read; `given` is its standard input."""
     samples = []
-    end_s = time.monotonic() + LIMIT_S
+    began_s = time.monotonic()
     with _step_worker(arguments, environ, given) as process:
         assert process.stdout is not None
         for line in process.stdout:
             samples.append(json.loads(line))
             read(samples[-1])
-            if time.monotonic() > end_s:
+            if time.monotonic() - began_s > crowded_limit_s(LIMIT_S):
                 raise subprocess.TimeoutExpired(WORKER, LIMIT_S)
         if process.wait() or not samples:
             raise ValueError(f"{WORKER} ended with code {process.returncode}")
@@ -252,13 +253,6 @@ def _step_worker(arguments: list[str], environ: Mapping[str, str], given: str) -
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
-
-
-def _busy_processes(cores: int) -> float:
-    try:
-        return os.getloadavg()[0] / cores
-    except OSError:
-        return 0.0
 
 
 def _is_quieter(known: MeasuredSteps | TimedLayout, load: float) -> bool:

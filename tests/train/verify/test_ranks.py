@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from phalanx.elastic.rank_process import FAILED
 from phalanx.errors import SystemFailure, UserError
+from phalanx.hardware import machine_load
+from phalanx.train.verify import ranks
 from phalanx.train.verify.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # a task is named by its module, which the new process must find too
@@ -62,6 +64,17 @@ def test_a_hang_is_bounded():
         run_ranks(tasks.fail, 2, "hang", limit_s=1.5)
     assert str(caught.value).startswith("rank 1 of 2: no answer within 1.5 s\n") or "rank 0" in str(caught.value)
     assert children() == 0
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_busy_machine_has_longer(monkeypatch: pytest.MonkeyPatch, is_busy: bool) -> None:
+    monkeypatch.setattr(ranks, "LIMIT_S", 1e-3)
+    monkeypatch.setattr(machine_load, "busy_processes", lambda cores: 1e6 if is_busy else 0.0)
+    if is_busy:
+        assert run_ranks(tasks.add, 2) == [1, 1]
+    else:
+        with pytest.raises(SystemFailure, match=r"no answer within 0\.001 s"):
+            run_ranks(tasks.add, 2)
 
 
 def test_threads_of_the_caller_do_not_matter():

@@ -31,7 +31,7 @@ from phalanx.train.tracing.log import RankTrace
 from phalanx.train.tracing.recorder import Recorder
 from phalanx.train.tracing.shortcuts import Shortcuts, run_plainly
 from phalanx.train.tracing.traced_ranks import TracedStep
-from phalanx.train.verify.ranks import LIMIT_S, run_ranks
+from phalanx.train.verify.ranks import run_ranks
 
 
 def trace_rank(
@@ -158,7 +158,7 @@ def _fake_world(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def record_ranks(step: TracedStep, *, limit_s: float = LIMIT_S) -> list[RankTrace]:
+def record_ranks(step: TracedStep, *, limit_s: float | None = None) -> list[RankTrace]:
     """The same step on real ranks of this machine over gloo: what a dry trace must equal.
 
     Experts take tokens in turn, as in a dry trace.

@@ -13,7 +13,7 @@ from phalanx.plan.layout import Layout
 from phalanx.train.models.support import refuse_untrainable
 from phalanx.train.rank_settings import Settings, refuse_layout
 from phalanx.train.verify.compare import OutcomeComparison, Tolerances, compare_outcomes
-from phalanx.train.verify.ranks import LIMIT_S, TrialPlace
+from phalanx.train.verify.ranks import TrialPlace
 from phalanx.train.verify.small_trial import (
     SizeChange,
     eager_trial,
@@ -68,7 +68,7 @@ def prove_layout(
     terms: Terms = EXACTLY,
     on_gpu: bool = False,
     gpus: int = 0,
-    limit_s: float = LIMIT_S,
+    limit_s: float | None = None,
     debug: bool = False,
     allow_code: bool = False,
     tell: Callable[[str], None] = lambda text: None,

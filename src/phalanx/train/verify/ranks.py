@@ -26,10 +26,12 @@ from typing import Any, TypeVar
 from phalanx.elastic.gpus import check_nccl, loaded_nccl, shared_settings
 from phalanx.elastic.rank_process import die_with
 from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError
+from phalanx.hardware.machine_load import crowded_limit_s
 from phalanx.train.verify import server
 from phalanx.units import plural
 
-LIMIT_S = 120.0  # a small model takes 1 to 20 s on 2 cores with 8 ranks
+LIMIT_S = 120.0  # on idle cores; a small model takes 1 to 20 s on 2 of them with 8 ranks
+COLLECTIVE_S = 3600.0  # of one collective without `limit_s`: the caller gives the ranks up earlier
 GRACE_S = 2.0  # the other ranks may fail too for so long, so that the cause can be told from its echoes
 # For a rank that has answered to give its GPU back by itself: one that is killed at it takes an MPS server with it.
 LEAVE_CUDA_S = 30.0
@@ -66,7 +68,7 @@ class RankTask:
     rank: int
     world: int
     place: TrialPlace
-    limit_s: float
+    limit_s: float | None
     debug: bool
 
 
@@ -107,14 +109,15 @@ def run_ranks(
     task: Callable[..., T],
     world: int,
     *arguments: object,
-    limit_s: float = LIMIT_S,
+    limit_s: float | None = None,
     debug: bool = True,
     place: TrialPlace = CORES,
 ) -> list[T]:
     """`task(rank, *arguments)` on every rank of a group of `world`; what each returned, in order.
 
-    `task` is a function of a module. Raises UserError or SystemFailure; no process is left behind either way. `debug`
-    shows what the ranks print, and the trace of the one that failed.
+    `task` is a function of a module. Raises UserError or SystemFailure; no process is left behind either way. Without
+    `limit_s` the limit is LIMIT_S, longer where other processes share the cores. `debug` shows what the ranks print,
+    and the trace of the one that failed.
     """
     context = warm_up()
     with tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder, ExitStack() as stack:
@@ -152,14 +155,19 @@ def _rank_process(context: ForkServerContext, order: RankTask) -> Any:
         ours.close()
 
 
-def _collect_answers(ranks: Sequence[tuple[ForkServerProcess, Connection]], limit_s: float) -> list[Any]:
+def _collect_answers(ranks: Sequence[tuple[ForkServerProcess, Connection]], limit_s: float | None) -> list[Any]:
     answers: dict[int, Any] = {}
     failed: list[tuple[int, RankFailure]] = []
-    deadline = time.monotonic() + limit_s
+    began = time.monotonic()
+    allowed_s = LIMIT_S if limit_s is None else limit_s
+    deadline = began + allowed_s
     while len(answers) < len(ranks):
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks) if rank not in answers}
         ready = connection.wait(list(waiting), timeout=max(deadline - time.monotonic(), 0.0))
         if not ready:
+            if limit_s is None and not failed and (longer_s := crowded_limit_s(LIMIT_S)) > allowed_s:
+                allowed_s, deadline = longer_s, began + longer_s  # the ranks share the cores with others
+                continue
             break
         for pipe in ready:
             assert isinstance(pipe, Connection)
@@ -171,7 +179,7 @@ def _collect_answers(ranks: Sequence[tuple[ForkServerProcess, Connection]], limi
     if failed:
         raise _headline_failure(failed, len(ranks))
     if len(answers) < len(ranks):
-        raise _silent_ranks([rank for rank in range(len(ranks)) if rank not in answers], len(ranks), limit_s)
+        raise _silent_ranks([rank for rank in range(len(ranks)) if rank not in answers], len(ranks), allowed_s)
     return [answers[rank] for rank in range(len(ranks))]
 
 
@@ -236,7 +244,7 @@ def _rank_answer(order: RankTask) -> Any:
             init_method=f"file://{order.store}",
             rank=order.rank,
             world_size=order.world,
-            timeout=timedelta(seconds=order.limit_s),
+            timeout=timedelta(seconds=order.limit_s or COLLECTIVE_S),
             device_id=device,
         )
         found = order.task(order.rank, *order.arguments)

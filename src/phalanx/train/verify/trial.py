@@ -32,7 +32,7 @@ from phalanx.train.state.training_state import (
     checkpoint_shards,
     restore_newest_checkpoint,
 )
-from phalanx.train.verify.ranks import CORES, LIMIT_S, TrialPlace, run_ranks
+from phalanx.train.verify.ranks import CORES, TrialPlace, run_ranks
 
 Array = NDArray[Any]
 HELD_OUT = 10**6  # the seed of the batch that is evaluated, not learned from
@@ -113,7 +113,9 @@ class TrialOutcome:
         return found.hexdigest()
 
 
-def run_trial(trial: Trial, *, limit_s: float = LIMIT_S, debug: bool = True, place: TrialPlace = CORES) -> TrialOutcome:
+def run_trial(
+    trial: Trial, *, limit_s: float | None = None, debug: bool = True, place: TrialPlace = CORES
+) -> TrialOutcome:
     """Run a trial on as many ranks as its layout has, on the trial's kind of device."""
     world, place = trial.settings.layout.devices, replace(place, device=trial.device)
     return join_rank_outcomes(run_ranks(run_trial_rank, world, trial, limit_s=limit_s, debug=debug, place=place))

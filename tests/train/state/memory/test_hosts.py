@@ -258,7 +258,7 @@ def test_strangers_get_nothing(kit, stores, serve):
         connect(("127.0.0.1", server.port), b"x" * 32, {}, timeout_s=5)
     channel = connect(("127.0.0.1", server.port), kit.SECRET, {}, timeout_s=5)
     channel.send({"op": "list"})
-    assert channel.wait(5) == {"op": "held", "held": []}
+    assert channel.wait(60) == {"op": "held", "held": []}
     channel.close()
     for nonsense in (
         {"op": "explode"},
@@ -274,5 +274,5 @@ def test_strangers_get_nothing(kit, stores, serve):
         channel.close()
     honest = connect(("127.0.0.1", server.port), kit.SECRET, {}, timeout_s=5)
     honest.send({"op": "list"})
-    assert honest.wait(5)["op"] == "held"
+    assert honest.wait(60)["op"] == "held"
     honest.close()
