@@ -72,6 +72,8 @@ def test_updates_with_nothing_in_common_are_all_counted() -> None:
     noise = [np.random.default_rng(seed).standard_normal(VALUES) for seed in range(5)]
     assert agreeing(noise) == [True] * 5
     assert agreeing([np.zeros(1)] * 4) == [True] * 4
+    against = [np.tile(signs, 1000) for signs in ((1.0, 1.0, -1.0), (1.0, -1.0, 1.0), (-1.0, 1.0, 1.0))]
+    assert agreeing(against) == [True] * 3  # every two of them differ: leaving all out would leave nothing
     assert agreeing([COMMON, -COMMON]) == [True, True]  # two have no majority
 
 
@@ -118,6 +120,7 @@ def test_the_clipped_mean_cuts_norms_and_weights_to_the_median() -> None:
     factors = mean_factors("clipped-mean", {"a": 2.0, "b": 4.0, "c": 90.0}, {"a": 1.0, "b": 2.0, "c": 8.0})
     assert [factor.share for factor in factors.values()] == [0.2, 0.4, 0.4]
     assert [factor.clip for factor in factors.values()] == [1.0, 1.0, 0.25]
+    assert mean_factors("clipped-mean", dict.fromkeys("abc", 1.0), {"a": 1.0, "b": 1.0, "c": 1.6})["c"].clip == 0.625
     still = mean_factors("clipped-mean", {"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 0.0, "b": 0.0, "c": 5.0})
     assert still["c"].clip == 0.0
 

@@ -50,8 +50,9 @@ def test_weight_and_norm_together_are_limited_as_each_is(weight: float, norm: fl
 
 
 def test_a_claim_counts_what_was_dealt_before_it_is_held_against_the_others() -> None:
-    screened = screen(stated(), stated(weight=90.0), stated(weight=1.5), limits=[2.0, 2.0])
-    assert screened.weights == {IDS[0]: 1.0, IDS[1]: 2.0, IDS[2]: 0.0}
+    screened = screen(stated(weight=2.5), stated(weight=90.0), stated(weight=1.5), limits=[2.0, 2.0])
+    assert screened.weights == {IDS[0]: 2.0, IDS[1]: 2.0, IDS[2]: 0.0}
+    assert screened.capped[IDS[0]] == "it claims a weight of 2.5, and was dealt 2"
     assert screened.capped[IDS[1]] == "it claims a weight of 90, and was dealt 2"
     assert screened.capped[IDS[2]] == "it claims a weight of 1.5, and was dealt 0"
 

@@ -394,6 +394,18 @@ def test_hostile_frames_are_refused_before_anything_is_reserved(raw: bytes, size
     asyncio.run(read())
 
 
+@pytest.mark.parametrize("version", [3, 5])
+def test_another_version_of_the_protocol_is_refused_with_both_numbers(version: int) -> None:
+    """Version 3 has no aggregation in its plans: its members would compute other bits."""
+    with Crew(4) as crew:
+        group = crew.start(0)
+        hello = say.Hello(protocol=version, purpose="join", run=RUN, instance="other")
+        refusal = group._node.transport._refusal(crew.people[1].fingerprint, hello)
+        assert refusal is not None
+        assert refusal.what == f"speaks version 4 of the protocol between peers, this side version {version}"
+        assert refusal.fix == "install the same version of Phalanx on both"
+
+
 def test_a_member_that_sends_nonsense_after_its_hello_harms_nobody(tmp_path: Path) -> None:
     """Raw TLS with a good key: random frames on every kind of connection, while the others average."""
     rng = np.random.default_rng(5)
