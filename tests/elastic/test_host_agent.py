@@ -216,3 +216,21 @@ def test_an_agent_is_told_its_rhythm_with_the_answer_to_its_hello(run: Run, agen
     agent._hang_up()
     for one in (*channels, listener):
         one.close()
+
+
+def test_what_ranks_restored_reaches_the_next_coordinator(run: Run, agent: HostAgent) -> None:
+    """No coordinator is connected when rank 0 reports it: it is kept, and what can be asked again is not."""
+    agent._say("restored", epoch=1, slot=0, step=4, source="disk")
+    agent._say("beat", epoch=1, progress=None)
+    listener = Listener("127.0.0.1", 0, hosting.read_secret(run.path / "secret"), partial(_greet, answer_of(1)))
+    connections, received = AgentConnections(listener), list[tuple[str, dict[str, Any]]]()
+    caller = threading.Thread(target=agent._connect, args=(listener.address,))
+    caller.start()
+    while len(received) < 2:
+        received += connections.receive(0.1)
+    caller.join()
+    agent._hang_up()
+    connections.drain()
+    listener.close()
+    assert [message["kind"] for _, message in received] == ["joined", "restored"]
+    assert received[1][1]["step"] == 4

@@ -23,7 +23,7 @@ class Streak(Callback):
         training.save()
 
     def on_step_end(self, training, report):
-        if training.step == self.stop_at:
+        if training.step == self.stop_at and not self.healed.exists():
             training.stop()
 
     def on_gradients_ready(self, training, gradients):

@@ -443,7 +443,7 @@ class HostAgent:
                 return
             except (Closed, OSError, TimeoutError):
                 self._hang_up()
-        if kind == "lost":
+        if kind in ("lost", "restored"):  # the next coordinator has no other way to know
             self._unsaid.append(message)
 
     def _tell_ready(self) -> None:
