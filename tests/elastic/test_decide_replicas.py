@@ -211,6 +211,24 @@ def test_a_rank_lost_while_its_replica_is_built_disturbs_nobody() -> None:
     assert [one["rank"] for one in play.events if one["event"] == "incident"] == [3]
 
 
+def test_a_replica_that_is_not_built_in_time_is_ended_and_started_again() -> None:
+    play = Play()
+    play.lose(3)
+    for slot in play.last("clear")["slots"]:
+        play.lose(slot)
+    play.tick()
+    asked_s, bound_s = play.state.rejoining.get(1).asked_s, play.state.job.comm.init_timeout_s + 10  # type: ignore[union-attr]
+    step, orders = 4, [one["kind"] for one in play.sent].count("clear")
+    while play.now_s + 0.9 < asked_s + bound_s:
+        play.tick(0.9)
+        play.step(step := step + 1)
+    assert [one["kind"] for one in play.sent].count("clear") == orders
+    play.tick(0.9)
+    play.tick(0.9)
+    assert [one["kind"] for one in play.sent].count("clear") == orders + 1
+    assert play.last("clear")["slots"] == [2, 3]
+
+
 def test_a_rank_that_gave_up_in_another_replica_means_that_everything_is_rebuilt() -> None:
     play = Play()
     play.hear("left", slot=0, epoch=1, step=3, why="connection lost")
