@@ -1821,6 +1821,27 @@ def test_a_hang_once_per_step_without_a_spare_ends_with_slot_host_cause_and_cost
     assert ending in reason
 
 
+def test_the_true_cause_is_waited_for_before_a_slot_is_quarantined(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_s = time.time() - stage.now_s
+    monkeypatch.setattr(time, "time", lambda: start_s + stage.now_s)
+    agent = stage.host("a", 5)
+    stage.start(step=7)
+    lost_peer = {"kind": "RuntimeError", "module": "torch", "message": "Connection closed by peer", "signal": 0}
+    for step in (8, 9, 10):
+        stage.advance(step)
+        stage.pass_time(25.0)
+        agent.lose(2, **lost_peer)
+        stage.pass_time(0.25)
+        if step == 10:
+            agent.lose(3)
+        stage.pass_time(1.0)
+        stage.ready()
+    assert [(one["slot"], one["cause"]["kind"]) for one in stage.events("incident")][2:] == [(3, "Signal")]
+    assert stage.events("quarantine") == []
+
+
 def test_incidents_that_leave_time_to_train_reach_no_limit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     start_s = time.time() - stage.now_s
     monkeypatch.setattr(time, "time", lambda: start_s + stage.now_s)

@@ -154,6 +154,15 @@ def test_incidents_without_a_step_between_cost_all_the_time() -> None:
     assert measure(history) == "move"
 
 
+def test_no_incident_costs_less_than_nothing_or_begins_before_the_last_new_step() -> None:
+    assert history_of("a2 a2", outage_s=50.0, trains_s=200.0, step_s=100.0).incidents[1].lost_s == 0.0
+    place = HostSlot("a", 2)
+    history = IncidentHistory().after_step(0, START_S).after_incident(place, "X", began_s=START_S - 5, best_step=0)
+    assert history.incidents[0].began_s == START_S
+    later = replace(history, resumed_s=START_S - 9).after_incident(place, "X", began_s=START_S - 5, best_step=0)
+    assert [(one.began_s, one.lost_s) for one in later.incidents] == [(START_S, 0.0), (START_S, None)]
+
+
 def test_a_clock_that_was_set_back_reaches_no_limit() -> None:
     history = history_of("a2 a2 a2")
     newest = replace(history.incidents[-1], began_s=START_S - 100)
