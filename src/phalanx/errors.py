@@ -17,6 +17,7 @@ from typing import Any
 
 from phalanx.io.visible import one_line, visible
 
+MAX_WHERE = 1000  # characters of a place: a hostile path is longer than any that a file can have
 MOST_SHOWN = 100  # problems that one message tells of: nobody reads more, and a hostile file has a million
 _FURTHER = re.compile(r"\n(?!  )")  # a line break before what is not indented; a part may be rendered already
 
@@ -32,7 +33,10 @@ class Problem:
 
     def render(self) -> str:
         """The text a person reads, most important line first, without control characters of the file or call."""
-        head = f"{one_line(self.where)}: {self.what}" if self.where else self.what
+        place = one_line(self.where)
+        if len(place) > MAX_WHERE:
+            place = f"{place[: MAX_WHERE // 2]}…{place[-MAX_WHERE // 2 :]}"
+        head = f"{place}: {self.what}" if self.where else self.what
         parts = [head, *(f"  {line}" for line in (self.why, self.fix) if line)]
         # Further lines of a part are indented, once: none can pose as a message of its own.
         return "\n".join(_FURTHER.sub("\n  ", visible(part)) for part in parts)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
+from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.io.path_probes import IMPOSSIBLE, is_file, os_reason, path_exists, shown_path
 from phalanx.io.write_errors import errors_name, write_failure
 from phalanx.units import MIB
@@ -150,9 +150,14 @@ def read_text(path: Path, *, noun: str = "file", most_bytes: int = MOST_BYTES) -
     except ValueError as error:  # a NUL byte in the name itself
         raise mistake(repr(shown_path(path)), "is not a file name") from error
     except OSError as error:
-        problem = Problem(where=shown_path(path), what=os_reason(error, "read"))
-        raise (UserError if error.errno in IMPOSSIBLE else SystemFailure)(problem) from error
+        raise read_failure(path, error) from error
     return _decode_text(raw, path, noun)
+
+
+def read_failure(path: Path, error: OSError) -> PhalanxError:
+    """Return the error to raise for a file that was not read; a UserError where no path is so."""
+    problem = Problem(where=shown_path(path), what=os_reason(error, "read"))
+    return UserError(problem) if error.errno in IMPOSSIBLE else SystemFailure(problem)
 
 
 MOST_COLUMNS = 512  # of a table in CSV: the widest published one that we read has 40

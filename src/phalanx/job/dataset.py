@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from phalanx.errors import Problem, SystemFailure, UserError, mistake
+from phalanx.errors import Problem, UserError, mistake
 from phalanx.io.checksums import file_sha256
-from phalanx.io.files import FileTooLargeError, read_bounded, replace_bytes
+from phalanx.io.files import FileTooLargeError, read_bounded, read_failure, replace_bytes
 from phalanx.io.path_probes import is_file, is_folder, os_reason
 from phalanx.io.write_errors import write_failure
 from phalanx.job.model import VOCAB
@@ -161,7 +161,7 @@ def read_manifest(folder: Path) -> DatasetManifest:
         why = "the manifest is written last, so a folder without one was never finished" if is_folder(folder) else ""
         raise mistake(str(folder), what, why=why, fix=f"make it with phalanx data build {folder} SOURCE...") from None
     except OSError as error:
-        raise SystemFailure(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
+        raise read_failure(path, error) from error
     except FileTooLargeError as error:
         raise _damaged_manifest(path, str(error)) from error
     except (ValueError, RecursionError) as error:

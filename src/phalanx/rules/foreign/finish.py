@@ -323,6 +323,7 @@ def _set_model(config: Conversion) -> None:
         config.add_missing("does not say which model is trained", GIVE_MODEL)
 
 
+VOCABULARY = ("vocab_size", "padded_vocab_size")  # may be left open: a tokenizer says it too
 MODEL_SIZES = ("num_layers", "hidden_size", "num_attention_heads")  # no trainer gives -1 or 0 a meaning here
 DECISIVE = {
     "tensor_model_parallel_size": "parallel.tensor",
@@ -380,6 +381,8 @@ def _check_sizes(config: Conversion) -> None:
         if number is not None and number < 1 and sized is not None and not is_set(DECISIVE[name]):
             refused.append(_refused_number(config, sized, "is below 1"))
     for name, leaf in config.unreadable.items():
+        if name in VOCABULARY and not leaf.unknown and is_number_literal(leaf.value) and not is_set("model.vocab"):
+            refused.append(_refused_number(config, leaf, f"is not a finite number below {MOST:.0e}"))
         key = DECISIVE.get(name, "")
         if not key or is_set(key):
             continue

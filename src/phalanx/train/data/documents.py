@@ -11,7 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from phalanx.errors import Problem, SystemFailure, UserError, mistake
+from phalanx.errors import Problem, UserError, mistake
+from phalanx.io.files import read_failure
 from phalanx.io.path_probes import is_file, is_folder
 
 LONGEST_BYTES = (
@@ -73,7 +74,7 @@ def list_files(source: Path) -> tuple[list[Path], int]:
     except FileNotFoundError:
         raise mistake(str(source), "does not exist", fix="name a text, .jsonl or .parquet file, or a folder") from None
     except OSError as error:
-        raise SystemFailure(Problem(where=str(source), what=f"cannot be read: {error.strerror or error}")) from error
+        raise read_failure(source, error) from error
     files = [path for path in found if kind_of(path)]
     if not files:
         endings = ", ".join((*TEXT_ENDINGS, *LINES_ENDINGS, ".parquet"))
@@ -93,7 +94,7 @@ def read_records(path: Path, reading: Reading) -> Iterator[Record]:
             str(path), what, why="the rest of it cannot be read", fix="copy it again (gzip -t tests it)"
         ) from None
     except OSError as error:
-        raise SystemFailure(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
+        raise read_failure(path, error) from error
 
 
 class _FileStream:

@@ -38,6 +38,7 @@ from phalanx.rules.foreign.shell.syntax import (
 )
 
 MOST_STEPS = 40_000  # statements; the longest launch script seen takes 900
+TEXT_STEPS = 100  # that a sourced file or a string of commands counts for: it is looked up and parsed each time
 MOST_ROUNDS = 300  # of one loop
 MOST_CALLS = 24  # functions, sourced files and strings of commands within each other
 MOST_COMMANDS = 2_000
@@ -201,6 +202,7 @@ class Interpreter:
 
     def run_text(self, text: str, *, first_line: int = 1) -> Signal:
         """Follow the commands of a text; raises ShellSyntaxError."""
+        self.steps += TEXT_STEPS
         return self.run_block(parse_shell(text, first_line=first_line))
 
     def run_block(self, block: Block) -> Signal:
