@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import tomllib
 import zlib
@@ -251,3 +252,32 @@ def test_a_fit_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["scale", "allocate", str(path), "--budget", "1e20"]) == 2
     assert main(["scale", "fit", str(tmp_path)]) == 2
     assert "holds no runs" in capsys.readouterr().err
+
+
+def test_rows_that_are_off_are_named_by_line_and_can_be_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, lines = tmp_path / "t.csv", rows_of(GRID).splitlines()
+    for number, line in enumerate(lines[1:], 2):  # a little noise, by which deviations are counted
+        n, d, loss = line.split(",")
+        factor = 1.3 if number in (4, 9) else 1 + 0.001 * (-1) ** number
+        lines[number - 1] = f"{n},{d},{float(loss) * factor}"
+    table.write_text("\n".join(lines) + "\n")
+    call = ["scale", "fit", str(table), "--draws", "0", "--method", "huber3"]
+    assert main(call) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    for number in (4, 9):
+        loss = float(lines[number - 1].split(",")[2])
+        assert f"{table}:{number}: N" in page
+        expected = re.search(rf"loss {loss:.4g}, the law expects ([0-9.]+) ", page)
+        assert expected is not None
+        assert float(expected[1]) == pytest.approx(loss / 1.3, rel=0.01)
+    assert "standard deviations off" in page
+    assert "to fit without the rows that are kept: --drop 4,9" in page
+    assert main([*call, "--drop", "4,9"]) == 0
+    page = capsys.readouterr().out
+    assert "left out: 2 rows on the lines of --drop, as asked" in page
+    assert f"{table}:4:" not in page
+    for drop, message in (("1", "has no row on line 1"), ("x", '"x" is not a line number')):
+        assert main([*call, "--drop", drop]) == 2
+        assert message in capsys.readouterr().err

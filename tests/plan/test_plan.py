@@ -1,5 +1,7 @@
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -7,6 +9,9 @@ import phalanx
 from phalanx.errors import UserError
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.plan.plan import Plan
+from phalanx.plan.request import framework_profile
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -171,3 +176,37 @@ def test_what_is_no_job_and_no_cluster_is_refused(make_job):
         with pytest.raises(UserError) as caught:
             call()
         assert str(caught.value).startswith("cluster: '5' is of type int, not a text\n  write 8xH100:16")
+
+
+@pytest.mark.parametrize(
+    ("name", "profile"),
+    [
+        ("megatron-lm", "megatron-core"),
+        ("Megatron", "megatron-core"),
+        ("bridge", "megatron-bridge"),
+        ("megatron-bridge", "megatron-bridge"),
+        ("megatron-lm-2021", "megatron-lm"),
+        ("megatron-lm-2024", "megatron-core"),
+        ("megatron-deepspeed", "megatron-deepspeed"),
+    ],
+)
+def test_a_framework_without_a_year_is_the_current_one(name, profile):
+    assert framework_profile(name, "job.toml:1") == (profile, ())
+
+
+def test_an_unknown_framework_lists_the_names():
+    _, (problem,) = framework_profile("megatrn", "job.toml:1")
+    assert 'did you mean "megatron"?' in problem.fix
+    assert "megatron-core" in problem.fix
+    assert "megatron-lm-2021" in problem.fix
+
+
+def test_the_settings_in_the_bloom_example_price_what_was_published():
+    path = EXAMPLES / "bloom-176b-48x8xA100.toml"
+    comments = " ".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+    plan = phalanx.plan(phalanx.load(path, overrides=re.findall(r"--set (\S+)", comments)))
+    layout = plan.layout
+    assert (layout.tensor, layout.pipeline, layout.data, layout.micro_batch, layout.zero) == (4, 12, 8, 2, 1)
+    assert layout.recompute == "full"
+    assert plan.prediction.step_s_high > 103, "the fastest published step"
+    assert f"{plan.prediction.step_s:.1f} s" in comments

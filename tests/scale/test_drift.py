@@ -72,8 +72,9 @@ def test_one_broken_run_is_left_out_named_and_does_not_tilt_the_law() -> None:
     true = 0.28 / 0.62
     assert abs(fit.derived["a"].value / true - 1) < 0.03
     [stray] = [one for one in fit.diagnostics.outliers if one.is_left_out]
-    assert stray.name == "run 3"
-    assert "run 3: N" in fit_text(fit)
+    assert stray.name.endswith(f":{known.line[3]} (run 3)")
+    assert f"loss {loss[3]:.4g}, the law expects {known.loss[3]:.3g}" in fit_text(fit)
+    assert "standard deviations off" in stray.what
     assert "left out of the fit" in fit_text(fit)
     assert fit.diagnostics.residual_sd < 0.004
     clean = fit_law(known, draws=100)

@@ -65,6 +65,31 @@ def test_the_plan_agrees_with_the_trace(name):
     lines = against_plan(request, layout, traces)
     assert all(line.agrees for line in lines), render_against(lines)
     assert {line.kind for line in lines} == {"communication", "FLOPs", "memory"}
+    rows = render_against(lines).splitlines()[2:]
+    assert all(row.rstrip().endswith(("%", "of all", "at the peak")) and len(row.split("%")) > 1 for row in rows)
+    assert all(line.limit or line.reason for line in lines), "every line has a verdict, or a reason for none"
+
+
+EXCHANGED = {
+    "experts": ("mixtral-8x7b", {"data": 4, "shard": 4, "zero": 3, "expert": 4, "recompute": "selective"}),
+    "context": ("llama-3-8b", {"context": 4, "recompute": "selective"}),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_selective_recompute_exchanges_again(name):
+    """The trainer's exchanges write into buffers, which selective recompute cannot keep: forward makes them twice."""
+    preset, changes = EXCHANGED[name]
+    layout = replace(ONE, **changes)
+    wishes = ["data.sequence=2048", f"batch.global_sequences={layout.data * layout.accumulation}"]
+    job = load("examples/llama-3-8b-64xH100.toml", overrides=[*wishes, f"model.preset={preset}"]).job
+    job = replace(job, model=replace(job.model, layers=2, vocab=16_032))
+    request, _ = request_from_job(job, resolve_cluster(f"{layout.devices}xH100:1"))
+    lines = against_plan(request, layout, trace_ranks(TracedStep.of(job, layout, on_gpu=True), [0]))
+    planned = {line.name: line for line in lines if line.kind == "communication"}
+    axis = planned[{"experts": "expert"}.get(name, name)]
+    assert axis.traced == pytest.approx(axis.planned, rel=0.01), render_against(lines)
+    assert planned["all axes"].agrees
 
 
 REDUCED = {
@@ -111,6 +136,10 @@ def test_a_line_out_of_its_limit_says_so():
     ]
     work = PlanLine(kind="FLOPs", name="all", planned=2e18, traced=2e18, limit=0.02)
     assert "2000.00 PFLOP" in render_against([work])  # as in the table above it
+    part = PlanLine(kind="communication", name="expert", planned=8e8, traced=12e8, limit=0.03, total=30e8)
+    assert not part.agrees, "13 % of the sum"
+    assert "more than 3% of all" in render_against([part])
+    assert replace(part, traced=8.5e8).agrees
 
 
 def drawn(seed):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,7 @@ def fit(
     params_counted: str = "unstated",
     flops_counted: str = "",
     drop_highest: int = 0,
+    drop: Sequence[int] = (),
     mixed: bool = False,
     repeated: bool = False,
     draws: int = 400,
@@ -117,8 +118,9 @@ def fit(
     """Fit a scaling law to a CSV table, a run folder or a folder of runs.
 
     `method` is vpnls, huber3, isoflop, kaplan, overtrain or data-constrained. `columns` maps our column names to the
-    table's, `where` picks rows by their values. `draws` are the resamples behind intervals (at
-    least 20; 0 for no intervals), made from `seed`. Raises UserError for points that no law can be fitted to.
+    table's, `where` picks rows by their values, `drop` leaves out lines of the file. `draws` are the resamples behind
+    intervals (at least 20; 0 for no intervals), made from `seed`. Raises UserError for points that no law can be
+    fitted to.
 
     >>> law = phalanx.scale.fit("runs.csv", method="huber3")  # doctest: +SKIP
     >>> law.write("law.json")  # doctest: +SKIP
@@ -146,6 +148,7 @@ def fit(
         params_counted=params_counted,
         flops_counted=flops_counted,
         drop_highest=drop_highest,
+        drop=tuple(drop),
         mixed=mixed,
         repeated=repeated,
     )

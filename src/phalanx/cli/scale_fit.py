@@ -51,6 +51,9 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
         help="how the column flops is counted: 6nd, head or head+attention (default: unstated)",
     )
     table.add_argument("--drop-highest", metavar="K", type=int, default=0, help="leave out the K highest losses")
+    table.add_argument(
+        "--drop", metavar="LINES", default="", help="leave out the rows on these lines of the file, such as 12,17"
+    )
     table.add_argument("--mixed", action="store_true", help="allow rows with different tokenizers or datasets")
     table.add_argument(
         "--repeated", action="store_true", help="treat rows that differ only in loss as repeated measurements"
@@ -72,6 +75,14 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
+def _line_numbers(text: str) -> list[int]:
+    """Line numbers separated by commas."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if bad := [word for word in words if not (word.isascii() and word.isdigit() and len(word) < 10)]:
+        raise mistake("--drop", f'"{bad[0][:40]}" is not a line number', fix="give lines of the file, such as 12,17")
+    return [int(word) for word in words]
+
+
 def run_command(args: argparse.Namespace) -> int:
     """Fit, and print the law."""
     if args.plots:
@@ -84,6 +95,7 @@ def run_command(args: argparse.Namespace) -> int:
         params_counted=args.params_counted,
         flops_counted=args.flops_counted,
         drop_highest=args.drop_highest,
+        drop=_line_numbers(args.drop),
         mixed=args.mixed,
         repeated=args.repeated,
         draws=args.draws,

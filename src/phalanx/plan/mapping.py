@@ -175,6 +175,12 @@ def _layer_passes(layout: Layout) -> int:
     return 2 + (layout.recompute == "full")
 
 
+def _exchange_passes(request: PlanRequest, layout: Layout) -> float:
+    """Passes of a layer that exchange the experts' tokens, or keys and values."""
+    again = float(np.max(request.profile.exchange_again)) if layout.recompute == "selective" else 0.0
+    return _layer_passes(layout) + again
+
+
 def _activation_bytes(c: Cases) -> float:
     return float(np.max(c.tokens * c.hidden * element_bytes(c)))
 
@@ -193,7 +199,7 @@ def _inner_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Group
         for name in operations
     ]
     width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim) * c.tokens * element_bytes(c)
-    hops = (layout.context - 1) * layer_passes * (_layer_passes(layout) + 1)
+    hops = (layout.context - 1) * layer_passes * (_exchange_passes(request, layout) + 1)
     ring = [_Load(operation="ring send", calls=hops, nbytes=float(np.max(width)))]
     pace = request.pace("inner_traffic")
     return [
@@ -235,7 +241,7 @@ def _expert_axes(request: PlanRequest, layout: Layout, c: Cases, g: traffic.Grou
         return []
     moe_layers = (request.model.layers - request.model.dense_layers) / layout.pipeline
     routed = float(np.max(routed_tokens(c) * c.hidden * element_bytes(c)))
-    calls = 2 * moe_layers * _layer_passes(layout) * layout.accumulation
+    calls = 2 * moe_layers * _exchange_passes(request, layout) * layout.accumulation
     # A token travels once to each domain that wants it, as in traffic.expert_seconds.
     domains, wanted = float(np.max(g.expert.domains)), request.model.experts_per_token
     copies = domains * (1.0 - (1.0 - 1.0 / domains) ** wanted) / wanted if domains > 1 else 1.0

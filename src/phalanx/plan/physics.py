@@ -103,6 +103,8 @@ class Profile:
     newton_schulz: Number = 0.0  # iterations by which the optimizer makes each weight matrix orthogonal (Muon)
     balanced_stages: Number = 1.0  # 1: the split into stages counts the embedding and the head
     gradient_bytes: Number = 4.0  # width of the gradients that are reduced
+    # 1: selective recompute exchanges the experts' tokens and the ring's keys and values again.
+    exchange_again: Number = 0.0
     accumulate_bytes: Number = 0.0  # memory traffic per parameter of adding up gradients, after every micro-batch
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -95,11 +96,16 @@ UNFUSED = ("megatron-deepspeed", "megatron-lm", "deepspeed")
 PROFILE_ALIASES = {
     "default": "default",
     "megatron": "megatron-core",
+    "megatron-lm": "megatron-core",  # it runs on Megatron-Core since 2023; "megatron-lm-2021" is what it was
+    "bridge": "megatron-bridge",
     "nemo": "megatron-core",
     "nemo-megatron": "megatron-core",
     "composer": "composer-fsdp",
     "deepspeed-zero3": "deepspeed",
 }
+CURRENT = "9999"  # the version of a name without one: the newest profile of its family
+# What a message lists: the profiles, and the name with the year of the one that is no longer current.
+FRAMEWORK_NAMES = (*sorted({*shipped_profiles()} - {"default"}), "megatron-lm-2021")
 # `launch_s` of a profile covers all the host does per operation; `phalanx probe` times one bare kernel. On the H200 the
 # "pytorch" and "phalanx" profiles were measured on, the probe showed this (benchmarks/data, 2026-11-15).
 PROBED_LAUNCH_S = 6.86e-6
@@ -199,17 +205,21 @@ def trains_with_phalanx(job: Job) -> bool:
 def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:
     """The efficiency profile for a framework; an unknown one takes the default and says so."""
     key = name.strip().lower()
-    key = PROFILE_ALIASES.get(key, key)
-    key = key if key in shipped_profiles() else physics_profile(key)
+    dated = re.fullmatch(r"(.+?)-(20\d\d)", key)
+    if dated:
+        key = physics_profile(dated[1], dated[2])
+    key = PROFILE_ALIASES.get(key, key) if not dated else key
+    key = key if key in shipped_profiles() else physics_profile(key, CURRENT)
     if key != "default" or name.strip().lower() in PROFILE_ALIASES:
         return key, ()
     key = name.strip().lower()
     close = nearest(key, [*shipped_profiles(), *PROFILE_ALIASES])
+    names = f"the names are {', '.join(FRAMEWORK_NAMES)}"
     return "default", (
         Problem(
             where=where,
             what=f'no efficiency profile for framework "{name}": planned with the default one',
-            fix=f'did you mean "{close}"?' if close else f"the profiles are {', '.join(sorted(shipped_profiles()))}",
+            fix=f'did you mean "{close}"? {names}' if close else names,
         ),
     )
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from phalanx.plan import traffic
 from phalanx.plan.cases import ZERO_BUBBLE, Cases, Floats
-from phalanx.plan.compute import FULL, Compute, compute_seconds
+from phalanx.plan.compute import FULL, SELECTIVE, Compute, compute_seconds
 from phalanx.plan.memory import layer_activations
 from phalanx.plan.memory_profile import OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS, MemoryProfile, offloads_activations
 from phalanx.plan.optimizer import owned_weights, update_seconds
@@ -186,7 +186,8 @@ def _predict_step(c: Cases, k: Physics, f: Profile, *, parts: bool, with_state: 
     tensor = traffic.tensor_seconds(c, g, f)
     context = traffic.context_seconds(c, k, g, work.attention.forward)
     expert = traffic.expert_seconds(c, g, f)
-    again = np.where(c.recompute == FULL, tensor + context + expert, 0.0)
+    exchanged_again = np.where(c.recompute == SELECTIVE, f.exchange_again, c.recompute == FULL)
+    again = np.where(c.recompute == FULL, tensor, 0.0) + exchanged_again * (context + expert)
     device = _device_seconds(work) + 2.0 * tensor + 3.0 * context + 2.0 * expert + again
     host = work.operations * f.launch_s * (2.5 + (c.recompute == FULL))
     host = host + np.where((c.pp > 1) & (c.tp > 1), c.layers * c.tp * f.tensor_pipeline_s, 0.0)
@@ -259,8 +260,8 @@ def _predict_step(c: Cases, k: Physics, f: Profile, *, parts: bool, with_state: 
         recompute_s=part * work.recompute,
         launch_s=part * (layers_s - plain),
         tensor_s=part * (2.0 + (c.recompute == FULL)) * tensor,
-        context_s=part * (3.0 + (c.recompute == FULL)) * context,
-        expert_s=part * (2.0 + (c.recompute == FULL)) * expert,
+        context_s=part * (3.0 + exchanged_again) * context,
+        expert_s=part * (2.0 + exchanged_again) * expert,
         pipeline_send_s=count * send,
         bubble_s=bubble,
         shard_s=count * (micro - busy),

@@ -244,10 +244,11 @@ def _find_outliers(points: ScalingPoints, residuals: Array, strays: tuple[int, .
     found = []
     for row in rows[:MOST_OUTLIERS]:
         what = (
-            f"N {points.params[row]:.3g}, D {points.tokens[row]:.3g}: loss {points.loss[row]:.4g} is "
-            f"{100 * np.expm1(residuals[row]):+.1f} % off the law, {size[row]:.0f} standard deviations"
+            f"N {points.params[row]:.3g}, D {points.tokens[row]:.3g}: loss {points.loss[row]:.4g}, the law expects "
+            f"{points.loss[row] / np.exp(residuals[row]):.4g} ({100 * np.expm1(residuals[row]):+.1f} %), "
+            f"{size[row]:.0f} standard deviations off"
         )
-        found.append(Outlier(name=points.name(row), what=what, is_left_out=row in strays))
+        found.append(Outlier(name=points.place(row), what=what, is_left_out=row in strays, line=int(points.line[row])))
     if len(rows) > MOST_OUTLIERS:
         found.append(Outlier(name=f"{len(rows) - MOST_OUTLIERS} more", what="as far off"))
     return found
@@ -385,7 +386,7 @@ def _fit_warnings(points: ScalingPoints, made: ScalingFit) -> list[str]:
     if made.method == "vpnls" and outliers:
         found.append(
             f"least squares follows the {plural(len(outliers), 'outlier')} named above that it keeps: compare with "
-            "--method huber3, which does not, or leave rows out that you do not trust"
+            "--method huber3, which does not, or leave out with --drop the rows that you do not trust"
         )
     if is_open_exponent(a := made.derived["a"]):
         middle = "; the values are the middle of what they allow" if made.method == "vpnls" else ""

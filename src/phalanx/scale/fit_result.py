@@ -64,6 +64,7 @@ class Outlier:
     name: str
     what: str
     is_left_out: bool = False  # the fit did not take it in
+    line: int = 0  # of the table; 0 for a curve, or several rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

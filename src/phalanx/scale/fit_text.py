@@ -52,6 +52,8 @@ def fit_text(fit: ScalingFit) -> str:
         lines += ["", "OUTLIERS"]
         kept = ("kept in the fit", "left out of the fit")
         lines += [f"  {one.name}: {one.what}; {kept[one.is_left_out]}" for one in notes.outliers]
+        if lines_kept := sorted(one.line for one in notes.outliers if one.line and not one.is_left_out):
+            lines.append(f"  to fit without the rows that are kept: --drop {','.join(map(str, lines_kept))}")
     if fit.comparisons:
         lines += ["", "PUBLISHED FITS"]
         lines += [f"  {one.name}: {one.sentence}  [{one.source}]" for one in fit.comparisons]

@@ -137,6 +137,11 @@ class ScalingPoints:
             batch_tokens=some(self.batch_tokens),
         )
 
+    def place(self, row: int) -> str:
+        """Where a row stands: file and line, and its run."""
+        where = f"{self.source}:{self.line[row]}"
+        return f"{where} ({self.run[row]})" if self.run[row] else where
+
     def name(self, row: int) -> str:
         """How a message calls a row."""
         return self.run[row] or f"line {self.line[row]}"
@@ -151,6 +156,7 @@ class TableOptions:
     params_counted: str = "unstated"
     flops_counted: str = ""
     drop_highest: int = 0  # rows with the largest losses
+    drop: tuple[int, ...] = ()  # lines of the file
     mixed: bool = False  # several tokenizers or data sets are meant
     repeated: bool = False  # rows with equal size, tokens and seed are meant: repeated measurements
 
@@ -296,6 +302,18 @@ def make_points(
     if points.weight is not None and (unweighted := int((points.weight == 0.0).sum())):
         left_out.append(f"{plural(unweighted, 'row')} of weight 0")
         points = points.take(points.weight > 0.0)
+    if options.drop:
+        if unknown := sorted(set(options.drop) - set(points.line)):
+            raise mistake(
+                "--drop",
+                f"{source} has no row on line {first_few([str(line) for line in unknown], MOST_NAMED)}",
+                fix=f"use the lines under OUTLIERS; rows are on {min(points.line)} to {max(points.line)}",
+            )
+        is_dropped = np.isin(points.line, options.drop)
+        if is_dropped.all():
+            raise mistake("--drop", f"leaves none of {plural(len(points), 'row')}", fix="name fewer lines")
+        left_out.append(f"{plural(int(is_dropped.sum()), 'row')} on the lines of --drop, as asked")
+        points = points.take(~is_dropped)
     if options.drop_highest < 0:
         raise mistake("--drop-highest", f"{options.drop_highest} is negative", fix="give a number of rows")
     if options.drop_highest:

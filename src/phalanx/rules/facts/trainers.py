@@ -6,6 +6,7 @@ or code states it. None is "not known", and never counts as good.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -256,4 +257,5 @@ _BY_FRAMEWORK = {"megatron-core": MEGATRON, "megatron-lm": MEGATRON, "megatron-b
 
 def habits_of(name: str) -> Practice:
     """The habits of a trainer or of a framework's name; nothing is assumed of one that is not known."""
+    name = re.sub(r"-20\d\d$", "", name)  # a framework's name may state the year of its profile
     return _BY_NAME.get(name) or _BY_FRAMEWORK.get(name) or Practice(trainer=name)

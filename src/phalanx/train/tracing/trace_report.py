@@ -63,7 +63,7 @@ def render_against(lines: Sequence[PlanLine]) -> str:
     for line in lines:
         show = _flop_text if line.kind == "FLOPs" else format_bytes
         word = "within" if line.agrees else "more than"
-        mark = f"{word} {line.limit:.0%}" if line.limit else ""
+        mark = f"{word} {line.limit:.0%}" + (" of all" if line.total else "") if line.limit else line.reason
         difference = f"{line.difference:+.1%}"
         rows.append((line.kind, line.name, show(line.planned), show(line.traced), difference, mark))
     return "\n".join(["AGAINST THE PLAN", *text_table(rows, right=(2, 3, 4), indent=2)])
@@ -154,7 +154,7 @@ AVERAGE = ("tensor", "context", "expert")  # axes whose traffic the planner give
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanLine:
-    """One quantity, predicted and traced. `limit` is 0 where the line only explains another."""
+    """One quantity, predicted and traced. `limit` is 0 where the two are not comparable, for the reason given."""
 
     JSON_PROPERTIES: ClassVar = ("difference", "agrees")
 
@@ -163,6 +163,8 @@ class PlanLine:
     planned: float
     traced: float
     limit: float = 0.0
+    total: float = 0.0  # what the limit is a share of: the planned sum, of a part; 0 is `planned`
+    reason: str = ""
 
     @property
     def difference(self) -> float:
@@ -172,7 +174,11 @@ class PlanLine:
     @property
     def agrees(self) -> bool:
         """Within its limit, where it has one."""
-        return not self.limit or abs(self.difference) <= self.limit
+        if not self.limit:
+            return True
+        if self.total:
+            return abs(self.traced - self.planned) <= self.limit * self.total
+        return abs(self.difference) <= self.limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,7 +237,12 @@ def _traffic_lines(request: PlanRequest, layout: Layout, stages: Sequence[RankTr
         traced=sum(line.traced for line in lines),
         limit=LIMITS["communication"],
     )
-    return [*lines, total] if lines else []
+    return [*_judge_parts(lines, total), total] if lines else []
+
+
+def _judge_parts(lines: Sequence[PlanLine], total: PlanLine) -> list[PlanLine]:
+    """Parts of a sum, each of which may miss its plan by as much as the sum may."""
+    return [replace(line, limit=total.limit, total=total.planned) for line in lines]
 
 
 def _flop_lines(request: PlanRequest, layout: Layout, stages: Sequence[RankTrace]) -> list[PlanLine]:
@@ -257,7 +268,7 @@ def _flop_lines(request: PlanRequest, layout: Layout, stages: Sequence[RankTrace
         traced=sum(line.traced for line in lines),
         limit=LIMITS["FLOPs"],
     )
-    return [*(line for line in lines if line.planned or line.traced), total]
+    return [*_judge_parts([line for line in lines if line.planned or line.traced], total), total]
 
 
 # A category of the trace -> where the planner counts it. FSDP2 keeps its shards in the master format and gathers what
@@ -267,6 +278,9 @@ TOGETHER = {
     "gradients": (("gradients",), ("gradients",)),
     "activations and logits": (("activations", "logits", "working", "exchange"), ("activations", "logits")),
 }
+# The planner counts each part at its own fullest moment. At the traced peak gradients may not be made yet, be reduced
+# already or stand in buffers, whose bytes are those of activations that are gone: only the sum is the same quantity.
+OTHER_MOMENT = "not comparable: the plan's largest, the trace's at the peak"
 
 
 def _memory_lines(memory: MemoryReport, stages: Sequence[RankTrace]) -> list[PlanLine]:
@@ -278,6 +292,7 @@ def _memory_lines(memory: MemoryReport, stages: Sequence[RankTrace]) -> list[Pla
             name=name,
             planned=sum(planned.get(part, 0.0) for part in theirs),
             traced=float(sum(parts.get(part, 0) for part in mine)),
+            reason=OTHER_MOMENT,
         )
         for name, (mine, theirs) in TOGETHER.items()
     ]
