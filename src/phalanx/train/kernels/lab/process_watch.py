@@ -77,7 +77,11 @@ def watch_process(harness: Mapping[str, Any], decoy: ModuleType) -> Callable[[],
     closed = [(name, now) for name, now, _ in spaces if not isinstance(now, dict) or name == "__main__"]
     sizes = [len(now) for _, now in closed]
     modules, loaded = sys.modules, dict(sys.modules)
-    hooks = {"sys.meta_path": sys.meta_path, "sys.path_hooks": sys.path_hooks, "gc.callbacks": gc.callbacks}
+    hooks: dict[str, list[Any]] = {
+        "sys.meta_path": sys.meta_path,
+        "sys.path_hooks": sys.path_hooks,
+        "gc.callbacks": gc.callbacks,
+    }
     contents = {name: tuple(values) for name, values in hooks.items()}
     running_frames, get_trace, get_profile = sys._current_frames, sys.gettrace, sys.getprofile
     count_exits, function_modes = atexit._ncallbacks, torch._C._len_torch_function_stack
