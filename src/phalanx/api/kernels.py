@@ -100,7 +100,7 @@ def operations(*, chosen: Mapping[str, str] | None = None) -> KernelCatalogue:
 class KernelBench(PublicResult):
     """Measured variants of one operation.
 
-    >>> phalanx.kernels.bench("rms_norm").write("results")  # doctest: +SKIP
+    >>> phalanx.kernels.bench("rms-norm").write("results")  # doctest: +SKIP
     """
 
     table: BenchTable
@@ -155,7 +155,7 @@ def bench(
     `shapes` are texts such as "tokens=4096,width=2048" or mappings; without, a shape of a real model that this device
     measures in reasonable time. `compiled` False leaves torch.compile out.
 
-    >>> phalanx.kernels.bench("rms_norm", device="cpu", compiled=False)  # doctest: +SKIP
+    >>> phalanx.kernels.bench("rms-norm", device="cpu", compiled=False)  # doctest: +SKIP
     """
     from phalanx.train.kernels.lab.bench import measure_op
     from phalanx.train.kernels.lab.candidate_file import find_op
@@ -241,7 +241,7 @@ def verify(
     `shape` is what it is timed at. Raises UserError for a file that is no kernel at all, or without `allow_code`: the
     file is a program, and running it is running a program.
 
-    >>> phalanx.kernels.verify("kernel.py", op="rms_norm", allow_code=True)  # doctest: +SKIP
+    >>> phalanx.kernels.verify("kernel.py", op="rms-norm", allow_code=True)  # doctest: +SKIP
     """
     from phalanx.train.kernels.lab.candidate_file import candidate_op, read_candidate
     from phalanx.train.kernels.lab.candidate_server import CandidateLimits, CandidateServer
@@ -282,7 +282,7 @@ def _ask_consent(where: str, allowed: bool) -> None:
 class NewKernel(PublicResult):
     """The files of a new kernel.
 
-    >>> phalanx.kernels.new("rms_norm", "my-kernel").files  # doctest: +SKIP
+    >>> phalanx.kernels.new("rms-norm", "my-kernel").files  # doctest: +SKIP
     ('kernel.py', 'reference.py', 'test_kernel.py', 'bench_kernel.py')
     """
 
@@ -302,7 +302,7 @@ def new(op: str, out: str | Path) -> NewKernel:
 
     Raises UserError where a file of these names is there already.
 
-    >>> phalanx.kernels.new("rms_norm", "my-kernel")  # doctest: +SKIP
+    >>> phalanx.kernels.new("rms-norm", "my-kernel")  # doctest: +SKIP
     """
     from phalanx.train.kernels.lab.candidate_file import find_op
     from phalanx.train.kernels.lab.new_kernel import template_files

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from row_norm import ROW_NORM, SOUND
 from phalanx.train.kernels.lab import machine_limits
 from phalanx.train.kernels.lab.arena import HEADER_BYTES, HostBlock
 from phalanx.train.kernels.lab.candidate_guard import KernelVerdict, judge_candidate
-from phalanx.train.kernels.lab.candidate_server import CandidateLimits, CandidateServer
+from phalanx.train.kernels.lab.candidate_server import CandidateLimits, CandidateProcess, CandidateServer
 from phalanx.train.kernels.lab.machine_limits import MachineLimits
 from phalanx.units import GIB
 
@@ -66,6 +67,27 @@ def test_a_cheat_is_refused(path: Path, server: CandidateServer) -> None:
     assert not verdict.passed
     assert verdict.kind in head[0].split("|"), verdict.reason
     assert verdict.reason
+
+
+class UnwatchedServer(CandidateServer):
+    """Candidates whose process does not look for what they change in it."""
+
+    def fork_candidate(self, block_file: int, settings: dict[str, Any], limits: CandidateLimits) -> CandidateProcess:
+        return super().fork_candidate(block_file, {**settings, "watch": False}, limits)
+
+
+def test_barriers_hold_where_nothing_is_detected() -> None:
+    """What a process reports of itself is a detector: values and clocks alone refuse these."""
+    refused = {}
+    with UnwatchedServer() as server:
+        for path in CHEATS:
+            source = path.read_text()
+            head = source.partition(":")[0].removeprefix("# ").split()
+            if kinds := [word.removeprefix("unwatched=") for word in head if word.startswith("unwatched=")]:
+                verdict = judged(source, server, timed="timed" in head)
+                refused[path.stem] = not verdict.passed and verdict.kind in kinds[0].split("|")
+    assert len(refused) >= 4
+    assert all(refused.values()), refused
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 The contract of a file:
 
-    OP = "rms_norm"                  # an operation of `phalanx kernels list`
+    OP = "rms-norm"                  # an operation of `phalanx kernels list`
     def kernel(*inputs): ...         # tensors in; a tensor, or a tuple of tensors, in memory of its own
 
 What is found here is found by reading, and is there to name a mistake in plain words. It stops nobody who hides an

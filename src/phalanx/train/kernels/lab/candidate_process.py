@@ -29,6 +29,13 @@ from torch import Tensor
 
 from phalanx.train.kernels.lab.arena import NOTES_AT, NOTES_BYTES, Place, map_cuda, view_place
 from phalanx.train.kernels.lab.file_rights import readable_folders, restrict_files
+from phalanx.train.kernels.lab.process_watch import (
+    CALLER_ATTRIBUTES,
+    CALLER_EVENTS,
+    hide_judge,
+    is_candidates_call,
+    watch_process,
+)
 from phalanx.train.kernels.lab.syscall_filter import forbid_calls
 from phalanx.train.kernels.source_module import load_source
 
@@ -47,7 +54,7 @@ _FORBIDDEN_EVENTS = (
 _PR_SET_PDEATHSIG = 1
 
 _clock, _dumps, _loads, _is_tensor = time.perf_counter, json.dumps, json.loads, torch.Tensor
-_watched: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional, torch.autograd, torch.cuda, torch.linalg, time)
+_CANDIDATE = "candidate"  # the name of its module, and of its file
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -112,7 +119,9 @@ def _serve_candidate(link_file: int, block_file: int, settings: dict[str, Any]) 
         _start_triton(sys.modules["triton"])
     barriers = _lock_in(settings, device)
     _watch_events(block, settings, device)
-    before = _names_now()
+    changes: Callable[[], str] = str  # without a watch: nothing has changed
+    if settings["watch"] and not settings["compile"]:
+        changes = watch_process(globals(), hide_judge(globals()))
     link.send(_dumps({"barriers": barriers}).encode())
     kernel: Callable[..., Any] | None = None
     while raw := link.recv(MESSAGE_BYTES):
@@ -125,9 +134,10 @@ def _serve_candidate(link_file: int, block_file: int, settings: dict[str, Any]) 
                 answer = {}
             else:
                 assert kernel is not None
-                answer = _run_kernel(kernel, data, request, device)
-            if changed := _changed_names(before):
-                answer = {"problem": f"replaced {changed[0]}"}
+                answer = _run_kernel(kernel, data, request, device, changes)
+            # A timed run has been compared before its results were copied, and is again with the next request.
+            if (request["do"] != "run" or request["poison"]) and (changed := changes()):
+                answer = {"problem": changed}
         except _BadResultError as error:
             answer = {"problem": str(error)[:800]}
         except ModuleNotFoundError as error:
@@ -211,8 +221,21 @@ def _watch_events(block: mmap.mmap, settings: dict[str, Any], device: torch.devi
     readable = (*readable_folders(), "/dev", *([settings["cache"]] if settings["cache"] else []))
     own_prefix = str(settings["cache"] or "\0")
 
+    is_asking = False
+
     def watch_event(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open":
+        nonlocal is_asking
+        walks = event in CALLER_EVENTS or (event == "object.__getattr__" and arguments[1] in CALLER_ATTRIBUTES)
+        if walks and settings["watch"]:
+            if is_asking:  # by the line below
+                return
+            is_asking = True
+            try:
+                if not is_candidates_call(f"{_CANDIDATE}.py", 1):
+                    return
+            finally:
+                is_asking = False
+        elif event == "open":
             path = arguments[0]
             is_library = isinstance(path, str) and path.startswith(readable) and "w" not in str(arguments[1])
             if (is_library and on_gpu) or isinstance(path, int):
@@ -242,7 +265,7 @@ class _BadResultError(Exception):
 
 
 def _load_kernel(source: str) -> Callable[..., Any]:
-    module = load_source("candidate", source)
+    module = load_source(_CANDIDATE, source)
     kernel = getattr(module, "kernel", None)
     if not callable(kernel):
         raise _BadResultError("defines no function kernel")
@@ -250,22 +273,12 @@ def _load_kernel(source: str) -> Callable[..., Any]:
     return found
 
 
-def _names_now() -> dict[tuple[int, str], int]:
-    return {
-        (place, name): id(value)
-        for place, one in enumerate(_watched)
-        for name, value in list(vars(one).items())
-        if not name.startswith("_")
-    }
-
-
-def _changed_names(before: dict[tuple[int, str], int]) -> list[str]:
-    now = _names_now()
-    return [f"{_watched[key[0]].__name__}.{key[1]}" for key, value in before.items() if now.get(key, value) != value]
-
-
 def _run_kernel(
-    kernel: Callable[..., Any], data: Tensor, request: dict[str, Any], device: torch.device
+    kernel: Callable[..., Any],
+    data: Tensor,
+    request: dict[str, Any],
+    device: torch.device,
+    changes: Callable[[], str],
 ) -> dict[str, Any]:
     """Run it once on each set of inputs of the request, and copy what it returns to where the judge reads it."""
     on_gpu, wanted = device.type == "cuda", request["differentiable"]
@@ -293,6 +306,9 @@ def _run_kernel(
         if end is not None:
             end.record()
         seconds = _clock() - start
+    # Before anything else is called that a candidate may have replaced: it could put it back.
+    if changed := changes():
+        raise _BadResultError(changed)
     asked = [_read_places(part) for part in request["gradients"]]
     for results, listed, gradients in zip(returned, places, asked, strict=True):
         for result, place in zip(results, (*listed, *gradients), strict=True):

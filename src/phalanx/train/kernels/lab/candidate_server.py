@@ -91,7 +91,7 @@ class CandidateServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         asked = {
             "do": "fork", "seconds": limits.seconds, "memory": limits.memory_bytes, "threads": limits.threads,
-            "cache": "", "compile": False, "cuda": None, **settings,
+            "cache": "", "compile": False, "cuda": None, "watch": True, **settings,
         }  # fmt: skip
         socket.send_fds(self._link, [json.dumps(asked).encode()], [theirs.fileno(), block_file])
         theirs.close()

@@ -24,7 +24,7 @@ BUILTIN_ALLOWANCE = 4.0  # times the largest error of the built-in in the same r
 # Multiples of the built-in's RMS error. A kernel that rounds an intermediate result three times more often than the
 # built-in loses twice as much over all rows, and up to four times as much in the worst row.
 RMS_MULTIPLE, ROW_MULTIPLE, QUANTILE_MULTIPLE = 3.0, 5.0, 3.0
-CODE_MULTIPLE = 1.5  # of codes, which are rounded once: rounding towards zero loses twice as much
+CODE_MULTIPLE = 2.0  # of codes: scales that are powers of two lose up to half more than others
 # An estimate from few values is uncertain: limits are wider by this over the root of their number.
 RMS_SPREAD, ROW_SPREAD = 3.0, 1.4
 QUANTILES = {0.5: 0.674, 0.9: 1.645, 0.99: 2.576}  # with those of a normal distribution, in standard deviations

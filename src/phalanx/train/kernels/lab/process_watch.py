@@ -1,0 +1,128 @@
+"""Names and hooks of a candidate's process that a kernel has no reason to change, compared after each of its calls.
+
+A detector, not a barrier: it runs in the process that it watches. It names an attempt; values are judged elsewhere.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import gc
+import importlib
+import importlib._bootstrap
+import importlib._bootstrap_external
+import json
+import math
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+# PyTorch changes names of its own that begin with an underscore, when it starts a device for instance.
+_TORCH: tuple[Any, ...] = (
+    torch, torch.Tensor, torch._C.TensorBase, torch.nn.functional, torch.autograd, torch.autograd.Function, torch.cuda,
+    torch.cuda.Event, torch.linalg,
+)  # fmt: skip
+_STANDARD: tuple[Any, ...] = (
+    builtins, gc, importlib, importlib._bootstrap, importlib._bootstrap_external, json, math, socket, sys, threading,
+    time, atexit,
+)  # fmt: skip
+# Operators by which results are copied to the judge; a library could register other implementations of them.
+_COPYING = ("aten::copy_", "aten::clone", "aten::detach", "aten::view", "aten::view.dtype", "aten::slice.Tensor")
+_CHANGING = {"sys": ("last_type", "last_value", "last_traceback", "flags"), "threading": ("_counter",)}
+CALLER_EVENTS = frozenset((
+    "gc.get_objects", "gc.get_referents", "gc.get_referrers", "sys._current_frames", "sys._getframe",
+    "sys.addaudithook", "sys.setprofile", "sys.settrace",
+))  # fmt: skip
+CALLER_ATTRIBUTES = frozenset(("cr_frame", "gi_frame", "tb_frame"))
+
+
+def hide_judge(harness: Mapping[str, Any]) -> ModuleType:
+    """Take the program's own modules out of `sys.modules`; the empty module that now is `__main__`.
+
+    A candidate that replaces a name of `__main__` then replaces nothing that is used.
+    """
+    for name in [name for name in sys.modules if name == "phalanx" or name.startswith("phalanx.")]:
+        del sys.modules[name]
+    decoy = ModuleType("__main__")
+    decoy.__file__ = harness.get("__file__")
+    sys.modules["__main__"] = decoy
+    return decoy
+
+
+def watch_process(harness: Mapping[str, Any], decoy: ModuleType) -> Callable[[], str]:
+    """A function that names what has changed since now, or nothing.
+
+    All it uses is bound here: a candidate that replaces a name of this module, or a built-in, does not reach it.
+    """
+    spaces: list[tuple[str, Mapping[str, Any], dict[str, Any]]] = []
+    for watched in (*_TORCH, *_STANDARD):
+        name = getattr(watched, "__name__", "")
+        changing = _CHANGING.get(name, ())
+        is_torch = any(watched is one for one in _TORCH)
+        names = {
+            key: value
+            for key, value in vars(watched).items()
+            if key not in changing and not (is_torch and key.startswith("_") and not key.startswith("__"))
+        }
+        spaces.append((name, vars(watched), names))
+    spaces.append(("__main__", harness, dict(harness)))
+    spaces.append(("__main__", vars(decoy), dict(vars(decoy))))
+    # A name that is new in a class hides that of its base, such as copy_ of tensors.
+    closed = [(name, now) for name, now, _ in spaces if not isinstance(now, dict) or name == "__main__"]
+    sizes = [len(now) for _, now in closed]
+    modules, loaded = sys.modules, dict(sys.modules)
+    hooks: dict[str, list[Any]] = {
+        "sys.meta_path": sys.meta_path,
+        "sys.path_hooks": sys.path_hooks,
+        "gc.callbacks": gc.callbacks,
+    }
+    contents = {name: tuple(values) for name, values in hooks.items()}
+    running_frames, get_trace, get_profile = sys._current_frames, sys.gettrace, sys.getprofile
+    count_exits, function_modes = atexit._ncallbacks, torch._C._len_torch_function_stack
+    dispatch_modes, dump = torch._C._len_torch_dispatch_stack, torch._C._dispatch_dump
+    exits, num_items = count_exits(), len
+    operators = {name: dump(name) for name in _COPYING}
+    as_tuple, number, collect_is_on = tuple, enumerate, gc.isenabled
+
+    def changed() -> str:
+        for name, now, before in spaces:
+            for key, value in before.items():
+                if now.get(key) is not value:
+                    return f"replaced {name}.{key}"
+        for place, (name, now) in number(closed):
+            if num_items(now) != sizes[place]:
+                return f"added a name to {name}"
+        for key, value in loaded.items():
+            if modules.get(key) is not value:
+                return f"replaced the module {key}"
+        for name, values in hooks.items():
+            if as_tuple(values) != contents[name]:
+                return f"changed {name}"
+        if get_trace() is not None or get_profile() is not None:
+            return "traces its process"
+        if count_exits() != exits:
+            return "registered a function with atexit"
+        # Threads of PyTorch's autograd that wait have no Python frame.
+        if num_items(running_frames()) > 1:
+            return "started a thread"
+        if function_modes() or dispatch_modes():
+            return "left a mode of torch switched on"
+        if not collect_is_on():
+            return "switched the garbage collector off"
+        for name, value in operators.items():
+            if dump(name) != value:
+                return f"registered another {name}"
+        return ""
+
+    return changed
+
+
+def is_candidates_call(candidate_file: str, depth: int) -> bool:
+    """Whether the frame `depth` above the caller belongs to the candidate's file."""
+    return sys._getframe(depth + 1).f_code.co_filename == candidate_file
