@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from crew import Crew, together, until
 
 from phalanx.errors import UserError
 from phalanx.peers.harm_votes import AUDIT_EVERY, WARY_ROUNDS, AuditSchedule, Ballots, Judgement, RoundTrial
+from phalanx.peers.messages import MOST_ACCUSED, HarmVote, decode_message
 
 PEERS = ("a", "b", "c", "d")
 HARMFUL, SOUND = Judgement(harms=True), Judgement(harms=False)
@@ -141,6 +145,47 @@ def test_a_harmful_round_is_not_committed_and_its_cause_is_excluded(liar: int) -
             until(lambda: all(fingerprint in groups[place]._node.transport.allowed.revoked for place in honest))
         later = [result for place, result in enumerate(send(crew, values, 1)) if place != liar]
         assert all(result.committed for result in later)
+
+
+@pytest.mark.parametrize("harms", [True, False])
+def test_a_member_that_objects_to_a_round_does_not_offer_it_to_the_next_view(harms: bool) -> None:
+    is_released = threading.Event()
+
+    def wait(trial: RoundTrial) -> Judgement:
+        assert is_released.wait(20.0)
+        return SOUND
+
+    def vote(trial: RoundTrial) -> Judgement:
+        return Judgement(harms=harms and not trial.contributions)
+
+    with Crew(4) as crew:
+        groups = crew.join_all(3, [{"judge": judge} for judge in (wait, vote, vote)])
+        with ThreadPoolExecutor(1) as pool:
+            results = pool.submit(send, crew, [HONEST] * 3, 0)
+            leader = groups[0]._node.leader
+            try:
+                until(lambda: {group.id for group in groups[1:]} <= set(leader._haves))
+                held = [group._node.rounds.accepted is not None for group in groups[1:]]
+            finally:
+                is_released.set()
+            assert all(result.committed for result in results.result(30.0))
+        assert held == [not harms] * 2
+
+
+def test_votes_from_the_wire_are_bounded() -> None:
+    key, peer = [1, 1, 1], "ab" * 8
+
+    def decode(accused: dict[str, str]) -> object:
+        return decode_message(json.dumps(["harm", key, accused]).encode())
+
+    assert decode({peer: "it lies"}) == HarmVote(key=(1, 1, 1), accused={peer: "it lies"})
+    for wrong in (
+        {peer: "x" * 501},
+        {"../peer": "it lies"},
+        {f"{place:016x}": "" for place in range(MOST_ACCUSED + 1)},
+    ):
+        with pytest.raises(ValueError, match="not a message of a peer"):
+            decode(wrong)
 
 
 def test_one_false_vote_changes_nothing() -> None:

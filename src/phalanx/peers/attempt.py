@@ -94,6 +94,8 @@ def check_plan(plan: RoundPlan, view: MemberView | None, *, most_values: int = M
         return "it names peers that are not in the view"
     if set(plan.weights) != set(plan.norms):
         return "it lacks norms"
+    if plan.gathered and not plan.judged:
+        return "it keeps contributions apart, and no member judges them"
     if plan.segment % CUT_VALUES or len(named) > MOST_NAMED or not sum(plan.weights.values()) > 0.0:
         return "its sizes or weights are impossible"
     at = 0
