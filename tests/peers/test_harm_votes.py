@@ -72,10 +72,11 @@ def test_a_round_waits_only_for_votes_that_can_change_it() -> None:
 
 def test_audits_come_at_intervals_and_more_often_after_a_liar_has_hidden() -> None:
     schedule, gathered = AuditSchedule(), []
-    for _ in range(2 * AUDIT_EVERY):
+    for _ in range(32):
         gathered.append(schedule.is_due)
         schedule = schedule.after_round(gathered=schedule.is_due, hid=False)
-    assert [place for place, due in enumerate(gathered) if due] == [AUDIT_EVERY - 1, 2 * AUDIT_EVERY - 1]
+    assert [place for place, due in enumerate(gathered) if due] == [0, 2, 6, 14, 22, 30]
+    assert AUDIT_EVERY == 8
     schedule = schedule.after_round(gathered=True, hid=True)
     for _ in range(WARY_ROUNDS):
         assert schedule.is_due
@@ -119,11 +120,17 @@ def send(crew: Crew, values: list[float], round_number: int) -> list[object]:
     return together([lambda place=place, value=value: call(place, value) for place, value in enumerate(values)])
 
 
+def audit_later(crew: Crew) -> None:
+    for group in crew.groups:
+        group._node.leader._audit = AuditSchedule(interval=AUDIT_EVERY)
+
+
 @pytest.mark.parametrize("liar", [3, 1, 0])  # an ordinary member; also the leader, who owns the run
 def test_a_harmful_round_is_not_committed_and_its_cause_is_excluded(liar: int) -> None:
     judges = [Judge() for _ in range(4)]
     with Crew(4) as crew:
         groups = crew.join_all(4, [{"judge": judge} for judge in judges])
+        audit_later(crew)
         values = [-5.0 if place == liar else HONEST for place in range(4)]
         results = send(crew, values, 0)
         honest = [place for place in range(4) if place != liar]
@@ -160,6 +167,7 @@ def test_a_member_that_objects_to_a_round_does_not_offer_it_to_the_next_view(har
 
     with Crew(4) as crew:
         groups = crew.join_all(3, [{"judge": judge} for judge in (wait, vote, vote)])
+        audit_later(crew)
         with ThreadPoolExecutor(1) as pool:
             results = pool.submit(send, crew, [HONEST] * 3, 0)
             leader = groups[0]._node.leader
@@ -234,11 +242,21 @@ def test_contributions_are_kept_apart_while_a_liar_that_hid_may_come_back() -> N
 
     with Crew(4) as crew:
         crew.join_all(4, [{"judge": hide} for _ in range(4)])
+        audit_later(crew)
         assert all(result.committed for result in send(crew, [HONEST] * 4, 0))
         judges[0].trials.clear()
         assert all(result.committed for result in send(crew, [HONEST] * 4, 1))
         assert judges[0].trials
         assert all(trial.contributions for trial in judges[0].trials)
+
+
+def test_the_first_judged_round_is_audited() -> None:
+    judges = [Judge() for _ in range(4)]
+    with Crew(4) as crew:
+        crew.join_all(4, [{"judge": judge} for judge in judges])
+        for number in range(2):
+            assert all(result.committed for result in send(crew, [HONEST] * 4, number))
+        assert all([bool(trial.contributions) for trial in judge.trials] == [True, False] for judge in judges)
 
 
 def test_an_excluded_peer_does_not_come_back() -> None:
