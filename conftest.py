@@ -30,7 +30,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """The ids of tests that fail, one JSON string a line, for `.ci/tests.py`, which runs a few of them again."""
+    """The ids of tests that fail, one JSON string a line, for the diagnosis of `.ci/tests.py`."""
     if report.failed and (path := os.environ.get("FAILED_TESTS")):
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(report.nodeid) + "\n")

@@ -4,8 +4,8 @@ Ranks wait for each other, for time-outs and for files: eight groups at a time k
 pytest, at most; what takes long is dealt to several, and those that take longest begin first. What no group names is in
 the last. Options go to all, as `-k kill` or `--durations=20`.
 
-Forty processes on two cores starve one another: up to eight tests that failed run once more, each alone, and the last
-lines name those that passed then. A test that fails alone fails the run, and so do more than eight.
+A test that fails fails the run. Up to eight of them run a second time, each alone, as a diagnosis only: a test that
+passes alone has a race, or a time limit that a busy machine breaks. The last lines say which did.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ENVIRON.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes start: eac
 SLOWEST = ("--durations=6", "--durations-min=8")
 NO_TESTS = 5  # pytest's code for "-k" that matched nothing
 TESTS_FAILED = 1  # pytest's code; others are an interrupt, an internal error, a test that cannot be collected
-MOST_AGAIN = 8  # so many may run again alone: more are a fault of the product, not of a busy machine
+MAX_DIAGNOSED = 8  # failures that run again alone: of more, the first eight show what is wrong
 
 
 def runs_of_tests() -> dict[str, list[str]]:
@@ -74,15 +74,14 @@ def call_pytest(words: Sequence[str], output: IO[bytes], failures: Path) -> tupl
     return code, list(dict.fromkeys(json.loads(line) for line in lines))
 
 
-def run_alone(tests: Sequence[str], options: Sequence[str], folder: Path) -> list[str]:
-    """Each of these tests once more, with nothing beside it; those that failed again."""
-    still = []
-    for number, test in enumerate(tests):
-        print(f"\nonce more, alone: {test}", flush=True)
+def diagnose_alone(tests: Sequence[str], options: Sequence[str], folder: Path) -> list[str]:
+    """Run each of these failed tests again with nothing beside it; a line for each on what that shows."""
+    lines = []
+    for number, test in enumerate(tests[:MAX_DIAGNOSED]):
+        print(f"\nagain, alone: {test}", flush=True)
         code, _ = call_pytest([*options, test], sys.stdout.buffer, folder / f"alone-{number}")
-        if code != 0:
-            still.append(test)
-    return still
+        lines.append(f"{test}: {'passed alone: a race' if code == 0 else 'failed alone too'}")
+    return [*lines, *(f"{test}: not run alone" for test in tests[MAX_DIAGNOSED:])]
 
 
 def main(options: Sequence[str]) -> int:
@@ -125,12 +124,10 @@ def run_groups(options: Sequence[str], folder: Path) -> int:
         waiting.clear()
         for worker in workers:
             worker.join()
-    if failures and len(failures) <= MOST_AGAIN and set(codes.values()) <= {0, NO_TESTS, TESTS_FAILED}:
-        still = run_alone(failures, options, folder)
-        if not still:
-            codes = {name: code if code == NO_TESTS else 0 for name, code in codes.items()}
-        for test in failures:
-            print(f"failed beside others, {'failed' if test in still else 'passed'} alone: {test}")
+    # Not after an interrupt or where tests could not be collected: those are no failures to explain.
+    if failures and set(codes.values()) <= {0, NO_TESTS, TESTS_FAILED}:
+        diagnoses = diagnose_alone(failures, options, folder)
+        print("\n" + "\n".join(diagnoses))
     failed = [name for name, code in codes.items() if code not in (0, NO_TESTS)]
     minutes, cpu = (time.monotonic() - began_s) / 60, os.times()
     spent = (cpu.children_user + cpu.children_system) / 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -53,7 +54,19 @@ def plural(count: float, noun: str) -> str:
     many = f"{noun}es" if hisses else f"{noun}s"
     if noun.endswith("y") and noun[-2] not in "aeiou":
         many = f"{noun[:-1]}ies"
-    return f"{count:,.12g} {many}"  # a number of days may have a fraction
+    return f"{number_text(count, ',.12g')} {many}"  # a number of days may have a fraction
+
+
+def number_text(value: float, form: str = "g") -> str:
+    """A number in a given form; one that exceeds the largest float by the number of its digits.
+
+    >>> number_text(0.5), number_text(10**400)
+    ('0.5', 'a number of 401 digits')
+    """
+    try:
+        return format(value, form)
+    except OverflowError:
+        return f"a number of {int(math.log10(abs(value))) + 1:,} digits"
 
 
 def first_few(items: Sequence[object], most: int) -> str:

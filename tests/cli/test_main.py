@@ -139,13 +139,15 @@ sys.exit(cli.main(["fake"]))
     assert done.stderr == ""
 
 
-def test_a_full_disk_behind_stdout_is_one_plain_line() -> None:
+def test_a_full_disk_behind_stdout_names_its_file() -> None:
     done = subprocess.run(
         ["bash", "-c", f'"{sys.executable}" -m phalanx cluster --list > /dev/full'],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 3
-    assert done.stderr == "phalanx: cannot write the output: No space left on device\n"
+    assert done.stderr == (
+        "/dev/full: cannot be written: No space left on device\n  free space there, or redirect the output elsewhere\n"
+    )
 
 
 def test_ctrl_c_while_a_verb_is_imported_is_quiet() -> None:

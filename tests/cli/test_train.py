@@ -273,6 +273,17 @@ def test_resume_may_change_the_layout(train: Train, failed: Path) -> None:
     assert json.loads((run / "plan-1.json").read_text()) == before
 
 
+def test_resume_on_three_ranks_pads_the_batch_as_a_shrink_does(train: Train, here: Path) -> None:
+    fixed = [text for name in ("tensor", "context", "pipeline") for text in ("--set", f"parallel.{name}=1")]
+    train("job.toml", *fixed, "--set", "batch.micro=2", ranks="train")
+    on_three = ("--resume", str(only_run(here)), "--steps", "20", "--cluster", "local-cpu:3", "--dry-run")
+    code, _, err = train(*on_three)
+    assert code == 0, err
+    assert "continues with 3 data ranks, and its batch is padded with 4 rows" in err
+    code, _, err = train(*on_three, "--set", "batch.micro=1")
+    assert code == 2, "a split of one's own is taken as written"
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [

@@ -103,6 +103,17 @@ def loop(part: Part, misbehave: Callable[[], None]) -> str:
     return "done"
 
 
+def crawl(part: Part) -> str:
+    """Three steps more in every generation; then rank 2 hangs, and the others wait for it."""
+    for step in range(3 * part.epoch + 1):
+        part.at(step)
+        part.meet(step)
+    if part.rank == BAD_RANK:
+        sleep()
+    wait_for(lambda: False, lambda: part.link.is_over(part.epoch))
+    raise Interrupted
+
+
 def checkpoint(run: Run, step: int) -> None:
     folder = run.checkpoints / f"step-{step:08d}"
     folder.mkdir(exist_ok=True)
@@ -213,6 +224,8 @@ def behave(behaviour: str, part: Part) -> tuple[str, str]:
         return "done", ""
     if behaviour == "train":
         return train(part), ""
+    if behaviour == "crawl":
+        return crawl(part), ""
     if behaviour == "consequence" and part.rank == 1:
         part.at(4)
         time.sleep(0.1)
@@ -266,6 +279,8 @@ def serve(behaviour: str, run: Run, host: str, link: RankLink) -> None:
                 wait_for(lambda: False, lambda: False)
             if behaviour == "lock-building" and (rank, membership.generation) == (BAD_RANK, 1):
                 hold_lock()
+            if rank == 0:
+                link.send("restored", epoch=membership.generation, step=0, source="start")
             state, why = behave(behaviour, part)
         except Interrupted:
             pass

@@ -32,7 +32,8 @@ if __name__ == "__main__":
     behaviour, folder, ranks, hosts, *more = [*sys.argv[1:], "1"][: max(4, len(sys.argv) - 1)]
     if more:
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(Interrupted(1, "w", closefd=False)), write_through=True)
-    client.RESTART_S = 0.2
+    # On a busy machine an agent may live for long before a test kills it: that forgives no earlier end here.
+    client.RESTART_S, client.STABLE_S = 0.2, 1e9
     done = client.launch(
         open_run(folder),
         hosts=client.local_hosts(int(ranks), hosts=int(hosts)),

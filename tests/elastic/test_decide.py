@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -195,6 +196,10 @@ class Agent:
         elif message["kind"] == "go":
             self.went = message["epoch"]
 
+    def restored(self, step: int, source: str, *, epoch: int | None = None, slot: int = 0) -> None:
+        """Rank 0 reports which state the ranks went on from."""
+        self.say("restored", epoch=self.epoch if epoch is None else epoch, slot=slot, step=step, source=source)
+
     def ready(self) -> None:
         ports = {slot: [7000 + slot, 8000 + slot] for slot in self.ranks}
         self.say("ready", epoch=self.epoch, ports=ports, held=[one.to_json() for one in fold_held(self.held)])
@@ -288,7 +293,10 @@ def test_a_run_starts_when_every_rank_is_there(stage: Stage) -> None:
     assert go["peers"] == {"0": [0, "10.0.0.1", 8000], "1": [1, "10.0.0.1", 8001]}, "who takes its copies, by slot"
     assert go["restore"] is None
     assert stage.status[0] == "running"
-    assert [(one["step"], one["source"]) for one in stage.events("restore")] == [(0, "start")]
+    assert stage.events("restore") == [], "not before a rank reports it"
+    first.restored(0, "start")
+    second.restored(0, "start")  # of another model replica
+    assert [(one["epoch"], one["step"], one["source"]) for one in stage.events("restore")] == [(1, 0, "start")]
     assert [one["pid"] for one in stage.events("epoch")[0]["members"]] == [*first.pids.values(), *second.pids.values()]
 
 
@@ -853,6 +861,21 @@ def test_restarts_without_progress_are_bounded_and_ever_slower(make_stage: Calla
     assert [one["in_a_row"] for one in stage.events("incident")] == [1, 2, 3, 4]
 
 
+def test_the_pause_before_a_restart_doubles_up_to_ten_seconds(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="replace", restarts=8)
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    waits = []
+    for _ in range(8):
+        before, epoch = stage.now_s, stage.epoch
+        agent.lose(1)
+        while stage.epoch == epoch:
+            stage.pass_time(0.0625, by_s=0.0625)
+        waits.append(stage.now_s - before)
+        stage.ready()
+    assert waits == [0.0625, 0.0625, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
+
+
 def test_a_step_further_than_ever_forgives_and_one_done_again_does_not(stage: Stage) -> None:
     agent = stage.host("a", 4)
     stage.start(step=7)
@@ -1033,6 +1056,30 @@ def test_the_only_host_is_waited_for(stage: Stage) -> None:
     assert len(stage.events("incident")) == 1
 
 
+@pytest.mark.parametrize("away_s", [0.0, 0.5, 3.0], ids=["no word of its end", "soon", "given up first"])
+@pytest.mark.parametrize("takes_over", [False, True], ids=["same coordinator", "another"])
+def test_the_reason_names_the_lost_agent_whichever_message_comes_first(
+    make_stage: Callable[..., Stage], away_s: float, takes_over: bool
+) -> None:
+    stage = make_stage(recovery="stop")
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    if takes_over:
+        stage.restart()
+    elif away_s:
+        agent.hang_up()
+    stage.pass_time(away_s, beats=False)
+    agent.epoch, agent.went, agent.ranks, agent.pids = 0, 0, {}, {}
+    if not stage.coordinator.state.is_over:
+        agent.join()
+        agent.up()
+        stage.pass_time(3.0)
+    (incident,) = stage.events("incident")
+    assert (incident["cause"]["kind"], incident["host"]) == ("HostLost", "a")
+    assert incident["cause"]["message"].startswith("host a is lost: its agent ")
+    assert stage.run.status()["cause"] == "HostLost"
+
+
 def test_the_only_host_is_not_waited_for_forever(stage: Stage) -> None:
     stage.host("a", 4).hang_up()
     stage.agents["a"].join()
@@ -1072,6 +1119,7 @@ def test_the_newest_step_that_memory_holds_in_full_is_taken_up(stage: Stage) -> 
     go = first.last("go")
     assert (go["restore"]["epoch"], go["restore"]["step"]) == (1, 8)
     assert (go["restore"]["hosts"], go["restore"]["writers"]) == (2, [[0, 3]])
+    first.restored(8, "memory")
     assert [(one["step"], one["source"]) for one in stage.events("restore")][-1] == (8, "memory")
     first.held = snapshots(epoch=1, step=9, world=4, slots={0: 0, 1: 1})  # undone: epoch 2 went on from step 8
     second.held = snapshots(epoch=1, step=9, world=4, slots={0: 2, 1: 3})
@@ -1079,6 +1127,52 @@ def test_the_newest_step_that_memory_holds_in_full_is_taken_up(stage: Stage) -> 
     stage.pass_time(0.25)
     stage.ready()
     assert first.last("go")["restore"] is None
+
+
+def test_what_ranks_restored_is_recorded_and_not_what_they_were_asked_to(stage: Stage) -> None:
+    """Copies of step 9 and the checkpoint of step 8 turn out damaged: the ranks go on from step 4."""
+    agent = stage.host("a", 4)
+    stage.start(step=9)
+    commit(stage, 4, 8)
+    agent.held = snapshots(epoch=1, step=9, world=4, slots=agent.ranks)
+    agent.lose(1)
+    stage.coordinator.tick()
+    stage.ready()
+    assert agent.last("go")["restore"]["step"] == 9
+    agent.restored(3, "disk", epoch=1)  # a report from before: of the membership that is over
+    assert stage.events("restore") == []
+    agent.restored(4, "disk")
+    assert [(one["epoch"], one["step"], one["source"]) for one in stage.events("restore")] == [(2, 4, "disk")]
+    assert stage.coordinator.state.saved.step == 4
+    agent.lose(1)  # the copies of step 9 are still there, and are no part of the run any more
+    stage.pass_time(0.5)
+    stage.ready()
+    assert agent.last("go")["epoch"] == 3
+    assert agent.last("go")["restore"] is None
+
+
+def test_a_report_that_comes_late_takes_no_step_back(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=9)
+    agent.held = snapshots(epoch=1, step=9, world=4, slots=agent.ranks)
+    agent.lose(1)
+    stage.coordinator.tick()
+    stage.ready()
+    stage.advance(10)
+    agent.restored(9, "memory")
+    assert stage.coordinator.state.saved.step == 10
+    assert [(one["step"], one["source"]) for one in stage.events("restore")] == [(9, "memory")]
+    lineage = stage.coordinator.state.saved.lineage
+    assert lineage.allows(1, 9), "what memory gave is an ancestor"
+
+
+def test_the_next_coordinator_records_what_was_restored(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start()
+    stage.restart()
+    agent.join()
+    agent.restored(0, "start")
+    assert [one["step"] for one in stage.events("restore")] == [0]
 
 
 def test_what_a_host_outside_of_the_formation_holds_cannot_be_reached(stage: Stage) -> None:
@@ -1117,6 +1211,40 @@ def test_numbers_that_go_astray_are_rolled_back_once(stage: Stage) -> None:
     stage.pass_time(0.25)
     assert stage.status == ("failed", 3)
     assert "given up: it happened again at the same step after going back" in stage.message
+
+
+def commit(stage: Stage, *steps: int) -> None:
+    """Checkpoints with a manifest, as far as the coordinator looks."""
+    for step in steps:
+        folder = stage.run.path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+
+
+def test_a_roll_back_sets_checkpoints_aside_and_records_which(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=9)
+    commit(stage, 4, 7, 8)
+    astray(agent)  # the newest sound step is 6
+    stage.pass_time(0.25)
+    (event,) = stage.events("rollback")
+    assert (event["epoch"], event["step"], event["target"], event["set_aside"]) == (1, 9, 6, [7, 8])
+    assert event["reason"] == "the gradient was not finite"
+    assert stage.run.saved_steps() == [4]
+    assert (stage.run.path / "checkpoints" / "untrusted-step-00000008" / "manifest.json").exists(), "not deleted"
+    stage.ready()
+    assert (agent.last("go")["restore"], agent.last("go")["at_most"]) == (None, 6)
+
+
+def test_a_run_that_ends_untrusted_records_what_it_set_aside(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="stop")
+    agent = stage.host("a", 4)
+    stage.start(step=9)
+    commit(stage, 4, 8)
+    astray(agent)
+    stage.pass_time(1.0)
+    assert stage.status == ("failed", 3)
+    assert [(one["target"], one["set_aside"]) for one in stage.events("rollback")] == [(6, [8])]
 
 
 def test_rolling_back_at_ever_other_steps_comes_to_an_end(stage: Stage) -> None:
@@ -1594,3 +1722,129 @@ def test_a_replay_takes_the_formations_that_it_is_told(make_stage: Callable[...,
     stage.advance(6)
     stage.pass_time(3.0)
     assert "reform" not in agent.kinds(), "nothing grows in a replay"
+
+
+# ---- incidents that each let the run do a step -----------------------------------------------------------------------
+
+
+def crawl(stage: Stage, monkeypatch: pytest.MonkeyPatch, *, bad_slots: Callable[[str, int], bool], most: int) -> int:
+    """Hang the first rank in a bad slot (or rank 2) after every step; the number of incidents until the run is over."""
+    start_s = time.time() - stage.now_s
+    monkeypatch.setattr(time, "time", lambda: start_s + stage.now_s)
+    for step in range(8, 8 + most):
+        stage.advance(step)
+        seats = [(host, slot) for host, slot in stage.seats]
+        rank = next((rank for rank, seat in enumerate(seats) if bad_slots(*seat)), None)
+        if rank is None:
+            return step - 8
+        stage.pass_time(25.0)
+        host, slot = seats[rank]
+        stage.agents[host].lose(slot, kind="Silence", signal=0, message="stopped answering 25 s ago")
+        stage.pass_time(1.0)
+        if stage.coordinator.state.is_over:
+            return step - 7
+        stage.ready()
+        stage.pass_time(0.25)
+    return most
+
+
+def test_a_slot_that_hangs_once_per_step_loses_its_rank_to_a_spare_slot(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.host("a", 5)
+    stage.start(step=7)
+    assert crawl(stage, monkeypatch, bad_slots=lambda host, slot: slot == 2, most=20) == 3
+    (quarantine,) = stage.events("quarantine")
+    assert (quarantine["host"], quarantine["slot"]) == ("a", 2)
+    assert re.fullmatch(
+        r"slot 2 of host a failed 3 times with Silence; incidents cost [\d.]+ s of the last [\d.]+ s "
+        r"\(fault.max_lost = 0.8\)",
+        quarantine["reason"],
+    )
+    assert (stage.world, stage.seats[2]) == (4, ["a", 4])
+
+
+def test_a_host_whose_slots_hang_is_excluded_also_when_its_agent_starts_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.host("a", 4)
+    spare = stage.host("b", 4)
+    stage.start(step=7)
+    assert crawl(stage, monkeypatch, bad_slots=lambda host, slot: host == "a", most=40) == 6
+    moved, excluded = stage.events("quarantine")
+    assert (moved["host"], moved["slot"], excluded["host"], "slot" in excluded) == ("a", 0, "a", False)
+    assert "host a failed 6 times with Silence, last in slot 1 of host a; incidents cost" in excluded["reason"]
+    assert stage.seats == [["b", slot] for slot in range(4)]
+    spare.lose(3, up=False)
+    stage.agents["a"].hang_up()
+    stage.pass_time(3.0)
+    stage.agents["a"].join()
+    assert stage.coordinator.state.num_usable == 3, "it takes no part"
+    stage.restart()
+    spare.join()
+    stage.agents["a"].join()
+    assert stage.coordinator.state.num_usable == 3, "nor with another coordinator"
+
+
+def test_a_hang_that_follows_the_rank_from_host_to_host_is_the_end(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abcd":
+        stage.host(name, 2)
+    stage.start(step=7)
+    count = crawl(stage, monkeypatch, bad_slots=lambda host, slot: [host, slot] == stage.seats[2], most=60)
+    assert stage.status == ("failed", 3)
+    assert count == 6
+    assert re.search(
+        r"given up: slot 0 of host c failed 3 times with Silence, as others on b did: it is no fault of a host; "
+        r"incidents cost .* of the last .* \(fault.max_lost = 0.8\)",
+        stage.message,
+    )
+
+
+@pytest.mark.parametrize("recovery", ["replace", "auto"])
+def test_a_hang_once_per_step_without_a_spare_ends_with_slot_host_cause_and_cost(
+    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, recovery: str
+) -> None:
+    stage = make_stage(recovery=recovery)
+    stage.host("a", 4)
+    stage.start(step=7)
+    count = crawl(stage, monkeypatch, bad_slots=lambda host, slot: [host, slot] == stage.seats[-1], most=40)
+    assert stage.status == ("failed", 3)
+    assert count == {"replace": 4, "auto": 7}[recovery]
+    reason = stage.message.partition("given up: ")[2]
+    start, ending = {
+        "replace": ("slot 3 of host a failed 4 times with Silence; incidents cost", "no other slot is free"),
+        "auto": ("host a failed 7 times with Silence, last in slot 2 of host a; incidents cost", "no other host"),
+    }[recovery]
+    assert reason.startswith(start)
+    assert ending in reason
+
+
+def test_incidents_that_leave_time_to_train_reach_no_limit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_s = time.time() - stage.now_s
+    monkeypatch.setattr(time, "time", lambda: start_s + stage.now_s)
+    agent = stage.host("a", 5)
+    stage.start(step=7)
+    for step in range(10, 210, 10):
+        for more in range(10):  # as long as the incident takes
+            stage.pass_time(2.6)
+            stage.advance(step + more)
+        stage.pass_time(25.0)
+        agent.lose(2, kind="Silence", signal=0, message="stopped answering 25 s ago")
+        stage.pass_time(1.0)
+        stage.ready()
+    assert (len(stage.events("incident")), stage.events("quarantine")) == (20, [])
+    assert not stage.coordinator.state.is_over
+
+
+def test_the_history_outlives_the_coordinator_and_0_7_wrote_none(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.host("a", 5)
+    stage.start(step=7)
+    assert crawl(stage, monkeypatch, bad_slots=lambda host, slot: slot == 2, most=2) == 2
+    history = stage.coordinator.state.saved.history
+    body = stage.coordinator.state.saved.to_json()
+    assert SavedState.from_json(json.loads(json.dumps(body))).history == history
+    assert [one.place.slot for one in history.incidents] == [2, 2]
+    del body["history"]
+    assert SavedState.from_json(body).history.incidents == ()

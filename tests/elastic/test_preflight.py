@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -235,7 +236,42 @@ def test_disk(cpu_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     assert list(checks.check_disk(with_state(plan, checkpoint_bytes=2e9, hosts=2), tmp_path, host="a")) == []
     short = replace(plan, duration=replace(plan.duration, training_s=1.0))  # it saves once, at its end
-    assert list(checks.check_disk(with_state(short, checkpoint_bytes=2e9), tmp_path, host="a")) == []
+    assert list(checks.check_disk(with_state(short, checkpoint_bytes=4e9), tmp_path, host="a")) == []
+    (problem,) = checks.check_disk(with_state(short, checkpoint_bytes=4.2e9), tmp_path, host="a")
+    assert problem.what == f"4.10 GB is free in {tmp_path}; a checkpoint of this host needs 4.20 GB"
+
+
+@pytest.mark.parametrize(
+    ("steps", "training_s", "interval_s", "saves"),
+    [
+        (14, 20.0, 600.0, 1),  # only the last
+        (14, 599.0, 600.0, 1),
+        (14, 600.0, 600.0, 2),  # one is due just before the end
+        (1000, 6000.0, 600.0, 11),
+        (3, 6000.0, 600.0, 3),  # no step is saved twice
+        (1000, 6000.0, math.inf, 1),
+        (0, 0.0, 600.0, 1),
+    ],
+)
+def test_expected_saves(cpu_plan: Plan, steps: int, training_s: float, interval_s: float, saves: int) -> None:
+    prediction = replace(cpu_plan.prediction, step_s=1.0, step_s_high=1.0)
+    plan = replace(
+        cpu_plan,
+        prediction=prediction,
+        duration=replace(cpu_plan.duration, steps=steps, training_s=training_s),
+        reliability=replace(cpu_plan.reliability, interval_s=interval_s),
+    )
+    assert checks.expected_saves(plan) == saves
+
+
+def test_of_the_predicted_step_times_the_longest_counts(cpu_plan: Plan) -> None:
+    plan = replace(
+        cpu_plan,
+        prediction=replace(cpu_plan.prediction, step_s=1.0, step_s_high=2.0),
+        duration=replace(cpu_plan.duration, steps=1000, training_s=1000.0),
+        reliability=replace(cpu_plan.reliability, interval_s=600.0),
+    )
+    assert checks.expected_saves(plan) == 4
 
 
 def test_object_storage_has_no_disk_to_fill(cpu_plan: Plan, tmp_path: Path) -> None:
@@ -335,7 +371,8 @@ def test_a_checkpoint_that_is_there_needs_no_room(
     fields = [*real[:10], real.f_fsid]
     fields[0:2], fields[4] = [4096, 4096], 10**6  # 4.096 GB are free
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
-    plan = with_state(cpu_plan, checkpoint_bytes=3e9)
+    long = replace(cpu_plan, duration=replace(cpu_plan.duration, training_s=1e6))
+    plan = with_state(long, checkpoint_bytes=3e9)
     assert len(list(checks.check_disk(plan, tmp_path, host="a"))) == 1
     folder = tmp_path / plan.job.checkpoint.path / "step-00000010"
     folder.mkdir(parents=True)

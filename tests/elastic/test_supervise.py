@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.elastic import local_launch
 from phalanx.plan.plan import Plan
 from phalanx.record.events import read_events
 from phalanx.record.run import Run, create_run
@@ -275,6 +276,20 @@ def test_a_rank_that_ignores_sigterm_is_killed_all_the_same(run: Run, finish: Fi
     assert "rank 2 of 4" in output
 
 
+def test_a_rank_that_hangs_once_per_step_is_no_endless_crawl(make_run: MakeRun, finish: Finish) -> None:
+    run = make_run("replace")
+    code, output = finish(run, "crawl")
+    assert code == 3
+    assert re.search(
+        r"given up: slot 2 of host host-0 failed \d+ times with Silence; incidents cost \S+ s of the last \S+ s "
+        r"\(fault.max_lost = 0.8\); no other slot is free\n",
+        output,
+    )
+    incidents = supervisor(run, "incident")
+    assert 3 <= len(incidents) <= 20
+    assert {(one["slot"], one["in_a_row"]) for one in incidents} == {(2, 1)}, "each time a new step was done"
+
+
 # ---- stopping --------------------------------------------------------------------------------------------------------
 
 
@@ -403,6 +418,25 @@ def test_an_agent_that_is_killed_again_and_again_is_the_end(make_run: MakeRun, s
     assert process.returncode == 3
     assert f"the supervisor of {run.path} was killed by SIGKILL\n" in output
     assert orphans(run) == []
+
+
+@pytest.mark.parametrize("cause", ["HostLost", "KeyError"])
+def test_the_signal_of_an_agent_is_named_where_the_coordinator_wrote_the_reason(run: Run, cause: str) -> None:
+    end = f"set_status('failed', exit_code=3, message='step 3: rank 0', cause={cause!r})"
+    code = (
+        f"import os, sys; from phalanx.record.run import open_run; open_run(sys.argv[1]).{end}; os.kill(os.getpid(), 9)"
+    )
+    outcome = local_launch.tend_agents(
+        run,
+        hosts=local_launch.local_hosts(1),
+        environ=os.environ,
+        tick=lambda: None,
+        asked=lambda count: None,
+        stop_requests=(),
+        agent=("-c", code),
+    )
+    named = f"\n  the supervisor of {run.path} was killed by SIGKILL" if cause == "HostLost" else ""
+    assert (outcome.state, outcome.exit_code, outcome.message) == ("failed", 3, f"step 3: rank 0{named}")
 
 
 # ---- the coordinator -------------------------------------------------------------------------------------------------

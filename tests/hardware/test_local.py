@@ -118,7 +118,7 @@ def test_saving_leaves_nothing_half_written(tmp_path: Path) -> None:
     path.mkdir()
     with pytest.raises(SystemFailure) as caught:
         save_profile(PROFILE, path)
-    assert "cannot write the profile" in str(caught.value)
+    assert f"{path}: cannot be written: " in str(caught.value)
     assert [entry.name for entry in tmp_path.iterdir()] == ["p.json"]
 
 

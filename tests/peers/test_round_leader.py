@@ -5,13 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from phalanx.peers import messages as say
 from phalanx.peers.facts import Member, MemberView
 from phalanx.peers.round_leader import RoundLeader
-from phalanx.peers.screening import UsualUpdate, screen_ready
 
 IDS = [f"{place:016x}" for place in range(5)]
 
@@ -31,7 +29,7 @@ class Stage:
             view=self.view,
             syncing=set(),
             leaving=set(),
-            settings=SimpleNamespace(judge=None, norm_limit=10.0, reconnect_s=0.5),
+            settings=SimpleNamespace(judge=None, norm_limit=10.0, reconnect_s=0.5, aggregation="mean"),
             views=SimpleNamespace(acceptor=SimpleNamespace(is_frozen=False), installed=None),
             links=SimpleNamespace(post=lambda peer, message: None),
             rounds=SimpleNamespace(on_message=lambda peer, message: self.sent.append(message), pending=None),
@@ -74,19 +72,6 @@ def ready() -> say.Ready:
         timeout_s=9.0,
         call=0,
     )
-
-
-def test_of_two_updates_the_one_far_from_the_last_round_is_left_out() -> None:
-    def drops(one: say.Ready, other: say.Ready, last: UsualUpdate | None) -> dict[str, str]:
-        return screen_ready({IDS[0]: one, IDS[1]: other}, 10.0, None, last)
-
-    usual, plain = UsualUpdate(norm=1.0, weight=1.0), ready()
-    poisoned, lying = (msgspec.structs.replace(plain, **{name: 1000.0}) for name in ("norm", "weight"))
-    assert drops(plain, poisoned, usual) == {IDS[1]: "the norm of its update, 1e+03, is 1e+03 times the last round's"}
-    assert drops(lying, plain, usual) == {IDS[0]: "it claims a weight of 1e+03, 1e+03 times the last round's"}
-    assert drops(poisoned, poisoned, usual) == {}  # another kind of update: both are
-    assert drops(plain, poisoned, None) == {}  # nobody can tell which of them is wrong
-    assert drops(plain, poisoned, UsualUpdate(norm=0.0, weight=1.0)) == {}  # who is present was all that was exchanged
 
 
 @pytest.mark.parametrize(

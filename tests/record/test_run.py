@@ -43,7 +43,7 @@ def test_a_root_that_cannot_hold_runs(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SystemFailure) as caught:
         make(tmp_path / "file" / "runs")
-    assert "cannot hold a run: Not a directory\n  name a writable folder with --runs DIR" in str(caught.value)
+    assert "cannot be written: Not a directory\n  name a writable folder with --runs DIR" in str(caught.value)
 
 
 def test_a_folder_that_is_no_run_names_those_that_are(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from unittest.mock import patch
 from phalanx.errors import UserError
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.job.load import load
-from phalanx.plan import make
+from phalanx.plan import search_or_shrink
 from phalanx.plan.make import make_plan
 from phalanx.plan.search import SearchResult, search_layouts
 from phalanx.rules.edition import EDITION, find_rule
@@ -112,7 +112,7 @@ def _planned(sets: tuple[str, ...], text: str, cluster: str | None) -> Evidence:
     where = resolve_cluster(cluster or resolved.job.cluster.target)
     refusals, plan = (), None
     try:
-        with patch.object(make, search_layouts.__name__, _search_once):
+        with patch.object(search_or_shrink, search_layouts.__name__, _search_once):
             plan = make_plan(resolved, where)
     except UserError as error:
         refusals = error.problems

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from phalanx.api.jobs import look_at_files, override_texts
 from phalanx.api.results import Overrides, PublicResult, Tell, teller, warn
-from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.errors import Problem, mistake
 from phalanx.hardware.types import Cluster
+from phalanx.io.path_probes import is_file, is_folder, resolve_path
+from phalanx.io.write_errors import write_failure
 from phalanx.job.load import ResolvedJob, load
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
@@ -87,7 +89,7 @@ def check(
     if not isinstance(target, str | Path):
         return _check_value(target, request, **applied)
     path = Path(target)
-    if path.is_file() and not is_plan(path) and not (request.source or trainer_of_file(path)):
+    if is_file(path) and not is_plan(path) and not (request.source or trainer_of_file(path)):
         # whether the files of a job fit it; no rule reads files of that size
         warn(look_at_files(load(path, overrides=request.overrides), tell).warnings, tell)
     reading = ReadProgress(str(target), tell)
@@ -141,7 +143,7 @@ def _check_request(**given: Unpack[EvidenceOptions]) -> Request:
         raise mistake("phalanx check", what, fix="a plan has its cluster: give one")
     folders = tuple(Path(name) for name in given.get("drills", ()))
     for folder in folders:
-        if not folder.is_dir():
+        if not is_folder(folder):
             fix = "name the folder that phalanx drill wrote into"
             raise mistake(f"--drills {str(folder)[:200]}", "is not a folder", fix=fix)
     return Request(
@@ -289,14 +291,14 @@ def _refuse_unmendable(path: Path, source: str) -> None:
     def refuse(what: str, fix: str) -> None:
         raise mistake(str(path), f"{what}, and only job files are edited", fix=fix)
 
-    if path.is_dir():
+    if is_folder(path):
         refuse("is a run", "edit the job file that it was started from, and start it again")
     if is_plan(path):
         refuse("is a plan", "edit its job file, and plan again")
-    if path.is_file() and (source or trainer_of_file(path)):
+    if is_file(path) and (source or trainer_of_file(path)):
         refuse("is a configuration of another trainer", "phalanx import writes it as a job file")
-    folder = path.resolve().parent
-    if folder.is_dir() and has_events(os.listdir(folder)):
+    folder = resolve_path(path).parent
+    if is_folder(folder) and has_events(os.listdir(folder)):
         refuse("belongs to a run and says how it was started", "edit the job file that it was started from")
 
 
@@ -386,8 +388,7 @@ class RuleList(PublicResult):
                 if old.name not in made and WROTE in old.read_text(encoding="utf-8", errors="replace"):
                     old.unlink()
         except OSError as error:
-            what = f"cannot be written: {error.strerror or error}"
-            raise SystemFailure(Problem(where=str(root), what=what, fix="name another --write")) from error
+            raise write_failure(root, error, fix="name another --write") from error
         for name, text in made.items():
             write_text(root / name, text, fix="name another --write")
         return len(made)

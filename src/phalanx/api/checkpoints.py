@@ -11,6 +11,7 @@ from phalanx.api.results import PublicResult, Tell, teller
 from phalanx.api.runs import AnyRun, run
 from phalanx.errors import mistake
 from phalanx.io.checksums import CHECKSUMS, read_checksums, verify_checksums
+from phalanx.io.path_probes import is_file, is_folder, path_exists
 from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
@@ -148,7 +149,7 @@ def checkpoints(
     """
     tell = teller(progress)
     folder = path.path if isinstance(path, Run) else Path(path)
-    if not (folder / "plan.json").is_file() and (folder / CHECKSUMS).is_file():
+    if not is_file(folder / "plan.json") and is_file(folder / CHECKSUMS):
         if not checksum:
             return WeightFolder(path=folder, files=len(read_checksums(folder)), damage=(), verified=False)
         files, problems = verify_checksums(folder, fix=COPY_AGAIN)
@@ -207,7 +208,7 @@ def export(
     from phalanx.train.export import export_weights
 
     folder = Path(out)
-    if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
+    if path_exists(folder) and any(folder.iterdir() if is_folder(folder) else [folder]):
         raise mistake(str(out), "exists already and is not empty", fix="name a folder that does not exist yet")
     made = export_weights(str(path.path if isinstance(path, Run) else path), folder, step=step, dtype=dtype)
     for text in made.warnings:

@@ -21,6 +21,7 @@ from phalanx.hardware.probe import probe as measure
 from phalanx.hardware.this_machine import machine_cluster
 from phalanx.hardware.types import Accelerator, Cluster, Machine
 from phalanx.io.codec import json_values
+from phalanx.io.path_probes import is_folder
 from phalanx.io.tables import text_table
 from phalanx.units import format_bytes, format_flops, format_seconds, plural
 
@@ -223,7 +224,7 @@ def probe(
     if not LEAST_S <= seconds <= MOST_S:
         why = "a shorter probe is too noisy, a longer one is no more accurate"
         raise mistake("--seconds", f"{seconds:g} is out of range", why=why, fix=f"use {LEAST_S:g} to {MOST_S:g}")
-    if not Path(disk).is_dir():
+    if not is_folder(disk):
         raise mistake("--disk", f"{disk} is not a folder", fix="name the folder checkpoints will go to")
     machine = discover()
     for text in machine.notes:
@@ -232,7 +233,7 @@ def probe(
     named = os.environ.get("PHALANX_PROFILE", "")
     read_later = Path(named) if named else usual  # where later plans look for a profile of this machine
     path = Path(out) if out is not None else read_later
-    if path != usual and not path.parent.is_dir():  # said before half a minute is spent
+    if path != usual and not is_folder(path.parent):  # said before half a minute is spent
         what = f"cannot be written: there is no folder {path.parent}"
         raise SystemFailure(Problem(where=str(path), what=what, fix="make the folder, or name another --out"))
     profile = _measure_machine(machine, engine=engine, seconds=seconds, disk=Path(disk), tell=tell)

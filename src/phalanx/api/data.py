@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.api.results import PublicResult, Tell, teller
 from phalanx.errors import RuleError, mistake
 from phalanx.io.codec import json_values
+from phalanx.io.path_probes import path_exists
 from phalanx.units import format_bytes, format_count, format_seconds, parse_count, plural
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _data_origin(text: str) -> TextOrigin:
     from phalanx.train.data.build_dataset import TextOrigin
 
     head, equals, tail = text.rpartition("=")
-    if not equals or Path(text).exists():
+    if not equals or path_exists(text):
         return TextOrigin(path=Path(text))
     try:
         return TextOrigin(path=Path(head), weight=float(tail))

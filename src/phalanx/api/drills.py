@@ -16,7 +16,7 @@ from phalanx.api.train_inputs import require_spec
 from phalanx.errors import mistake
 from phalanx.io.codec import json_values
 from phalanx.io.tables import text_table
-from phalanx.units import MINUTE_S, format_seconds, plural
+from phalanx.units import MINUTE_S, format_seconds, number_text, plural
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -232,7 +232,9 @@ def _check_ranges(call: DrillCall) -> None:
         ("--seed", call.seed, 0, 2**63),
     ):
         if not least <= value <= most:
-            raise mistake(WHERE, f"{name} {value:g} is not between {least:g} and {most:g}", fix=f"use {name} {least:g}")
+            raise mistake(
+                WHERE, f"{name} {number_text(value)} is not between {least:g} and {most:g}", fix=f"use {name} {least:g}"
+            )
 
 
 def _refuse_launcher() -> None:

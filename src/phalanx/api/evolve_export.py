@@ -8,6 +8,7 @@ from pathlib import Path
 from phalanx.api.results import PublicResult
 from phalanx.errors import mistake
 from phalanx.io.files import write_text
+from phalanx.io.path_probes import path_exists
 from phalanx.units import plural
 
 
@@ -38,7 +39,7 @@ def export(archive: str | Path, out: str | Path) -> ExportedExamples:
     from phalanx.evolve.examples import example_lines
 
     source, target = Path(archive), Path(out)
-    if target.exists() and source.exists() and target.samefile(source):
+    if path_exists(target) and path_exists(source) and target.samefile(source):
         raise mistake("--out", "is the archive itself", why="it would be overwritten", fix="name another file")
     found, _ = read_archive(source)
     write_text(target, "".join(f"{line}\n" for line in example_lines(found)), fix="name another --out")

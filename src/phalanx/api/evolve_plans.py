@@ -13,8 +13,9 @@ from phalanx.api.results import Overrides, PublicResult, Tell, teller
 from phalanx.errors import mistake
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.types import Cluster
+from phalanx.io.limits import MAX_INNER_STEPS
 from phalanx.io.tables import text_table
-from phalanx.units import format_bytes
+from phalanx.units import format_bytes, number_text
 
 if TYPE_CHECKING:
     from phalanx.evolve.plan_problem import PlanProblem
@@ -128,6 +129,9 @@ def plans(
     from phalanx.plan.request import request_from_job
 
     memory, links = _limits("--memory", memory_gb), _limits("--links", links_gbits)
+    if not 1 <= most_inner_steps <= MAX_INNER_STEPS:
+        what = f"{number_text(most_inner_steps)} is not between 1 and {MAX_INNER_STEPS:,}"
+        raise mistake("--most-inner-steps", what, fix="use 500, as DiLoCo did")
     inner_steps = tuple(one for one in INNER_STEPS if one <= most_inner_steps)
     resolved = read_job(job, overrides, where=WHERE)
     asked = resolved.job

@@ -12,7 +12,8 @@ from phalanx.api.fabric_inputs import named_fabric
 from phalanx.api.results import INTERRUPTED, Overrides, PublicResult, Tell, teller, warn
 from phalanx.errors import Problem, UserError, mistake
 from phalanx.io.codec import json_values
-from phalanx.units import parse_count, plural
+from phalanx.io.limits import MAX_SHOWN_ROWS
+from phalanx.units import number_text, parse_count, plural
 
 if TYPE_CHECKING:
     from phalanx.api.jobs import AnyJob
@@ -124,6 +125,8 @@ def design(
     tell = teller(progress)
     if top < 1:
         raise mistake(WHERE, f"--top {top} shows nothing", fix="use 1 or more")
+    if top > MAX_SHOWN_ROWS:
+        raise mistake(WHERE, f"--top {number_text(top)} is above {MAX_SHOWN_ROWS:,}", fix="--csv writes all designs")
     switches: tuple[Switch, ...] = ()
     if catalogue is not None:
         from phalanx.network.fabric.switch_catalogue import read_catalogue

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.api.results import Overrides, PublicResult, Tell, warn
 from phalanx.errors import Problem, UserError, mistake
+from phalanx.io.path_probes import is_file, is_folder, path_exists
 from phalanx.job.load import ResolvedJob
 from phalanx.job.load import load as load_file
 from phalanx.job.schema import Job
@@ -144,7 +145,7 @@ def show(job: AnyJob, *, overrides: Overrides = ()) -> JobTable:
     'examples/drill.toml:25'
     """
     run = None
-    if isinstance(job, str | Path) and Path(job).is_dir():
+    if isinstance(job, str | Path) and is_folder(job):
         from phalanx.record.run import open_run
 
         run = open_run(job)
@@ -208,7 +209,7 @@ def import_job(
     from phalanx.rules.foreign.readers import find_trainer
 
     file, target = Path(path), Path(out) if out else None
-    if target is not None and target.exists() and not force:
+    if target is not None and path_exists(target) and not force:
         raise mistake(
             str(target),
             "exists already",
@@ -236,7 +237,7 @@ def _recognised_trainer(path: Path) -> str:
     from phalanx.rules.foreign.detect import trainer_of_file
     from phalanx.rules.foreign.readers import TRAINERS
 
-    if not path.is_file():
+    if not is_file(path):
         read_text(path, noun="configuration")  # says what is wrong with it
     kind = trainer_of_file(path)
     if not kind:

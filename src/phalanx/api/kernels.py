@@ -17,7 +17,9 @@ from phalanx.api.results import PublicResult, Tell, teller
 from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.io.codec import json_text, json_values
 from phalanx.io.files import write_text
+from phalanx.io.path_probes import path_exists
 from phalanx.io.tables import text_table
+from phalanx.io.write_errors import write_failure
 from phalanx.units import GIB, format_bytes, format_flops, format_seconds, plural
 
 if TYPE_CHECKING:
@@ -307,7 +309,7 @@ def new(op: str, out: str | Path) -> NewKernel:
 
     made = template_files(find_op(op, _known_ops()))
     folder = Path(out)
-    there = [name for name in made if (folder / name).exists()]
+    there = [name for name in made if path_exists(folder / name)]
     if there:
         raise mistake(str(folder / there[0]), "is there already", fix="name another folder with --out")
     _make_folder(folder)
@@ -438,8 +440,7 @@ def _make_folder(folder: str | Path) -> Path:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"cannot hold files: {error.strerror or error}"
-        raise SystemFailure(Problem(where=str(folder), what=what, fix="name a writable folder")) from error
+        raise write_failure(folder, error, fix="name a writable folder") from error
     return Path(folder)
 
 

@@ -18,6 +18,7 @@ from phalanx.api.launch_results import JobAction, LaunchResult, LogText, QueueTa
 from phalanx.api.results import Overrides, Tell, silent, teller
 from phalanx.api.train_inputs import TrainCall, check_call, plan_call, ready_to_start
 from phalanx.errors import mistake
+from phalanx.io.path_probes import is_file, resolve_path
 from phalanx.job.load import ResolvedJob
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
@@ -204,11 +205,11 @@ def logs(job: str, *, rank: int | None = None, lines: int = 50) -> LogText:
 
     if rank is not None:
         path = open_run(find_record(job, os.environ).run).log(rank)
-        if rank < 0 or not path.is_file():
+        if rank < 0 or not is_file(path):
             raise mistake(job, f"rank {rank} has no log", fix=f"phalanx logs {job} shows the output of the launch")
         return LogText(files={str(path): _last_lines(path, lines)})
     system, id_ = _find_job(job)
-    files = {name: _last_lines(Path(name), lines) for name in system.logs(id_) if Path(name).is_file()}
+    files = {name: _last_lines(Path(name), lines) for name in system.logs(id_) if is_file(name)}
     if not files:
         raise mistake(job, "has no output yet", fix=f"phalanx why {job} says what it waits for")
     return LogText(files=files)
@@ -296,12 +297,12 @@ def _input_places(one: _Prepared) -> list[tuple[str, str]]:
     from phalanx.job.dataset import cache_folder, corpus_folder
 
     job, base = one.plan.job, one.resolved.path.parent
-    found = [("data.path", str((base / path).resolve())) for path in job.data.paths]
+    found = [("data.path", str(resolve_path(base / path))) for path in job.data.paths]
     if job.data.corpus and not found:
         cached = corpus_folder(job.data.corpus, cache_folder(os.environ), vocab=job.model.vocab)
         found.append(("data.corpus", str(cached.absolute())))
     if job.train.weights:
-        found.append(("train.weights", str((base / job.train.weights).resolve())))
+        found.append(("train.weights", str(resolve_path(base / job.train.weights))))
     return found
 
 

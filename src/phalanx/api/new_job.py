@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.api.results import PublicResult
-from phalanx.errors import Problem, SystemFailure, mistake, nearest
+from phalanx.errors import mistake, nearest
+from phalanx.io.path_probes import path_exists
 from phalanx.io.tables import text_table
+from phalanx.io.write_errors import write_failure
 from phalanx.job.template import DATA, TINY, render_template, vocab_of
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ def _write_schema(folder: Path) -> None:
     from phalanx.job.json_schema import SCHEMA_NAME, schema_text
 
     path = folder / SCHEMA_NAME
-    if path.exists() and b'"title": "Phalanx job file"' not in read_head(path, 4096):
+    if path_exists(path) and b'"title": "Phalanx job file"' not in read_head(path, 4096):
         return
     with contextlib.suppress(OSError):  # a help for editors alone: the job file is written
         replace_text(path, schema_text())
@@ -156,4 +158,4 @@ def _write_new(path: Path, text: str, *, force: bool) -> None:
             str(path), f"cannot be written: {error.strerror}", fix="name a file in a folder that exists"
         ) from error
     except OSError as error:
-        raise SystemFailure(Problem(where=str(path), what=f"cannot be written: {error.strerror or error}")) from error
+        raise write_failure(path, error, needed_bytes=len(text.encode())) from error

@@ -104,9 +104,10 @@ def _reason(run: Run) -> str:
 
 
 def _listens(run: Run, *, since_s: float) -> bool:
+    """Whether the process that was started at `since_s` listens: the status of an earlier one names a closed port."""
     from phalanx.train.slow_links.peer_session import read_status
 
-    return float(read_status(run).get("t", 0.0)) >= since_s - 1.0
+    return float(read_status(run).get("t", 0.0)) >= since_s
 
 
 def run_trial(first: Run, others: list[Run], plan: Plan, *, allow_code: bool, tell: Tell) -> Run:

@@ -24,6 +24,7 @@ from phalanx.api.train_inputs import TrainCall, check_call, prepare_here, settin
 from phalanx.api.training import make_run_folder
 from phalanx.errors import SystemFailure, UserError, mistake
 from phalanx.io.files import load_json, replace_bytes
+from phalanx.io.path_probes import resolve_path
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.units import format_count, plural
@@ -188,7 +189,10 @@ def join(
         raise mistake(f"{WHERE} join", what, fix="leave one of them out")
     if not client_only:
         check_listen(place)
-    texts = [*setting_texts(overrides, None), *([f"data.path={json.dumps(str(Path(data).resolve()))}"] if data else [])]
+    texts = [
+        *setting_texts(overrides, None),
+        *([f"data.path={json.dumps(str(resolve_path(data)))}"] if data else []),
+    ]
     source = job if job is not None else _job_of(path, Path(runs))
     call = _peer_call(source, cluster, None, texts, runs, check, allow_code, progress)
     run, plan = _prepare_run(call)

@@ -17,6 +17,7 @@ from phalanx.hardware.discover import discover
 from phalanx.hardware.kernel_choices import chosen_variants, kernel_cache_folder, read_choices
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
+from phalanx.io.path_probes import is_folder
 from phalanx.io.visible import one_line
 from phalanx.plan.make import make_plan, plan_here
 from phalanx.plan.plan import CalibrationNote, Plan
@@ -160,7 +161,7 @@ def calibrate(measured: str | Path) -> CalibrationResult:
     from phalanx.validate.calibration_report import calibrate_run, calibrate_table
 
     source = Path(measured)
-    return CalibrationResult(report=calibrate_run(source) if source.is_dir() else calibrate_table(source))
+    return CalibrationResult(report=calibrate_run(source) if is_folder(source) else calibrate_table(source))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

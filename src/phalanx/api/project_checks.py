@@ -11,6 +11,7 @@ from phalanx.api.checking import check
 from phalanx.api.jobs import override_texts
 from phalanx.api.results import Overrides, PublicResult, Tell, teller
 from phalanx.errors import PhalanxError, mistake
+from phalanx.io.path_probes import is_file, is_folder
 from phalanx.io.tables import text_table
 from phalanx.units import plural
 
@@ -124,13 +125,13 @@ def check_project(
     own_rules: dict[Path | None, Sequence[RuleSource]] = {}
     for target in targets or (".",):
         path = Path(target)
-        folder = path if path.is_dir() else path.parent
+        folder = path if is_folder(path) else path.parent
         project = read_config(Path(config)) if config is not None else find_config(folder)
         configs.append(project)
         if project.file not in own_rules:  # told once, also where many files are named
             own_rules[project.file] = _project_rules(project, given, allow_code=allow_code, tell=tell)
         own = own_rules[project.file]
-        files: Sequence[Path] = (path,) if not (skip_others and path.is_file()) or can_judge(path) else ()
+        files: Sequence[Path] = (path,) if not (skip_others and is_file(path)) or can_judge(path) else ()
         if _is_project_folder(path):
             found = find_files(path, project)
             files, looked_at, searched = found.files, looked_at + found.looked_at, True
@@ -173,7 +174,7 @@ def _is_project_folder(path: Path) -> bool:
     """Whether a target is a folder of files to look for, and not a run."""
     from phalanx.record.run_files import has_events
 
-    if not path.is_dir():
+    if not is_folder(path):
         return False
     names = {one.name for one in path.iterdir()}
     return not ("plan.json" in names or "status.json" in names or has_events(names))
@@ -205,7 +206,7 @@ def _file_options(
     from phalanx.rules.foreign.detect import trainer_of_file
     from phalanx.rules.gather import is_plan
 
-    planned = not file.is_file() or is_plan(file)
+    planned = not is_file(file) or is_plan(file)
     try:
         foreign = bool(source) or (not planned and bool(trainer_of_file(file)))
     except PhalanxError:
@@ -231,5 +232,5 @@ def _baseline_path(given: str | Path | None, configs: Sequence[ProjectConfig], *
     named = next((one for one in configs if one.baseline), None)
     if named is not None:
         path = named.folder / named.baseline
-        return path if write or path.is_file() else None
+        return path if write or is_file(path) else None
     return Path(BASELINE_NAME) if write else None

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from phalanx.api.jobs import AnyJob, override_texts, read_job
 from phalanx.api.results import Overrides, PublicResult, Tell, teller, warn
 from phalanx.errors import mistake
-from phalanx.hardware.this_machine import MOST_RANKS_PER_GPU
 from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
+from phalanx.io.limits import MAX_RANKS_PER_GPU, MAX_SECONDS, MAX_WORKERS
 from phalanx.job.schema import PluginReferences
-from phalanx.units import format_seconds, plural
+from phalanx.units import format_seconds, number_text, plural
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
@@ -91,11 +91,13 @@ def verify(
         raise mistake(where, f"--steps {steps} is not between 1 and {MOST_STEPS:,}", fix="use 5")
     if timeout is not None and not timeout > 0:
         raise mistake(where, f"--timeout {timeout:g} is not above 0", fix="use 120")
+    if timeout is not None and timeout > MAX_SECONDS:
+        raise mistake(where, f"--timeout {number_text(timeout)} is above {MAX_SECONDS:g} seconds", fix="use 120")
     if ranks_per_gpu is not None and device == "cpu":
         what = f"--ranks-per-gpu {ranks_per_gpu} without --device cuda has no effect"
         raise mistake(where, what, fix="add --device cuda, or leave it out")
-    if ranks_per_gpu is not None and not 1 <= ranks_per_gpu <= MOST_RANKS_PER_GPU:
-        what = f"--ranks-per-gpu {ranks_per_gpu} is not between 1 and {MOST_RANKS_PER_GPU}"
+    if ranks_per_gpu is not None and not 1 <= ranks_per_gpu <= MAX_RANKS_PER_GPU:
+        what = f"--ranks-per-gpu {ranks_per_gpu} is not between 1 and {MAX_RANKS_PER_GPU}"
         raise mistake(where, what, fix="use 4")
     if plan is not None and cluster:
         raise mistake(where, "--plan and --cluster exclude each other", fix="give one of them")
@@ -298,6 +300,9 @@ def trace(
     need_torch()
     if workers < 0:
         raise mistake("phalanx trace", f"--workers {workers} is below 0", fix="use 1 or more")
+    if workers > MAX_WORKERS:
+        what = f"--workers {number_text(workers)} is above {MAX_WORKERS:,}"
+        raise mistake("phalanx trace", what, fix="use the number of cores, which is the default")
     resolved = with_absolute_files(read_job(job, overrides, where="phalanx.trace"))
     warn(resolved.warnings, tell)
     plan = make_plan(resolved, cluster)

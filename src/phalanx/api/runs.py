@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.api.results import PublicResult, Tell, own_version, teller, warn
 from phalanx.errors import SystemFailure, UserError, mistake
 from phalanx.io.codec import json_values
+from phalanx.io.path_probes import is_file, is_folder
 from phalanx.io.visible import one_line
 from phalanx.job.load import ResolvedJob
 from phalanx.job.schema import Job
@@ -124,7 +125,7 @@ def runs(folder: str | Path = "runs") -> RunList:
     ...     print(one.name, one.status()["state"])
     """
     root = Path(folder)
-    if not root.is_dir():
+    if not is_folder(root):
         raise mistake(str(root), "there is no such folder", fix="name the folder that phalanx train --runs named")
     return RunList(list_runs(root))
 
@@ -257,7 +258,7 @@ def diff(
     tell = teller(progress)
     if not 0.0 <= within < 1.0:
         raise mistake("phalanx diff", f"--within {within} is not a share", fix="use a number from 0 to 1, as 0.05")
-    found = [open_run(one) if isinstance(one, str | Path) and Path(one).is_dir() else one for one in (a, b)]
+    found = [open_run(one) if isinstance(one, str | Path) and is_folder(one) else one for one in (a, b)]
     if isinstance(found[0], Run) and isinstance(found[1], Run):
         left, right = of_runs(found[0], found[1])
     else:
@@ -287,7 +288,7 @@ def _diff_side(given: AnyRun | Plan | AnyJob, tell: Tell) -> Side:
         resolved = load(name)
         warn(resolved.warnings, tell)
         return of_job(name, job_to_dict(resolved.job))
-    if not path.is_file():
+    if not is_file(path):
         raise mistake(name, "there is no such run, plan or job", fix="name a run folder, a plan.json or a job.toml")
     from phalanx.record.run_files import read_json
 

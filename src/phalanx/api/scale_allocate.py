@@ -13,6 +13,7 @@ from phalanx.api.scale_inputs import require_text, require_whole
 from phalanx.errors import mistake
 from phalanx.io.codec import json_values
 from phalanx.io.files import write_text
+from phalanx.io.path_probes import resolve_path
 from phalanx.record.run import require_name
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class SizedRun(PublicResult):
 
         text, spec = self.allocation.job_toml, self.allocation.cluster_spec
         if (spec.endswith(".toml") or "/" in spec) and not Path(spec).is_absolute():
-            there = os.path.relpath(Path(spec).resolve(), Path(path).resolve().parent)
+            there = os.path.relpath(resolve_path(spec), resolve_path(path).parent)
             text = text.replace(cluster_section(spec), cluster_section(there))
         write_text(Path(path), text, fix="name another --out")
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.api.results import PublicResult
-from phalanx.errors import Problem, SystemFailure, mistake, nearest
+from phalanx.errors import mistake, nearest
 from phalanx.io.codec import json_text, json_values
 from phalanx.io.files import write_text
+from phalanx.io.path_probes import is_folder
+from phalanx.io.write_errors import write_failure
 from phalanx.scale.fit_result import ScalingFit
 from phalanx.scale.points import COUNTED, FLOPS_COUNTED, ScalingPoints, TableOptions
 
@@ -59,8 +61,7 @@ class FittedLaw(PublicResult):
         try:
             target.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            what = f"cannot hold pictures: {error.strerror or error}"
-            raise SystemFailure(Problem(where=str(target), what=what, fix="name a writable folder")) from error
+            raise write_failure(target, error, fix="name a writable folder") from error
         names = []
         for name, one in made.items():
             _write_picture(target / f"{name}.svg", f"{standalone_svg(one.to_svg())}\n".encode())
@@ -96,8 +97,7 @@ def _write_picture(path: Path, data: bytes) -> None:
     try:
         path.write_bytes(data)
     except OSError as error:
-        what = f"cannot be written: {error.strerror or error}"
-        raise SystemFailure(Problem(where=str(path), what=what, fix="name another place with --plots")) from error
+        raise write_failure(path, error, needed_bytes=len(data), fix="name another place with --plots") from error
 
 
 def fit(
@@ -150,7 +150,7 @@ def fit(
         repeated=repeated,
     )
     path = Path(source)
-    if path.is_dir():
+    if is_folder(path):
         from phalanx.scale.run_points import read_run_points
 
         points = read_run_points(path, options)

@@ -11,6 +11,7 @@ from phalanx.api.scale_fit import FittedLaw
 from phalanx.api.scale_inputs import require_number
 from phalanx.errors import mistake
 from phalanx.io.codec import json_values
+from phalanx.io.path_probes import is_folder, path_exists
 from phalanx.io.tables import text_table
 from phalanx.units import format_count
 
@@ -81,11 +82,11 @@ def predict(
         raise mistake("--allowance", f"{allowance} is not a share", fix="use 0.08 for 8 %")
     law = fit.fit if isinstance(fit, FittedLaw) else read_fit(Path(fit))
     path = Path(run)
-    if path.is_dir():
+    if is_folder(path):
         if planned_tokens is not None:
             raise mistake("--tokens", "is for a table: a run folder says itself where the run ends", fix="leave it out")
         return _predict_folder(law, path, allowance)
-    if not path.exists():
+    if not path_exists(path):
         raise mistake(
             str(path), "there is no such run folder or table", fix="name a folder under runs/, or a CSV table"
         )

@@ -13,6 +13,7 @@ from phalanx.api.jobs import AnyJob, read_job
 from phalanx.api.results import Overrides, PublicResult, Tell, teller
 from phalanx.api.scale_inputs import require_number, require_whole
 from phalanx.errors import mistake
+from phalanx.io.path_probes import is_folder, resolve_path
 from phalanx.io.tables import text_table
 from phalanx.job.load import ResolvedJob
 from phalanx.job.model import TOKENS_PER_PARAMETER
@@ -251,7 +252,7 @@ def sweep(
     folder = SweepFolder(path=Path(out) if out is not None else Path("runs") / f"sweep-{resolved.job.name}")
     identity: dict[str, Any] = {}
     paths = [resolved.path.parent / one for one in resolved.job.data.paths]
-    if not dry_run or (paths and all(path.is_dir() for path in paths)):  # a dry run builds no dataset
+    if not dry_run or (paths and all(is_folder(path) for path in paths)):  # a dry run builds no dataset
         grid, identity = _with_data(grid, resolved, tell)
     data = str(identity.get("data", ""))
     outcomes = [folder.outcome(one, decides_digest(one, data=data)) for one in grid]
@@ -326,7 +327,7 @@ def _with_data(grid: list[SweepRun], resolved: ResolvedJob, tell: Tell) -> tuple
     from phalanx.train.prepare import find_data, need_torch
 
     need_torch()
-    paths = tuple(path.resolve() for path in find_data(resolved.job, resolved.path.parent))
+    paths = tuple(resolve_path(path) for path in find_data(resolved.job, resolved.path.parent))
     manifests = [read_manifest(path) for path in paths]
     if not sum(one.total("tokens", "heldout") for one in manifests):
         raise mistake(str(paths[0]), "holds nothing out", why="losses of a law are on text that was not trained on")

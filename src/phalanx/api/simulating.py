@@ -18,7 +18,7 @@ from phalanx.hardware.types import Cluster
 from phalanx.io.codec import json_values
 from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
-from phalanx.units import HOUR_S, plural
+from phalanx.units import HOUR_S, number_text, plural
 
 if TYPE_CHECKING:
     from phalanx.network.fabric.fabric_types import Fabric
@@ -282,7 +282,7 @@ def _no_effect_on_peers(months: MonthsCall, *, has_fabric: bool) -> list[Problem
 def _outside_range(option: str, value: float, least: float, most: float) -> Problem | None:
     if least <= value <= most:
         return None
-    return Problem(where=WHERE, what=f"{option} {value:g} is out of range", fix=f"use {least:g} to {most:g}")
+    return Problem(where=WHERE, what=f"{option} {number_text(value)} is out of range", fix=f"use {least:g} to {most:g}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -13,11 +13,13 @@ from phalanx.api.checking import check_before_training
 from phalanx.api.jobs import AnyJob, override_texts, read_job
 from phalanx.api.results import Overrides, Tell, tell_stderr, warn
 from phalanx.errors import mistake
+from phalanx.io.limits import MAX_STEPS
+from phalanx.io.path_probes import resolve_path
 from phalanx.job.load import ResolvedJob
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
-from phalanx.units import format_bytes, format_count, format_seconds, plural
+from phalanx.units import format_bytes, format_count, format_seconds, number_text, plural
 
 WHERE = "phalanx train"
 PLUGIN_KEYS = ("callbacks", "loss", "optimizer", "data", "model", "metrics")  # arguments of `train` that are code
@@ -96,6 +98,10 @@ def check_call(call: TrainCall) -> None:
         raise mistake(WHERE, f"{' and '.join(named)} exclude each other", fix="give one of them")
     if call.steps is not None and call.steps < 1:
         raise mistake(WHERE, f"--steps {call.steps} is below 1", fix="use 1 or more")
+    if call.steps is not None and call.steps > MAX_STEPS:
+        raise mistake(
+            WHERE, f"--steps {number_text(call.steps)} is above {MAX_STEPS:,}", fix=f"use at most {MAX_STEPS:,}"
+        )
     for name, least, value in (("hosts", 1, call.hosts), ("spares", 0, call.spares), ("join", 0, call.join)):
         if not least <= value <= 10**5:
             raise mistake(WHERE, f"--{name} {value} must be {least} or more", fix=f"use {least} to 100,000")
@@ -192,7 +198,7 @@ def _load_job(job: AnyJob, call: TrainCall) -> ResolvedJob:
     changed = resolved.job
     if call.cluster is not None:
         is_file = call.cluster.endswith(".toml")
-        path = str(Path(call.cluster).resolve()) if is_file else ""
+        path = str(resolve_path(call.cluster)) if is_file else ""
         cluster = replace(changed.cluster, spec="" if is_file else call.cluster, file=path)
         changed = replace(changed, cluster=cluster)
     if call.steps:

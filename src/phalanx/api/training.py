@@ -30,6 +30,7 @@ from phalanx.api.train_inputs import (
 )
 from phalanx.errors import PhalanxError, Problem, TrainingFailure, mistake
 from phalanx.io.codec import json_text
+from phalanx.io.path_probes import is_file, resolve_path
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.units import plural
@@ -264,7 +265,7 @@ def _first_host(run: Run, call: TrainCall) -> tuple[HostSpec, ...]:
     run.set_launch(**{**run.launch(), "join": call.join})
     others = plural(call.join - 1, "other host")
     consent = " --allow-code" if call.consents else ""
-    call.tell(f"  on the {others}: phalanx agent {run.path.resolve()} --address THEIR_ADDRESS{consent}")
+    call.tell(f"  on the {others}: phalanx agent {resolve_path(run.path)} --address THEIR_ADDRESS{consent}")
     name = platform.node() or "localhost"
     return (
         HostSpec(
@@ -385,7 +386,7 @@ def join_run(
     need_torch()
     found = run if isinstance(run, Run) else open_run(run)
     where = str(found.path if isinstance(run, Run) else run)
-    if not (found.path / "secret").is_file():
+    if not is_file(found.path / "secret"):
         raise mistake(
             where,
             "has no secret: nobody has launched it yet",

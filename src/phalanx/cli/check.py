@@ -13,6 +13,7 @@ import phalanx
 from phalanx.cli.output import note, on_colour_terminal
 from phalanx.cli.parser import add_json, add_set
 from phalanx.errors import PhalanxError, mistake
+from phalanx.io.path_probes import is_folder
 from phalanx.io.visible import visible
 
 TYPE_CHECKING = False
@@ -95,7 +96,7 @@ def evidence_options(args: argparse.Namespace) -> dict[str, Any]:
 def run_command(args: argparse.Namespace) -> int:
     """0 clean, 1 findings, 2 a target that cannot be checked; the others are checked all the same."""
     form = _output_form(args)
-    if args.out and not Path(args.out).parent.is_dir():  # a report of a long log must not be lost to a misspelt name
+    if args.out and not is_folder(Path(args.out).parent):  # a report of a long log must not be lost to a misspelt name
         what, fix = "its folder does not exist", "make the folder, or name another --out"
         raise mistake(f"--out {args.out[:200]}", what, fix=fix)
     options = {

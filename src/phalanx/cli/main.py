@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from phalanx.cli.signals import CommandSignals
     from phalanx.errors import PhalanxError
 
-# A full disk, quota or file-size limit, or a failing device, behind stdout.
+# A full disk, quota or file-size limit, or a failing device, behind stdout. Other writes put their file in the error.
 FULL_STDOUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # verb -> (module with `configure_parser(parser)` and `run_command(args) -> exit code`, public functions, help)
 VERBS: dict[str, tuple[str, str, str]] = {
@@ -197,11 +197,30 @@ def _report_failure(error: Exception) -> int:
     if isinstance(error, PhalanxError):
         print(error, file=sys.stderr)
         return error.exit_code
-    if isinstance(error, OSError) and error.filename is None and error.errno in FULL_STDOUT:
-        _drop_output()
-        print(f"phalanx: cannot write the output: {error.strerror}", file=sys.stderr)
-        return 3
+    if isinstance(error, OSError):
+        from phalanx.io.write_errors import ENVIRONMENT, write_failure
+
+        if error.filename is None and error.errno in FULL_STDOUT:
+            place = _stdout_place()
+            _drop_output()
+            fix = "free space there, or redirect the output elsewhere"
+            print(write_failure(place, error, fix=fix), file=sys.stderr)
+            return 3
+        if error.errno in ENVIRONMENT:
+            place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "phalanx"
+            failure = write_failure(place, error, verb="opened" if error.filename else "continued")
+            print(failure, file=sys.stderr)
+            return failure.exit_code
     return _report_bug(error)
+
+
+def _stdout_place() -> str:
+    """The file that stdout is redirected to, or "standard output" for a pipe or terminal."""
+    try:
+        place = os.readlink(f"/proc/self/fd/{sys.stdout.fileno()}")
+    except (OSError, ValueError):
+        return "standard output"
+    return place if place.startswith("/") else "standard output"
 
 
 def _dispatch_verb(arguments: list[str]) -> int:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from phalanx.errors import UserError, mistake, nearest
+from phalanx.io.limits import MAX_OPTION
 from phalanx.io.visible import one_line
 
+MAX_OPTION_CHARACTERS = 100  # of a whole number, digits and underscores
 # An option that stands for a setting of the job: both given, one of them would be ignored without a word.
 STANDS_FOR = {"cluster": ("cluster.spec", "cluster.file"), "steps": ("data.tokens",)}
 
@@ -64,6 +66,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
         self.register("action", None, StoreOnce)
         self.register("action", "store", StoreOnce)
+        self.register("type", int, read_whole)  # every option with `type=int`
         self.given: dict[str, str] = {}  # destination -> how it was given, in the call that is being parsed
 
     def add_subparsers(self, **settings: Any) -> Any:
@@ -110,6 +113,17 @@ class Parser(argparse.ArgumentParser):
             why="they set the same thing, and only one can hold",
             fix="leave one of them out",
         )
+
+
+def read_whole(text: str) -> int:
+    """A whole number that fits into 64 bits: no option means a larger one, and arithmetic on it may not end."""
+    try:
+        value = int(text) if len(text) <= MAX_OPTION_CHARACTERS else None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{_short_text(text)!r} is not a whole number") from error
+    if value is None or abs(value) > MAX_OPTION:
+        raise argparse.ArgumentTypeError(f"{_short_text(text)!r} is not between -{MAX_OPTION:,} and {MAX_OPTION:,}")
+    return value
 
 
 def _note_value(parser: argparse.ArgumentParser, action: argparse.Action, option: str, values: Any) -> None:

@@ -10,7 +10,8 @@ from phalanx.cli.output import note, print_json, say_page, show, warn
 from phalanx.cli.parser import add_json, add_no_probe, add_set
 from phalanx.errors import Problem, mistake
 from phalanx.io.files import write_text
-from phalanx.units import plural
+from phalanx.io.limits import MAX_SHOWN_ROWS
+from phalanx.units import number_text, plural
 
 MOST_COMPARED = 8  # side by side on a page
 
@@ -39,6 +40,9 @@ def run_command(args: argparse.Namespace) -> int:
         raise mistake("phalanx plan", "no job file is named", fix="phalanx plan job.toml; phalanx init writes one")
     if args.top < 0:
         raise mistake("phalanx plan", f"--top {args.top} is below 0", fix="use 0 or more")
+    if args.top > MAX_SHOWN_ROWS:
+        what = f"--top {number_text(args.top)} is above {MAX_SHOWN_ROWS:,}"
+        raise mistake("phalanx plan", what, fix="use 100; --json prints every layout of the front")
     if args.compare and args.out:
         raise mistake("phalanx plan", "--out writes one plan, not a comparison", fix="use --json > file")
     if args.compare and not 2 <= len(jobs) <= MOST_COMPARED:  # before anything is planned

@@ -25,6 +25,7 @@ from phalanx.elastic.coordinator_state import (
     Message,
     RecordEvent,
     RecordEvidence,
+    RollBack,
     SavedState,
     SaveState,
     Send,
@@ -32,6 +33,7 @@ from phalanx.elastic.coordinator_state import (
 from phalanx.elastic.decide import decide, initial_state
 from phalanx.elastic.decision import FAILED
 from phalanx.elastic.fence import begin_generation, current_generation
+from phalanx.elastic.untrusted import UNTRUSTED, set_untrusted_aside, untrusted_steps
 from phalanx.errors import SystemFailure
 from phalanx.record.account.flight_records import find_culprit, read_flights, recorded_generations
 from phalanx.record.events import EventWriter
@@ -39,7 +41,6 @@ from phalanx.record.run import Run
 
 LOOK_S = 1.0  # between looks for the stop file: it is on a disk that many share
 MOST_FLIGHTS = 2048  # ranks whose recorders are read while others wait; of more, reports read them later
-UNTRUSTED = "untrusted-"
 
 
 class Coordinator:
@@ -127,6 +128,9 @@ class Coordinator:
                     begin_generation(self._run, action.generation)
                 case RecordEvidence():
                     self._record_evidence(action)
+                case RollBack():
+                    set_untrusted_aside(self._run, after=action.target)
+                    self._record_rollback(action)
                 case MarkRunning():
                     if self._run.status().get("state") != "running":
                         self._run.set_status("running", world=action.world, started=round(time.time(), 3))
@@ -136,6 +140,8 @@ class Coordinator:
                     with self._last_words():
                         ended = {"exit_code": action.exit_code, "message": message, **fields}
                         self._run.set_status(action.state, **ended)
+                    if action.rollback is not None:
+                        self._record_rollback(action.rollback)
                     self._events.write("end", epoch=action.generation, state=action.state, message=message)
                 case ListCheckpoints():
                     return True  # the last of its list
@@ -154,6 +160,17 @@ class Coordinator:
                 raise
             with suppress(OSError):  # the log lies on the same disk
                 print(f"how the run ended could not be written: {error}", file=sys.stderr)
+
+    def _record_rollback(self, action: RollBack) -> None:
+        """Record which state the run gives up, and which checkpoints of it lie aside."""
+        self._events.write(
+            "rollback",
+            epoch=action.generation,
+            step=action.step,
+            target=action.target,
+            reason=action.reason,
+            set_aside=untrusted_steps(self._run, after=action.target),
+        )
 
     def _record_evidence(self, action: RecordEvidence) -> None:
         """The survivors have left the membership that failed, and could say where they were.
@@ -177,7 +194,7 @@ def complete_message(run: Run, end: EndRun) -> tuple[str, Mapping[str, Any]]:
     aside = ""
     if end.at_most is not None:
         begin_generation(run, end.generation + 1)  # nobody commits any more
-        aside = set_untrusted_aside(run, after=end.at_most)
+        aside = set_aside_text(run, after=end.at_most)
     more = f"\n  {aside}" if aside else ""
     if end.given_up is not None:
         one = end.given_up
@@ -191,7 +208,7 @@ def complete_message(run: Run, end: EndRun) -> tuple[str, Mapping[str, Any]]:
             at_most=end.at_most,
         )
         why = f"\n  given up: {one.why}" if one.why else ""
-        return f"{message}{more}{why}", {"rank": one.cause.rank, "step": one.cause.step}
+        return f"{message}{more}{why}", {"rank": one.cause.rank, "step": one.cause.step, "cause": one.cause.kind}
     saved = failing.last_checkpoint(run, at_most=end.at_most)
     resume = f"resume with: phalanx train --resume {run.path}"
     # 130 says that all went as asked: a run that was to save before it stopped, and could not, has failed in that. The
@@ -210,20 +227,13 @@ def complete_message(run: Run, end: EndRun) -> tuple[str, Mapping[str, Any]]:
     return "", {"step": saved}
 
 
-def set_untrusted_aside(run: Run, *, after: int) -> str:
-    """Rename the checkpoints of more than `after` steps, so that no resumed run takes one for its newest.
-
-    Returns what to tell a person, empty when there were none. An object store cannot rename, and it takes the
-    trainer's libraries to delete there: then it is for the person to do.
-    """
-    steps, root = [step for step in run.saved_steps() if step > after], run.checkpoints
+def set_aside_text(run: Run, *, after: int) -> str:
+    """Set the checkpoints of more than `after` steps aside, and name them; empty when there are none."""
+    set_untrusted_aside(run, after=after)
+    steps, root = untrusted_steps(run, after=after), run.checkpoints
     if not steps:
         return ""
     named = ", ".join(f"{step:,}" for step in steps)
     if isinstance(root, str):
         return f"saved after that and not to be trusted: step {named} in {root}; delete them before --resume"
-    for step in steps:
-        for folder in root.glob(f"step-*{step:08d}"):
-            with suppress(OSError):
-                folder.rename(folder.with_name(f"{UNTRUSTED}{folder.name}"))
     return f"saved after that and not to be trusted: step {named}, now called {UNTRUSTED}step-… in {root}"

@@ -14,6 +14,7 @@ from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import NO_STEP
 from phalanx.elastic.host_view import HostView
+from phalanx.elastic.incident_history import IncidentHistory
 from phalanx.elastic.membership import HostSlot, Membership
 from phalanx.elastic.replica_ring import ReplicaTable
 from phalanx.elastic.restore_point import Lineage
@@ -86,6 +87,7 @@ class SavedState:
     has_shrunk: bool = False  # around a slot that failed again and again, since the furthest step
     absent: tuple[int, ...] = ()  # model replicas that are left out of this generation at present
     round: int = 0  # of this generation: how often the replicas that are present have changed
+    history: IncidentHistory = field(default_factory=IncidentHistory)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -111,6 +113,7 @@ class SavedState:
             "has_shrunk": self.has_shrunk,
             "absent": list(self.absent),
             "round": self.round,
+            "history": self.history.to_json(),
         }
 
     def members_json(self) -> dict[str, Any]:
@@ -145,6 +148,7 @@ class SavedState:
             has_shrunk=bool(body.get("has_shrunk")),
             absent=tuple(int(replica) for replica in body.get("absent", ())),
             round=int(body.get("round", 0)),
+            history=IncidentHistory.from_json(body.get("history", {})),  # 0.7 kept none
         )
 
 
@@ -160,6 +164,7 @@ class CoordinatorState:
     began_s: float
     listened_s: float  # when we last heard anything, if only that time has passed
     stepped_s: float  # when the run last came a step further
+    awaited_restore: int | None = None  # the step that ranks were asked to restore, until one reports its own
     step_s: float = 0.0  # how long a step takes
     is_over: bool = False
     takes_over: bool = False  # a run that another coordinator began, and not all of its hosts are back
@@ -190,6 +195,7 @@ class CoordinatorState:
     newcomer: int | None = None  # the replica that was taken in by the present round
     short_s: float | None = None  # since when there are no slots for a replica that is left out
     incident_recorded: bool = False
+    limit_reason: str = ""  # why the rank that failed is not to have its slot or host again
     out_of_memory: bool = False
 
     before: Membership | None = None  # the membership before this one
@@ -255,7 +261,14 @@ class CoordinatorState:
 
     def refusals(self) -> list[str]:
         """What was found on bad hosts."""
-        return [text for name in self.host_order if name in self.bad_hosts for text in self.hosts[name].problems]
+        excluded = self.saved.history.excluded
+        return [
+            text
+            for name in self.host_order
+            if name in self.bad_hosts
+            for text in self.hosts[name].problems
+            if text != excluded.get(name)
+        ]
 
     def is_usable(self, place: HostSlot) -> bool:
         """Whether a process in this slot, now or later, may become a rank."""
@@ -369,6 +382,16 @@ class RecordEvidence:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RollBack:
+    """Set the checkpoints of more than `target` steps aside, and record it."""
+
+    generation: int  # of the membership that found it
+    step: int  # steps done when the state was found untrusted
+    target: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MarkRunning:
     """The status of the run is "running", with so many ranks."""
 
@@ -398,6 +421,17 @@ class EndRun:
     how: Literal["plain", "finished", "stopped", "killed", "killed at once", "unfit", "given up"] = "plain"
     at_most: int | None = None  # checkpoints of more steps are not to be trusted: they are set aside
     given_up: GivenUp | None = None
+    rollback: RollBack | None = None  # where the run ends because its state is untrusted
 
 
-Action = Send | RecordEvent | SaveState | BeginGeneration | ListCheckpoints | RecordEvidence | MarkRunning | EndRun
+Action = (
+    Send
+    | RecordEvent
+    | SaveState
+    | BeginGeneration
+    | ListCheckpoints
+    | RecordEvidence
+    | RollBack
+    | MarkRunning
+    | EndRun
+)

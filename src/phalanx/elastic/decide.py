@@ -45,7 +45,7 @@ from phalanx.elastic.decide_replicas import (
 )
 from phalanx.elastic.decide_silence import RECONNECT_S, excuse_own_pause, give_up_hosts
 from phalanx.elastic.decision import STOPPED, Decision
-from phalanx.elastic.failure import Failure
+from phalanx.elastic.failure import HOST_LOST, Failure
 from phalanx.elastic.frozen_map import BUCKETS
 from phalanx.elastic.heartbeat_board import (
     WATCHER_SIGN_S,
@@ -77,6 +77,7 @@ def initial_state(
         # Hosts that join are answered, which is a sign, and told how long it holds: let them come first.
         sign_s=now_s + first_sign_s(len(hosts)) - sign_s + min(sign_s / 2, WORD_S),
         takes_over=saved.running,
+        awaited_restore=saved.step if saved.running and not saved.forming else None,
         host_order=hosts,
         known_hosts=frozenset(hosts),
     )
@@ -214,6 +215,8 @@ def _on_joined(decision: Decision, name: str, hello: Message, status: Message | 
     skew_s = clock_skew_s(float(hello["time"]), CONNECT_S, now_s=decision.unix_s)
     problems = [str(text) for text in hello.get("problems", ())]
     problems += [problem.render() for problem in check_skew(skew_s, host=name)] if abs(skew_s) > MOST_SKEW_S else []
+    if (reason := state.saved.history.excluded.get(name)) is not None:
+        problems.append(reason)
     address = str(hello.get("address", ""))
     host = HostView(name, address, decision.heard_s, problems=tuple(problems))
     if status is not None:  # thousands come at once: each is noted once
@@ -264,8 +267,14 @@ def _compare_status(decision: Decision, host: HostView, message: Message) -> Non
     ]
     if generation < saved.generation and not saved.forming:
         ended = [rank for rank in ranks.values() if not is_absent(state, rank)]
+    # An agent that knows no membership and has no process of one is new: the same loss as where its predecessor's
+    # connection is found closed first.
+    is_new_agent = generation == 0 and not any(host.alive.get(slot) == saved.pids[rank] for slot, rank in ranks.items())
     for rank in ended:
-        decision.fail(rank, "Left", f"its process on host {host.name} ended while no coordinator ran")
+        if is_new_agent:
+            decision.fail(rank, HOST_LOST, f"host {host.name} is lost: its agent ended, and its ranks with it")
+        else:
+            decision.fail(rank, "Left", f"its process on host {host.name} ended while no coordinator ran")
     if ended:
         return
     # It was never told, or the word was lost; or the run went on without it, and its ranks may still be training.
@@ -373,6 +382,21 @@ def _on_connected(decision: Decision, host: HostView, message: Message) -> None:
         on_connected(decision, rank, int(message["round"]))
 
 
+def _on_restored(decision: Decision, host: HostView, message: Message) -> None:
+    """The ranks went on from a state, which need not be the one they were asked to restore."""
+    state = decision.state
+    awaited, step, source = state.awaited_restore, int(message["step"]), str(message["source"])
+    if awaited is None or state.saved.forming or int(message["epoch"]) != state.saved.generation:
+        return
+    state.awaited_restore = None
+    if step < awaited:
+        decision.change_saved(step=step)
+    asked = (state.saved.go or {}).get("restore")
+    if asked is not None and source != "memory":  # copies of an earlier generation are no ancestors of this state
+        decision.change_saved(lineage=state.saved.lineage.begin(state.saved.generation, source=None))
+    decision.record("restore", step=step, source=source)
+
+
 def _on_unfit(decision: Decision, host: HostView, message: Message) -> None:
     """An agent looked at its host before it formed again, and found it bad."""
     if int(message["epoch"]) == decision.state.saved.generation:
@@ -424,6 +448,7 @@ HANDLERS: dict[str, Callable[[Decision, HostView, Message], None]] = {
     "left": _on_left,
     "built": _on_built,
     "connected": _on_connected,
+    "restored": _on_restored,
     "unfit": _on_unfit,
     "where": _on_where,
     "stop": _on_stop,

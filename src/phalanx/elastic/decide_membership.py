@@ -351,7 +351,7 @@ def start_members(decision: Decision, checkpoints: Sequence[int]) -> None:
     collectives = _last_collectives(state, known)
     decision.actions.append(RecordEvidence(generation=membership.generation, last_collectives=collectives))
     state.last_collectives = FrozenMap()
-    decision.record("restore", step=step, source="memory" if point is not None else "disk" if step else "start")
+    state.awaited_restore = step  # ranks report what they really restored: copies and checkpoints may be damaged
     shares = {name: {"peers": peers} for name, peers in state.saved.peers.items() if peers}
     decision.send_all(membership.hosts, go, shares)
     decision.send_all([name for name in state.hosts if not membership.has_host(name)], go)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from phalanx.elastic import failure as failing
-from phalanx.elastic.coordinator_state import CoordinatorState, EndRun, GivenUp, Message
+from phalanx.elastic.coordinator_state import CoordinatorState, EndRun, GivenUp, Message, RollBack
+from phalanx.elastic.decide_limits import IncidentLimit, cause_of, reached_limit
 from phalanx.elastic.decide_membership import REPLACE_S, await_lost_slots, form
 from phalanx.elastic.decide_replicas import is_absent, leave_out, replicas_to_leave_out
 from phalanx.elastic.decision import FAILED, STOPPED, Decision
@@ -13,6 +14,7 @@ from phalanx.elastic.failure import Failure
 from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.heartbeat_board import Phase
 from phalanx.elastic.host_view import HostView
+from phalanx.elastic.incident_history import IncidentHistory
 from phalanx.elastic.membership import HostSlot
 from phalanx.units import plural
 
@@ -49,12 +51,53 @@ def recover(decision: Decision) -> None:
     pause_s = BACK_OFF_S * 2 ** (state.saved.failures - 2) if state.saved.failures > 1 else 0.0
     if waited_s < min(pause_s, MOST_BACK_OFF_S) or _is_somebody_coming(state, waited_s):
         return
-    _record_incident(decision, cause)
+    if state.is_new_incident:
+        limit = reached_limit(
+            _history_with(decision, cause), restarts=state.job.fault.restarts, max_lost=state.job.fault.max_lost
+        )
+        if limit is not None and waited_s <= CAUSE_S:
+            return  # the first failure may be a consequence of another one
+        _record_incident(decision, cause)
+        if limit is not None and not _can_go_on(decision, cause, limit):
+            _give_up(decision, cause, state.limit_reason)
+            return
     said = next(iter(cause.message.splitlines()), "")[:200]
     reason = f"rank {cause.rank} failed: {cause.kind} {said}".strip()
     if form(decision, reason) or await_lost_slots(decision, membership, waited_s):
         return
-    _give_up(decision, cause, _no_slots(state))
+    _give_up(decision, cause, "\n    ".join(filter(None, (state.limit_reason, _no_slots(state)))))
+
+
+def _history_with(decision: Decision, cause: Failure) -> IncidentHistory:
+    """The history with the present incident."""
+    state, saved = decision.state, decision.state.saved
+    return saved.history.after_incident(
+        state.membership.slots[cause.rank],
+        cause_of(cause),
+        began_s=decision.unix_s - (decision.now_s - state.stepped_s),
+        best_step=saved.best_step,
+    )
+
+
+def _can_go_on(decision: Decision, cause: Failure, limit: IncidentLimit) -> bool:
+    """Whether the run goes on, without the slot or the host that reached a limit where there is another."""
+    state, place = decision.state, decision.state.membership.slots[cause.rank]
+    may_shrink = limit.is_exceeded and state.job.fault.recovery in ("auto", "shrink")
+    num_needed = 1 if may_shrink else state.membership.world
+    host = state.hosts.get(place.host)
+    state.limit_reason = limit.reason
+    if limit.measure == "move" and (may_shrink or state.num_usable > num_needed):
+        if place not in state.saved.quarantined:
+            decision.quarantine_slot(place, limit.reason)
+        return True
+    num_elsewhere = state.num_usable - (host.num_usable(state.saved.quarantined) if host is not None else 0)
+    if limit.measure == "exclude" and num_elsewhere >= num_needed:
+        decision.exclude_for_launch(place.host, limit.reason)
+        return True
+    no_other = {"move": "; no other slot is free", "exclude": "; no other host is there", "end": ""}
+    is_over = limit.measure == "end" or limit.is_exceeded
+    state.limit_reason = limit.reason + no_other[limit.measure] if is_over else ""
+    return not is_over
 
 
 def _leave_slot_out(decision: Decision, cause: Failure, why: str) -> bool:
@@ -102,8 +145,9 @@ def _record_incident(decision: Decision, cause: Failure) -> None:
     state, membership = decision.state, decision.state.membership
     if not state.is_new_incident:
         return
+    history = _history_with(decision, cause)
     state.incident_recorded = True
-    decision.change_saved(failures=state.saved.failures + 1)
+    decision.change_saved(failures=state.saved.failures + 1, history=history)
     for rank in sorted(state.failures.keys() - state.consequences):
         place = membership.slots[rank]
         count = state.saved.slot_failures.get(place, 0) + 1
@@ -125,7 +169,7 @@ def _record_incident(decision: Decision, cause: Failure) -> None:
     )
 
 
-def _give_up(decision: Decision, cause: Failure, why: str = "") -> None:
+def _give_up(decision: Decision, cause: Failure, why: str = "", *, rollback: RollBack | None = None) -> None:
     """The run has failed: one message, with what others did and what is left."""
     state, membership = decision.state, decision.state.membership
     _record_incident(decision, cause)
@@ -151,6 +195,7 @@ def _give_up(decision: Decision, cause: Failure, why: str = "") -> None:
             how="given up",
             at_most=state.saved.at_most,
             given_up=given_up,
+            rollback=rollback,
         )
     )
 
@@ -204,21 +249,30 @@ def _roll_back(decision: Decision, message: Message) -> None:
         state.noticed_s or decision.now_s,
     )
     decision.change_saved(divergence=None if suspects else message.get("evidence"), at_most=sound)
+    rollback = RollBack(generation=state.saved.generation, step=step, target=sound, reason=why)
     if state.job.fault.recovery == "stop":
-        _give_up(decision, cause)
+        _give_up(decision, cause, rollback=rollback)
         return
     if is_again and not suspects:
-        _give_up(decision, cause, "it happened again at the same step after going back")
+        _give_up(decision, cause, "it happened again at the same step after going back", rollback=rollback)
         return
     if state.saved.failures >= state.job.fault.restarts:
-        _give_up(decision, cause, _too_often(state))
+        _give_up(decision, cause, _too_often(state), rollback=rollback)
         return
     decision.change_saved(rolled_back=(*state.saved.rolled_back, step))
+    limit = reached_limit(
+        _history_with(decision, cause), restarts=state.job.fault.restarts, max_lost=state.job.fault.max_lost
+    )
+    if limit is not None and limit.measure == "end":  # else the suspects are quarantined below
+        _give_up(decision, cause, limit.reason, rollback=rollback)
+        return
     _record_incident(decision, cause)
     for suspect in suspects:
         decision.quarantine_slot(membership.slots[suspect], why)
-    if not form(decision, f"roll back to step {sound}: {why}"):
-        _give_up(decision, cause, _no_slots(state))
+    if form(decision, f"roll back to step {sound}: {why}"):
+        decision.actions.append(rollback)  # after the fence has moved: the old membership commits nothing more
+    else:
+        _give_up(decision, cause, _no_slots(state), rollback=rollback)
 
 
 # ---- processes live and nothing moves --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from phalanx.elastic.coordinator_state import CoordinatorState, Message, RejoiningReplica
 from phalanx.elastic.decision import Decision
+from phalanx.elastic.failure import UNCLEAR
 from phalanx.elastic.frozen_map import FrozenMap
 from phalanx.elastic.membership import HostSlot, Membership, next_membership
 from phalanx.plan.model_replicas import ModelReplicas
@@ -17,8 +18,6 @@ from phalanx.plan.model_replicas import ModelReplicas
 CLEAR_S = 2.0  # between orders to end what is left of a replica
 SHORT_S = 10.0  # without slots for a lost replica, after which the job shrinks and the others take its sequences
 MARGIN_S = 10.0  # beyond comm.init_timeout_s, for a replica to be built
-# Failures that do not say that a process or its host is gone: who is to be left out is not known.
-UNCLEAR = frozenset({"Left", "Deadlock", "Astray"})
 
 
 def model_replicas(state: CoordinatorState) -> ModelReplicas | None:

@@ -6,6 +6,7 @@ from math import inf
 
 from phalanx.elastic.coordinator_state import CoordinatorState
 from phalanx.elastic.decision import Decision
+from phalanx.elastic.failure import HOST_LOST
 
 PAUSE_S = 1.0  # between two of our own turns, after which it was us who did not listen
 PAUSE_COUNTS_S = 0.01  # of a pause is not excused: who spoke before it is told from who spoke after it
@@ -89,4 +90,4 @@ def _lose_host(decision: Decision, name: str, what: str) -> None:
     membership = decision.state.saved.membership
     decision.record("host", host=name, state="lost", reason=what)
     for rank in membership.ranks_on(name).values() if membership is not None else ():
-        decision.fail(rank, "HostLost", f"host {name} {what}")
+        decision.fail(rank, HOST_LOST, f"host {name} {what}")

@@ -139,6 +139,15 @@ class Decision:
         for text in problems:
             self.record("quarantine", host=host.name, reason=text)
 
+    def exclude_for_launch(self, name: str, reason: str) -> None:
+        """A host takes no part until the end of the launch, also where its agent is started again."""
+        history = self.state.saved.history
+        self.change_saved(history=replace(history, excluded={**history.excluded, name: reason}))
+        if (host := self.state.hosts.get(name)) is not None:
+            self.exclude_host(host, [reason])
+        else:
+            self.record("quarantine", host=name, reason=reason)
+
     def quarantine_slot(self, place: HostSlot, reason: str) -> None:
         """A slot that is not used any more."""
         host, quarantined = self.state.hosts.get(place.host), self.state.saved.quarantined
@@ -182,6 +191,7 @@ class Decision:
         )
         state.noticed_s = state.left_s = state.regrow_s = state.stacks_asked_s = None
         state.incident_recorded = state.regrow_asked = state.out_of_memory = False
+        state.limit_reason = ""
 
     def note_step(self, step: int) -> None:
         """The run has done so many steps, as a heartbeat says or the last word of a rank: a heartbeat may be late."""
@@ -191,4 +201,5 @@ class Decision:
         if step > saved.step:
             self.change_saved(step=step, at_most=None)  # what could not be trusted was left behind
         if step > saved.best_step:
-            self.change_saved(best_step=step, failures=0, slot_failures={}, has_shrunk=False)
+            history = saved.history.after_step(step, self.unix_s)
+            self.change_saved(best_step=step, failures=0, slot_failures={}, has_shrunk=False, history=history)

@@ -26,6 +26,9 @@ from phalanx.units import format_bytes, format_seconds, plural
 
 MOST_MESSAGE = 4000  # characters of an exception's text that are kept
 MOST_PART = 1000  # of its reason, and of its cure
+HOST_LOST = "HostLost"
+# Failures that do not say that a process or its host is gone: the rank to blame is not known.
+UNCLEAR = frozenset({"Left", "Deadlock", "Astray"})
 TAIL_BYTES = 2**18  # of rank 0's events that are searched for its last step: hundreds of them
 # What a rank says when it lost its peers: a consequence, never the cause.
 _LOST_PEER = re.compile(

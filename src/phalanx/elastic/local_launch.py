@@ -297,11 +297,10 @@ def collected_signals() -> Iterator[list[int]]:
 def _outcome(run: Run, code: int, *, stop_requests: int, is_first: bool) -> LaunchOutcome:
     status = run.status()
     if status.get("state") in ENDED:
-        return LaunchOutcome(
-            state=str(status["state"]),
-            exit_code=int(status.get("exit_code", code)),
-            message=str(status.get("message", "")),
-        )
+        message = str(status.get("message", ""))
+        if code < 0 and status.get("cause") == failure.HOST_LOST:  # the coordinator knows the host, not the signal
+            message = f"{message}\n  {_end_of_agent(run, code)}"
+        return LaunchOutcome(state=str(status["state"]), exit_code=int(status.get("exit_code", code)), message=message)
     state, code, message = "failed", 3, _died(run, code)
     if stop_requests:  # it came before an agent could listen, or ended the one that would have told
         state, code, message = "stopped", INTERRUPTED, _stopped(run)
@@ -319,10 +318,14 @@ def _stopped(run: Run) -> str:
     return f"ended at once, as asked; the last checkpoint is step {saved:,}" if saved is not None else "ended at once"
 
 
-def _died(run: Run, code: int) -> str:
+def _end_of_agent(run: Run, code: int) -> str:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"the supervisor of {run.path} {how}"
+
+
+def _died(run: Run, code: int) -> str:
     log = run.path / "logs" / "agent.log"
-    lines = [f"the supervisor of {run.path} {how}", "  its ranks were ended with it"]
+    lines = [_end_of_agent(run, code), "  its ranks were ended with it"]
     try:
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
     except OSError:

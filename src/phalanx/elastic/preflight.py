@@ -23,6 +23,7 @@ from phalanx.hardware.cluster_defaults import LOOPBACK_BYTES_PER_S
 from phalanx.hardware.discover import discover
 from phalanx.hardware.this_machine import allowed_ranks
 from phalanx.hardware.types import Gpu, Machine
+from phalanx.io.path_probes import is_folder, path_exists
 from phalanx.plan.plan import Plan
 from phalanx.units import MB, format_bytes, plural
 
@@ -37,14 +38,13 @@ LINK_TRIES = 10
 LINK_PATIENCE_S = 1.0  # for one try; at a tenth of 2 GB/s it takes 0.08 s
 GIGABIT_BYTES_PER_S = 125 * MB  # the slowest network that hosts are joined by
 LEAST_NVLINK_SHARE = 0.5  # links that trained at half their number or speed
-DISK_COPIES = 2  # the checkpoint being written, beside the one that is kept until it is whole
 OLDEST_CLOCK_S = 1_767_225_600.0  # 2026-01-01: a host whose clock is before this has lost it
 
 
 def preflight(*, plan: Plan, run: Path, slots: int, address: str, quick: bool) -> list[Problem]:
     """Everything that speaks against starting `slots` ranks here; `quick` leaves out the measurement of the link."""
     machine = discover()
-    if not run.is_dir():
+    if not is_folder(run):
         return [_missing(run, machine.hostname)]
     problems = [
         *check_devices(plan, machine, slots, fresh=True),
@@ -67,7 +67,7 @@ def recheck(*, plan: Plan, run: Path, slots: int, new_ranks: int, new_places: in
     """
     machine = discover()
     host = machine.hostname
-    if not run.is_dir():
+    if not is_folder(run):
         return [_missing(run, host)]
     return [
         *check_devices(plan, machine, slots),
@@ -196,11 +196,10 @@ def check_disk(plan: Plan, run: Path, *, host: str) -> Iterator[Problem]:
     path = plan.job.checkpoint.path
     if "://" in path:  # object storage has no free space to ask for
         return
-    folder = next(folder for folder in (run / path, *(run / path).parents) if folder.exists())
+    folder = next(folder for folder in (run / path, *(run / path).parents) if path_exists(folder))
     there = sum(1 for _ in (run / path).glob("step-*/manifest.json"))
     # With one there, the next must find room, and no more: others are deleted for it.
-    saves = 1 + int(plan.duration.training_s / plan.reliability.interval_s)
-    copies = min(plan.job.checkpoint.keep + 1, max(saves, DISK_COPIES)) if not there else 1
+    copies = 1 if there else min(plan.job.checkpoint.keep + 1, expected_saves(plan))
     needed = copies * plan.reliability.checkpoint_bytes / plan.reliability.hosts
     try:
         state = os.statvfs(folder)
@@ -216,16 +215,27 @@ def check_disk(plan: Plan, run: Path, *, host: str) -> Iterator[Problem]:
             fix="mount it for writing, or set checkpoint.path",
         )
     elif free < needed:
+        noun = "another checkpoint" if there else "a checkpoint"
         yield Problem(
             where=host,
             what=f"{format_bytes(free)} is free in {folder}; "
-            f"{'another checkpoint of this host needs' if copies == 1 else f'{copies} checkpoints of this host need'} "
+            f"{f'{copies} checkpoints of this host need' if copies > 1 else f'{noun} of this host needs'} "
             f"{format_bytes(needed)}",
             why="the disk would fill up while saving"
             if copies == 1
             else f"checkpoint.keep = {plan.job.checkpoint.keep}, and the next is written before the oldest is deleted",
             fix="delete old runs, lower checkpoint.keep, or set checkpoint.path to a larger disk",
         )
+
+
+def expected_saves(plan: Plan) -> int:
+    """Checkpoints that the run writes without failures: one per interval, and the last; at most one per step.
+
+    Of the predicted step times the longest counts, as a slower run saves more often.
+    """
+    prediction = plan.prediction
+    longest_s = plan.duration.training_s * max(1.0, prediction.step_s_high / prediction.step_s)
+    return max(1, min(plan.duration.steps, 1 + int(longest_s / plan.reliability.interval_s)))
 
 
 def check_port(address: str, *, host: str) -> Iterator[Problem]:

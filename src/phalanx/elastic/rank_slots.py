@@ -171,6 +171,14 @@ class RankSlots:
             self._say("built", epoch=slot.generation, slot=slot.number)
         elif message["kind"] == "connected" and present:
             self._say("connected", epoch=slot.generation, slot=slot.number, round=int(message["round"]))
+        elif message["kind"] == "restored" and present:
+            self._say(
+                "restored",
+                epoch=slot.generation,
+                slot=slot.number,
+                step=int(message["step"]),
+                source=str(message["source"]),
+            )
         elif message["kind"] == "left":
             slot.member_of = slot.generation if slot.rank >= 0 and not present else 0
             slot.left = message if present else slot.left

@@ -156,7 +156,7 @@ def _no_memory(size_bytes: int, error: OSError) -> Problem:
     return Problem(
         where="checkpoint.memory_every",
         what=f"no {size_bytes:,} bytes of host memory for a copy of the state: {error.strerror or error}",
-        why="a rank that fails is restored from copies without losing a step; checkpoints on disk are written from one",
+        why="a rank that fails is restored from copies of the last steps; checkpoints on disk are written from one",
         fix="memory_every = 0 for checkpoints on disk alone (one copy instead of three), or fewer ranks on this host",
     )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.errors import mistake
 from phalanx.evolve.problem import (
     Cell,
     Genome,
@@ -27,7 +27,9 @@ from phalanx.evolve.problem import (
     problem_digest,
 )
 from phalanx.io.files import FileTooLargeError, open_regular, read_bounded
+from phalanx.io.path_probes import path_exists
 from phalanx.io.values import finite
+from phalanx.io.write_errors import write_failure
 
 FORMAT = "phalanx-evolve/1"
 MOST_BYTES = 256 << 20  # 2,000 plans are 1 MB
@@ -243,13 +245,11 @@ def open_archive(path: Path | None, problem: SearchProblem) -> Iterator[ArchiveW
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if path_exists(path):
             open_regular(path, follow_links=True).close()  # a pipe would be waited for for ever
         file = open(path, "ab")  # noqa: SIM115 -- closed below
     except OSError as error:
-        raise SystemFailure(
-            Problem(where=str(path), what=f"cannot be written: {error.strerror or error}", fix="name another --archive")
-        ) from error
+        raise write_failure(path, error, fix="name another --archive") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,6 +18,8 @@ from pathlib import Path
 from phalanx.errors import MOST_UNKNOWN, Problem, UserError, mistake, nearest
 from phalanx.hardware.types import Accelerator
 from phalanx.io.files import csv_columns, read_text, shipped_text
+from phalanx.io.limits import MAX_RANKS
+from phalanx.io.path_probes import is_file
 from phalanx.io.toml import TomlFile, read_toml
 from phalanx.units import GIB
 
@@ -89,7 +91,7 @@ def user_files(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
         return tuple(Path(part) for part in named.split(os.pathsep) if part)
     home = env.get("XDG_CONFIG_HOME") or (os.path.join(env["HOME"], ".config") if env.get("HOME") else "")
     usual = Path(home) / "phalanx" / "accelerators.toml"
-    return (usual,) if home and usual.is_file() else ()
+    return (usual,) if home and is_file(usual) else ()
 
 
 def matmul_flops(accelerator: Accelerator, precision: str = "bf16") -> float:
@@ -258,9 +260,6 @@ def squeeze_name(name: str) -> str:
 # How the numbers of a hardware file are named, scaled and bounded; one table per kind of record.
 
 
-MAX_DEVICES = 10_000_000  # 76 times the 131,072 GPUs Phalanx is made for; beyond it a typing mistake is likelier
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberField:
     """One key of a file: the attribute it fills, what to multiply it by, and which values make sense."""
@@ -293,9 +292,9 @@ ACCELERATOR_FIELDS = (
 ACCELERATOR_TEXTS = ("name", "vendor", "family", "link", "price_item", "source", "notes")
 
 CLUSTER_FIELDS = (
-    NumberField(key="domain_devices", attribute="domain_devices", least=1, most=MAX_DEVICES, whole=True),
-    NumberField(key="domains", attribute="domains", least=1, most=MAX_DEVICES, whole=True, required=True),
-    NumberField(key="host_devices", attribute="host_devices", least=1, most=MAX_DEVICES, whole=True),
+    NumberField(key="domain_devices", attribute="domain_devices", least=1, most=MAX_RANKS, whole=True),
+    NumberField(key="domains", attribute="domains", least=1, most=MAX_RANKS, whole=True, required=True),
+    NumberField(key="host_devices", attribute="host_devices", least=1, most=MAX_RANKS, whole=True),
     NumberField(key="link_gb_per_s", attribute="link_bytes_per_s", scale=1e9, least=1e-6),
     NumberField(key="nic_gbps", attribute="nic_bytes_per_s", scale=1e9 / 8, least=1e-6),
     NumberField(key="link_latency_us", attribute="link_latency_s", scale=1e-6),

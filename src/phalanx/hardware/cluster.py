@@ -11,7 +11,6 @@ from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.catalog import (
     ACCELERATOR_FIELDS,
     CLUSTER_FIELDS,
-    MAX_DEVICES,
     build_accelerator,
     find_accelerator,
     read_numbers,
@@ -19,6 +18,7 @@ from phalanx.hardware.catalog import (
 )
 from phalanx.hardware.cluster_defaults import assemble_cluster
 from phalanx.hardware.types import Accelerator, Cluster
+from phalanx.io.limits import MAX_RANKS
 from phalanx.io.toml import TomlFile, read_toml
 
 _DOMAINS = re.compile(r"^\s*(-?\d{1,12})\s*[xX*]\s*([^:]+?)\s*(?::\s*(-?\d{1,12})\s*)?$")
@@ -109,9 +109,9 @@ def _check_counts(where: str, counts: Mapping[str, int], devices: int) -> None:
     for noun, count in counts.items():
         if count < 1:
             raise mistake(where, f"has {count} {noun}", why="a cluster needs at least one", fix=FORMS)
-    if devices > MAX_DEVICES:
+    if devices > MAX_RANKS:
         why = "so large a number is likelier a typing mistake than a machine"
-        raise mistake(where, f"has {devices:,} devices", why=why, fix=f"use at most {MAX_DEVICES:,}; {FORMS}")
+        raise mistake(where, f"has {devices:,} devices", why=why, fix=f"use at most {MAX_RANKS:,}; {FORMS}")
 
 
 def _check_domain(where: str, accelerator: Accelerator, per_domain: int, domains: int) -> None:
@@ -280,8 +280,8 @@ def _file_accelerator(
 
 def _check_size(file: TomlFile, numbers: Mapping[str, float]) -> None:
     devices = numbers["domain_devices"] * numbers["domains"]
-    if devices > MAX_DEVICES:
-        what = f"domains x domain_devices = {devices:,.0f} devices is over {MAX_DEVICES:,}"
+    if devices > MAX_RANKS:
+        what = f"domains x domain_devices = {devices:,.0f} devices is over {MAX_RANKS:,}"
         raise UserError(Problem(where=file.where("domains"), what=what, fix="check both numbers"))
     if numbers.get("host_devices", 0) > devices:
         what = f"host_devices = {numbers['host_devices']:.0f} is more than the cluster's {devices:.0f} devices"

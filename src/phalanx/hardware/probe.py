@@ -24,6 +24,7 @@ from phalanx.errors import Problem, SystemFailure, mistake
 from phalanx.hardware.types import Machine
 from phalanx.io.codec import Bounds, from_json_values, json_text, json_values
 from phalanx.io.files import read_text, replace_text
+from phalanx.io.write_errors import write_failure
 from phalanx.units import MIB, format_bytes
 
 NUMPY_WORKER = "phalanx.hardware.probe_worker"
@@ -258,9 +259,8 @@ def save_profile(profile: MachineProfile, path: Path, *, folders: bool = False) 
             path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
     except OSError as error:
-        fix = "give another place with --out FILE"
-        raise SystemFailure(
-            Problem(where=str(path), what=f"cannot write the profile: {error.strerror or error}", fix=fix)
+        raise write_failure(
+            path, error, needed_bytes=len(text.encode()), fix="give another place with --out FILE"
         ) from None
 
 

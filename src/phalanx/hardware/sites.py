@@ -26,10 +26,10 @@ from typing import Literal
 from phalanx.errors import Problem, UserError
 from phalanx.hardware.catalog import NumberField, read_numbers, unknown_keys
 from phalanx.hardware.types import Cluster, Site
+from phalanx.io.limits import MAX_SITES
 from phalanx.io.toml import TomlFile, read_toml
 from phalanx.units import HOUR_S
 
-MOST_SITES = 1000
 MBIT = 1e6 / 8
 NUMBERS = (
     # 1 kbit/s: below it a number is likelier a mistake in the unit than a link.
@@ -67,11 +67,11 @@ def cluster_of_sites(
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         problems.append(Problem(where=file.where("site"), what="site is not a list of tables", fix="[[site]] for each"))
         raise UserError(problems)
-    if not 2 <= len(entries) <= MOST_SITES:
-        fix = f"write 2 to {MOST_SITES:,} [[site]]; one alone is a cluster without slow links"
+    if not 2 <= len(entries) <= MAX_SITES:
+        fix = f"write 2 to {MAX_SITES:,} [[site]]; one alone is a cluster without slow links"
         problems.append(Problem(where=file.where("site"), what=f"has {len(entries):,} [[site]]", fix=fix))
     sites: list[Site] = []
-    for number, entry in enumerate(entries[:MOST_SITES]):
+    for number, entry in enumerate(entries[:MAX_SITES]):
         site, complaints = _read_site(file, number, entry, files=files, environ=environ)
         if site is not None and site.name in {one.name for one in sites}:
             what, fix = f"two sites are named {site.name!r}", "give each its own name: tables and records go by it"

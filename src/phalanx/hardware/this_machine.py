@@ -14,9 +14,9 @@ from phalanx.hardware.discover import discover
 from phalanx.hardware.probe import MachineProfile, load_profile, usual_path
 from phalanx.hardware.step_probe import measured_rates
 from phalanx.hardware.types import Accelerator, Cluster, Machine
+from phalanx.io.limits import MAX_RANKS_PER_GPU, MAX_WORKERS
+from phalanx.io.path_probes import path_exists
 from phalanx.units import plural
-
-MAX_LOCAL_RANKS = 4096
 
 
 def local_cluster(
@@ -49,8 +49,8 @@ def machine_cluster(
 
     `ranks_per_gpu` ranks may share a GPU: each is then a device with its share of that GPU's memory and speed.
     """
-    if not 0 <= ranks <= MAX_LOCAL_RANKS:
-        raise mistake("--ranks", f"{ranks} is out of range", fix=f"use 1 to {MAX_LOCAL_RANKS}, or 0 for one per core")
+    if not 0 <= ranks <= MAX_WORKERS:
+        raise mistake("--ranks", f"{ranks} is out of range", fix=f"use 1 to {MAX_WORKERS}, or 0 for one per core")
     measured, remark = _measured_profile(machine, environ, profile)
     if machine.gpus:
         allowed = allowed_ranks(ranks_per_gpu, environ)
@@ -121,7 +121,7 @@ def _measured_profile(
     text = environ.get("PHALANX_PROFILE", "")
     explicit = named or (Path(text) if text else None)
     path = explicit or usual_path(machine.hostname, environ)
-    if explicit is None and not path.exists():
+    if explicit is None and not path_exists(path):
         return None, "not measured: run phalanx probe"
     try:
         profile = load_profile(path)
@@ -237,7 +237,6 @@ def _nic_bytes_per_s(machine: Machine, devices: int) -> float:
 
 
 VARIABLE = "PHALANX_RANKS_PER_GPU"
-MOST_RANKS_PER_GPU = 64
 
 
 def allowed_ranks(written: int, environ: Mapping[str, str]) -> int:
@@ -249,10 +248,10 @@ def allowed_ranks(written: int, environ: Mapping[str, str]) -> int:
     text = environ.get(VARIABLE, "").strip()
     if not text:
         return written
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_RANKS_PER_GPU):
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_RANKS_PER_GPU):
         raise mistake(
             VARIABLE,
-            f"{text[:40]!r} is no number of ranks from 1 to {MOST_RANKS_PER_GPU}",
+            f"{text[:40]!r} is no number of ranks from 1 to {MAX_RANKS_PER_GPU}",
             fix="export PHALANX_RANKS_PER_GPU=4, or unset it",
         )
     return max(written, int(text))

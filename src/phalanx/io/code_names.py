@@ -14,6 +14,7 @@ from pathlib import Path
 from phalanx.errors import nearest
 from phalanx.io.files import open_regular
 from phalanx.io.packages import offered_points
+from phalanx.io.path_probes import is_folder, path_exists, resolve_path
 
 MAKE_NAMES = ("globals", "vars", "exec", "setattr")  # a module that calls one may have names nobody can read off it
 LONGEST_SOURCE = 4 << 20  # bytes; what is longer is left to the ranks
@@ -47,7 +48,7 @@ def missing_code(name: str, folder: Path) -> tuple[str, str] | None:
         return f"{path}:{error.lineno or 1}: is not Python: {error.msg}", "mend that line"
     except (ValueError, RecursionError, MemoryError) as error:
         return f"{path} is not Python: {error}", "name a file of Python source"
-    if lacking := _missing_import(body, path.resolve().parent):
+    if lacking := _missing_import(body, resolve_path(path).parent):
         line, top = lacking
         return (
             f"{path}:{line}: imports {top}, which is neither installed here nor beside it",
@@ -90,7 +91,7 @@ def _missing_import(body: Iterable[ast.stmt], folder: Path) -> tuple[int, str] |
         else:
             return None
         for top in (name.partition(".")[0] for name in names):
-            beside = (folder / f"{top}.py").exists() or (folder / top).is_dir()
+            beside = path_exists(folder / f"{top}.py") or is_folder(folder / top)
             if not (beside or top == "torch" or _is_installed(top)):  # training asks for torch itself
                 return statement.lineno, top
     return None

@@ -6,11 +6,14 @@ import errno
 import json
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
+from phalanx.io.path_probes import IMPOSSIBLE, is_file, os_reason, path_exists, shown_path
+from phalanx.io.write_errors import errors_name, write_failure
 from phalanx.units import MIB
 
 if TYPE_CHECKING:
@@ -20,12 +23,12 @@ MOST_JSON_BYTES = 64 * MIB  # of a file of ours: plans of the largest jobs are b
 
 
 def write_text(path: Path, text: str, *, fix: str = "name a writable file") -> None:
-    """`replace_text` for a user's file: raises SystemFailure with `fix` as the way out."""
+    """Replace a user's file; raises SystemFailure, or UserError for an impossible path, with `fix` as the remedy."""
+    data = text.encode("utf-8")
     try:
-        replace_text(path, text)
+        replace_bytes(path, data)
     except OSError as error:
-        what = f"cannot be written: {error.strerror or error}"
-        raise SystemFailure(Problem(where=str(path), what=what, fix=fix)) from error
+        raise write_failure(path, error, needed_bytes=len(data), fix=fix) from error
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -39,8 +42,9 @@ def replace_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
     `mode` are its rights, where the umask is not to give them. A pipe, a terminal or /dev/null is written into: a
     rename would put a plain file in its place.
     """
-    if path.exists() and not path.is_file():
-        path.write_bytes(data)
+    if path_exists(path) and not is_file(path):
+        with errors_name(path):
+            path.write_bytes(data)
         return
     temporary = path.parent / f".phalanx-{os.urandom(8).hex()}.tmp"  # short: the name itself may be of full length
     try:
@@ -51,8 +55,12 @@ def replace_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None:
+            # The file that the caller named: a failed write names no file, and a failed open the temporary one.
+            error.filename, error.filename2 = str(path), None
         raise
 
 
@@ -140,9 +148,10 @@ def read_text(path: Path, *, noun: str = "file", most_bytes: int = MOST_BYTES) -
         why = f"a {noun} is a page of text" if most_bytes == MOST_BYTES else ""
         raise mistake(str(path), str(error), why=why) from error
     except ValueError as error:  # a NUL byte in the name itself
-        raise mistake(repr(str(path)), "is not a file name") from error
+        raise mistake(repr(shown_path(path)), "is not a file name") from error
     except OSError as error:
-        raise SystemFailure(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
+        problem = Problem(where=shown_path(path), what=os_reason(error, "read"))
+        raise (UserError if error.errno in IMPOSSIBLE else SystemFailure)(problem) from error
     return _decode_text(raw, path, noun)
 
 
@@ -176,8 +185,8 @@ def _missing_file(path: Path, noun: str) -> UserError:
     close = nearest(path.name, _folder_names(path.parent))
     fix = f"did you mean {path.parent / close}?" if close else ""
     if not close and noun == "job file":
-        fix = f"phalanx init {path} writes one"
-    return mistake(str(path), f"there is no such {noun}", fix=fix)
+        fix = f"phalanx init {shown_path(path)} writes one"
+    return mistake(shown_path(path), f"there is no such {noun}", fix=fix)
 
 
 def _folder_names(folder: Path) -> list[str]:
@@ -185,12 +194,3 @@ def _folder_names(folder: Path) -> list[str]:
         return sorted(entry.name for entry in folder.iterdir())[:10_000]
     except OSError:
         return []
-
-
-def free_bytes(folder: Path) -> float | None:
-    """What may still be written below a folder; None where nobody can tell."""
-    try:
-        found = os.statvfs(folder)
-        return float(found.f_bavail * found.f_frsize)
-    except OSError:
-        return None

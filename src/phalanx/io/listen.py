@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.io.write_errors import write_failure
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 LEAST_TOKEN, MOST_TOKEN = 16, 1024  # characters
@@ -128,8 +129,7 @@ def kept_token(path: Path) -> str:
         try:
             _keep_token(path, read_token("auto"))
         except OSError as error:
-            what = f"cannot be written: {error.strerror or error}"
-            raise SystemFailure(Problem(where=str(path), what=what, fix="make room in the run folder")) from error
+            raise write_failure(path, error, fix="make room in the run folder") from error
     return read_token(str(path))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from phalanx.errors import UserError, mistake, nearest
+from phalanx.io.path_probes import is_file, resolve_path
 
 _neighbour_folders: set[str] = set()  # that `find_neighbours` put on sys.path
 NAME_PATTERN = r"[^:\x00-\x1f]{1,1024}(:[A-Za-z_][A-Za-z0-9_]{0,255})?"
@@ -26,7 +27,7 @@ def absolute_code(name: str, base: Path) -> str:
     ('/jobs/rules.py:mine', 'acme.rules:mine')
     """
     place, colon, attribute = name.partition(":")
-    return f"{(base / place).resolve()}{colon}{attribute}" if place.endswith(".py") else name
+    return f"{resolve_path(base / place)}{colon}{attribute}" if place.endswith(".py") else name
 
 
 def load_user_object(name: str, *, folder: Path) -> object:
@@ -56,7 +57,7 @@ def find_neighbours(path: Path) -> None:
             del sys.modules[name]
     sys.path[:] = [one for one in sys.path if one not in _neighbour_folders]
     _neighbour_folders.clear()
-    folder = str(path.resolve().parent)
+    folder = str(resolve_path(path).parent)
     if folder not in sys.path:
         _neighbour_folders.add(folder)
         sys.path.append(folder)
@@ -67,14 +68,10 @@ def _folder_of(module: ModuleType) -> str:
 
 
 def _run_file(path: Path, name: str) -> ModuleType:
-    try:
-        is_file = path.is_file()
-    except (OSError, ValueError):
-        is_file = False
-    if not is_file:
+    if not is_file(path):
         raise mistake(name, f"there is no file {path}", fix="write it as file.py:name, relative to the job file")
     # Two files of one name in two folders are two modules.
-    key = f"phalanx_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    key = f"phalanx_user_{path.stem}_{hashlib.sha256(str(resolve_path(path)).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(key, path)
     assert spec is not None
     assert spec.loader is not None

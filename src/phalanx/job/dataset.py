@@ -21,6 +21,8 @@ from typing import Any, Literal
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.io.checksums import file_sha256
 from phalanx.io.files import FileTooLargeError, read_bounded, replace_bytes
+from phalanx.io.path_probes import is_file, is_folder, os_reason
+from phalanx.io.write_errors import write_failure
 from phalanx.job.model import VOCAB
 
 FORMAT = 2
@@ -155,8 +157,8 @@ def read_manifest(folder: Path) -> DatasetManifest:
         text = read_bounded(path, MOST_MANIFEST_BYTES).decode()
         raw = json.loads(text)
     except FileNotFoundError:
-        what = "is not a dataset: it has no manifest.json" if folder.is_dir() else "is no folder"
-        why = "the manifest is written last, so a folder without one was never finished" if folder.is_dir() else ""
+        what = "is not a dataset: it has no manifest.json" if is_folder(folder) else "is no folder"
+        why = "the manifest is written last, so a folder without one was never finished" if is_folder(folder) else ""
         raise mistake(str(folder), what, why=why, fix=f"make it with phalanx data build {folder} SOURCE...") from None
     except OSError as error:
         raise SystemFailure(Problem(where=str(path), what=f"cannot be read: {error.strerror or error}")) from error
@@ -234,7 +236,7 @@ def check_dataset_files(folder: Path, manifest: DatasetManifest, *, with_blocks:
         if shard.blocks_sha256 and with_blocks:
             wanted = count_blocks(size, manifest.block_bytes) * BLOCK_DIGEST_BYTES
             problems += _size_problem(folder / shard.block_file, wanted, fix=f"make it again: {add_blocks(folder)}")
-    problems += [] if (folder / TOKENIZER).is_file() else _size_problem(folder / TOKENIZER, 1)
+    problems += [] if is_file(folder / TOKENIZER) else _size_problem(folder / TOKENIZER, 1)
     if problems:
         raise DamagedDataset(problems)
 
@@ -314,11 +316,11 @@ def _with_blocks(
             path = folder / MANIFEST
             replace_bytes(path, whole.dump().encode())
     except OSError as error:
-        what = f"cannot be written: {error.strerror or error}"
+        what = os_reason(error, "written")
         if not manifest.has_block_digests:
             return VerifiedDataset(manifest=manifest, trouble=f"{path}: {what}")
         fix = "run it where the folder can be written; training only reads it"
-        raise SystemFailure(Problem(where=str(path), what=what, fix=fix)) from error
+        raise write_failure(path, error, fix=fix) from error
     return VerifiedDataset(manifest=whole, written=tuple(written))
 
 
@@ -401,7 +403,7 @@ class VocabularyComparison:
 def read_vocabulary(folder: Path) -> Vocabulary | None:
     """Of the tokenizer in a folder; None where there is none. Raises UserError for a file that is no tokenizer."""
     for name in (TOKENIZER, WORDS):
-        if (folder / name).is_file():
+        if is_file(folder / name):
             return _read_vocabulary(folder / name)
     return None
 

@@ -11,16 +11,11 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from phalanx.errors import nearest
+from phalanx.io.limits import MAX_COUNT
 from phalanx.units import parse_count
 
 AUTO: Final = "auto"
 Auto = Literal["auto"]
-MOST_COUNT = 10**9  # no dimension of a model or cluster comes near; keeps products inside 64 bits
-MOST_TOKENS = 10**18
-MOST_RANKS = 10**7
-MOST_SECONDS = 10**9  # 31 years
-
-
 COUNT_TEXT = {"type": "string", "pattern": r"^(auto|[0-9][0-9_]*(\.[0-9]+)?([eE][0-9]+)? ?[A-Za-z]{0,2})$"}
 
 
@@ -54,7 +49,7 @@ def rule_of(metadata: Mapping[str, object]) -> KeyRule:
 
 
 def count(
-    note: str, *, least: int = 1, most: int = MOST_COUNT, auto: bool = False, zero_is_auto: bool = False
+    note: str, *, least: int = 1, most: int = MAX_COUNT, auto: bool = False, zero_is_auto: bool = False
 ) -> Metadata:
     """A whole number; text such as "15T" counts too."""
     expects = f"a whole number from {least:,} to {_power_text(most)}" + _or_auto(auto)
@@ -271,7 +266,8 @@ def _tidy_float(value: float) -> float:
 
 
 def _power_text(value: int) -> str:
-    return f"{value:,}" if value < 10**7 else f"1e{round(math.log10(value))}"
+    power = round(math.log10(value)) if value > 0 else 0
+    return f"1e{power}" if power >= 7 and value == 10**power else f"{value:,}"
 
 
 def _or_auto(auto: bool) -> str:

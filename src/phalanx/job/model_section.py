@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from phalanx.errors import UserError, nearest
+from phalanx.io import limits
 from phalanx.job import key_rules as rules
 from phalanx.job.draft import DEFAULT, Draft, Origin
 from phalanx.job.key_rules import KeyRule, WrongValue, rule_of, shown_value
@@ -29,6 +30,28 @@ _NUMBERS = {
     "rope_high_factor": rules.number("wavelengths below original / high are left alone", above=True, most=1e6),
     "routed_scale": rules.number("factor on what the routed experts add", above=True, most=1e6),
     "balance_rate": rules.number("coefficient of the loss, or step of the bias", most=1e3),
+}
+_MOST = {
+    "layers": limits.MAX_LAYERS,
+    "dense_layers": limits.MAX_LAYERS,
+    "hidden": limits.MAX_WIDTH,
+    "ffn": limits.MAX_WIDTH,
+    "expert_ffn": limits.MAX_WIDTH,
+    "q_lora_rank": limits.MAX_WIDTH,
+    "kv_lora_rank": limits.MAX_WIDTH,
+    "heads": limits.MAX_HEADS,
+    "kv_heads": limits.MAX_HEADS,
+    "head_dim": limits.MAX_HEAD_DIM,
+    "qk_nope_dim": limits.MAX_HEAD_DIM,
+    "qk_rope_dim": limits.MAX_HEAD_DIM,
+    "v_head_dim": limits.MAX_HEAD_DIM,
+    "vocab": limits.MAX_VOCAB,
+    "experts": limits.MAX_EXPERTS,
+    "experts_per_token": limits.MAX_EXPERTS,
+    "shared_experts": limits.MAX_EXPERTS,
+    "max_positions": limits.MAX_SEQUENCE,
+    "sliding_window": limits.MAX_SEQUENCE,
+    "rope_original_positions": limits.MAX_SEQUENCE,
 }
 # "file.py:build", "package.module:build", the name of an entry point, or nothing. A file alone is no entry point.
 MODULE_PATTERN = r"(?:[^:]+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*|[A-Za-z0-9][A-Za-z0-9._-]{0,99}(?<!\.py)|"
@@ -56,7 +79,7 @@ def _shape_rule(name: str, kind: str, required: bool) -> KeyRule:
     if kind == "bool":
         return rule_of(rules.flag(""))
     if kind == "int":
-        return rule_of(rules.count("", least=1 if required else 0))
+        return rule_of(rules.count("", least=1 if required else 0, most=_MOST[name]))
     return rule_of(rules.text(""))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from phalanx.job.key_rules import AUTO, MOST_RANKS, MOST_SECONDS, Auto, choice, count, flag, number, text, texts
+from phalanx.io.limits import MAX_KEPT, MAX_RANKS, MAX_SECONDS
+from phalanx.job.key_rules import AUTO, Auto, choice, count, flag, number, text, texts
 
 _URL, _LABEL = r"https?://[0-9A-Za-z.:_\[\]-]{1,255}", r"[a-z0-9][a-z0-9.-]{0,252}"
 ELECTION_PATTERN = rf"file|etcd:{_URL}(,{_URL}){{0,15}}|kubernetes(:{_LABEL}(/{_LABEL})?)?"
@@ -20,10 +21,10 @@ class Checkpoint:
     interval_s: float | Auto = field(
         default=AUTO,
         metadata=number(
-            'seconds between checkpoints; "auto" is Daly\'s optimum', above=True, most=MOST_SECONDS, auto=True
+            'seconds between checkpoints; "auto" is Daly\'s optimum', above=True, most=MAX_SECONDS, auto=True
         ),
     )
-    keep: int = field(default=3, metadata=count("newest checkpoints kept", most=10**6))
+    keep: int = field(default=3, metadata=count("newest checkpoints kept", most=MAX_KEPT))
     asynchronous: bool = field(default=True, metadata=flag("write while training goes on", key="async"))
     memory_every: int | Auto = field(
         default=AUTO,
@@ -40,14 +41,16 @@ class Checkpoint:
 class FaultSettings:
     """How failures are noticed and survived."""
 
-    detect_s: float = field(default=30.0, metadata=number("seconds until a failure is noticed", most=MOST_SECONDS))
+    detect_s: float = field(default=30.0, metadata=number("seconds until a failure is noticed", most=MAX_SECONDS))
     restart_s: float = field(
-        default=300.0, metadata=number("seconds from the failure noticed to the next step", most=MOST_SECONDS)
+        default=300.0, metadata=number("seconds from the failure noticed to the next step", most=MAX_SECONDS)
     )
     dead_after_s: float = field(
-        default=30.0, metadata=number("silence after which a rank is dead", above=True, most=MOST_SECONDS)
+        default=30.0, metadata=number("silence after which a rank is dead", above=True, most=MAX_SECONDS)
     )
-    spares: int | Auto = field(default=AUTO, metadata=count("idle hosts kept ready", least=0, auto=True))
+    spares: int | Auto = field(
+        default=AUTO, metadata=count("idle hosts kept ready", least=0, most=MAX_RANKS, auto=True)
+    )
     failures_per_host_day: float | None = field(
         default=None, metadata=number("measured failure rate; left out, the cluster's is used", most=1e4)
     )
@@ -70,6 +73,12 @@ class FaultSettings:
         ),
     )
     restarts: int = field(default=3, metadata=count("failures in a row, without a step between, before giving up"))
+    max_lost: float = field(
+        default=0.8,
+        metadata=number(
+            "share of the wall time that incidents with steps between them may cost; 1 is no limit", above=True, most=1
+        ),
+    )
     digest_every: int | Auto = field(
         default=AUTO,
         metadata=count(
@@ -80,7 +89,7 @@ class FaultSettings:
         ),
     )
     grace_s: float = field(
-        default=30.0, metadata=number("seconds from SIGTERM to the end", above=True, most=MOST_SECONDS)
+        default=30.0, metadata=number("seconds from SIGTERM to the end", above=True, most=MAX_SECONDS)
     )
     interface: str = field(
         default="",
@@ -106,10 +115,10 @@ class Telemetry:
     """What a run tells while it goes."""
 
     interval_s: float = field(
-        default=10.0, metadata=number("seconds between samples of each rank's device", above=True, most=MOST_SECONDS)
+        default=10.0, metadata=number("seconds between samples of each rank's device", above=True, most=MAX_SECONDS)
     )
     peers_every_s: float = field(
-        default=30.0, metadata=number("seconds between reports of peer latency; 0 is never", most=MOST_SECONDS)
+        default=30.0, metadata=number("seconds between reports of peer latency; 0 is never", most=MAX_SECONDS)
     )
     timeline_every: int = field(
         default=200, metadata=count("steps between two whose timeline is recorded; 0 is never", least=0)
@@ -178,12 +187,12 @@ class LaunchChoice:
         ),
     )
     hosts: int | Auto = field(
-        default=AUTO, metadata=count('hosts without the spares; "auto" is the plan\'s', most=MOST_RANKS, auto=True)
+        default=AUTO, metadata=count('hosts without the spares; "auto" is the plan\'s', most=MAX_RANKS, auto=True)
     )
     time_s: float | Auto = field(
         default=AUTO,
         metadata=number(
-            'time limit; "auto" is the upper end of the predicted interval', above=True, most=MOST_SECONDS, auto=True
+            'time limit; "auto" is the upper end of the predicted interval', above=True, most=MAX_SECONDS, auto=True
         ),
     )
     interface: str = field(

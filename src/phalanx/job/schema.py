@@ -8,11 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from phalanx.io.limits import (
+    MAX_HEAD_DIM,
+    MAX_LAYERS,
+    MAX_RANKS,
+    MAX_RANKS_PER_GPU,
+    MAX_SECONDS,
+    MAX_SEQUENCE,
+    MAX_SEQUENCES,
+    MAX_TOKENS,
+    MAX_WIDTH,
+)
 from phalanx.job.key_rules import (
     AUTO,
-    MOST_RANKS,
-    MOST_SECONDS,
-    MOST_TOKENS,
     Auto,
     choice,
     count,
@@ -44,27 +52,27 @@ class Data:
     tokens: int | Auto = field(
         default=AUTO,
         metadata=count(
-            f'tokens to train on; "auto" is {TOKENS_PER_PARAMETER} per parameter', most=MOST_TOKENS, auto=True
+            f'tokens to train on; "auto" is {TOKENS_PER_PARAMETER} per parameter', most=MAX_TOKENS, auto=True
         ),
     )
     seed: int = field(default=0, metadata=count("seed of the sampler and of the initial weights", least=0))
-    sequence: int = field(default=4096, metadata=count("tokens per sequence"))
+    sequence: int = field(default=4096, metadata=count("tokens per sequence", most=MAX_SEQUENCE))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RampStage:
     """A smaller global batch early in training: `global_tokens` per step until `until_tokens` were seen."""
 
-    until_tokens: int = field(metadata=count("tokens seen when this stage ends", most=MOST_TOKENS))
-    global_tokens: int = field(metadata=count("tokens per step in this stage", most=MOST_TOKENS))
+    until_tokens: int = field(metadata=count("tokens seen when this stage ends", most=MAX_TOKENS))
+    global_tokens: int = field(metadata=count("tokens per step in this stage", most=MAX_TOKENS))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """How much is learnt from at once. The file gives one of the two global sizes; both are filled in here."""
 
-    global_tokens: int = field(default=0, metadata=count("tokens per optimizer step", most=MOST_TOKENS))
-    global_sequences: int = field(default=0, metadata=count("sequences per optimizer step", most=10**12))
+    global_tokens: int = field(default=0, metadata=count("tokens per optimizer step", most=MAX_TOKENS))
+    global_sequences: int = field(default=0, metadata=count("sequences per optimizer step", most=MAX_SEQUENCES))
     micro: int | Auto = field(default=AUTO, metadata=count("sequences per device and pass", auto=True))
     ramp: tuple[RampStage, ...] = field(default=(), metadata=nested("smaller batches early in training"))
 
@@ -78,7 +86,7 @@ class Optim:
     betas: tuple[float, float] = field(default=(0.9, 0.95), metadata=pair("Adam's moments", least=0.0, most=1.0))
     weight_decay: float = field(default=0.1, metadata=number("decoupled weight decay", most=10.0))
     schedule: str = field(default="wsd", metadata=choice("learning rate over time", "wsd", "cosine"))
-    warmup_tokens: int = field(default=0, metadata=count("tokens of linear warm-up", least=0, most=MOST_TOKENS))
+    warmup_tokens: int = field(default=0, metadata=count("tokens of linear warm-up", least=0, most=MAX_TOKENS))
     decay: float = field(default=0.2, metadata=number("share of the tokens over which wsd decays", most=1.0))
     final_lr: float = field(default=0.1, metadata=number("last learning rate, as a share of the peak", most=1.0))
     eps: float = field(default=1e-8, metadata=number("keeps Adam from dividing by zero", above=True, most=1.0))
@@ -125,24 +133,24 @@ class Parallel:
             expects='a name such as "phalanx", "megatron", "torchtitan", "nanotron" or "deepspeed"',
         ),
     )
-    data: int | Auto = field(default=AUTO, metadata=count("replicas of the model", most=MOST_RANKS, auto=True))
+    data: int | Auto = field(default=AUTO, metadata=count("replicas of the model", most=MAX_RANKS, auto=True))
     shard: int | Auto = field(
         default=AUTO,
-        metadata=count("ranks that share one sharded copy", most=MOST_RANKS, auto=True, zero_is_auto=True),
+        metadata=count("ranks that share one sharded copy", most=MAX_RANKS, auto=True, zero_is_auto=True),
     )
     zero: int | Auto = field(
         default=AUTO, metadata=count("ZeRO stage: what the shard group shares", least=0, most=3, auto=True)
     )
-    tensor: int | Auto = field(default=AUTO, metadata=count("ranks that split each matrix", most=MOST_RANKS, auto=True))
+    tensor: int | Auto = field(default=AUTO, metadata=count("ranks that split each matrix", most=MAX_RANKS, auto=True))
     sequence_parallel: bool | Auto = field(
         default=AUTO, metadata=flag("split norms and dropout along the sequence in the tensor group", auto=True)
     )
     context: int | Auto = field(
-        default=AUTO, metadata=count("ranks that split each sequence", most=MOST_RANKS, auto=True)
+        default=AUTO, metadata=count("ranks that split each sequence", most=MAX_RANKS, auto=True)
     )
-    pipeline: int | Auto = field(default=AUTO, metadata=count("stages of layers", most=MOST_RANKS, auto=True))
+    pipeline: int | Auto = field(default=AUTO, metadata=count("stages of layers", most=MAX_LAYERS, auto=True))
     virtual_pipeline: int | Auto = field(
-        default=AUTO, metadata=count("model chunks per stage", most=MOST_RANKS, auto=True)
+        default=AUTO, metadata=count("model chunks per stage", most=MAX_LAYERS, auto=True)
     )
     schedule: str = field(
         default=AUTO, metadata=choice("pipeline order", AUTO, "gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -156,7 +164,7 @@ class Parallel:
             expects='a text of the letters F, B, I and W for each pipeline rank, such as ["FFBB", "FBFB"]',
         ),
     )
-    expert: int | Auto = field(default=AUTO, metadata=count("ranks that split the experts", most=MOST_RANKS, auto=True))
+    expert: int | Auto = field(default=AUTO, metadata=count("ranks that split the experts", most=MAX_RANKS, auto=True))
     context_kind: str = field(
         default="ring", metadata=choice("how context ranks share keys and values", "ring", "ulysses", "allgather")
     )
@@ -165,7 +173,8 @@ class Parallel:
         default=AUTO, metadata=choice("activations computed again in backward", AUTO, "none", "selective", "full")
     )
     recompute_layers: int | Auto = field(
-        default=AUTO, metadata=count('of each stage, layers that recompute; "auto" is all of them', auto=True)
+        default=AUTO,
+        metadata=count('of each stage, layers that recompute; "auto" is all of them', most=MAX_LAYERS, auto=True),
     )
     offload: str = field(
         default=AUTO,
@@ -204,7 +213,9 @@ class Train:
     )
     ranks_per_gpu: int = field(
         default=1,
-        metadata=count("ranks that may share one GPU, for proofs and drills; above 1 needs NCCL 2.30", most=64),
+        metadata=count(
+            "ranks that may share one GPU, for proofs and drills; above 1 needs NCCL 2.30", most=MAX_RANKS_PER_GPU
+        ),
     )
     evaluate_every: int = field(default=0, metadata=count("steps between evaluations; 0 only at the end", least=0))
     evaluate_sequences: int = field(default=64, metadata=count("held-out sequences per evaluation", least=0))
@@ -222,7 +233,7 @@ class Train:
         metadata=number(
             'longest wait for another rank once steps are steady; "auto" is five predicted steps, from 30 to 120 s',
             above=True,
-            most=MOST_SECONDS,
+            most=MAX_SECONDS,
             auto=True,
         ),
     )
@@ -244,7 +255,7 @@ class Comm:
     )
     init_timeout_s: float = field(
         default=300.0,
-        metadata=number("longest wait for another rank until steps are steady", above=True, most=MOST_SECONDS),
+        metadata=number("longest wait for another rank until steps are steady", above=True, most=MAX_SECONDS),
     )
 
 
@@ -297,12 +308,17 @@ class Scale:
     parametrization: str = field(
         default="standard", metadata=choice("how they follow width and depth", "standard", "mup", "completep")
     )
-    base_width: int = field(default=0, metadata=count("model.hidden at which [optim] was tuned", least=0))
+    base_width: int = field(
+        default=0, metadata=count("model.hidden at which [optim] was tuned", least=0, most=MAX_WIDTH)
+    )
     base_depth: int = field(
-        default=0, metadata=count("model.layers at which [optim] was tuned; for completep", least=0)
+        default=0, metadata=count("model.layers at which [optim] was tuned; for completep", least=0, most=MAX_LAYERS)
     )
     base_head_dim: int = field(
-        default=64, metadata=count("model.head_dim at which attention has its usual scale; it falls as 1 / head_dim")
+        default=64,
+        metadata=count(
+            "model.head_dim at which attention has its usual scale; it falls as 1 / head_dim", most=MAX_HEAD_DIM
+        ),
     )
 
 

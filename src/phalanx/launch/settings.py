@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import Problem, UserError, mistake, nearest
+from phalanx.io.path_probes import is_file
 from phalanx.io.toml import TomlFile, read_toml
 from phalanx.job.key_rules import AUTO, WrongValue, rule_of, texts
 from phalanx.job.run_sections import LaunchChoice
@@ -108,7 +109,7 @@ def site_files(environ: Mapping[str, str]) -> list[Path]:
     """launch.toml of the user and of the site, where they are."""
     home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or "/nonexistent", ".config")
     folders = [home, *(environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep)]
-    return [path for folder in folders if folder and (path := Path(folder) / "phalanx" / FILE).is_file()]
+    return [path for folder in folders if folder and is_file(path := Path(folder) / "phalanx" / FILE)]
 
 
 def read_site_file(path: Path) -> SiteFile:

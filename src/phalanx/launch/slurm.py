@@ -15,6 +15,7 @@ from pathlib import Path
 from phalanx.elastic.local_launch import is_coordinated
 from phalanx.errors import PhalanxError, Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.io.files import replace_text
+from phalanx.io.path_probes import is_file
 from phalanx.io.values import text
 from phalanx.io.visible import one_line
 from phalanx.launch.book import LaunchRecord, find_record, read_records
@@ -150,7 +151,7 @@ class SlurmSystem:
             what = "srun of this cluster has no option --container-image"
             fix = "name a Python that all nodes see (launch.python) instead, or ask the operator for pyxis"
             return [Problem(where=where, what=what, why="pyxis and enroot add it", fix=fix)]
-        if image.startswith(("/", "./", "../")) and not Path(image).is_file():
+        if image.startswith(("/", "./", "../")) and not is_file(image):
             fix = "enroot import makes one; an image of a registry is written as registry.example#name:tag"
             return [Problem(where=where, what="there is no such file", fix=fix)]
         return []

@@ -14,9 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from phalanx.errors import PhalanxError, Problem, SystemFailure, mistake
+from phalanx.errors import PhalanxError, mistake
 from phalanx.io.files import write_text
 from phalanx.io.values import integer, number, text
+from phalanx.io.write_errors import write_failure
 from phalanx.metrics import names
 from phalanx.record.account.memberships import LayoutSpan, layout_spans
 from phalanx.record.archive.history import RunHistory
@@ -167,8 +168,7 @@ def make_folder(folder: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"cannot be made: {error.strerror or error}"
-        raise SystemFailure(Problem(where=folder, what=what, fix="name a writable folder")) from error
+        raise write_failure(folder, error, fix="name a writable folder") from error
     return path
 
 

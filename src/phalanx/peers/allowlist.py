@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.errors import mistake
 from phalanx.io.files import load_json, write_text
+from phalanx.io.write_errors import write_failure
 from phalanx.peers.identity import (
     ID_DIGITS,
     NAME,
@@ -177,8 +178,7 @@ def locked_list(path: Path) -> Iterator[None]:
     try:
         lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        what = f"cannot be written: {error.strerror or error}"
-        raise SystemFailure(Problem(where=str(path.parent), what=what, fix="make the folder writable")) from error
+        raise write_failure(path.parent, error, fix="make the folder writable") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

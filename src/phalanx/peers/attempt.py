@@ -13,13 +13,14 @@ import asyncio
 import bisect
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from phalanx.network.slow_codecs import CUT_VALUES, GATHERED_CODECS, encoded_bytes
+from phalanx.peers.aggregation import AGGREGATIONS, aggregate, choose_aggregation, mean_factors
 from phalanx.peers.codecs import BadBytes, Sender, decode, encode
 from phalanx.peers.facts import MemberView, RoundResult, Vector
 from phalanx.peers.harm_causes import SKETCH_VALUES, sketch_of
@@ -56,7 +57,7 @@ class PendingAverage:
     future: asyncio.Future[RoundResult]
     began: float
     call: int
-    most_weight: float | None = None
+    weight_limits: Mapping[str, float] | None = None
     bytes_sent: int = 0
     bytes_received: int = 0
 
@@ -89,15 +90,18 @@ def check_plan(plan: RoundPlan, view: MemberView | None, *, most_values: int = M
     """
     if plan.values > most_values:
         return f"it is of {plan.values:,} values, and no vector of this run has more than {most_values:,}"
-    named = {*plan.owners, *plan.weights, *plan.dropped, *plan.paces}
+    named = {*plan.owners, *plan.weights, *plan.dropped, *plan.paces, *plan.present, *plan.capped}
     if view is not None and not named <= set(view.ids):
         return "it names peers that are not in the view"
     if set(plan.weights) != set(plan.norms):
         return "it lacks norms"
     if plan.gathered and not plan.judged:
         return "it keeps contributions apart, and no member judges them"
-    if plan.segment % CUT_VALUES or len(named) > MOST_NAMED or not sum(plan.weights.values()) > 0.0:
+    is_counted = min(plan.weights.values()) > 0.0 if plan.weights else bool(plan.present) and plan.values == 0
+    if plan.segment % CUT_VALUES or len(named) > MOST_NAMED or not is_counted or set(plan.present) & set(plan.weights):
         return "its sizes or weights are impossible"
+    if plan.aggregation not in AGGREGATIONS:
+        return f"its aggregation is none of {', '.join(AGGREGATIONS)}"
     at = 0
     for begin, end in sorted(plan.owners.values()):
         if begin != at or end < begin or (end % CUT_VALUES and end != plan.values):
@@ -108,6 +112,16 @@ def check_plan(plan: RoundPlan, view: MemberView | None, *, most_values: int = M
     except ValueError as error:
         return str(error)
     return "" if at == plan.values else "its shares do not make up the vector"
+
+
+def check_derived(plan: RoundPlan, *, aggregation: str, weight_limits: Mapping[str, float] | None) -> str:
+    """Return how a plan differs from what its members derive themselves, or nothing: a leader may lie too."""
+    if plan.weights and plan.aggregation != aggregation:
+        return f'its aggregation is "{plan.aggregation}", here it is "{aggregation}"'
+    for peer, weight in plan.weights.items() if weight_limits is not None else ():
+        if weight_limits is not None and weight > (dealt := weight_limits.get(peer, 0.0)):
+            return f"it gives {peer} a weight of {weight:.6g}, and {dealt:.6g} was dealt"
+    return ""
 
 
 def has_same_layout(plan: RoundPlan, other: RoundPlan) -> bool:
@@ -147,6 +161,7 @@ class Attempt:
         self._own_missing = len(self._own_segments)
         self._missing = self._segment_count()
         self._counted = sorted(plan.weights)
+        self._factors = mean_factors(plan.aggregation, plan.weights, plan.norms) if plan.weights else {}
         # Two peers move as many bytes either way: each sends the other its values, nothing is rounded a second time,
         # and no piece waits for another.
         self._gathers = (
@@ -251,6 +266,7 @@ class Attempt:
         if not has_same_layout(self.plan, plan):
             return False
         self.plan = plan
+        self._factors = mean_factors(plan.aggregation, plan.weights, plan.norms)
         return True
 
     def is_direct(self, peer: str) -> bool:
@@ -296,7 +312,9 @@ class Attempt:
 
     def digest(self) -> str:
         """Of the whole result, and of who is counted in it."""
-        digest = hashlib.sha256(repr(sorted(self.plan.weights.items())).encode())
+        plan = self.plan
+        counted = (sorted(plan.weights.items()), sorted(plan.norms.items()), plan.aggregation, sorted(plan.present))
+        digest = hashlib.sha256(repr(counted).encode())
         for _, data in self.means():
             digest.update(data)
         return digest.hexdigest()
@@ -332,11 +350,10 @@ class Attempt:
 
     def mean_sketch(self) -> Vector:
         """Sketch of this member's share of the mean: sketches add up as the vectors do."""
-        total = sum(self.plan.weights.values())
-        found = np.zeros(SKETCH_VALUES)
-        for peer, sketch in self.sketches.items():
-            found += (self.plan.weights[peer] / total) * sketch
-        return found
+        sketch = np.zeros(SKETCH_VALUES)
+        for start in self._own_segments:
+            sketch += sketch_of(self._decode_mean(start, self._means[start]), start)
+        return sketch
 
     def _share_at(self, start: int) -> tuple[int, int, str]:
         """Begin, end and owner of the share that a value is in."""
@@ -371,12 +388,12 @@ class Attempt:
         return data
 
     def _mean(self, start: int, pieces: dict[str, Vector], removed: Collection[str] = ()) -> Vector:
-        counted = [peer for peer in self._counted if peer not in removed]
-        total = sum(self.plan.weights[peer] for peer in counted)
-        mean = np.zeros(self._end(start) - start, dtype=np.float64)
-        for peer in counted:
-            mean += (self.plan.weights[peer] / total) * pieces[peer]
-        return mean
+        counted, kind, factors = self._counted, self.plan.aggregation, self._factors
+        if removed:
+            counted = [peer for peer in counted if peer not in removed]
+            kind = choose_aggregation(kind, codec=self.plan.codec, counted=len(counted))[0]
+            factors = mean_factors(kind, {peer: self.plan.weights[peer] for peer in counted}, self.plan.norms)
+        return aggregate(kind, [pieces[peer] for peer in counted], [factors[peer] for peer in counted])
 
     def _check_screen(self, screen: Callable[[str, Vector], str | None]) -> None:
         for peer in sorted(self.plan.weights):

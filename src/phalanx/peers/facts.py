@@ -93,7 +93,9 @@ class PeerProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundResult:
-    """How a round ended. Committed: `vector` is the weighted mean, the same bytes on every member of the view.
+    """How a round ended. Committed: `vector` is the aggregate, the same bytes on every member of the view.
+
+    It is None where no member had a weight.
 
     `members_counted` are the ids whose updates are in it, `weights` what each counted. `dropped` names who was left
     out, and why. `behind`: the group went on without this peer, which must fetch the state before its next round.
@@ -114,14 +116,18 @@ class RoundResult:
     view_number: int = 0
     shares: Mapping[str, float] = field(default_factory=dict)
     paces: Mapping[str, float] = field(default_factory=dict)  # samples a second that each counted member said it learns
+    aggregation: str = "mean"
+    present: tuple[str, ...] = ()  # members that took part without a weight
+    capped: Mapping[str, str] = field(default_factory=dict)  # whose claimed weight was cut, and why
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerEvent:
     """Something that happened in the group, for the run's record.
 
-    kind: joined, left, lost, evicted, rejoined, no-majority, forced, view, committed, discarded, dropped, refused,
-    revoked, harmful, excluded, measured, doubtful-progress, doubtful-update, state-served, state-fetched.
+    kind: joined, left, lost, evicted, rejoined, no-majority, forced, view, committed, discarded, dropped, capped,
+    aggregation, refused, revoked, harmful, excluded, measured, doubtful-progress, doubtful-update, state-served,
+    state-fetched.
     """
 
     kind: str

@@ -46,7 +46,8 @@ class PeerGroup:
     of a share for each update before it is summed, with the peer and a vector that is zero outside this share; a text
     in return drops the update, with the text as the reason. It may take its time, on a thread of its own. `events` is
     called on the group's thread and must not block. `norm_limit` is how many times the round's median norm an update
-    may have; `samples_per_s` what no peer of the run can exceed. `keep_allowed` is called with every newer allowlist
+    may have; `samples_per_s` what no peer of the run can exceed. `aggregation`, of `aggregation.AGGREGATIONS`, is the
+    same on all members: a plan of another kind is refused. `keep_allowed` is called with every newer allowlist
     that is taken over, wherever it came from, for whoever keeps it for the next start. `judge` evaluates every round
     before it is committed, on a thread of its own (`harm_votes`); `excluded` are peers that a vote has sent away, with
     the reason, as `excluded` of an earlier process returned them.
@@ -69,6 +70,7 @@ class PeerGroup:
         dead_after_s: float = 5.0,
         samples_per_s: float | None = None,
         routes: Mapping[str, Address] | None = None,
+        aggregation: str = "mean",
         keep_allowed: Callable[[AllowList], None] | None = None,
         judge: Callable[[RoundTrial], Judgement] | None = None,
         excluded: Mapping[str, str] | None = None,
@@ -86,6 +88,7 @@ class PeerGroup:
             dead_after_s=dead_after_s,
             samples_per_s=samples_per_s,
             routes=dict(routes or {}),
+            aggregation=aggregation,
             keep_allowed=keep_allowed or (lambda allowed: None),
             judge=judge,
             excluded=dict(excluded or {}),
@@ -155,16 +158,17 @@ class PeerGroup:
         timeout_s: float = 60.0,
         quorum: int | None = None,
         grace_s: float | None = None,
-        most_weight: float | None = None,
+        weight_limits: Mapping[str, float] | None = None,
     ) -> RoundResult:
-        """Weighted mean of the members' vectors; blocks until the round is committed, discarded, or has timed out.
+        """Aggregate of the members' vectors; blocks until the round is committed, discarded, or has timed out.
 
         Every active member calls it with the same round number, length and codec. `Sender` carries what a codec loses
         from round to round; a name alone carries nothing. Take "fp64" for float64 vectors that must stay exact.
         With `quorum` the round begins `grace_s` after so many members are ready; without, when all are. A member that
         calls later gets the committed result at once, without being counted. After a discarded round call again with
         the same number; where `behind` is true, call `fetch_state` first. Weight 0 takes the result and adds nothing.
-        A member that claims more than `most_weight`, as the leader's call says, is dropped.
+        `weight_limits` are the largest weights that members can have, by id, the same on all; the leader cuts larger
+        claims to them (0 for a member without a limit) and names the member, and others refuse a plan above them.
 
         Raises UserError where this peer's key was revoked, before or meanwhile.
         """
@@ -192,7 +196,7 @@ class PeerGroup:
                 timeout_s=timeout_s,
                 quorum=quorum or 0,
                 grace_s=grace_s or 0.0,
-                most_weight=most_weight,
+                weight_limits=weight_limits,
             )
         )
         self._check_revoked()

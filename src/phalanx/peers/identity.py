@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.errors import mistake
 from phalanx.io.files import read_bounded
+from phalanx.io.write_errors import write_failure
 
 KEY_FILE, CERTIFICATE_FILE = "peer-key.pem", "peer-certificate.pem"
 MOST_PEM_BYTES = 16 * 1024
@@ -108,8 +109,7 @@ class PeerIdentity:
                 str(folder), "holds a peer identity already", fix="load it, or name another folder"
             ) from error
         except OSError as error:
-            what = f"cannot be written: {error.strerror or error}"
-            raise SystemFailure(Problem(where=str(folder), what=what)) from error
+            raise write_failure(folder, error) from error
 
     @property
     def fingerprint(self) -> str:

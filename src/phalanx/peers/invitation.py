@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import Problem, SystemFailure, UserError, mistake
+from phalanx.errors import UserError, mistake
 from phalanx.io.files import load_json
+from phalanx.io.write_errors import write_failure
 from phalanx.peers.allowlist import MOST_LIST_BYTES, AllowList
 from phalanx.peers.facts import Address
 from phalanx.peers.identity import PeerIdentity
@@ -56,9 +57,7 @@ class Invitation:
         except FileExistsError as error:
             raise mistake(str(path), "exists already", fix="name a new file for the invitation") from error
         except OSError as error:
-            raise SystemFailure(
-                Problem(where=str(path), what=f"cannot be written: {error.strerror or error}")
-            ) from error
+            raise write_failure(path, error) from error
 
     @classmethod
     def load(cls, path: Path) -> Invitation:

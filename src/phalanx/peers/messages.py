@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from phalanx.peers.facts import Count, Member, MemberView, PeerProgress, RunFacts
 
-PROTOCOL = 3
+PROTOCOL = 4
 MOST_SPEED_S = 5.0  # that a link is measured
 MOST_SEGMENT_VALUES = 2**20  # that travel together
 Text = Annotated[str, Meta(max_length=500)]
@@ -115,6 +115,9 @@ class RoundPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     owners: dict[PeerId, tuple[Count, Count]]  # begin and end of each owner's values
     dropped: dict[PeerId, Text]
     paces: dict[PeerId, Amount] = {}  # samples a second that members said they learn from: the next deal follows them
+    aggregation: Annotated[str, Meta(max_length=20)] = "mean"
+    present: Annotated[list[PeerId], Meta(max_length=4096)] = []  # ready, and without a weight: they send no update
+    capped: dict[PeerId, Text] = {}  # whose claimed weight is more than theirs can be, and why
     gathered: bool = False  # every member receives all contributions and can leave each of them out
     judged: bool = False  # members evaluate the result and vote on it before it is committed
 

@@ -38,6 +38,7 @@ class NodeSettings:
     judge: Callable[[RoundTrial], Judgement] | None = None
     keep_allowed: Callable[[AllowList], None] = lambda allowed: None
     routes: Mapping[str, Address] = field(default_factory=dict)
+    aggregation: str = "mean"
     excluded: Mapping[str, str] = field(default_factory=dict)
     limits: ModelLimits = field(default_factory=ModelLimits)
 

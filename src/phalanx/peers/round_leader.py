@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from phalanx.network.slow_codecs import GATHERED_CODECS, cut_shares, encoded_bytes
 from phalanx.network.slow_shares import water_filling
 from phalanx.peers import messages as say
+from phalanx.peers.aggregation import choose_aggregation
 from phalanx.peers.attempt import NORM_TOLERANCE, segment_values
 from phalanx.peers.facts import Member
 from phalanx.peers.harm_votes import AuditSchedule, Ballots, Judgement
 from phalanx.peers.messages import PeerMessage, Ready, RoundPlan
-from phalanx.peers.screening import UsualUpdate, screen_ready
+from phalanx.peers.screening import UsualUpdate, limit_paces, screen_ready
 from phalanx.peers.speed_turns import SpeedTurns
 from phalanx.peers.view_agreement import is_majority
 
@@ -37,12 +38,14 @@ class RoundLeader:
         self._timer: asyncio.TimerHandle | None = None
         self._turns = SpeedTurns(node)
         self._began = 0.0  # the attempt under way
+        self._opened_at = 0.0  # the round, as far as this leader saw the one before it end
         self._usual_update: UsualUpdate | None = None
         self._audit = AuditSchedule()
         self._clear()
 
     def _clear(self) -> None:
         self._ready: dict[str, Ready] = {}
+        self._ready_at: dict[str, float] = {}
         self._excluded: dict[str, str] = {}
         self._plan: RoundPlan | None = None
         self._quorum_at: float | None = None
@@ -58,13 +61,14 @@ class RoundLeader:
 
     def on_view(self) -> None:
         """A new view: its members say again that they are ready."""
-        self._attempt, self._last_commit = 0, None
+        self._attempt, self._last_commit, self._opened_at = 0, None, 0.0
         self._turns.on_view()
         self._clear()
 
     def on_committed(self) -> None:
-        """The next round begins with nobody ready."""
+        """The next round begins with no member ready."""
         self._clear()
+        self._opened_at = time.monotonic()
 
     def greet(self, peer: str) -> None:
         """A connection to a member is new: what it may have missed."""
@@ -93,6 +97,7 @@ class RoundLeader:
             node.syncing.discard(peer)
             if message.view_number == node.view.number and message.round_number == node.view.next_round:
                 self._ready[peer] = message
+                self._ready_at.setdefault(peer, time.monotonic())
                 self._consider()
         elif isinstance(message, say.Withdraw):
             current = message.view_number == node.view.number and message.round_number == node.view.next_round
@@ -148,15 +153,18 @@ class RoundLeader:
 
     def _begin(self) -> None:
         node = self._node
-        most = node.rounds.pending.most_weight if node.rounds.pending is not None else None
-        dropped = screen_ready(self._ready, node.settings.norm_limit, most, self._usual_update) | self._excluded
+        limits = node.rounds.pending.weight_limits if node.rounds.pending is not None else None
+        screened = screen_ready(self._ready, node.settings.norm_limit, limits, self._usual_update)
+        dropped = screened.dropped | self._excluded
         dropped = {peer: reason for peer, reason in dropped.items() if peer in self._ready}
         counted = {peer: one for peer, one in self._ready.items() if peer not in dropped}
-        weights = {peer: one.weight for peer, one in sorted(counted.items()) if one.weight > 0.0}
-        if not weights:
+        if not counted:
             self._discard_all(dropped)
             return
-        form = counted[min(weights)]
+        weights = {peer: screened.weights[peer] for peer in sorted(counted) if screened.weights[peer] > 0.0}
+        form = counted[min(weights or counted)]
+        stated = {peer: counted[peer].pace for peer in weights if counted[peer].pace > 0.0}
+        elapsed = {peer: at - self._opened_at for peer, at in self._ready_at.items()} if self._opened_at else {}
         # Of two peers neither can show that the other lies; a vector of one value only shows who is present.
         is_judged = node.settings.judge is not None and len(weights) > 2 and form.values > 1 and not self._is_undecided
         self._attempt += 1
@@ -164,15 +172,20 @@ class RoundLeader:
             view_number=node.view.number,
             round_number=node.view.next_round,
             attempt=self._attempt,
-            values=form.values,
+            values=form.values if weights else 0,
             codec=form.codec,
             top_share=form.top_share,
             segment=segment_values(form.codec, form.top_share, is_direct=len(weights) == 2),
             weights=weights,
             norms={peer: counted[peer].norm or 0.0 for peer in weights},
-            owners=self._owners(form, [peer for peer in sorted(self._ready) if peer not in self._excluded]),
+            owners=self._owners(form, [peer for peer in sorted(self._ready) if peer not in self._excluded])
+            if weights
+            else {},
             dropped=dropped,
-            paces={peer: float(f"{counted[peer].pace:.3g}") for peer in weights if counted[peer].pace > 0.0},
+            paces={peer: float(f"{pace:.3g}") for peer, pace in limit_paces(stated, weights, elapsed).items()},
+            aggregation=choose_aggregation(node.settings.aggregation, codec=form.codec, counted=len(weights))[0],
+            present=[peer for peer in sorted(counted) if peer not in weights],
+            capped={peer: reason for peer, reason in screened.capped.items() if peer in counted},
             gathered=is_judged and (self._was_harmful or self._audit.is_due),
             judged=is_judged,
         )
@@ -264,8 +277,9 @@ class RoundLeader:
         if plan.judged and not self._is_passed(plan):
             return
         if is_majority(node.view.ids, self._haves):
-            norm, weight = statistics.median(plan.norms.values()), statistics.median(plan.weights.values())
-            self._usual_update = UsualUpdate(norm=norm, weight=weight)
+            if plan.weights:
+                norm, weight = statistics.median(plan.norms.values()), statistics.median(plan.weights.values())
+                self._usual_update = UsualUpdate(norm=norm, weight=weight)
             self._turns.on_committed(plan, time.monotonic() - self._began)
             self._last_commit = say.Commit(key=plan.key, digest=mine.digest)
             self._to_all(self._last_commit)

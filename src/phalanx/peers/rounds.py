@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phalanx.errors import mistake
 from phalanx.peers import messages as say
-from phalanx.peers.attempt import Attempt, BadUpdate, PendingAverage, check_plan, sum_of_squares
+from phalanx.peers.aggregation import choose_aggregation
+from phalanx.peers.attempt import Attempt, BadUpdate, PendingAverage, check_derived, check_plan, sum_of_squares
 from phalanx.peers.codecs import BadBytes, Sender
 from phalanx.peers.couriers import AttemptSending
 from phalanx.peers.early_values import EarlyValues, StaleValues
@@ -45,6 +46,7 @@ class RoundKeeper:
         self._moved_at = time.monotonic()
         self._begun = asyncio.Event()
         self._calls = 0
+        self._fallback = ""  # the reason for another aggregation than the one that was asked for
         self.judging = RoundJudging(node)
         self.must_fetch = ""  # why this member's state is not the group's: no round before it is fetched
 
@@ -63,7 +65,7 @@ class RoundKeeper:
         timeout_s: float,
         quorum: int,
         grace_s: float,
-        most_weight: float | None = None,
+        weight_limits: Mapping[str, float] | None = None,
     ) -> RoundResult:
         """See `PeerGroup.average`."""
         if self.pending is not None:
@@ -80,7 +82,7 @@ class RoundKeeper:
             future=asyncio.get_running_loop().create_future(),
             began=time.monotonic(),
             call=self._calls,
-            most_weight=most_weight,
+            weight_limits=weight_limits,
         )
         self._calls += 1
         if self.must_fetch:
@@ -173,6 +175,15 @@ class RoundKeeper:
             node.tell("refused", f"a plan of round {plan.round_number} was refused: {wrong}", peer=node.view.leader)
             return
         pending = self.pending
+        wanted, reason = choose_aggregation(node.settings.aggregation, codec=plan.codec, counted=len(plan.weights))
+        is_same = pending is not None and pending.round_number == plan.round_number
+        limits = pending.weight_limits if pending is not None and is_same else None
+        if wrong := check_derived(plan, aggregation=wanted, weight_limits=limits):
+            node.tell("refused", f"a plan of round {plan.round_number} was refused: {wrong}", peer=node.view.leader)
+            return
+        if len(plan.weights) > 1 and reason != self._fallback:
+            self._fallback = reason
+            node.tell("aggregation", reason or f'updates are aggregated by "{wanted}" again')
         is_counted = node.me in plan.weights
         fits = pending is not None and (pending.round_number, pending.outgoing.size) == (plan.round_number, plan.values)
         if is_counted and not fits:
@@ -379,6 +390,8 @@ class RoundKeeper:
         self.judging.on_committed(attempt)
         for peer, reason in plan.dropped.items():
             node.tell("dropped", reason, peer=peer, round_number=number)
+        for peer, reason in plan.capped.items():
+            node.tell("capped", reason, peer=peer, round_number=number)
         text = f"round {number} is committed with {len(plan.weights)} of {len(node.view.members)} members"
         node.tell("committed", text, round_number=number, members=float(len(plan.weights)))
         node.leader.on_committed()
@@ -515,17 +528,17 @@ class RoundKeeper:
 
     def _success(self, pending: PendingAverage, attempt: Attempt) -> RoundResult:
         plan = attempt.plan
-        if plan.values != pending.outgoing.size:
+        if plan.weights and plan.values != pending.outgoing.size:
             why = f"the committed result has {plan.values:,} values, this peer's update {pending.outgoing.size:,}"
             return self._failure(pending, why, behind=True)
         try:
-            vector = attempt.result()
+            vector = attempt.result().astype(pending.kind, copy=False) if plan.weights else None
         except BadBytes as error:
             return self._failure(pending, f"the committed result cannot be decoded: {error}", behind=True)
         return RoundResult(
             round_number=plan.round_number,
             committed=True,
-            vector=vector.astype(pending.kind, copy=False),
+            vector=vector,
             members_counted=tuple(sorted(plan.weights)),
             weights=dict(sorted(plan.weights.items())),
             bytes_sent=pending.bytes_sent + attempt.bytes_sent,
@@ -534,6 +547,9 @@ class RoundKeeper:
             dropped=plan.dropped,
             view_number=plan.view_number,
             paces=plan.paces,
+            aggregation=plan.aggregation,
+            present=tuple(sorted(plan.present)),
+            capped=plan.capped,
             shares={peer: (end - begin) / max(1, plan.values) for peer, (begin, end) in plan.owners.items()},
         )
 

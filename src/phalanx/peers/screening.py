@@ -1,7 +1,8 @@
-"""Which updates a round leaves out before a byte of them is sent, and which claims of progress cannot be."""
+"""Screening before updates are sent: which are left out, what each may weigh, which claims of progress are false."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,65 +10,113 @@ from dataclasses import dataclass, field
 from phalanx.peers.facts import PeerProgress
 from phalanx.peers.messages import Ready
 
-# Times the median weight that one peer may count: peers differ in speed by an order of magnitude, not by two.
-WEIGHT_LIMIT = 100.0
+# Times the usual weight that one peer may count: peers differ in speed by an order of magnitude.
+WEIGHT_LIMIT = 10.0
+# Times the median overhead of a round that a peer may have: time on the link and waiting, over its own computing time.
+OVERHEAD_LIMIT = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsualUpdate:
-    """What the updates of the last committed round were like."""
+    """Median norm and weight of the updates of the last committed round."""
 
     norm: float
     weight: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Screening:
+    """Reasons for leaving updates out, the weights of the others, and reasons where a weight is below its claim."""
+
+    dropped: dict[str, str]
+    weights: dict[str, float]
+    capped: dict[str, str]
+
+
 def screen_ready(
     ready: Mapping[str, Ready],
     norm_limit: float,
-    most_weight: float | None = None,
+    weight_limits: Mapping[str, float] | None = None,
     usual_update: UsualUpdate | None = None,
-) -> dict[str, str]:
-    """Peers whose updates are left out, with the reason; owners find out whether the stated norms are true.
+) -> Screening:
+    """Return what the peers' statements are worth; owners find out later whether the stated norms are true.
 
-    `most_weight` is what no honest peer can have learnt from, where that is known. Of two updates the median does not
-    say which is wrong: one that is far from the other and from `usual_update` is.
+    `weight_limits` are the most tokens that each peer can have learnt from, where that is known. Weight and norm of an
+    update multiply: together they are limited as each of them is. Of two updates the median does not show which is
+    wrong: one that is far from the other and from `usual_update` is.
     """
     dropped: dict[str, str] = {}
-    if not ready:
-        return dropped
     forms = [(one.values, one.codec, one.top_share) for one in ready.values()]
-    common = max(set(forms), key=lambda form: (forms.count(form), form))
+    common = max(set(forms), key=lambda form: (forms.count(form), form), default=None)
     for peer, one in ready.items():
-        if (one.values, one.codec, one.top_share) != common:
-            mine, theirs = f"{one.values:,} values in {one.codec}", f"{common[0]:,} in {common[1]}"
-            dropped[peer] = f"its update has {mine}, the round's has {theirs}"
-        elif one.norm is None:
+        if common is not None and (one.values, one.codec, one.top_share) != common:
+            own_form, common_form = f"{one.values:,} values in {one.codec}", f"{common[0]:,} in {common[1]}"
+            dropped[peer] = f"its update has {own_form}, the round's has {common_form}"
+        elif one.norm is None and one.weight > 0.0:
             dropped[peer] = "its update is not finite (NaN or infinity)"
-    rest = {peer: one for peer, one in ready.items() if peer not in dropped}
-    norms = {peer: one.norm or 0.0 for peer, one in rest.items() if one.weight > 0.0}
-    weights = {peer: one.weight for peer, one in rest.items() if one.weight > 0.0}
-    middle = statistics.median(norms.values()) if norms else 0.0
-    usual = statistics.median(weights.values()) if weights else 0.0
-    if len(norms) == 2 and usual_update is not None:
-        for peer, other in (list(norms), list(norms)[::-1]):
-            if usual_update.norm > 0.0 and norms[peer] > norm_limit * max(norms[other], usual_update.norm):
-                times = norms[peer] / usual_update.norm
-                dropped[peer] = f"the norm of its update, {norms[peer]:.3g}, is {times:.3g} times the last round's"
-            elif weights[peer] > WEIGHT_LIMIT * max(weights[other], usual_update.weight):
-                times = weights[peer] / usual_update.weight
-                dropped[peer] = f"it claims a weight of {weights[peer]:.3g}, {times:.3g} times the last round's"
+    weights = {peer: one.weight for peer, one in ready.items() if peer not in dropped}
+    capped: dict[str, str] = {}
+    for peer, weight in weights.items() if weight_limits is not None else ():
+        assert weight_limits is not None
+        if weight > (dealt := weight_limits.get(peer, 0.0)):
+            weights[peer] = dealt
+            capped[peer] = f"it claims a weight of {weight:.6g}, and was dealt {dealt:.6g}"
+    counted = {peer: weight for peer, weight in weights.items() if weight > 0.0}
+    norms = {peer: ready[peer].norm or 0.0 for peer in counted}
+    than = "the last round's" if len(counted) == 2 else "the round's median"
+    usual_norms = _references(norms, usual_update.norm if usual_update else 0.0)
+    usual_weights = _references(counted, usual_update.weight if usual_update else 0.0)
     for peer, norm in norms.items():
-        if peer in dropped:
+        weight, usual_norm, usual_weight = counted[peer], usual_norms[peer], usual_weights[peer]
+        if usual_norm > 0.0 and norm > norm_limit * usual_norm:
+            times = norm / usual_norm if len(counted) != 2 or usual_update is None else norm / usual_update.norm
+            dropped[peer] = f"the norm of its update, {norm:.3g}, is {times:.3g} times {than}"
+            del weights[peer]
+            capped.pop(peer, None)
             continue
-        if middle > 0.0 and norm > norm_limit * middle:
-            dropped[peer] = f"the norm of its update, {norm:.3g}, is {norm / middle:.3g} times the round's median"
-        elif most_weight is not None and weights[peer] > most_weight:
-            dropped[peer] = (
-                f"it claims a weight of {weights[peer]:.6g}, and nobody was given more than {most_weight:.6g}"
+        most = WEIGHT_LIMIT * usual_weight
+        if norm > 0.0 and usual_norm > 0.0:
+            most = min(most, norm_limit * usual_weight * usual_norm / norm)
+        if weight > most:
+            weights[peer] = most
+            reason = (
+                f"a weight of {weight:.3g} with a norm of {norm:.3g} is too much for one update: it counts {most:.3g}"
             )
-        elif weights[peer] > WEIGHT_LIMIT * usual:
-            dropped[peer] = f"it claims a weight of {weights[peer]:.3g}, {weights[peer] / usual:.3g} times the median"
-    return dropped
+            capped.setdefault(peer, reason)
+    return Screening(dropped=dropped, weights=weights, capped=capped)
+
+
+def _references(values: Mapping[str, float], last: float) -> dict[str, float]:
+    """Return what each value is held against: the median, or of two the larger of the other and the last round's."""
+    if len(values) != 2:
+        return dict.fromkeys(values, statistics.median(values.values()) if values else 0.0)
+    first, second = values
+    if last <= 0.0:
+        return {first: math.inf, second: math.inf}
+    return {first: max(values[second], last), second: max(values[first], last)}
+
+
+def limit_paces(
+    stated: Mapping[str, float], weights: Mapping[str, float], elapsed_s: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the paces that the next samples are dealt by, none far above what the leader of the round has seen.
+
+    What it sees of a peer is a weight, in seconds that also pass on the link; how many times faster peers say they
+    compute is much alike among them.
+
+    >>> told, tokens, seconds = {"a": 10.0, "b": 10.0, "c": 400.0}, dict.fromkeys("abc", 8.0), dict.fromkeys("abc", 1.0)
+    >>> limit_paces(told, tokens, seconds)
+    {'a': 10.0, 'b': 10.0, 'c': 40.0}
+    """
+    overheads = {
+        peer: pace * elapsed_s[peer] / weights[peer]
+        for peer, pace in stated.items()
+        if elapsed_s.get(peer, 0.0) > 0.0 and weights.get(peer, 0.0) > 0.0
+    }
+    if len(overheads) < 3:
+        return dict(stated)
+    most = OVERHEAD_LIMIT * statistics.median(overheads.values())
+    return {peer: pace * min(1.0, most / overheads.get(peer, most)) for peer, pace in stated.items()}
 
 
 @dataclass(slots=True)
@@ -77,21 +126,22 @@ class ProgressCheck:
     samples_per_s: float | None  # more than this no peer of the run can do
     last: PeerProgress = field(default_factory=PeerProgress)
     at_s: float | None = None
-    named: str = ""
+    named: str = ""  # the kind of the last claim that could not be
 
     def doubt(self, claim: PeerProgress, now_s: float) -> str:
         """Why a new claim cannot be true, or nothing."""
         before, at_s = self.last, self.at_s
         self.last, self.at_s = claim, now_s
-        reason = ""
+        kind, reason = "", ""
         if claim.step < 0 or claim.samples < 0:
-            reason = f"it claims step {claim.step} and {claim.samples} samples"
+            kind, reason = "negative", f"it claims step {claim.step} and {claim.samples} samples"
         elif at_s is not None and claim.step < before.step:
-            reason = f"it went back from step {before.step} to {claim.step}"
+            kind, reason = "backwards", f"it went back from step {before.step} to {claim.step}"
         elif at_s is not None and self.samples_per_s is not None and claim.samples > before.samples:
             # Heartbeats come in bursts after a stall: one second of slack.
             most = self.samples_per_s * (now_s - at_s + 1.0)
             if claim.samples - before.samples > most:
+                kind = "too fast"
                 reason = f"it claims {claim.samples - before.samples:,} samples in a time that allows {most:,.0f}"
-        new, self.named = reason if reason[:12] != self.named[:12] else "", reason
-        return new
+        is_new, self.named = kind != self.named, kind
+        return reason if is_new else ""

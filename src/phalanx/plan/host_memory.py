@@ -3,31 +3,61 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.errors import Problem
-from phalanx.job.parameter_counts import count_parameters
+from phalanx.plan.case_columns import build_cases, layout_columns
+from phalanx.plan.cases import OFFLOAD, Cases, Floats
+from phalanx.plan.compute import FULL
+from phalanx.plan.layout import Layout
+from phalanx.plan.memory import in_flight, layer_activations
+from phalanx.plan.memory_profile import MemoryProfile, offloads_activations
+from phalanx.plan.optimizer import owned_weights
 from phalanx.plan.request import PlanRequest
+from phalanx.plan.weights import rank_weights
 from phalanx.units import format_bytes
 
 GRADIENT_BYTES = 4.0  # of a parameter: fp32, in buffers that the device copies into
 SLACK = 1.2  # for everything else that runs on a host
+STATE_KINDS = (OFFLOAD.index("optimizer"), OFFLOAD.index("parameters"))
+HELD = {
+    "optimizer": "optimizer in host memory: about {} of state and gradients",
+    "parameters": "parameters in host memory: about {} of state and gradients",
+    "activations": "activations in host memory: about {} of a step",
+}
 
 
-def offload_problem(request: PlanRequest, offload: str) -> Problem | None:
-    """Why the hosts cannot hold the state of the optimizer, or also the parameters; None where they can.
+def host_bytes(c: Cases, f: MemoryProfile) -> Floats:
+    """Bytes that a device keeps in host memory, the mean over the stages of a pipeline.
 
-    The master copy of parameters is part of the optimizer's bytes.
+    The master copy of parameters is part of the optimizer's bytes. State that ZeRO does not share out is held by every
+    rank anew.
     """
-    if offload not in ("optimizer", "parameters"):
+    layers = c.layers / c.pp
+    state = owned_weights(c, rank_weights(c, stage_layers=layers)) * (f.optimizer_bytes + GRADIENT_BYTES)
+    kept, checkpoint = layer_activations(c, f)
+    activations = in_flight(c) * layers * np.where(c.recompute == FULL, checkpoint, kept)
+    held = np.where(np.isin(c.offload, STATE_KINDS), state, 0.0)
+    return np.where(offloads_activations(c), activations, held)
+
+
+def hosts_hold(request: PlanRequest, c: Cases) -> NDArray[np.bool_]:
+    """True where the hosts have room for what the devices keep there."""
+    have = request.cluster.host_memory_bytes * request.cluster.hosts / request.cluster.devices
+    return host_bytes(c, request.memory) * SLACK <= have
+
+
+def offload_problem(request: PlanRequest, layout: Layout) -> Problem | None:
+    """Why the hosts cannot hold what a layout keeps there; None where they can."""
+    if layout.offload == "none":
         return None
-    per_parameter = float(np.max(request.memory.optimizer_bytes)) + GRADIENT_BYTES
-    need = SLACK * count_parameters(request.model).total * per_parameter
+    cases = build_cases(request, layout_columns([layout]))
+    if bool(np.all(hosts_hold(request, cases))):
+        return None
+    need = SLACK * float(np.max(host_bytes(cases, request.memory))) * layout.devices
     have = request.cluster.host_memory_bytes * request.cluster.hosts
-    if need <= have:
-        return None
     return Problem(
         where=request.cluster.name,
-        what=f"{offload} in host memory: about {format_bytes(need)} of state and gradients, and the hosts have "
-        f"{format_bytes(have)}",
+        what=f"{HELD[layout.offload].format(format_bytes(need))}, and the hosts have {format_bytes(have)}",
         fix="use more hosts, or hosts with more memory (host_memory_gib of a cluster file)",
     )

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 
 from phalanx.errors import UserError, mistake
-from phalanx.plan.host_memory import offload_problem
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import INDEX_LIMIT
 from phalanx.plan.request import PlanRequest
@@ -172,14 +171,14 @@ def no_fit(request: PlanRequest, scores: LayoutScores) -> UserError:
 def _what_would_fit(request: PlanRequest, scores: LayoutScores) -> str:
     for name in RELEASES:
         if name in request.fixed:
-            freed = score_layouts(build_space(_without_settings(request, name), offload=("none", "optimizer")))
+            freed = score_layouts(build_space(_without_settings(request, name), offload=request.offload_kinds))
             if freed.fits.any():
                 key = "batch.micro" if name == "micro" else f"parallel.{name}"
                 step = np.where(freed.fits, freed.step_s, np.inf)
                 layout = freed.layout(int(step.argmin()))
                 return f"{_released_setting(request, name, key, layout)}: {layout.name} fits"
     free = replace(request, fixed={})
-    if request.fixed and _fits_on(free, 1, offload=("none", "optimizer")):
+    if request.fixed and _fits_on(free, 1, offload=request.offload_kinds):
         way = 'set parallel.mode = "auto"' if _fixed_mode(request) else "remove the sizes under [parallel]"
         return f"{way}: the planner then finds layouts that fit"
     if more := _more_devices(free):
@@ -208,7 +207,7 @@ def _released_setting(request: PlanRequest, name: str, key: str, layout: Layout)
 def _more_devices(request: PlanRequest) -> str:
     """The fewest devices, in doublings, on which the planner would find something: with offload, and without."""
     plain = _devices_needed(request, ("none",))
-    offloaded = _devices_needed(request, ("optimizer",))
+    offloaded = _devices_needed(request, ("optimizer",)) if "optimizer" in request.offload_kinds else 0
     if offloaded and (not plain or offloaded < plain):
         without = f" ({plain:,} without)" if plain else ""
         return f"use {offloaded:,} such devices with the optimizer in host memory{without}, or devices with more memory"
@@ -226,5 +225,4 @@ def _devices_needed(request: PlanRequest, offload: tuple[str, ...]) -> int:
 
 def _fits_on(request: PlanRequest, growth: int, *, offload: tuple[str, ...]) -> bool:
     asked = replace(request, cluster=replace(request.cluster, domains=request.cluster.domains * growth))
-    held = tuple(one for one in offload if offload_problem(asked, one) is None)
-    return bool(held) and bool(score_layouts(build_space(asked, offload=held)).fits.any())
+    return bool(score_layouts(build_space(asked, offload=offload)).fits.any())

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from phalanx.errors import Problem, UserError
 from phalanx.io.code_names import missing_code, missing_entry_point
+from phalanx.io.path_probes import is_file, is_folder, path_exists
 from phalanx.job.dataset import (
     LEAST_VOCAB,
     MANIFEST,
@@ -155,17 +156,17 @@ class _Look:
         if not self.job.train.weights:
             return
         folder = self.base / self.job.train.weights
-        if not folder.is_dir():
+        if not is_folder(folder):
             self.missing.append(
                 Problem(
                     where=self.place("train.weights"),
-                    what=f"there is no folder {folder}" if not folder.exists() else f"{folder} is a file",
+                    what=f"there is no folder {folder}" if not path_exists(folder) else f"{folder} is a file",
                     why="training would start from the weights in it",
                     fix="name a folder with config.json and safetensors, relative to the job file",
                 )
             )
             return
-        if self.job.model.module or not (folder / "config.json").is_file():
+        if self.job.model.module or not is_file(folder / "config.json"):
             return
         try:
             stated = read_config(folder / "config.json")
@@ -215,7 +216,7 @@ class _Look:
             ]
         elif data.corpus:
             folder = corpus_folder(data.corpus, cache_folder(self._environ), vocab=self.job.model.vocab)
-            if (folder / MANIFEST).is_file():
+            if is_file(folder / MANIFEST):
                 self.folders = [found for found in (self._dataset_manifest(folder),) if found is not None]
             else:
                 self._compare_size(corpus_vocab(self.job.model.vocab), f'the corpus "{data.corpus}"', folder)
@@ -239,7 +240,7 @@ class _Look:
 
     def _dataset_manifest(self, folder: Path) -> tuple[Path, DatasetManifest] | None:
         key = self.place("data.path")
-        if not folder.is_dir():
+        if not is_folder(folder):
             fix = f"phalanx data build {folder} SOURCE… creates it (--corpus offline-english for sample text)"
             what = f"there is no folder {folder}"
             self.missing.append(Problem(where=key, what=what, why="training reads its tokens from there", fix=fix))
@@ -319,7 +320,7 @@ class _Look:
     def at_tokenizers(self) -> None:
         """The numbers in the data mean the same words to the weights."""
         folder = self.base / self.job.train.weights
-        if not folder.is_dir() or not self.folders:
+        if not is_folder(folder) or not self.folders:
             return
         data_folder, manifest = self.folders[0]
         try:

@@ -32,7 +32,8 @@ from phalanx.plan.reasons import explain_alternative
 from phalanx.plan.reliability import Reliability, effective_time, predict_reliability
 from phalanx.plan.request import PlanRequest, request_from_job, trains_with_phalanx
 from phalanx.plan.score import price_layouts
-from phalanx.plan.search import SearchResult, search_layouts
+from phalanx.plan.search import SearchResult
+from phalanx.plan.search_or_shrink import search_or_shrink
 from phalanx.plan.trainable import attention_remarks, trainer_problems
 from phalanx.units import DAY_S, HOUR_S, format_count, format_seconds, plural
 
@@ -47,11 +48,14 @@ def make_plan(
     *,
     calibration: CalibrationNote | str | Path | None = None,
     allow_unfinishable: bool = False,
+    earlier: Layout | None = None,
 ) -> Plan:
     """Plan a job, or the job in a file, on a cluster (the job's own by default).
 
     `calibration` is a file that `phalanx calibrate` wrote. Raises UserError when nothing legal fits, and, unless
-    `allow_unfinishable` asks for it, for a run that would never finish. `print(plan)` is the page of `phalanx plan`.
+    `allow_unfinishable` asks for it, for a run that would never finish. With the layout `earlier` of a run that is
+    resumed, devices that no layout divides evenly get that layout with fewer data ranks. `print(plan)` is the page of
+    `phalanx plan`.
 
     >>> import phalanx
     >>> job = phalanx.load("examples/llama-3-8b-64xH100.toml")          # doctest: +SKIP
@@ -79,7 +83,7 @@ def make_plan(
     origins = {key: origin.where for key, origin in job.origins.items()} if isinstance(job, ResolvedJob) else {}
     noted = job.warnings if isinstance(job, ResolvedJob) else ()
 
-    def plan_on(asked: Job, where: Cluster) -> Plan:
+    def plan_on(asked: Job, where: Cluster, earlier: Layout | None = None) -> Plan:
         request, advice = request_from_job(asked, where, origins=origins)
         return _make_plan(
             asked,
@@ -87,6 +91,7 @@ def make_plan(
             noted=(*noted, *advice),
             calibration=calibration,
             allow_unfinishable=allow_unfinishable,
+            earlier=earlier,
         )
 
     if cluster.sites:
@@ -97,7 +102,7 @@ def make_plan(
         from phalanx.plan.site_plan import plan_peer
 
         return plan_peer(asked, cluster, plan_on)
-    return plan_on(asked, cluster)
+    return plan_on(asked, cluster, earlier)
 
 
 def _with_calibration(request: PlanRequest, note: CalibrationNote | None) -> PlanRequest:
@@ -115,10 +120,11 @@ def _make_plan(
     noted: Sequence[Problem],
     calibration: CalibrationNote | None,
     allow_unfinishable: bool,
+    earlier: Layout | None,
 ) -> Plan:
     cluster = request.cluster
     started = time.perf_counter()
-    found = search_layouts(request)
+    found = search_or_shrink(request, earlier, reproducible=job.numerics.reproducible)
     seconds = time.perf_counter() - started
     layout = found.best.layout
     prediction, memory = predict_layout(request, layout)
@@ -160,7 +166,7 @@ def _make_plan(
         *uneven,
         *_slow_progress(request, trouble),
         *_too_long(request, lasting, layout),
-        *([full] if (full := offload_problem(request, layout.offload)) else []),
+        *([full] if (full := offload_problem(request, layout)) else []),
         *_trainer_problems(job, request, layout),
         *attention_remarks(job.model, job.data.sequence, ours=trains_with_phalanx(job)),
         *(

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from phalanx.plan.cases import FP4, FP8, GPIPE, Cases, Floats
 from phalanx.plan.compute import FULL, SELECTIVE, element_bytes, routed_tokens
 from phalanx.plan.memory_profile import (
-    OFFLOAD_ACTIVATIONS,
     HeldStage,
     MemoryProfile,
     all_parts,
     head_layers,
+    offloads_activations,
     state_bytes,
     sum_parts,
 )
@@ -106,7 +106,7 @@ def _stage_bytes(c: Cases, f: MemoryProfile, stage: HeldStage) -> dict[str, Floa
     activations = stage.in_flight * stage.layers * np.where(full, checkpoint, kept) + np.where(full, kept, 0.0)
     alternates = (c.pp > 1) & (c.tp > 1) & (c.accumulation > c.pp)
     activations = activations * np.where(alternates, f.pipeline_fragmentation, 1.0)
-    activations = np.where(c.offload == OFFLOAD_ACTIVATIONS, np.minimum(activations, 2.0 * kept), activations)
+    activations = np.where(offloads_activations(c), np.minimum(activations, 2.0 * kept), activations)
     # Full-width buffers of tensor parallelism's gathers.
     wide = np.where(c.tp > 1, stage.head * f.gathered_copies + 4.0, 0.0) * c.tokens * c.hidden * element_bytes(c)
     waiting = np.where((c.schedule == GPIPE) & (c.pp > 1), stage.in_flight - 1.0, 0.0)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.io.files import shipped_text
 from phalanx.plan.cases import FP16, Cases, Floats
-from phalanx.plan.compute import element_bytes
+from phalanx.plan.compute import SELECTIVE, element_bytes
 from phalanx.plan.physics import Number
 from phalanx.plan.weights import attention_weights, expert_sharers, mlp_weights, rank_weights
 
@@ -62,6 +63,15 @@ def stack_memory(chosen: list[MemoryProfile]) -> MemoryProfile:
     """One profile whose fields are arrays: row by row, the profiles given."""
     names = [field.name for field in fields(MemoryProfile)]
     return MemoryProfile(**{name: np.asarray([getattr(one, name) for one in chosen]) for name in names})
+
+
+def offloads_activations(c: Cases) -> NDArray[np.bool_]:
+    """True where activations leave for host memory.
+
+    What selective recompute keeps stays on the device: torch caches it past the hooks of saved tensors.
+    """
+    leave: NDArray[np.bool_] = (c.offload == OFFLOAD_ACTIVATIONS) & (c.recompute != SELECTIVE)
+    return leave
 
 
 def head_layers(c: Cases) -> Floats:

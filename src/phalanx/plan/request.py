@@ -11,6 +11,7 @@ from phalanx.hardware.catalog import matmul_flops
 from phalanx.hardware.types import Cluster
 from phalanx.job.model import ModelShape
 from phalanx.job.schema import Job
+from phalanx.plan.cases import OFFLOAD
 from phalanx.plan.memory_profile import MemoryProfile, memory_profiles
 from phalanx.plan.optimizer import MOMENTS, STATE_BYTES, packed_bytes, state_format, update_profile
 from phalanx.plan.physics import Physics, Profile, shipped_physics, shipped_profiles
@@ -34,12 +35,14 @@ class Framework:
     copies_kv_heads: bool = True  # can give several tensor ranks the same key/value head
     bare_ends: bool = True  # can give the embedding and the head a pipeline chunk of their own
     selective_zero_bubble: bool = True  # can recompute selectively under a zero-bubble schedule
+    offload: tuple[str, ...] = ("none", "optimizer")  # what it can keep in host memory
 
 
 EVERYTHING = Framework(
     schedules=("gpipe", "1f1b", "interleaved", "zero-bubble"),  # torch.distributed.pipelining.schedules
     zero=(0, 1, 2, 3),
     zero_with_pipeline=(0, 1, 2, 3),
+    offload=OFFLOAD,
 )
 MEGATRON = Framework(
     schedules=("1f1b", "interleaved"),  # megatron/core/pipeline_parallel/schedules.py
@@ -47,7 +50,13 @@ MEGATRON = Framework(
     zero_with_pipeline=(0, 1),
 )
 # deepspeed/runtime/pipe/engine.py: "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"
-DEEPSPEED = Framework(schedules=("1f1b",), zero=(0, 1, 2, 3), zero_with_pipeline=(0, 1), context=False)
+DEEPSPEED = Framework(
+    schedules=("1f1b",),
+    zero=(0, 1, 2, 3),
+    zero_with_pipeline=(0, 1),
+    context=False,
+    offload=("none", "optimizer", "parameters"),  # offload_optimizer, offload_param
+)
 # Our own trainer, as phalanx.train.rank_settings refuses: key/value heads are split, never copied; under a pipeline
 # torch's schedules keep the gathered weights for the whole step, so ZeRO-3 would promise memory it does not free.
 PHALANX = Framework(
@@ -57,6 +66,7 @@ PHALANX = Framework(
     copies_kv_heads=False,
     bare_ends=False,
     selective_zero_bubble=False,
+    offload=OFFLOAD,
 )
 FRAMEWORKS = {
     "phalanx": PHALANX,
@@ -66,7 +76,9 @@ FRAMEWORKS = {
     "megatron-deepspeed": DEEPSPEED,
     "deepspeed": DEEPSPEED,
     # nanotron 0.5: all-forward-all-backward and 1F1B, ZeRO-1
-    "nanotron": Framework(schedules=("gpipe", "1f1b"), zero=(0, 1), zero_with_pipeline=(0, 1), context=False),
+    "nanotron": Framework(
+        schedules=("gpipe", "1f1b"), zero=(0, 1), zero_with_pipeline=(0, 1), context=False, offload=("none",)
+    ),
 }
 
 
@@ -118,6 +130,12 @@ class PlanRequest:
     recompute_layers: int | None = None  # of each stage, layers that recompute; None is all of them
     calibration: Calibration | None = None  # measured over modelled seconds of the user's own system
     origins: Mapping[str, str] = field(default_factory=dict)  # dotted key -> file:line, for messages
+
+    @property
+    def offload_kinds(self) -> tuple[str, ...]:
+        """What a search may keep in host memory: what the framework can, and nothing where devices compute in it."""
+        on_host = self.cluster.accelerator.family == "cpu"
+        return ("none",) if on_host else self.limits.offload
 
     def place(self, key: str) -> str:
         """Where a setting was written, for the head of a message."""

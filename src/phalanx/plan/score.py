@@ -11,11 +11,12 @@ import numpy as np
 from phalanx.plan.case_columns import build_cases, layout_columns
 from phalanx.plan.cases import Cases, Floats
 from phalanx.plan.cpu_step import predict_cpu_step
+from phalanx.plan.host_memory import hosts_hold
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import MemoryUse, MostMemory, can_run, predict_memory, predict_most_memory
 from phalanx.plan.request import PlanRequest
 from phalanx.plan.space import Bools, Grid, Ints, Space
-from phalanx.plan.step import StepSum, StepTimes, predict_step, predict_step_sum
+from phalanx.plan.step import StepSum, StepTimes, predict_least_step, predict_step, predict_step_sum
 
 # Layouts that need more than this many times the usable memory are counted but not kept: no such device is sold.
 MEMORY_CUTOFF = 2.0
@@ -58,7 +59,7 @@ def score_layouts(space: Space, *, memory_cutoff: float = MEMORY_CUTOFF) -> Layo
     for grid in space.grids():
         table = build_cases(space.request, grid.columns)
         usable = float(np.max(table.memory_bytes * space.request.memory.usable))
-        runs = np.broadcast_to(can_run(table, space.request.memory) & grid.legal, grid.shape)
+        runs = np.broadcast_to(_may_run(space.request, table) & grid.legal, grid.shape)
         if not runs.any():
             continue
         if not runs.any(axis=(0, 1, 2, 3)).all():
@@ -80,7 +81,7 @@ def score_layouts(space: Space, *, memory_cutoff: float = MEMORY_CUTOFF) -> Layo
     empty = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
     base, choice, step_s, memory_bytes = (np.concatenate(column) for column in zip(empty, *parts, strict=True))
     kept = np.flatnonzero(memory_bytes <= bound)
-    if np.ptp(space.choice["offload"]) == 0:
+    if np.ptp(space.choice["offload"][space.product]) == 0:
         # Of layouts that do not fit a search names those that would be faster than all that do.
         fits = memory_bytes <= usable
         kept = kept[(fits | (step_s < np.min(step_s, where=fits, initial=np.inf)))[kept]]
@@ -93,6 +94,60 @@ def score_layouts(space: Space, *, memory_cutoff: float = MEMORY_CUTOFF) -> Layo
         memory_bytes=memory_bytes[order],
         usable_bytes=usable,
         legal=legal,
+    )
+
+
+def _may_run(request: PlanRequest, table: Cases) -> Bools:
+    """What can run, in host memory as well; an offload fixed by hand is taken at its word."""
+    runs = can_run(table, request.memory)
+    return runs & hosts_hold(request, table) if np.any(table.offload) and "offload" not in request.fixed else runs
+
+
+def least_seconds(space: Space) -> Floats:
+    """A step that no layout of a base row is faster than, however it shares, recomputes and offloads; inf if none runs.
+
+    Sharing adds traffic and offload adds transfers to a step without either; what both may shorten, the update and the
+    traffic of gradients, is left out.
+    """
+    zero = space.choice["zero"][space.product[:, 0, 0]]
+    least = int(np.argmin(zero))
+    bare = replace(space, product=space.product[least : least + 1, :1])
+    seconds = np.full(space.base["tp"].size, np.inf)
+    for grid in bare.grids():
+        table = build_cases(space.request, grid.columns | {"offload": np.zeros(())})
+        step_s = _least_step_s(space.request, table)
+        runs = np.broadcast_to(grid.legal & can_run(table, space.request.memory), grid.shape)
+        of_base = np.where(runs, step_s, np.inf).min(axis=(0, 1, 2))
+        used = np.isfinite(of_base)
+        seconds[grid.base[used]] = of_base[used]
+    return seconds
+
+
+def _least_step_s(request: PlanRequest, table: Cases) -> Floats:
+    if request.calibration is None and request.cluster.cpu is None:
+        return _by_layer(
+            request, table, lambda cases: predict_least_step(cases, request.physics, request.profile)
+        ).step_s
+    times = step_times(request, table)
+    return times.step_s - times.gradient_s - times.optimizer_s - times.shard_s
+
+
+def join_scores(scores: LayoutScores, others: list[LayoutScores], *, limit_s: float) -> LayoutScores:
+    """The rows of scores over parts of one space; of the others only those that fit and stay below a finite limit."""
+    columns = [(scores.base, scores.choice, scores.step_s, scores.memory_bytes)]
+    for other in others:
+        rows = np.flatnonzero((other.step_s < limit_s) & (other.fits | ~np.isfinite(limit_s)))
+        columns.append((other.base[rows], other.choice[rows], other.step_s[rows], other.memory_bytes[rows]))
+    base, choice, step_s, memory_bytes = (np.concatenate(column) for column in zip(*columns, strict=True))
+    order = np.argsort(base * scores.space.choice["zero"].size + choice)
+    return replace(
+        scores,
+        base=base[order],
+        choice=choice[order],
+        step_s=step_s[order],
+        memory_bytes=memory_bytes[order],
+        usable_bytes=max(one.usable_bytes for one in (scores, *others)),
+        legal=scores.legal + sum(other.legal for other in others),
     )
 
 

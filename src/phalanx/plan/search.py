@@ -9,11 +9,10 @@ import numpy as np
 
 from phalanx.errors import Problem
 from phalanx.plan.cases import OFFLOAD, RECOMPUTE, SCHEDULES
-from phalanx.plan.host_memory import offload_problem
 from phalanx.plan.impossible import no_fit, no_layout
 from phalanx.plan.layout import Layout
 from phalanx.plan.request import UNSPLIT_OWN, PlanRequest
-from phalanx.plan.score import LayoutScores, score_layouts
+from phalanx.plan.score import LayoutScores, join_scores, least_seconds, score_layouts
 from phalanx.plan.space import DOMAIN, GIVEN, Bools, Ints, build_space
 from phalanx.plan.trainer_memory import MEMORY_ERROR
 from phalanx.units import format_seconds
@@ -88,18 +87,12 @@ def search_layouts(request: PlanRequest) -> SearchResult:
 
 
 def _first_that_fits(request: PlanRequest) -> tuple[LayoutScores, tuple[Problem, ...]]:
-    """The plain space; when nothing in it fits, optimizer offload, then tensor groups wider than a fast domain."""
-    plain = score_layouts(build_space(request))
-    if plain.fits.any():
-        return plain, ()
+    """Layouts with and without offload; when nothing in them fits, tensor groups wider than a fast domain."""
+    plain, scores = _with_savings(request)
+    if scores.fits.any():
+        return scores, _offload_pays(request, plain, scores)
     where = request.cluster.name
-    offloaded = score_layouts(build_space(request, offload=("optimizer",)))
-    holds = offload_problem(request, "optimizer") is None
-    if "offload" not in request.fixed and offloaded.fits.any() and holds:
-        what = "nothing fits in device memory without keeping the optimizer in host memory"
-        return offloaded, (Problem(where=where, what=what, fix="more devices would make offload unnecessary"),)
-    offload = ("none", "optimizer") if holds else ("none",)
-    wide = score_layouts(build_space(request, offload=offload, widest_tensor=request.cluster.devices))
+    wide = score_layouts(build_space(request, offload=request.offload_kinds, widest_tensor=request.cluster.devices))
     if wide.fits.any():
         what = (
             f"nothing fits unless tensor groups reach beyond the {request.cluster.domain_devices} devices of a domain"
@@ -108,6 +101,52 @@ def _first_that_fits(request: PlanRequest) -> tuple[LayoutScores, tuple[Problem,
     if not wide.legal:
         raise no_layout(request)
     raise no_fit(request, wide)
+
+
+def _with_savings(request: PlanRequest) -> tuple[LayoutScores, LayoutScores]:
+    """The scores of layouts that spend no time to save memory outside of a rank, and with those that do and may win.
+
+    Offload, and ZeRO-2 over several micro-batches, slow a layout down: they pay only where memory stands in the way of
+    a faster one, and nothing else is priced so.
+    """
+    kinds = (str(request.fixed["offload"]),) if "offload" in request.fixed else request.offload_kinds
+    space = build_space(request, offload=kinds)
+    plain = score_layouts(space.part(kinds[0], zero2="whole"))
+    limit_s = np.inf
+    if plain.fits.any():
+        best = _best_row(plain)
+        # A plan without room gives way to any with room, however slow.
+        if plain.memory_bytes[best] <= FULL_MEMORY * plain.usable_bytes:
+            limit_s = float(plain.step_s[best])
+    rows = least_seconds(space.part(kinds[0])) < limit_s
+    if not rows.any():
+        return plain, plain
+    parts = [space.part(kind, rows) for kind in kinds[1:]]
+    if "zero" not in request.fixed:
+        parts.append(space.part(kinds[0], rows, zero2="repeated"))
+    others = [score_layouts(part, memory_cutoff=1.0) for part in parts if part.product.size]
+    return plain, join_scores(plain, others, limit_s=limit_s)
+
+
+def _offload_pays(request: PlanRequest, plain: LayoutScores, scores: LayoutScores) -> tuple[Problem, ...]:
+    """A plan that keeps something in host memory, and what it would be without."""
+    best = _best_row(scores)
+    layout = scores.layout(best)
+    if layout.offload == "none" or "offload" in request.fixed:
+        return ()
+    kept = {"optimizer": "the optimizer"}.get(layout.offload, layout.offload)
+    if not plain.fits.any():
+        what = f"nothing fits in device memory without keeping {kept} in host memory"
+        return (Problem(where=request.cluster.name, what=what, fix="more devices would make offload unnecessary"),)
+    row = _best_row(plain)
+    return (
+        Problem(
+            where=request.cluster.name,
+            what=f"the plan keeps {kept} in host memory: {format_seconds(float(scores.step_s[best]))} per step against "
+            f"{format_seconds(float(plain.step_s[row]))} of {plain.layout(row).name}",
+            fix='set parallel.offload = "none" to plan without it',
+        ),
+    )
 
 
 def _fastest_row(scores: LayoutScores, rows: Ints) -> int:
@@ -152,9 +191,10 @@ def _as_good(scores: LayoutScores, rows: Ints) -> Ints:
 
 
 def layout_complexity(scores: LayoutScores, rows: Ints) -> tuple[Ints, ...]:
-    """How much machinery layouts need, most important first: stages, axes, schedule, context size, the rest.
+    """How much machinery layouts need, most important first: offload, stages, axes, schedule, context size, the rest.
 
-    Stages come first: each adds a place where the model is cut, and a rank that waits for its neighbours.
+    Offload comes first: its times rest on assumptions about hosts. Then stages: each adds a place where the model is
+    cut, and a rank that waits for its neighbours.
     """
 
     def column(name: str) -> Ints:
@@ -165,8 +205,8 @@ def layout_complexity(scores: LayoutScores, rows: Ints) -> tuple[Ints, ...]:
     odd_schedule = staged & np.isin(column("schedule"), [SCHEDULES.index(name) for name in ("gpipe", "zero-bubble")])
     schedule = (odd_schedule | (column("vpp") > 1)).astype(np.int64)
     unusual = (column("zero") >= 2, np.isin(column("group"), (DOMAIN, GIVEN)), column("compression") > 0)
-    rest = sum(one.astype(np.int64) for one in unusual) + column("offload")
-    return column("pp"), np.asarray(axes), schedule, column("cp"), rest
+    rest = sum(one.astype(np.int64) for one in unusual)
+    return column("offload"), column("pp"), np.asarray(axes), schedule, column("cp"), np.asarray(rest)
 
 
 def _make_candidate(scores: LayoutScores, row: int, idea: str = "") -> Candidate:
@@ -235,19 +275,16 @@ def _add_candidate(found: dict[Layout, Candidate], one: Candidate, best: Layout)
 def _pareto_layouts(request: PlanRequest, scores: LayoutScores) -> tuple[Candidate, ...]:
     """Layouts that nothing beats in time, money and memory at once; smaller parts of the cluster take part."""
     found = _time_memory_front(scores)
+    # Where the whole cluster needs no offload, a smaller part that does is slower and no cheaper.
+    offload = tuple(sorted({"none", found[0].layout.offload}, key=OFFLOAD.index)) if found else ("none",)
     for part in SMALLER:
         domains = request.cluster.domains // part
         if domains < 1 or request.cluster.domains % part:
             break
         devices = domains * request.cluster.domain_devices
-        space = build_space(request, devices=devices, offload=_offload_kinds(scores), most_micro=SMALLER_MICRO_BATCH)
+        space = build_space(request, devices=devices, offload=offload, most_micro=SMALLER_MICRO_BATCH)
         found += _time_memory_front(score_layouts(space, memory_cutoff=1.0))
     return tuple(one for one in found if not any(_dominates_other(other, one) for other in found))
-
-
-def _offload_kinds(scores: LayoutScores) -> tuple[str, ...]:
-    used = scores.space.choice["offload"][np.flatnonzero(np.bincount(scores.choice))]
-    return tuple(OFFLOAD[index] for index in sorted(set(used.tolist())))  # np.unique would import numpy.ma: 20 ms
 
 
 def _time_memory_front(scores: LayoutScores) -> list[Candidate]:
@@ -283,7 +320,7 @@ def _unfixed_scores(request: PlanRequest) -> LayoutScores:
     """
     needed = ("compression", *(UNSPLIT_OWN if request.model.module else ()))
     kept = {name: value for name, value in request.fixed.items() if name in needed}
-    return score_layouts(build_space(replace(request, fixed=kept)))
+    return _with_savings(replace(request, fixed=kept))[1]
 
 
 def _crowded_memory(

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from phalanx.io.limits import MAX_INNER_STEPS
 from phalanx.job.sync_section import SyncSettings
 from phalanx.network.slow_codecs import encoded_bytes
 from phalanx.network.slow_shares import pace_weights
@@ -18,7 +19,6 @@ from phalanx.plan.slow_exchange import PeerLink, SlowExchange, exchange_time
 # Messages that wait for each other in one round (docs/slow-links.md): ready and begin, shares out and sums back, done
 # and commit. Two peers send each other their values at once, and the commit follows the last of them.
 ROUND_TRIPS, ROUND_TRIPS_OF_TWO = 3.0, 2.0
-MOST_INNER_STEPS = 10_000  # beyond any published H (DiLoCo: 500); also where the search for the smallest one ends
 TARGET_UTILISATION = 0.90
 # Values per second through one exchange on one core: half of what peers/codecs.py encodes and decodes once (228, 124,
 # 64 and 59 million a second, numpy on a busy Xeon core): a peer encodes what it sends and the sums that it owns. Sparse
@@ -207,11 +207,11 @@ def smallest_inner_steps(
         )
         return predict_mode(sites, values, tried).utilisation >= target
 
-    if not reaches(MOST_INNER_STEPS):
+    if not reaches(MAX_INNER_STEPS):
         return None
     low, high = 0, 1
     while not reaches(high):
-        low, high = high, min(2 * high, MOST_INNER_STEPS)
+        low, high = high, min(2 * high, MAX_INNER_STEPS)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if reaches(middle) else (middle, high)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -33,6 +33,21 @@ class Space:
     experts: Ints  # all expert sizes
     of_expert: Ints  # [expert, rest]: rows of `base`, NO_ROW where the size is not legal
     product: Ints  # [sharing, recompute, sequence parallelism]: rows of `choice`
+    zero2: str = "whole"  # as in `part`
+
+    def part(self, offload: str, base: Bools | None = None, *, zero2: str = "any") -> Space:
+        """The layouts of one kind of offload, over some rows of `base`; both tables keep their rows.
+
+        `zero2` limits ZeRO-2 to steps of one micro-batch ("whole"), or the layouts to ZeRO-2 in other steps
+        ("repeated").
+        """
+        kind = self.choice["offload"][self.product[:, 0, 0]] == OFFLOAD.index(offload)
+        if zero2 == "repeated":
+            kind &= self.choice["zero"][self.product[:, 0, 0]] == 2
+        of_expert = self.of_expert
+        if base is not None:
+            of_expert = np.where((of_expert != NO_ROW) & np.append(base, False)[of_expert], of_expert, NO_ROW)
+        return replace(self, product=self.product[kind], of_expert=of_expert, zero2=zero2)
 
     @property
     def rows(self) -> int:
@@ -63,7 +78,7 @@ class Space:
             return np.broadcast_to(rule(self.request, columns | chosen), (ways.size, first.size))
 
         return (
-            legal(may_share, self.product[:, 0, 0]),
+            legal(partial(may_share, zero2=self.zero2), self.product[:, 0, 0]),
             legal(may_recompute, self.product[0, :, 0]),
             legal(may_split_sequence, self.product[0, 0, :]),
             self.of_expert != NO_ROW,
@@ -268,24 +283,27 @@ def _choice_table(request: PlanRequest, offload: tuple[str, ...]) -> tuple[dict[
     """The choice table, and its rows as a product of sharing, recompute and sequence parallelism."""
     fixed = request.fixed
     groups = (GIVEN,) if "shard" in fixed else (FULL, DOMAIN)
-    zeros = _zero_stages(request)
-    shared = [(zero, group) for zero in zeros for group in (groups if zero else (NONE,))]
-    recomputes = [str(fixed["recompute"])] if "recompute" in fixed else list(RECOMPUTE)
-    flags = (bool(fixed["sequence_parallel"]),) if "sequence_parallel" in fixed else (False, True)
     offloads = (str(fixed["offload"]),) if "offload" in fixed else offload
     compressions = (str(fixed["compression"]),) if "compression" in fixed else ("none",)
+    shared = [
+        (zero, group, off, compress)
+        for zero, group in ((zero, group) for zero in _zero_stages(request) for group in (groups if zero else (NONE,)))
+        for off in offloads
+        # Only ZeRO-3 gives parameters back after each layer.
+        if zero == 3 or off != "parameters" or "offload" in fixed
+        for compress in compressions
+    ]
+    recomputes = [str(fixed["recompute"])] if "recompute" in fixed else list(RECOMPUTE)
+    flags = (bool(fixed["sequence_parallel"]),) if "sequence_parallel" in fixed else (False, True)
     rows = [
         (zero, group, RECOMPUTE.index(recompute), int(sp), OFFLOAD.index(off), COMPRESSION.index(compress))
-        for zero, group in shared
+        for zero, group, off, compress in shared
         for recompute in recomputes
         for sp in flags
-        for off in offloads
-        for compress in compressions
     ]
     table = np.array(rows, dtype=np.int64).reshape(-1, 6)
     names = ("zero", "group", "recompute", "sp", "offload", "compression")
-    lengths = (len(shared), len(recomputes), len(flags), len(offloads) * len(compressions))
-    product = np.moveaxis(np.arange(len(rows)).reshape(lengths), 3, 1).reshape(-1, *lengths[1:3])
+    product = np.arange(len(rows)).reshape(len(shared), len(recomputes), len(flags))
     return {name: table[:, index].copy() for index, name in enumerate(names)}, product
 
 
@@ -403,8 +421,8 @@ def shard_size(request: PlanRequest, c: dict[str, Ints]) -> Ints:
     return np.select([c["group"] == FULL, c["group"] == DOMAIN, c["group"] == GIVEN], [replicas, inside, given], 1)
 
 
-def may_share(request: PlanRequest, c: dict[str, Ints]) -> Bools:
-    """Whether the state can be sharded so."""
+def may_share(request: PlanRequest, c: dict[str, Ints], *, zero2: str = "any") -> Bools:
+    """Whether the state can be sharded so; `zero2` as in `Space.part`."""
     replicas, shard = c["dp"] * c["cp"], shard_size(request, c)
     within = (shard > 1) & (shard < replicas) & (replicas % shard == 0)
     alone = replicas == 1
@@ -414,11 +432,13 @@ def may_share(request: PlanRequest, c: dict[str, Ints]) -> Bools:
     if "zero" in request.fixed:
         return grouped
     staged = np.isin(c["zero"], request.limits.zero_with_pipeline) | (c["pp"] == 1)
-    # ZeRO-2 between micro-batches either keeps whole gradients (then it is ZeRO-1) or reduces them every time.
-    whole = (c["zero"] != 2) | (request.global_sequences == c["dp"] * c["micro_batch"])
+    # ZeRO-2 reduces after every micro-batch: slower than ZeRO-1, and useful only where that does not fit.
+    once = request.global_sequences == c["dp"] * c["micro_batch"]
+    if zero2 != "any":
+        staged &= (c["zero"] != 2) | (once if zero2 == "whole" else ~once)
     # One rank alone has nobody to share with, but may keep its parameters in host memory.
     hosted = c["offload"] == OFFLOAD.index("parameters")
-    legal: Bools = grouped & staged & whole & ((c["zero"] == 0) | ~alone | hosted)
+    legal: Bools = grouped & staged & ((c["zero"] == 0) | ~alone | hosted)
     return legal
 
 

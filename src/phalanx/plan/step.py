@@ -11,7 +11,7 @@ from phalanx.plan import traffic
 from phalanx.plan.cases import ZERO_BUBBLE, Cases, Floats
 from phalanx.plan.compute import FULL, Compute, compute_seconds
 from phalanx.plan.memory import layer_activations
-from phalanx.plan.memory_profile import OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS, MemoryProfile
+from phalanx.plan.memory_profile import OFFLOAD_ACTIVATIONS, OFFLOAD_PARAMETERS, MemoryProfile, offloads_activations
 from phalanx.plan.optimizer import owned_weights, update_seconds
 from phalanx.plan.physics import Physics, Profile
 from phalanx.plan.weights import rank_weights
@@ -143,8 +143,9 @@ def _step_state(c: Cases, k: Physics, f: Profile, g: traffic.Groups, layers: Flo
         again=sync.again if np.any((c.zero == 2) & alone) else ZERO,
         factoring=traffic.factoring_seconds(c, k, w) if np.any(c.compression == traffic.POWERSGD) else ZERO,
         update=update_seconds(c, k, f, w, g),
+        # In a pipeline whole gradients are added up: they are reduced once, after the last micro-batch.
         adding=(w.dense + w.experts)
-        / np.where(c.zero >= 2, c.shard, 1.0)
+        / np.where((c.zero >= 2) & alone, c.shard, 1.0)
         * f.accumulate_bytes
         / (c.memory_bytes_per_s * k.memory)
         if np.any(np.asarray(f.accumulate_bytes) > 0)
@@ -174,7 +175,12 @@ def predict_step_sum(c: Cases, k: Physics, f: Profile) -> StepSum:
     return StepSum(step_s=_predict_step(c, k, f, parts=False).step_s)
 
 
-def _predict_step(c: Cases, k: Physics, f: Profile, *, parts: bool) -> StepTimes | StepSum:
+def predict_least_step(c: Cases, k: Physics, f: Profile) -> StepSum:
+    """The step without ZeRO-3's traffic, gradients and the update, which is never longer than the whole."""
+    return StepSum(step_s=_predict_step(c, k, f, parts=False, with_state=False).step_s)
+
+
+def _predict_step(c: Cases, k: Physics, f: Profile, *, parts: bool, with_state: bool = True) -> StepTimes | StepSum:
     g = traffic.axis_groups(c, k, f)
     work = compute_seconds(c, k, f)
     tensor = traffic.tensor_seconds(c, g, f)
@@ -199,26 +205,30 @@ def _predict_step(c: Cases, k: Physics, f: Profile, *, parts: bool) -> StepTimes
     host_micro = f.micro_s + np.where(c.pp > 1, f.pipeline_s, 0.0)
     busy = stage_s + send + host_micro
     if np.any(c.offload == OFFLOAD_ACTIVATIONS):
-        # Activations leave during forward and return during backward, behind compute.
-        kept, _ = layer_activations(c, MemoryProfile())
-        moved = np.where(c.offload == OFFLOAD_ACTIVATIONS, 2.0 * fullest * kept / c.host_link_bytes_per_s, 0.0)
-        busy = np.maximum(busy, moved)
+        # Activations leave in forward and return in backward on the compute's stream (train/parallel/recompute.py).
+        kept, checkpoint = layer_activations(c, MemoryProfile())
+        moved = 2.0 * fullest * np.where(c.recompute == FULL, checkpoint, kept) / c.host_link_bytes_per_s
+        busy = busy + np.where(offloads_activations(c), moved, 0.0)
 
-    state = _state_of(c, k, f, g, split)
-    busy = busy + state.adding
-    gathers = (c.zero == 3) & (c.pp <= 1)
-    micro = np.where(gathers, smooth_max(busy, state.moving, f.shard_sharpness), busy) if gathers.any() else busy
     mean_stage = (c.layers * per_layer + head_s) / c.pp
     bubble = (c.pp - 1.0) / c.vpp * (mean_stage + send + host_micro)
     # ZB-H1 fills the bubble with weight gradients: (p-1)(F+B-W) remains of (p-1)(F+B+W) (Qi et al., arXiv 2401.10241).
     weight_s = work.matmul.backward / 2.0
     bubble = np.where(c.schedule == ZERO_BUBBLE, bubble * np.maximum(0.0, 1.0 - 2.0 * weight_s / device), bubble)
+    count = c.accumulation
+    overhead = f.step_s + f.step_log_devices_s * np.log2(np.maximum(c.devices, 1.0))
+    if not with_state:
+        return StepSum(step_s=count * busy + bubble + overhead)
+
+    state = _state_of(c, k, f, g, split)
+    busy = busy + state.adding
+    gathers = (c.zero == 3) & (c.pp <= 1)
+    micro = np.where(gathers, smooth_max(busy, state.moving, f.shard_sharpness), busy) if gathers.any() else busy
 
     # Traffic hides behind elapsed time, whether the device or the host sets it.
     share = fullest / c.layers * layers_s / device
     backward_s = (work.matmul.backward + work.attention.backward + work.elementwise.backward) * share
     forward_s = (work.matmul.forward + work.attention.forward + work.elementwise.forward) * share
-    count = c.accumulation
     # ZeRO-2 owns no full gradient: it scatters after every micro-batch, behind the next one.
     repeats = np.where((c.zero == 2) & (c.pp <= 1), count - 1.0, 0.0)
     overlap = np.where(c.zero == 0, f.data_overlap, f.scatter_overlap)
@@ -232,7 +242,6 @@ def _predict_step(c: Cases, k: Physics, f: Profile, *, parts: bool) -> StepTimes
     shown = shown + state.factoring if state.factoring.ndim else shown
     # A pipeline keeps gathered weights for the whole step (memory_profile.py), so there they are fetched once.
     optimizer = state.update + np.where(c.pp > 1, state.fetch, 0.0) if state.fetch.ndim else state.update
-    overhead = f.step_s + f.step_log_devices_s * np.log2(np.maximum(c.devices, 1.0))
 
     step = count * micro + bubble + shown + optimizer + overhead
     if not parts:

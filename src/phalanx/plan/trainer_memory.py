@@ -22,6 +22,7 @@ from phalanx.plan.memory_profile import (
     MemoryProfile,
     all_parts,
     head_layers,
+    offloads_activations,
     state_bytes,
 )
 from phalanx.plan.schedules import StageLoad, stage_loads
@@ -263,9 +264,7 @@ def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: d
         wins = more > activations + logits
         activations, logits = np.where(wins, more, activations), np.where(wins, 0.0, logits)
     if np.any(c.offload == OFFLOAD_ACTIVATIONS):
-        activations = np.where(
-            c.offload == OFFLOAD_ACTIVATIONS, np.minimum(activations, 2.0 * layer["kept"]), activations
-        )
+        activations = np.where(offloads_activations(c), np.minimum(activations, 2.0 * layer["kept"]), activations)
     return all_parts(_counted_state(c, f, load), activations, logits)
 
 

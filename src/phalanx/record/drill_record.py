@@ -18,6 +18,7 @@ from typing import Any
 from phalanx.errors import UserError, mistake
 from phalanx.io.checksums import file_sha256
 from phalanx.io.files import open_regular
+from phalanx.io.path_probes import is_file, is_folder
 from phalanx.io.values import at, integer, printable, text
 from phalanx.record.run_files import read_json
 from phalanx.record.secret import read_secret
@@ -54,7 +55,7 @@ def known_key(environ: Mapping[str, str]) -> bytes | None:
 
 def read_record(path: Path) -> dict[str, Any]:
     """A record as JSON values; raises UserError when it is none at all."""
-    if not path.is_file():
+    if not is_file(path):
         raise mistake(str(path), "there is no such file", fix=f"name the {NAME} of a run that phalanx drill made")
     record = read_json(path)
     if record.get("v") != VERSION or not isinstance(record.get("files"), dict):
@@ -159,6 +160,6 @@ def folder_digests(folder: Path) -> dict[str, str]:
 
 def evidence_files(folder: Path) -> list[Path]:
     """What the verdicts of a drill rest on, in a run's folder."""
-    inner = [path for pattern in ("replay/*", "others/*") for path in folder.glob(pattern) if path.is_dir()]
+    inner = [path for pattern in ("replay/*", "others/*") for path in folder.glob(pattern) if is_folder(path)]
     roots = [folder, *sorted(inner)]
-    return sorted(path for pattern in EVIDENCE for root in roots for path in root.glob(pattern) if path.is_file())
+    return sorted(path for pattern in EVIDENCE for root in roots for path in root.glob(pattern) if is_file(path))

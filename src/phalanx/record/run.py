@@ -35,7 +35,9 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
 from phalanx.io.checksums import CHECKSUMS
+from phalanx.io.path_probes import is_file, is_folder, shown_path, unreachable
 from phalanx.io.values import at, finite, integer, number
+from phalanx.io.write_errors import write_failure
 from phalanx.record.events import EventReader
 from phalanx.record.host_extents import host_file_name
 from phalanx.record.host_file import find_session, has_bytes, host_files, total_bytes
@@ -435,10 +437,7 @@ def _new_folder(root: Path, stem: str) -> Path:
             except FileExistsError:
                 continue
     except OSError as error:
-        what = f"cannot hold a run: {error.strerror or error}"
-        raise SystemFailure(
-            Problem(where=str(root), what=what, fix="name a writable folder with --runs DIR")
-        ) from error
+        raise write_failure(root, error, fix="name a writable folder with --runs DIR") from error
     raise SystemFailure(
         Problem(where=str(root), what=f"holds {MOST_TRIES} runs named {stem}", fix="use another --runs")
     )
@@ -447,12 +446,12 @@ def _new_folder(root: Path, stem: str) -> Path:
 def open_run(path: str | Path) -> Run:
     """The run in a folder; raises UserError when it is none."""
     folder = Path(path)
-    if not folder.is_dir():
+    if not is_folder(folder):
         close = nearest(folder.name, _folder_names(folder.parent))
         fix = f"did you mean {folder.parent / close}?" if close else "name a run folder, made by phalanx train"
-        raise mistake(str(folder), "there is no such run", fix=fix)
-    if not (folder / "plan.json").is_file():
-        inside = [name for name in _folder_names(folder) if (folder / name / "plan.json").is_file()]
+        raise mistake(shown_path(folder), unreachable(folder) or "there is no such run", fix=fix)
+    if not is_file(folder / "plan.json"):
+        inside = [name for name in _folder_names(folder) if is_file(folder / name / "plan.json")]
         fix = f"name a run in it, such as {folder / inside[-1]}" if inside else "name a folder that phalanx train made"
         raise mistake(str(folder), "is not a run: it has no plan.json", fix=fix)
     return Run(path=folder)
@@ -474,7 +473,7 @@ def list_runs(root: Path) -> list[Run]:
 def run_in(root: Path, name: str) -> Run:
     """The run of that name in a folder; raises UserError for any name that is none, or leads elsewhere."""
     path = root / name if NAME.fullmatch(name) else None
-    if path is None or path.is_symlink() or not (path / "plan.json").is_file():
+    if path is None or path.is_symlink() or not is_file(path / "plan.json"):
         close = nearest(name[:100], [run.name for run in list_runs(root)])
         fix = f"did you mean {close}?" if close else "name a folder that phalanx train made"
         raise mistake(str(root), f"has no run called {name[:60]!r}", fix=fix)
@@ -483,10 +482,10 @@ def run_in(root: Path, name: str) -> Run:
 
 def _is_run(entry: os.DirEntry[str]) -> bool:
     try:
-        is_folder = entry.is_dir(follow_symlinks=False)
+        real_folder = entry.is_dir(follow_symlinks=False)
     except OSError:
         return False
-    return is_folder and bool(NAME.fullmatch(entry.name)) and (Path(entry.path) / "plan.json").is_file()
+    return real_folder and bool(NAME.fullmatch(entry.name)) and is_file(Path(entry.path) / "plan.json")
 
 
 def _start_time(folder: Path) -> float:

@@ -13,9 +13,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import Problem, SystemFailure, UserError, mistake
+from phalanx.errors import PhalanxError, UserError, mistake
 from phalanx.io.files import FileTooLargeError, load_json, replace_text
 from phalanx.io.values import at, integer
+from phalanx.io.write_errors import write_failure
 from phalanx.record.events import SETTLED_NS
 from phalanx.record.host_file import HOST_FILE, SessionCounts, session_counts
 
@@ -59,10 +60,9 @@ def write_run_file(path: Path, text: str) -> None:
         raise cannot_write(path, error) from error
 
 
-def cannot_write(path: Path, error: OSError) -> SystemFailure:
-    """What to say of a file that was not written."""
-    what = f"cannot be written: {error.strerror or error}"
-    return SystemFailure(Problem(where=str(path), what=what, fix="free some space, or use another --runs"))
+def cannot_write(path: Path, error: OSError) -> PhalanxError:
+    """The error to raise for a file of a run that was not written."""
+    return write_failure(path, error, fix="free some space, or use another --runs")
 
 
 # ---- which files there are -------------------------------------------------------------------------------------------

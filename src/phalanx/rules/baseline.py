@@ -11,6 +11,7 @@ from typing import Any
 from phalanx.errors import mistake
 from phalanx.io.codec import json_text
 from phalanx.io.files import write_text
+from phalanx.io.path_probes import resolve_path
 from phalanx.record.run_files import read_json
 from phalanx.rules.formats.machine import finding_fingerprint, relative_path
 from phalanx.rules.run_rules import CheckReport
@@ -31,7 +32,7 @@ def fingerprints(report: CheckReport, root: str) -> dict[int, str]:
 
 def write_baseline(path: Path, reports: Sequence[CheckReport]) -> int:
     """Write what fails now; returns how many findings."""
-    root, known = str(path.resolve().parent), {}
+    root, known = str(resolve_path(path).parent), {}
     for report in reports:
         for number, mark in fingerprints(report, root).items():
             one = report.findings[number]
@@ -57,7 +58,7 @@ def read_baseline(path: Path) -> frozenset[str]:
 
 def without_known(report: CheckReport, known: frozenset[str], *, baseline: Path) -> CheckReport:
     """The report with known findings as waived ones."""
-    marks = fingerprints(report, str(baseline.resolve().parent))
+    marks = fingerprints(report, str(resolve_path(baseline).parent))
     findings = [
         replace(one, verdict="waived", reason=KNOWN) if marks.get(number) in known else one
         for number, one in enumerate(report.findings)

@@ -13,9 +13,11 @@ from typing import Any
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from phalanx.errors import Problem, SystemFailure, UserError, mistake
+from phalanx.errors import UserError, mistake
 from phalanx.io.files import read_text, replace_bytes
+from phalanx.io.path_probes import resolve_path
 from phalanx.io.toml import key_lines
+from phalanx.io.write_errors import write_failure
 from phalanx.job.draft import EXCLUSIVE
 from phalanx.rules.formats.text import as_toml, shown_setting
 from phalanx.rules.outcome import Edit
@@ -167,14 +169,13 @@ def read_exactly(path: Path) -> str:
 
 def write_exactly(path: Path, before: str, after: str) -> None:
     """Replace the file whole or not at all. A link stays a link, rights stay as they are."""
-    real = path.resolve()
+    real = resolve_path(path)
     try:
         if real.read_bytes() != before.encode("utf-8"):
             raise mistake(str(path), "was changed by someone else in the meantime", fix="check it again")
         replace_bytes(real, after.encode("utf-8"), mode=real.stat().st_mode & 0o7777)
     except OSError as error:
-        what = f"cannot be written: {error.strerror or error}"
-        raise SystemFailure(Problem(where=str(path), what=what, fix="--diff shows the change")) from error
+        raise write_failure(path, error, needed_bytes=len(after.encode()), fix="--diff shows the change") from error
 
 
 # Which edits cure a job: those of its findings, tried together, without two rules that pull at the same key.

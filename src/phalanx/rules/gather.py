@@ -14,6 +14,7 @@ from phalanx.errors import Problem, UserError, mistake
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.types import Cluster
 from phalanx.io.files import read_head
+from phalanx.io.path_probes import is_file, is_folder, path_exists, shown_path, unreachable
 from phalanx.job.load import ResolvedJob, job_to_dict, load, load_waivers
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
@@ -118,14 +119,10 @@ def split_recipe(target: str) -> tuple[str, str]:
 
 def _is_folder(path: Path) -> bool:
     """Whether a target is a folder; raises UserError when it is not there at all."""
-    try:
-        if path.exists():
-            return path.is_dir()
-    except (OSError, ValueError):  # no right to look, a name that is too long, a NUL byte
-        pass
-    raise mistake(
-        str(path)[:200], "there is no such file or folder", fix="name a job file, a plan, or the folder of a run"
-    )
+    if path_exists(path):
+        return is_folder(path)
+    what = unreachable(path) or "there is no such file or folder"
+    raise mistake(shown_path(path), what, fix="name a job file, a plan, or the folder of a run")
 
 
 def refuse_extras(target: str, request: Request, noun: str) -> None:
@@ -150,7 +147,7 @@ def _run_at(path: Path) -> Run:
 
 def is_plan(path: Path) -> bool:
     """Whether a file is a plan as `phalanx plan --out` writes it."""
-    if path.suffix != ".json" or not path.is_file():
+    if path.suffix != ".json" or not is_file(path):
         return False
     return b'"phalanx.plan/' in read_head(path, FIRST_BYTES)  # of one that cannot be read, the reader of jobs says why
 
@@ -217,7 +214,7 @@ def of_job(
 def _own_data(resolved: ResolvedJob) -> DataFacts | None:
     """The folders of a job; one without any has its corpus built, or its data in code."""
     paths = resolved.job.data.paths
-    return folder_facts(paths, resolved.path.parent) if paths and resolved.path.is_file() else None
+    return folder_facts(paths, resolved.path.parent) if paths and is_file(resolved.path) else None
 
 
 def _plan_job(

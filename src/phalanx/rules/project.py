@@ -11,6 +11,7 @@ from pathlib import Path
 
 from phalanx.errors import PhalanxError, UserError, mistake, nearest
 from phalanx.io.files import read_head
+from phalanx.io.path_probes import is_file, path_exists, resolve_path
 from phalanx.io.toml import TomlFile, read_toml
 from phalanx.rules.foreign.detect import TrainsNothingError, trainer_of_file
 
@@ -56,7 +57,7 @@ class ProjectConfig:
         Cluster and `set` of the whole project are for other trainers' files: a job of ours says its own.
         """
         held = self.everywhere if foreign else replace(self.everywhere, cluster="", overrides=())
-        name = os.path.relpath(path.resolve(), self.folder.resolve()).replace(os.sep, "/")
+        name = os.path.relpath(resolve_path(path), resolve_path(self.folder)).replace(os.sep, "/")
         for pattern, more in self.paths:
             if not matches_pattern(name, pattern):
                 continue
@@ -84,11 +85,11 @@ def matches_pattern(name: str, pattern: str) -> bool:
 
 def find_config(start: Path) -> ProjectConfig:
     """The nearest `.phalanx.toml`, from a folder upwards to the root of its repository; an empty one without any."""
-    folder = start.resolve()
+    folder = resolve_path(start)
     for place in (folder, *folder.parents):
-        if (place / CONFIG_NAME).is_file():
+        if is_file(place / CONFIG_NAME):
             return read_config(place / CONFIG_NAME)
-        if (place / ".git").exists():
+        if path_exists(place / ".git"):
             break
     return ProjectConfig()
 
@@ -219,7 +220,7 @@ def _walk_files(folder: Path) -> Iterator[Path]:
             continue
         for name in sorted(files):
             path = Path(root, name)
-            if path.suffix.lower() in ENDINGS and not name.startswith(".") and not path.is_symlink() and path.is_file():
+            if path.suffix.lower() in ENDINGS and not name.startswith(".") and not path.is_symlink() and is_file(path):
                 yield path
 
 

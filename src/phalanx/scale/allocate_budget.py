@@ -11,7 +11,7 @@ from pathlib import Path
 from phalanx.errors import UserError, mistake
 from phalanx.hardware.cluster import resolve_cluster
 from phalanx.hardware.types import Cluster
-from phalanx.job.key_rules import MOST_TOKENS
+from phalanx.io.limits import MAX_TOKENS
 from phalanx.job.load import load_table
 from phalanx.job.model import ModelShape
 from phalanx.plan.make import make_plan
@@ -198,8 +198,8 @@ def positive_amount(option: str, text: str) -> float:
 def _served_tokens(text: str) -> float:
     """Tokens that a model serves in its life: more than a run can train on are a slip of the exponent."""
     served = positive_amount("--inference-tokens", text)
-    if served > MOST_TOKENS:
-        raise mistake("--inference-tokens", f"{served:.3g} are more than {MOST_TOKENS:.0e}", fix="write it as 5T")
+    if served > MAX_TOKENS:
+        raise mistake("--inference-tokens", f"{served:.3g} are more than {MAX_TOKENS:.0e}", fix="write it as 5T")
     return served
 
 
@@ -265,11 +265,11 @@ def _refuse_run(settings: _Settings, params: float, size: int, tokens: float) ->
             f"{format_count(tokens)} tokens: less than one sequence of {settings.sequence:,}",
             fix="name a larger budget, or a smaller --vocab and --sequence",
         )
-    if tokens > MOST_TOKENS / 2:  # whole steps may round it up
+    if tokens > MAX_TOKENS / 2:  # whole steps may round it up
         raise mistake(
             settings.option,
             f"asks for {tokens:.2e} training tokens of {format_count(size)} parameters",
-            why=f"a job has at most {MOST_TOKENS:.0e}",
+            why=f"a job has at most {MAX_TOKENS:.0e}",
             fix="name a smaller number",
         )
 

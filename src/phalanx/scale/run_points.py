@@ -12,6 +12,7 @@ import numpy as np
 
 from phalanx.errors import PhalanxError, Problem, UserError, mistake
 from phalanx.io.codec import from_json_values
+from phalanx.io.path_probes import is_file, is_folder
 from phalanx.io.values import at, integer, number, text
 from phalanx.job.dataset import read_manifest
 from phalanx.job.model import ModelShape
@@ -46,12 +47,12 @@ class RunLosses:
 
 def read_run_points(folder: Path, options: TableOptions) -> ScalingPoints:
     """A run folder, a folder of them, or one with a table of points."""
-    if (folder / TABLE).is_file():
+    if is_file(folder / TABLE):
         return read_points(folder / TABLE, options)
     if is_run(folder):
         runs = [folder]
     else:
-        runs = sorted(one for one in folder.iterdir() if one.is_dir() and is_run(one))[:MOST_RUNS]
+        runs = sorted(one for one in folder.iterdir() if is_folder(one) and is_run(one))[:MOST_RUNS]
     if not runs:
         fix = f"name a table, a run folder, a folder of runs, or one with a file {TABLE}"
         raise mistake(str(folder), "holds no runs", fix=fix)
@@ -75,12 +76,12 @@ def read_run_points(folder: Path, options: TableOptions) -> ScalingPoints:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run, begun or not."""
-    return (folder / PLAN).is_file() or (folder / RUN_ID).is_file()
+    return is_file(folder / PLAN) or is_file(folder / RUN_ID)
 
 
 def _run_row(folder: Path, options: TableOptions) -> dict[str, str]:
     where = str(folder)
-    if not (folder / PLAN).is_file():
+    if not is_file(folder / PLAN):
         what = f"was ended before it began: it has no {PLAN}"
         raise UserError(Problem(where=where, what=what, fix="move it out of the folder; nothing was trained in it"))
     found = read_run_losses(folder, counted=options.params_counted)

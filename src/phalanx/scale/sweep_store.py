@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import Problem, SystemFailure
 from phalanx.io.files import FileTooLargeError, read_bounded, replace_text
+from phalanx.io.path_probes import is_folder
+from phalanx.io.write_errors import write_failure
 from phalanx.scale.run_points import parametrization_text
 from phalanx.scale.sweep_grid import SweepRun
 
@@ -65,10 +66,7 @@ class SweepFolder:
             (self.path / "results").mkdir(parents=True, exist_ok=True)
             self.runs.mkdir(exist_ok=True)
         except OSError as error:
-            what = f"cannot be written: {error.strerror or error}"
-            raise SystemFailure(
-                Problem(where=str(self.path), what=what, fix="name another folder with --out")
-            ) from error
+            raise write_failure(self.path, error, fix="name another folder with --out") from error
 
     def outcome(self, run: SweepRun, digest: str) -> SweepOutcome:
         """What an earlier call left of a run; "waiting" where there is nothing that can be trusted."""
@@ -80,7 +78,7 @@ class SweepFolder:
         except (OSError, FileTooLargeError, ValueError, KeyError, TypeError):
             return empty
         is_name = folder not in ("", ".", "..") and Path(folder).name == folder
-        if not is_name or not (self.runs / folder).is_dir() or (state == DONE and not isinstance(loss, int | float)):
+        if not is_name or not is_folder(self.runs / folder) or (state == DONE and not isinstance(loss, int | float)):
             return empty
         return SweepOutcome(
             run=run,

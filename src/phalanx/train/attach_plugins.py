@@ -17,12 +17,12 @@ import linecache
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from phalanx.errors import UserError, mistake
 from phalanx.io.code_names import missing_code, missing_entry_point
+from phalanx.io.path_probes import is_file, resolve_path
 from phalanx.job.plugin_reference import MODEL_GROUP, PLUGIN_GROUPS, SOURCE_MODULE, PluginReference, list_references
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
@@ -177,8 +177,8 @@ class _SourceWriter:
         file = getattr(sys.modules.get(module), "__file__", None) or ""
         if module != "__main__" and _is_installed(module):
             return f"{module}:{name}"
-        if module != "__main__" and file.endswith(".py") and Path(file).is_file():
-            return f"{Path(file).resolve()}:{name}"
+        if module != "__main__" and file.endswith(".py") and is_file(file):
+            return f"{resolve_path(file)}:{name}"
         self._add_source(thing, kind)
         return f"{SOURCE_MODULE}:{name}"
 
@@ -254,21 +254,21 @@ def _found_reference(text: str, kind: str) -> str:
     if reference.place == SOURCE_MODULE:
         return text
     if reference.place:
-        problem = missing_code(f"{reference.place}:{reference.name}", Path().resolve())
+        problem = missing_code(f"{reference.place}:{reference.name}", resolve_path(""))
     else:
         problem = missing_entry_point(reference.name, {**PLUGIN_GROUPS, "model": MODEL_GROUP}[kind])
     if problem is not None:
         what, fix = problem
         raise mistake(key, what, fix=fix.replace("relative to the job file", "relative to this folder"))
-    is_file = reference.place.endswith(".py")
-    return f"{Path(reference.place).resolve()}{text.strip()[len(reference.place) :]}" if is_file else text
+    names_file = reference.place.endswith(".py")
+    return f"{resolve_path(reference.place)}{text.strip()[len(reference.place) :]}" if names_file else text
 
 
 def _is_installed(module: str) -> bool:
     """Whether any process here can import a module: not only one started in this folder or beside this script."""
     top, script = module.partition(".")[0], getattr(sys.modules.get("__main__"), "__file__", None)
-    here = {Path().resolve(), *([Path(script).resolve().parent] if script else [])}
-    paths = [one for one in sys.path if one and Path(one).resolve() not in here]
+    here = {resolve_path(""), *([resolve_path(script).parent] if script else [])}
+    paths = [one for one in sys.path if one and resolve_path(one) not in here]
     if top in sys.stdlib_module_names or importlib.machinery.PathFinder.find_spec(top, paths) is not None:
         return True
     editable = [one for one in sys.meta_path if getattr(one, "__module__", "").startswith("__editable__")]

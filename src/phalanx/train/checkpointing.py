@@ -20,7 +20,7 @@ from phalanx.train.parallel.tensor_shard import TensorShard
 from phalanx.train.state.async_saver import AsyncSaver
 from phalanx.train.state.last_save import agree_on, write_last_step
 from phalanx.train.state.paths import Location, parse_location
-from phalanx.train.state.retention import CheckpointInterval
+from phalanx.train.state.retention import CheckpointInterval, untrusted_deleted
 from phalanx.train.state.save import SavedCheckpoint, save_checkpoint
 from phalanx.train.state.training_state import checkpoint_meta, checkpoint_rank_meta, checkpoint_shards
 from phalanx.train.step_result import StepRequest
@@ -53,6 +53,7 @@ class Checkpointing(Callback):
             fence=control.fence,
             generation=control.generation,
             copies=control.copies,
+            trusted_step=self._trusted_step,
         )
         self._interval = CheckpointInterval.of(
             plan.reliability,
@@ -68,6 +69,10 @@ class Checkpointing(Callback):
         self.copy_s: float | None = None  # for which the copy after the last step held the training up
         self._save_requested = False
         self.needs_memory = False  # no copy was taken yet, and fresh memory costs more to touch than to fill
+
+    def _trusted_step(self) -> int:
+        """Steps done before the present streak of skipped ones: the newest checkpoint up to there is kept."""
+        return self._training.skipped_steps.trusted_step
 
     def request_save(self) -> None:
         """Save after the next step: one rank that asks is enough."""
@@ -140,6 +145,7 @@ class Checkpointing(Callback):
         meta = checkpoint_meta(
             training.engine, step=training.step, tokens=tokens, data=training.batches.digest, run_id=self._run_id
         )
+        meta["skipped_in_a_row"] = training.skipped_steps.in_a_row
         position = training.batches.position(training.step)
         return meta if position is None else {**meta, "data_position": position}
 
@@ -218,6 +224,9 @@ class Checkpointing(Callback):
             bytes=saved.bytes,
             total_bytes=saved.total_bytes,
         )
+        if saved.deleted_untrusted:
+            text = untrusted_deleted(saved.deleted_untrusted, step=saved.step)
+            self._training.events.write("remark", step=saved.step, text=text, is_told=True)
         if saved.deleted_for_room:
             steps = ", ".join(f"{step:,}" for step in saved.deleted_for_room)
             text = f"the disk is nearly full: checkpoints of step {steps} were deleted to make room for the next"
@@ -277,6 +286,7 @@ class Checkpointing(Callback):
             generation=training.control.generation,
             timeout_s=timeout_s,
             fence=training.control.fence,
+            trusted_step=self._trusted_step,
         )
 
     def leave_membership(self) -> None:

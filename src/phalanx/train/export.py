@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from phalanx.errors import Problem, SystemFailure, mistake
+from phalanx.errors import Problem, mistake
 from phalanx.io.checksums import CHECKSUMS, file_sha256, write_checksums
 from phalanx.io.files import replace_text
+from phalanx.io.write_errors import write_failure
 from phalanx.job.model import ModelShape
 from phalanx.plan.plan import Plan
 from phalanx.record.run import open_run
@@ -100,7 +101,7 @@ def _add_checksums(out: Path) -> None:
         names = sorted(path.name for path in out.iterdir() if path.is_file() and path.name != CHECKSUMS)
         write_checksums(out, {name: file_sha256(out / name) for name in names if not name.startswith(".")})
     except OSError as error:
-        raise SystemFailure(Problem(where=str(out), what=f"cannot be written: {error.strerror or error}")) from error
+        raise write_failure(out, error) from error
 
 
 def _save_own(checkpoint: CommittedCheckpoint, shape: ModelShape, out: Path, dtype: torch.dtype) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UserError, mistake, nearest
 from phalanx.io.code_names import missing_entry_point
+from phalanx.io.path_probes import is_file, resolve_path
 from phalanx.io.user_code import find_neighbours
 from phalanx.job.plugin_reference import PLUGIN_GROUPS, SOURCE_MODULE, PluginReference, list_references, runs_named_code
 from phalanx.job.schema import Job, PluginReferences
@@ -66,7 +67,7 @@ def absolute_references(plugins: PluginReferences, base: Path) -> PluginReferenc
     def absolute(text: str) -> str:
         head, brace, rest = text.partition("{")
         place, colon, name = head.rpartition(":")
-        return f"{(base / place).resolve()}{colon}{name}{brace}{rest}" if place.endswith(".py") else text
+        return f"{resolve_path(base / place)}{colon}{name}{brace}{rest}" if place.endswith(".py") else text
 
     return dataclasses.replace(
         plugins,
@@ -186,8 +187,8 @@ def load_module(place: str) -> ModuleType:
     """A module by its name, or by its file; a file that did not change is run once in a process."""
     if not place.endswith(".py"):
         return importlib.import_module(place)
-    path = Path(place).resolve()
-    if not path.is_file():
+    path = resolve_path(place)
+    if not is_file(path):
         raise mistake(place, "there is no such file", why="a job names code of its own by the file it is in")
     name, content = f"phalanx_module_{path.stem}", path.read_bytes()
     known = sys.modules.get(name)

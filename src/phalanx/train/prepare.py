@@ -28,10 +28,12 @@ from phalanx.hardware.discover import discover
 from phalanx.hardware.this_machine import allowed_ranks
 from phalanx.io.checksums import CHECKSUMS, verify_checksums
 from phalanx.io.files import read_text
+from phalanx.io.path_probes import is_file, is_folder, path_exists, resolve_path
 from phalanx.io.user_code import absolute_code
 from phalanx.job.load import ResolvedJob, job_to_dict, load
 from phalanx.job.schema import Batch, Job
 from phalanx.plan.inputs import InputFindings, look_at_inputs
+from phalanx.plan.layout import Layout
 from phalanx.plan.make import make_plan
 from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
@@ -75,10 +77,9 @@ def _cluster_override(cluster: str | None, *, sharing: int) -> list[str]:
         return []
     # Complains about the option, not about a key the file may not have.
     resolve_cluster(cluster, ranks_per_gpu=sharing)
-    is_file = cluster.endswith(".toml") or "/" in cluster
-    return [
-        f"cluster.file={json.dumps(str(Path(cluster).resolve()))}" if is_file else f"cluster.spec={json.dumps(cluster)}"
-    ]
+    if cluster.endswith(".toml") or "/" in cluster:
+        return [f"cluster.file={json.dumps(str(resolve_path(cluster)))}"]
+    return [f"cluster.spec={json.dumps(cluster)}"]
 
 
 def _ranks_per_gpu(path: str, overrides: Sequence[str]) -> int:
@@ -119,9 +120,12 @@ def find_data(job: Job, base: Path) -> tuple[Path, ...]:
     )
 
 
-def plan_for_run(resolved: ResolvedJob) -> Plan:
-    """The plan of a job; the files it names as absolute paths, so that the run can be resumed from anywhere."""
-    return make_plan(with_absolute_files(resolved))
+def plan_for_run(resolved: ResolvedJob, *, earlier: Layout | None = None) -> Plan:
+    """The plan of a job; the files it names as absolute paths, so that the run can be resumed from anywhere.
+
+    `earlier` is the layout of a run that is resumed.
+    """
+    return make_plan(with_absolute_files(resolved), earlier=earlier)
 
 
 def with_absolute_files(resolved: ResolvedJob) -> ResolvedJob:
@@ -132,11 +136,11 @@ def with_absolute_files(resolved: ResolvedJob) -> ResolvedJob:
 def _absolute_paths(job: Job, base: Path) -> Job:
     """The job with cluster file and own code as absolute paths; `base` is the folder of the job file."""
     file, module = job.cluster.file, absolute_code(job.model.module, base)
-    weights = str((base / job.train.weights).resolve()) if job.train.weights else ""
+    weights = str(resolve_path(base / job.train.weights)) if job.train.weights else ""
     return dataclasses.replace(
         job,
         train=dataclasses.replace(job.train, weights=weights),
-        cluster=dataclasses.replace(job.cluster, file=str((base / file).resolve()) if file else ""),
+        cluster=dataclasses.replace(job.cluster, file=str(resolve_path(base / file)) if file else ""),
         model=dataclasses.replace(job.model, module=module),
         rules=tuple(absolute_code(name, base) for name in job.rules),
         plugins=absolute_references(job.plugins, base),
@@ -145,7 +149,9 @@ def _absolute_paths(job: Job, base: Path) -> Job:
 
 def with_data(plan: Plan, base: Path) -> Plan:
     """The plan with its dataset folders as absolute paths, relative ones taken from `base`."""
-    data = dataclasses.replace(plan.job.data, paths=tuple(str(path.resolve()) for path in find_data(plan.job, base)))
+    data = dataclasses.replace(
+        plan.job.data, paths=tuple(str(resolve_path(path)) for path in find_data(plan.job, base))
+    )
     return dataclasses.replace(plan, job=dataclasses.replace(plan.job, data=data))
 
 
@@ -179,7 +185,7 @@ def check_inputs(job: Job, resolved: ResolvedJob, base: Path, *, fresh: bool) ->
 def check_weight_files(job: Job) -> None:
     """The weights that training starts from are what was exported, where their folder has digests; raises UserError."""
     folder = Path(job.train.weights)
-    if not job.train.weights or not (folder / CHECKSUMS).is_file():
+    if not job.train.weights or not is_file(folder / CHECKSUMS):
         return
     _, problems = verify_checksums(folder, fix="copy the folder again from where it is whole, or export it again")
     if problems:
@@ -197,7 +203,7 @@ def check_writable(runs: Path, checkpoints: str, *, run: Path | None = None) -> 
     if "://" in checkpoints:
         return
     where, folder = f"checkpoint.path = {checkpoints!r}", base / checkpoints
-    if Path(checkpoints).is_absolute() and not folder.parent.is_dir():
+    if Path(checkpoints).is_absolute() and not is_folder(folder.parent):
         raise mistake(
             where,
             f"there is no folder {folder.parent}",
@@ -209,8 +215,8 @@ def check_writable(runs: Path, checkpoints: str, *, run: Path | None = None) -> 
 
 def _require_writable(where: str, folder: Path, *, why: str) -> None:
     """A folder, or the nearest one around it that is there, takes new files."""
-    there = next((one for one in (folder, *folder.absolute().parents) if one.exists()), Path("/"))
-    if not there.is_dir():
+    there = next((one for one in (folder, *folder.absolute().parents) if path_exists(one)), Path("/"))
+    if not is_folder(there):
         raise mistake(where, f"{there} is a file", why=why, fix="name a folder")
     try:
         tempfile.TemporaryDirectory(prefix=".phalanx-", dir=there).cleanup()  # modes say nothing about root, or mounts
@@ -383,7 +389,8 @@ def resumed_plan(
         return old, ()
     resolved = load_job(str(run.job_toml), overrides=overrides, cluster=cluster, steps=steps)
     warnings = _changes_refused(run, old.job, resolved.job)
-    plan = plan_for_run(resolved)
+    is_same_split = resolved.job.parallel == old.job.parallel and resolved.job.batch.micro == old.job.batch.micro
+    plan = plan_for_run(resolved, earlier=old.layout if is_same_split else None)
     _refuse_finished(run, plan)
     return plan, warnings
 

@@ -33,7 +33,7 @@ from phalanx.train.state.paths import commit_step
 from phalanx.train.state.rank_state import seed_random_state
 from phalanx.train.state.reader import list_commits
 from phalanx.train.state.replica_reader import ReplicaSource
-from phalanx.train.state.retention import delete_commits_after, remove_drafts
+from phalanx.train.state.retention import delete_commits_after, remove_drafts, untrusted_deleted
 from phalanx.train.state.training_state import (
     RestoredRun,
     load_hf_weights,
@@ -59,6 +59,7 @@ def train_rank(
     allow_code: bool = False,
     built: Callable[[], None] | None = None,
     enter_round: Callable[[int], None] = lambda number: None,
+    report_restored: Callable[..., None] = lambda **fields: None,
     callbacks: Sequence[Callback] = (),
 ) -> tuple[str, int]:
     """Build the engine, take up where the run stands, and run the loop; how it ended, and after how many steps.
@@ -66,8 +67,8 @@ def train_rank(
     `copies` is where memory holds the state; without, the newest checkpoint is taken, of `at_most` so many steps.
     Making the group of all ranks, who met in `store`, took `joined_s`. `allow_code` is the word of whoever started the
     agent: what the run folder says of it counts for nothing. `built` is called by a replica that joins others late,
-    and `enter_round` before replicas are connected: sockets from then on are cut when one is lost. `callbacks` are
-    called behind those of the job.
+    and `enter_round` before replicas are connected: sockets from then on are cut when one is lost. `report_restored`
+    sends the step and source that training goes on from. `callbacks` are called behind those of the job.
     """
     across = control.rounds.across if control.rounds is not None else None
     began_s, memory = time.monotonic(), MemoryMeter(device)
@@ -101,13 +102,17 @@ def train_rank(
     control.hooks.restoring(control.generation, across.rank if across is not None else dist.get_rank())
     if dist.get_rank() == 0 and (across is None or across.replica == 0) and built is None:
         remove_drafts(folder.checkpoints)  # what dead processes left half done
-        if at_most is not None:
-            delete_commits_after(folder.checkpoints, at_most)
     if built is not None:
         engine.initialise_unsaved()
         restored, source = RestoredRun(), "replica"
     else:
         restored, source = _restore_state(engine, folder, copies, at_most)
+        # Only now: the state that replaces them was verified as it was restored.
+        if at_most is not None and dist.get_rank() == 0 and (across is None or across.replica == 0):
+            deleted = delete_commits_after(folder.checkpoints, at_most)
+            if deleted:
+                text = untrusted_deleted(deleted, step=restored.step)
+                events.write("remark", step=restored.step, text=text, is_told=True)
         if job.train.weights and not restored.step:
             load_hf_weights(engine, Path(job.train.weights))
     training = TrainingContext(folder, plan, engine, events, memory, control, plugins)
@@ -132,6 +137,8 @@ def train_rank(
         )
         if dist.get_rank() == 0 and (lines := kernel_lines(engine)):
             events.write("remark", step=restored.step, text="; ".join(lines), is_told=True)
+        if dist.get_rank() == 0 and built is None:
+            report_restored(step=restored.step, source=source)
         training.checkpoints.needs_memory = control.keeper is not None and source != "memory"
         control.progress(restored.step, Phase.BUILDING)  # the first step may compile
         return run_training(training, restored.step), training.step

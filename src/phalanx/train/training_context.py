@@ -67,6 +67,7 @@ class TrainingContext:
         self.comparison = ReplicaComparison(self, each_step=not plugins.callbacks and control.peers is None)
         self.telemetry = StepTelemetry(self)
         self.evaluation = Evaluator(self, metrics=plugins.metrics)
+        self.skipped_steps = SkippedSteps(self.job.train.skipped_steps)
         self.checkpoints = Checkpointing(self)
         self.callbacks = CallbackList(
             [
@@ -77,7 +78,7 @@ class TrainingContext:
                 self.telemetry,
                 ChangedBuffers(),
                 StalledTraining(),
-                SkippedSteps(self.job.train.skipped_steps),
+                self.skipped_steps,
                 PromisedStep(),
                 *plugins.callbacks,
                 *([control.peers] if control.peers is not None else []),  # what is scored and saved is what peers share
@@ -96,6 +97,7 @@ class TrainingContext:
         """Take up what a checkpoint holds beside the engine's state: states of callbacks, the position in the data."""
         self.callbacks.load_state_dict(extras.get("callbacks") or {})
         self.batches.restore_position(extras.get("data_position"))
+        self.skipped_steps.in_a_row = int(extras.get("skipped_in_a_row") or 0)
 
     def rank_requests(self) -> tuple[bool, ...]:
         """What this rank asks of all ranks, by StepRequest; they hear of it with the step's numbers."""

@@ -27,6 +27,7 @@ from phalanx.elastic.rank_process import take_rank
 from phalanx.elastic.rank_ranges import RankRanges
 from phalanx.elastic.replica_store import ReplicaStore
 from phalanx.elastic.restore_point import RestorePoint
+from phalanx.elastic.untrusted import set_untrusted_aside
 from phalanx.errors import PhalanxError
 from phalanx.io.listen import is_loopback_host
 from phalanx.plan.model_replicas import ModelReplicas
@@ -51,7 +52,6 @@ from phalanx.train.state.in_memory import InMemoryCheckpointer, ReplicaAddress
 from phalanx.train.state.replica_directory import ReplicaDirectory
 from phalanx.train.state.replica_reader import ReplicaSource
 from phalanx.train.state.replica_server import ReplicaServer
-from phalanx.train.state.retention import delete_commits_after
 from phalanx.train.telemetry.monitor import PeerRendezvous, SensorCache, monitored_rank
 from phalanx.train.telemetry.sharing import Sharers
 
@@ -124,7 +124,7 @@ class Rank:
             pass
         except UntrustedState as error:
             if rank == 0 or rank in error.suspects:  # rank 0 may be of another model replica, and not know
-                self._delete_untrusted(generation, error.sound)
+                self._set_untrusted_aside(generation, error.sound)
             left |= {
                 "step": error.step,
                 "why": str(error),
@@ -141,10 +141,10 @@ class Rank:
         # Not while an error is handled: its traceback holds the engine, and with it the memory of the device.
         self._leave_membership(generation, abort, left)
 
-    def _delete_untrusted(self, generation: int, sound: int) -> None:
-        """Delete checkpoints of a state that was found astray, before anything else: the run may end here."""
-        with suppress(PhalanxError, OSError), commit_fence(self.run, generation):  # else the next membership does it
-            delete_commits_after(self.run.checkpoints, sound)
+    def _set_untrusted_aside(self, generation: int, sound: int) -> None:
+        """Set checkpoints of an untrusted state aside, before anything else: the run may end here."""
+        with suppress(PhalanxError, OSError), commit_fence(self.run, generation):  # else the coordinator does it
+            set_untrusted_aside(self.run, after=sound)
 
     def _leave_membership(self, generation: int, abort: CommunicatorAbort, left: Mapping[str, Any]) -> None:
         if "state" not in left:  # it did not come out of its loop by itself
@@ -246,6 +246,7 @@ class Rank:
                 allow_code=self._allow_code,
                 built=partial(self.link.send, "built", epoch=membership.generation) if is_late else None,
                 enter_round=self.link.enter_round,
+                report_restored=partial(self.link.send, "restored", epoch=membership.generation),
             )
 
     def _close_events(self, *events: EventWriter) -> None:

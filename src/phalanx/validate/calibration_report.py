@@ -12,6 +12,7 @@ import numpy as np
 from phalanx.errors import mistake
 from phalanx.io.codec import json_text
 from phalanx.io.files import read_text, write_text
+from phalanx.io.path_probes import is_file
 from phalanx.io.tables import text_table
 from phalanx.io.values import seconds
 from phalanx.plan import request
@@ -69,7 +70,7 @@ def calibrate_table(path: Path) -> CalibrationReport:
 def calibrate_run(folder: Path) -> CalibrationReport:
     """Scalars from a run folder: `plan.json` and the step durations in its `events*.jsonl`."""
     plan_file = folder / "plan.json"
-    if not plan_file.is_file():
+    if not is_file(plan_file):
         raise mistake(str(folder), "has no plan.json", fix="name a run folder, or a CSV table of measured steps")
     planned = Plan.from_json(read_text(plan_file, noun="plan"), where=str(plan_file))
     durations = _newest_layout(folder) or list(_step_durations(folder))
@@ -111,7 +112,7 @@ def _newest_layout(folder: Path) -> list[float]:
 
 def _step_durations(folder: Path) -> Iterator[float]:
     """Step durations in the order of the first rank's events; torn or foreign lines are skipped."""
-    for path in [found for found in sorted(folder.glob("events*.jsonl")) if found.is_file()][:1]:
+    for path in [found for found in sorted(folder.glob("events*.jsonl")) if is_file(found)][:1]:
         if path.stat().st_size > LARGEST_EVENTS_BYTES:
             raise mistake(str(path), f"is larger than {LARGEST_EVENTS_BYTES:,} bytes", fix="name a shorter run")
         for line in raw_lines(path):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UserError, mistake
+from phalanx.io.path_probes import is_file, is_folder, resolve_path
 from phalanx.io.values import text
 from phalanx.record.account.ledger import walk_ledger
 from phalanx.record.account.summary import Summary, summarize_run
@@ -209,7 +210,7 @@ class RunStore:
     @property
     def title(self) -> str:
         """What the folder is called, without where it is."""
-        return self._only or self.root.resolve().name
+        return self._only or resolve_path(self.root).name
 
     @property
     def is_one_run(self) -> bool:
@@ -288,12 +289,12 @@ def _file_stamp(path: Path) -> tuple[int, int]:
 def open_run_store(path: str | Path) -> RunStore:
     """A folder of runs, or one run; raises UserError when it is neither."""
     folder = Path(path)
-    if (folder / "plan.json").is_file():
-        whole = folder.resolve()
+    if is_file(folder / "plan.json"):
+        whole = resolve_path(folder)
         store = RunStore(whole.parent, only=whole.name)
         store.run(whole.name)
         return store
-    if not folder.is_dir():
+    if not is_folder(folder):
         try:
             open_run(folder)  # knows the near misses
         except UserError as error:

@@ -39,6 +39,26 @@ def test_progress_and_remarks(tmp_path: Path) -> None:
     assert follower.progress.line() == "step 50/50  2.00k tokens/s  3.00 GB"
 
 
+def test_skipped_steps_a_roll_back_and_what_it_deletes_are_printed(tmp_path: Path) -> None:
+    run = Run(path=tmp_path)
+    writer = EventWriter(run.events(0), rank=0, clock=lambda: 600.0)
+    for step, skipped in ((19, False), (20, True), (21, True)):
+        writer.write("step", step=step, loss=4.0, tokens=10, duration_s=1.0, skipped=skipped)
+    writer.write("remark", step=25, text="step 25: the checkpoints of step 22 are deleted", is_told=True)
+    writer.flush()
+    supervisor = EventWriter(run.supervisor, rank=-1, clock=lambda: 600.0)
+    supervisor.write("rollback", epoch=1, step=22, target=20, reason="not finite", set_aside=[21, 1022])
+    supervisor.write("rollback", epoch=2, step=32, target=30, reason="not finite", set_aside=[])
+    supervisor.flush()
+    assert Follower(run, steps=100, since_s=500.0).read() == [
+        "step 22: roll-back to step 20; checkpoints of step 21, 1,022 are set aside",
+        "step 32: roll-back to step 30",
+        "step 20: skipped, since the gradient was not finite or far too large; no weight changed",
+        "step 21: skipped, since the gradient was not finite or far too large; no weight changed",
+        "step 25: the checkpoints of step 22 are deleted",
+    ]
+
+
 def test_copies_in_memory_that_fail() -> None:
     known = {"event": "memory", "step": 1200, "trouble": "", "is_skipped": False}
     assert remark_of_rank(known) == ["step 1,200: in-memory checkpoints have replicas again"]

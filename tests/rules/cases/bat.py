@@ -53,6 +53,20 @@ CASES = [
     ),
     Case(
         rule="BAT001",
+        name="padded as after a shrink",
+        verdict="pass",
+        evidence=lambda: laid_out(data=120, accumulation=5),
+        says="512 sequences, as declared, and 88 rows of padding that do not count",
+    ),
+    Case(
+        rule="BAT001",
+        name="one micro-batch more than the padding takes",
+        verdict="fail",
+        evidence=lambda: laid_out(data=120, accumulation=6),
+        says="720 sequences, and 512 are declared",
+    ),
+    Case(
+        rule="BAT001",
         name="cannot be shared out",
         verdict="fail",
         evidence=lambda: evidence("batch.global_sequences=500"),

@@ -243,6 +243,27 @@ CASES = [
     Case(rule="CKP003", name="two are there", verdict="pass", evidence=saved(kept=2), boundary=True),
     Case(rule="CKP003", name="one of 55 is there", verdict="fail", evidence=saved(kept=1), boundary=True),
     Case(rule="CKP003", name="one of one is there", verdict="pass", evidence=saved(kept=1, commits=1, stages=1)),
+    Case(
+        rule="CKP003",
+        name="one is there after a roll-back",
+        verdict="pass",
+        evidence=saved(kept=1, given_up=(28,), rolled_back_to=20),
+    ),
+    Case(
+        rule="CKP003",
+        name="none is there after a roll-back",
+        verdict="fail",
+        evidence=saved(kept=0, given_up=(28, 29), rolled_back_to=20),
+        says="none can be restored: the roll-back to step 20 set step 28, 29 aside",
+    ),
+    Case(
+        rule="CKP003",
+        name="more is missing than a roll-back explains",
+        verdict="fail",
+        evidence=saved(kept=0, given_up=(28,), rolled_back_to=20),
+        says="55 checkpoints were committed and 0 are there",
+        boundary=True,
+    ),
     Case(rule="CKP004", name="the good job", verdict="pass", evidence=job()),
     Case(
         rule="CKP004",

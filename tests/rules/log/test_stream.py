@@ -569,6 +569,16 @@ def test_a_checkpoint_folder_without_a_manifest_is_incomplete(tmp_path):
     assert found.free_bytes > 0
 
 
+@pytest.mark.parametrize(("ended", "given_up"), [(1, (100, 150)), (0, ())])
+def test_a_roll_back_explains_missing_checkpoints_until_the_next_commit(tmp_path, ended, given_up):
+    run = write_run(tmp_path, ranks=1, hosts=1, steps=160, incidents=0)  # all is saved in generation 1
+    with run.supervisor.open("a") as file:
+        event = {"v": 1, "event": "rollback", "t": 1e9, "rank": -1, "epoch": ended, "step": 160, "target": 60}
+        file.write(json.dumps(event | {"reason": "not finite", "set_aside": [100, 150]}) + "\n")
+    found = read_log(run).checkpoints
+    assert (found.given_up, found.rolled_back_to) == (given_up, 60 if given_up else None)
+
+
 def test_provenance_and_addresses_are_read_from_the_launch(tmp_path):
     run = write_run(tmp_path, ranks=1, hosts=1, steps=40)
     assert read_log(run).grammar.has_provenance is False

@@ -292,7 +292,7 @@ def test_a_full_disk(tmp_path: Path, make: Make, lines: Path, dataset: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert message.startswith(f"{tmp_path}/out: cannot be written: File too large\n  ")
-    assert message.endswith("make room and run the same command: it goes on")
+    assert message.endswith("finished shards are kept: make room and run the same command, which resumes")
     assert not (tmp_path / "out").exists()
     assert make(tmp_path / "out", lines, tokenizer=tokenizer).total("documents", "train") == 1000
 

@@ -92,6 +92,21 @@ def test_a_pause_that_nobody_noticed_is_not_charged_with_a_later_fault() -> None
     assert (found.noticed_s, found.stalled_s, found.members, found.back_s) == (None, 0.5, 3, None)
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_claim_of_too_many_samples_may_count_what_was_dealt_where_it_is_named(is_named: bool) -> None:
+    faults = parse_faults(["liar:peer=2,step=2"], kinds=PEER_FAULTS)
+    shots = [Firing(id=0, kind="liar", t_s=1.9, monotonic_s=0.0, rank=2, step=2, note="round 2")]
+    told = story()
+    for peer in IDS:
+        exchange(told, peer, 2)["capped"] = {"b": "it claims more"} if is_named else {}
+    for peer in IDS[:2]:
+        exchange(told, peer, 5)["dropped"] = {}
+    outcomes = peer_outcomes(records(told), faults, shots)
+    verdict = judge_named(records(told), outcomes, dead_after_s=1.0, end_s=60.0, lasting={})
+    assert verdict.ok == is_named
+    assert is_named or "liar:peer=2,step=2: round 2 counts it" in verdict.evidence
+
+
 def exchange(told: dict[str, list[dict[str, Any]]], peer: str, number: int) -> dict[str, Any]:
     return next(one for one in told[peer] if one["event"] == "exchange" and one["round"] == number)
 
@@ -132,6 +147,11 @@ def silent(told: Any) -> None:
     told["a"] = [one for one in told["a"] if one["event"] != "peer"]
 
 
+def capped(told: Any) -> None:
+    for peer in IDS:
+        exchange(told, peer, 2)["capped"] = {"a": "its claim"}
+
+
 def innocent(told: Any) -> None:
     for peer in IDS:
         exchange(told, peer, 2)["dropped"] = {"a": "its norm"}
@@ -148,7 +168,8 @@ def innocent(told: Any) -> None:
         (repeated, "every sample counts once", "step 5 counted 9 of 6 samples"),
         (silent, "dropped peers are named", "kill:peer=3,step=3 was named by nobody"),
         (counted, "dropped peers are named", "nan:peer=2,step=5: round 5 counts it"),
-        (innocent, "dropped peers are named", "round 2 left out peer 1, which did nothing wrong"),
+        (capped, "dropped peers are named", "round 2 named peer 1, which did nothing wrong"),
+        (innocent, "dropped peers are named", "round 2 named peer 1, which did nothing wrong"),
     ],
 )
 def test_every_lie_falls_on_its_verdict(lie: Callable[[Any], None], name: str, said: str) -> None:

@@ -14,9 +14,10 @@ from phalanx.errors import UserError
 from phalanx.train.kernels.kernel_op import KernelOp
 from phalanx.train.kernels.lab.candidate_guard import judge_candidate
 from phalanx.train.kernels.lab.candidate_server import CandidateLimits, CandidateServer
+from phalanx.train.kernels.lab.error_rules import compare_values, find_truth, result_kinds
 from phalanx.train.kernels.lab.new_kernel import template_files
 from phalanx.train.kernels.lab.skill_eval import task_prompt
-from phalanx.train.kernels.lab.trial_inputs import KernelCase, compare_values, draw_inputs, find_truth, result_kinds
+from phalanx.train.kernels.lab.trial_inputs import ORDINARY, WIDE, KernelCase, draw_inputs
 from phalanx.train.kernels.operations import load_all
 from phalanx.train.kernels.source_module import load_source
 
@@ -30,12 +31,12 @@ def test_a_template_computes_its_operation(name: str) -> None:
     files = template_files(op)
     kernel = load_source("template", files["kernel.py"]).kernel
     for number, shape in enumerate(op.odd_shapes):
-        case = KernelCase(shape=shape, dtype=op.dtypes[0], seed=number, wide=bool(number % 2))
+        case = KernelCase(shape=shape, dtype=op.dtypes[0], seed=number, pattern=WIDE if number % 2 else ORDINARY)
         inputs = draw_inputs(op, case, CPU)
         results = kernel(*inputs)
-        kinds = [(str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in results]
+        kinds = [(one.dtype, tuple(one.shape)) for one in results]
         assert kinds == result_kinds(op, inputs)
-        assert compare_values(op.decoded(results, inputs), find_truth(op, inputs, case.dtype), case) <= 1.0
+        assert compare_values(op.decoded(results, inputs), find_truth(op, inputs, case.dtype), str(case)) <= 1.0
     definitions = [line for line in files["kernel.py"].splitlines() if line.startswith(("def ", "LR, "))]
     assert len(definitions) == len(set(definitions))
 

@@ -21,6 +21,7 @@ class LocalHub:
     active: set[str] = field(default_factory=set)
     calls: dict[int, dict[str, tuple[np.ndarray, float]]] = field(default_factory=dict)
     committed: dict[int, RoundResult] = field(default_factory=dict)
+    limits: dict[int, dict[str, float]] = field(default_factory=dict)
     next_round: int = 0
     first_round: int = 0
     view_number: int = 0
@@ -44,6 +45,8 @@ class LocalGroup:
         self.poison: Callable[[int, np.ndarray], np.ndarray] = lambda number, vector: vector
         self.before_round: Callable[[int], None] = lambda number: None
         self.pace = 0.0  # samples a second that it says it learns from
+        self.has_left = False
+        self.is_awaited = True  # while it fetches the state; the group learns of that with the next heartbeat only
 
     def join(self, addresses: Sequence[object] = (), *, timeout_s: float = 30.0, first_round: int = 0) -> MemberView:
         with self.hub.lock:
@@ -69,15 +72,30 @@ class LocalGroup:
         return {one: group._said for one, group in list(self.hub.members.items())}
 
     def average(
-        self, round_number, vector, weight, codec="fp32", *, timeout_s=60.0, quorum=None, grace_s=None, most_weight=None
+        self,
+        round_number,
+        vector,
+        weight,
+        codec="fp32",
+        *,
+        timeout_s=60.0,
+        quorum=None,
+        grace_s=None,
+        weight_limits=None,
     ) -> RoundResult:
+        assert not self.has_left
         self.before_round(round_number)
         hub = self.hub
+        # No honest peer learns from more than it was dealt, as every other peer derives it too.
+        assert weight_limits is None or weight <= weight_limits.get(self.id, 0.0), (round_number, weight, weight_limits)
+        if weight_limits is not None:
+            with hub.lock:
+                assert hub.limits.setdefault(round_number, dict(weight_limits)) == weight_limits, round_number
         with hub.lock:
             if self.id not in hub.members:
                 return RoundResult(round_number=round_number, committed=False, behind=True)
             if round_number in hub.committed:
-                return hub.committed[round_number]
+                return _fitting(hub.committed[round_number], vector)
             if hub.committed and round_number < hub.next_round:
                 return RoundResult(round_number=round_number, committed=False, behind=True)
             hub.active.add(self.id)
@@ -105,7 +123,7 @@ class LocalGroup:
                 hub.committed[round_number] = replace(hub.committed[round_number], paces=paces)
                 hub.next_round = round_number + 1
                 hub.lock.notify_all()
-            return hub.committed[round_number]
+            return _fitting(hub.committed[round_number], vector)
 
     def serve_state(self, provider: Callable[[], PeerState | None]) -> None:
         self._provider = provider
@@ -114,6 +132,10 @@ class LocalGroup:
         self.most_values = most_values
 
     def fetch_state(self, into, *, timeout_s: float = 600.0, most_bytes=None) -> int:
+        if not self.is_awaited:
+            with self.hub.lock:
+                self.hub.active.discard(self.id)
+                self.hub.lock.notify_all()
         for group in list(self.hub.members.values()):
             if group is not self and group._provider is not None and (state := group._provider()) is not None:
                 assert most_bytes is None or state.tensors.keys() == most_bytes.keys()
@@ -124,14 +146,25 @@ class LocalGroup:
         raise AssertionError("nobody has a state")
 
     def leave(self) -> None:
+        self.has_left = True
         self.hub.remove(self.id)
 
     def close(self) -> None:
         self.hub.remove(self.id)
 
 
+def _fitting(result: RoundResult, sent: np.ndarray) -> RoundResult:
+    """The result for a member that sent a vector: of another length it is none of its."""
+    if result.vector is None or len(result.vector) == len(sent):
+        return result
+    return RoundResult(round_number=result.round_number, committed=False, behind=True, reason="another length")
+
+
 def _mean_of(number: int, calls: dict[str, tuple[np.ndarray, float]]) -> RoundResult:
+    lengths = [len(vector) for vector, _ in calls.values()]
+    length = max(set(lengths), key=lambda one: (lengths.count(one), one))
     dropped = {one: "its update is not finite" for one, (vector, _) in calls.items() if not np.isfinite(vector).all()}
+    dropped |= {one: "its update has another length" for one, (vector, _) in calls.items() if len(vector) != length}
     kept = {one: call for one, call in sorted(calls.items()) if one not in dropped}
     total = sum(weight for _, weight in kept.values())
     vector = None

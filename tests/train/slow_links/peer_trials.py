@@ -126,6 +126,7 @@ class PeerTrials:
         stop_after: int = 0,
         at_step: Callable[[int], None] | None = None,
         patience_s: float = 30.0,
+        stop: Callable[[], bool] = lambda: False,
     ) -> Outcome:
         """Train one peer here; alone, and as ever, without a group."""
         if run is None:
@@ -135,9 +136,9 @@ class PeerTrials:
         events = EventWriter(run.events(0), rank=0)
         peers = None
         if group is not None:
-            peers = PeerTraining(group, plan.job.sync, addresses=addresses, patience_s=patience_s)
+            peers = PeerTraining(group, plan.job.sync, addresses=addresses, patience_s=patience_s, stop=stop)
             outcome.peers = group.training = peers
-        control = RankControl(stop=lambda: False, progress=lambda step, phase: None, peers=peers)
+        control = RankControl(stop=stop, progress=lambda step, phase: None, peers=peers)
         callbacks = [KeepWeights(outcome, stop_after=stop_after, at_step=at_step)]
         try:
             device = torch.device("cpu")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import stat
+import subprocess
+import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from peer_trials import join_all
 from tiny_dataset import write_dataset
 
 import phalanx
+from phalanx.api.peer_processes import run_processes
 from phalanx.errors import Problem, SystemFailure, UserError
 from phalanx.io.toml import to_toml
 from phalanx.job.load import job_to_dict
@@ -24,6 +28,7 @@ from phalanx.peers.facts import MemberView
 from phalanx.peers.identity import PeerIdentity
 from phalanx.record.report.render import resume_command
 from phalanx.record.run import Run, create_run
+from phalanx.train.slow_links import peer_launch
 from phalanx.train.slow_links.peer_session import (
     PeerSession,
     SessionFacts,
@@ -95,6 +100,7 @@ def test_only_the_owner_revokes_and_only_whom_it_knows(owner: Run, tmp_path: Pat
 def test_going_on_alone_is_asked_of_a_running_peer(owner: Run, trials) -> None:
     with pytest.raises(UserError, match="this peer does not run"):
         phalanx.peers.go_on_alone(owner)
+    owner.set_launch()
     session = PeerSession(owner, trials.plan('mode = "target-batch"').job)
     try:
         session.group.join()
@@ -170,3 +176,28 @@ def test_a_peer_that_finds_nobody_leaves_when_it_is_asked_to() -> None:
             entry.join_group(0)
     finally:
         is_closed.set()
+
+
+def test_a_trial_that_is_resumed_at_once_waits_for_the_new_address(
+    owner: Run, trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The status of the process that has just ended names a port that no process listens on any more."""
+    other = create_run(tmp_path / "runs", "other", job_toml="", job={}, plan_json="{}")
+    allowed = AllowList.load(owner.path / "peers" / "allowlist.json")
+    write_session(other, PeerIdentity.create("other"), allowed, replace(read_session(owner), addresses=(("h", 1),)))
+    status = owner.path / "peers" / "status.json"
+    status.write_text(json.dumps({"t": time.time() - 0.1, "address": ["127.0.0.1", 1]}))
+    program = "import json, sys, time\n"
+    program += "text = json.dumps({'t': time.time(), 'address': ['127.0.0.1', 2]})\n"
+    program += "open(sys.argv[1] + '.new', 'w').write(text)\n"
+    program += "import os; os.replace(sys.argv[1] + '.new', sys.argv[1])"
+    addresses = {}
+
+    def start_process(run: Run, *, allow_code: bool, sharers: int) -> subprocess.Popen[bytes]:
+        addresses[run.path.name] = read_session(run).addresses
+        command = ["-c", program, str(status)] if run.path == owner.path else ["-c", ""]
+        return subprocess.Popen([sys.executable, *command])
+
+    monkeypatch.setattr(peer_launch, "start_process", start_process)
+    run_processes([owner, other], trials.plan('mode = "target-batch"'), allow_code=False, tell=lambda text: None)
+    assert addresses[other.path.name] == (("127.0.0.1", 2),)

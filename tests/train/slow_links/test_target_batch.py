@@ -7,9 +7,11 @@ import threading
 import numpy as np
 import pytest
 from local_group import LocalGroup, LocalHub
-from peer_trials import join_all
+from peer_trials import Outcome, join_all
 
 from phalanx.errors import SystemFailure
+from phalanx.record.events import read_events
+from phalanx.train.slow_links import peer_exchange
 
 SYNC = 'mode = "target-batch"\npeers = 3'
 
@@ -126,3 +128,73 @@ def test_resumed_is_uninterrupted(trials) -> None:
                 join_all(calls)
         else:
             assert [one.state for one in join_all(calls)] == ["done"] * 2
+
+
+def exchanges_since_stop(peer: Outcome) -> dict[int, tuple[str, str]]:
+    """Kind and digest of each round, by its number, of a run that was stopped once."""
+    events = read_events(peer.run.events(0))[0]
+    stop = next(place for place, event in enumerate(events) if event["event"] == "stop")
+    return {one["round"]: (one["kind"], one["digest"]) for one in events[stop:] if one["event"] == "exchange"}
+
+
+@pytest.mark.parametrize("is_awaited", [True, False], ids=["awaited", "fetches first"])
+@pytest.mark.parametrize("founder", [0, 1])
+@pytest.mark.parametrize("mode", ["target-batch", "diloco"])
+def test_peers_that_stopped_a_step_apart_meet(trials, mode: str, founder: int, is_awaited: bool) -> None:
+    """One takes the state of the other, and every round that both are in is of the same kind for both."""
+    sync = f'mode = "{mode}"' + ("\nsynchronous_steps = 0\ninner_steps = 2" if mode == "diloco" else "")
+    plan, hub = trials.plan(sync + "\npeers = 2", steps=10), LocalHub()
+    first = join_all(
+        [
+            lambda place=place: trials.start(plan, LocalGroup(hub, f"peer-{place}"), stop_after=3 + place)
+            for place in range(2)
+        ]
+    )
+    assert [one.step for one in first] == [3, 4]
+    hub = LocalHub()
+    groups = [LocalGroup(hub, f"peer-{place}") for place in range(2)]
+    has_founded, found, join = threading.Event(), groups[founder].join, groups[1 - founder].join
+    groups[1 - founder].is_awaited = is_awaited
+
+    def join_second(*addresses, **options):
+        assert has_founded.wait(60)
+        return join(*addresses, **options)
+
+    def join_first(*addresses, **options):
+        view = found(*addresses, **options)
+        has_founded.set()
+        return view
+
+    groups[founder].join, groups[1 - founder].join = join_first, join_second
+    second = join_all(
+        [lambda place=place: trials.start(plan, groups[place], run=first[place].run) for place in range(2)]
+    )
+    assert [(one.state, one.step) for one in second] == [("done", 10)] * 2
+    assert all((second[0].weights[name] == second[1].weights[name]).all() for name in second[0].weights)
+    rounds = [exchanges_since_stop(one) for one in second]
+    shared = sorted({*rounds[0]} & {*rounds[1]})
+    assert [rounds[0][number] for number in shared] == [rounds[1][number] for number in shared]
+    assert rounds[0][shared[0]][0] == "meet" or not is_awaited
+    behind = [one["text"] for one in second[1 - founder].events("peer") if one["kind"] == "behind"]
+    assert behind == ["this peer is new"]  # its state was taken once
+
+
+def test_a_peer_that_is_stopped_while_it_waits_for_another_leaves(trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the round of who is present, in an exchange, and in the exchange that comes first after a resume."""
+    monkeypatch.setattr(peer_exchange, "LEAVE_S", 0.1)
+    plan = trials.plan('mode = "diloco"\npeers = 2\nsynchronous_steps = 0\ninner_steps = 2', steps=10)
+    run = None
+    for waits_in, last_step in ((1, 0), (2, 2), (2, 2), (1, 2)):  # the first or second round of this process
+        hub, asked, rounds = LocalHub(), threading.Event(), []
+        group = LocalGroup(hub, "peer-0")
+
+        def stop_in(number: int, hub=hub, asked=asked, rounds=rounds, waits_in=waits_in) -> None:
+            rounds.append(number)
+            if len(rounds) == waits_in:
+                hub.active.add("peer-1")  # which never calls
+                asked.set()
+
+        group.before_round = stop_in
+        outcome = trials.start(plan, group, run=run, stop=asked.is_set, patience_s=0.01)
+        assert (outcome.state, outcome.step, len(rounds)) == ("stopped", last_step, waits_in)
+        run = outcome.run if last_step else None

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import mistake
+from phalanx.io.limits import MAX_SECONDS
 from phalanx.network.fabric.fabric_bill import failure_loss, tier_links
 from phalanx.network.fabric.fabric_types import Fabric, Switch
 from phalanx.network.fabric.failure_budget import (
@@ -227,8 +228,8 @@ def _check_inputs(paths: int, recovery_s: float, restart_s: float) -> None:
     if not 1 <= paths <= MOST_PATHS:
         raise mistake(WHERE, f"{paths:,} paths per connection", fix="use 1 (one flow) to 4096; MRC uses 128 to 256")
     for name, value in (("--recovery-s", recovery_s), ("--restart-s", restart_s)):
-        if not (math.isfinite(value) and value >= 0):
-            raise mistake(WHERE, f"{name} {value:g}", fix="use seconds, 0 or more")
+        if not 0 <= value <= MAX_SECONDS:
+            raise mistake(WHERE, f"{name} {value:g} is out of range", fix=f"use seconds from 0 to {MAX_SECONDS:g}")
 
 
 def _plane_choices(box: str, nic_gbps: float) -> dict[int, Switch]:

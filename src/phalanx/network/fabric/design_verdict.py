@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.errors import mistake
+from phalanx.io.limits import MAX_SECONDS
 from phalanx.io.tables import folded_table
 from phalanx.network.fabric.design import Design, nominal_ratio
 from phalanx.network.fabric.fabric_text import format_percent, money_range, show_hours, wrap_paragraph
@@ -113,8 +114,9 @@ def check_prices(prices: Prices, *, where: str) -> None:
             raise mistake(
                 where, f"{option} {value:g} is out of range", fix=f"use a number above 0, at most {most:,.0f}"
             )
-    if not (math.isfinite(prices.recovery_s) and prices.recovery_s >= 0):
-        raise mistake(where, f"--recovery-s {prices.recovery_s:g} is out of range", fix="use seconds, 0 or more")
+    if not 0 <= prices.recovery_s <= MAX_SECONDS:
+        what = f"--recovery-s {prices.recovery_s:g} is out of range"
+        raise mistake(where, what, fix=f"use seconds from 0 to {MAX_SECONDS:g}")
 
 
 def choose_design(

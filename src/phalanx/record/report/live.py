@@ -80,6 +80,7 @@ class Follower:
                 continue  # an earlier start of the same run
             if event["event"] == "step":
                 self._take_step(event)
+                remarks += _skipped_line(event)
             else:
                 remarks += remark_of_rank(event)
                 self._steps = integer(event, "steps") or self._steps if event["event"] == "run_start" else self._steps
@@ -117,6 +118,8 @@ def remark_of_supervisor(event: Event) -> list[str]:
     kind, host = event["event"], text(event, "host")
     if kind == "incident":
         return [f"step {integer(event, 'step') or 0:,}: failed: {incident_text(event)}"]
+    if kind == "rollback":
+        return [_rollback_line(event)]
     if kind == "evidence" and event.get("finding"):
         return [text(event, "finding")]
     if kind == "replica":
@@ -134,6 +137,23 @@ def remark_of_supervisor(event: Event) -> list[str]:
         slot = f" slot {event['slot']}" if isinstance(event.get("slot"), int) else ""
         return [f"{host}{slot} is quarantined: {text(event, 'reason')}"]
     return []
+
+
+def _rollback_line(event: Event) -> str:
+    """Where the run goes back to, and which checkpoints lie aside."""
+    given = event.get("set_aside")
+    steps = [step for step in given if isinstance(step, int)] if isinstance(given, list) else []
+    aside = f"; checkpoints of step {', '.join(f'{step:,}' for step in steps)} are set aside" if steps else ""
+    found, target = integer(event, "step") or 0, integer(event, "target") or 0
+    return f"step {found:,}: roll-back to step {target:,}{aside}"
+
+
+def _skipped_line(event: Event) -> list[str]:
+    """A line for a step that no rank took."""
+    if event.get("skipped") is not True:
+        return []
+    step = integer(event, "step") or 0
+    return [f"step {step:,}: skipped, since the gradient was not finite or far too large; no weight changed"]
 
 
 def remark_of_rank(event: Event) -> list[str]:

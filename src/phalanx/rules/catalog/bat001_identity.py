@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from phalanx.errors import Problem
 from phalanx.job.schema import Batch
 from phalanx.plan.peer_share import planned_share
+from phalanx.plan.shrink_layout import BatchDeal
 from phalanx.rules.catalog.top001_degrees import OUR_LIMIT, is_batch
 from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Impact, Outcome, failed, passed, unknown
@@ -47,6 +48,11 @@ def _judge_plan(evidence: Evidence) -> tuple[Outcome, ...]:
     if made == wanted:
         statement = f"each step takes {plural(made, 'sequence')}, as declared"
         return (passed(statement, formula=formula, value=made, threshold=wanted, unit="sequences"),)
+    deal = BatchDeal.of(layout, reproducible=evidence.the_job.numerics.reproducible)
+    if made > wanted and layout.accumulation == deal.micro_batches(wanted) and not evidence.is_foreign:
+        statement = f"each step takes {plural(wanted, 'sequence')}, as declared"
+        statement += f", and {plural(made - wanted, 'row')} of padding that do not count"
+        return (passed(statement, formula=formula, value=wanted, threshold=wanted, unit="sequences"),)
     return (
         failed(
             f"each step takes {plural(made, 'sequence')}, and {wanted:,} are declared",
@@ -141,9 +147,10 @@ smaller batch unless it hands the lost share to the rest; torchft therefore repo
 divides by them. One data rank of 8 lost without notice is a batch 12.5 % smaller for the rest of the run.
 """,
     how="""
-`B = b · a · dp` in the plan. In the log, the tokens of every step are `batch.global_tokens`, or those of a stage of
-`[[batch.ramp]]`; a size of neither kind is a finding, with the line of the rarest. Where the planner finds that the
-batch cannot be shared out, its reason is the finding.
+`B = b · a · dp` in the plan, less the rows with which a run that is resumed on other ranks pads its batch. In the
+log, the tokens of every step are `batch.global_tokens`, or those of a stage of `[[batch.ramp]]`; a size of neither
+kind is a finding, with the line of the rarest. Where the planner finds that the batch cannot be shared out, its reason
+is the finding.
 """,
     limits={
         "tolerance": Limit(value=0.0, note="relative difference of a step's tokens: none, it is an identity"),

@@ -7,10 +7,12 @@ import math
 from phalanx.rules.catalog.ckp_drills import is_asked, judge_drill
 from phalanx.rules.catalog.shared import unstated_key
 from phalanx.rules.evidence import Evidence
+from phalanx.rules.facts.log_facts import CheckpointFacts
 from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_seconds, plural
 
+NAMED = 8  # steps that a message lists
 WRONG = Impact(note="a flipped bit is trained on and never seen; what it costs cannot be told")
 
 
@@ -80,6 +82,8 @@ def _judge_folder(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return (
             passed(f"of {plural(seen.commits, 'commit')} {seen.kept} are kept, whole", value=seen.kept, threshold=due),
         )
+    if seen.kept + len(seen.given_up) >= due:
+        return (_judge_rollback(seen, evidence, due),)
     return (
         failed(
             f"{seen.commits:,} checkpoints were committed and {seen.kept} are there",
@@ -88,6 +92,25 @@ def _judge_folder(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
             impact=_half_job(evidence),
             fix="find out what deletes them: a quota, a clean-up job, or another run in the same folder",
         ),
+    )
+
+
+def _judge_rollback(seen: CheckpointFacts, evidence: Evidence, due: int) -> Outcome:
+    """A folder in which only what a roll-back set aside is missing."""
+    steps = ", ".join(f"{step:,}" for step in seen.given_up[:NAMED])
+    more = f" and {len(seen.given_up) - NAMED} more" if len(seen.given_up) > NAMED else ""
+    what = f"the roll-back to step {seen.rolled_back_to or 0:,} set step {steps}{more} aside"
+    if seen.kept:
+        return passed(
+            f"of {plural(seen.commits, 'commit')} {seen.kept} is kept: {what}", value=seen.kept, threshold=due
+        )
+    return failed(
+        f"{seen.commits:,} checkpoints were committed and none can be restored: {what}",
+        value=0,
+        threshold=due,
+        impact=_half_job(evidence),
+        fix="find out why the state was not to be trusted (`rollback` in supervisor.jsonl) before starting again; the "
+        "folders untrusted-step-… can be examined",
     )
 
 

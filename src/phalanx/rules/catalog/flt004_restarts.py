@@ -130,7 +130,7 @@ restarts = 1000
 [fault]
 restarts = 3
 """,
-    fix="`fault.restarts = 3`. A failure that a step follows does not count.",
+    fix="`fault.restarts = 3`. A failure that a step follows does not count; `fault.max_lost` limits those.",
     waive="A chaos drill, in which by chance more faults follow each other (phalanx drill --chaos takes 10).",
     references=(
         Reference(text="NVIDIA/nvidia-resiliency-ext: stops after 3 cycles without progress", mark="read"),

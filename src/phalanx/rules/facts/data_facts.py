@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from phalanx.errors import PhalanxError
+from phalanx.io.path_probes import is_folder, path_exists
 from phalanx.job.dataset import read_manifest
 
 # Megatron's index of a dataset: magic, version, code of the token type (core/datasets/indexed_dataset.py).
@@ -76,7 +77,7 @@ def _is_number(word: str) -> bool:
 def _is_absent(prefix: Path) -> bool:
     try:
         files = [Path(f"{prefix}.bin"), prefix]
-        if any(one.exists() for one in files) or not prefix.parent.is_dir():
+        if any(path_exists(one) for one in files) or not is_folder(prefix.parent):
             return False
         return any(one.suffix in (".bin", ".idx") for one in islice(prefix.parent.iterdir(), MOST_LISTED))
     except (OSError, ValueError):

@@ -13,6 +13,7 @@ from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.io.files import read_head
+from phalanx.io.path_probes import is_file, resolve_path
 from phalanx.io.values import at, integer, number, printable
 from phalanx.record.drill_record import (
     FOREIGN,
@@ -116,7 +117,7 @@ def find_drills(
     `subject` is `drill_subject` of the job that is checked; None: nothing says what it is, and no drill is about it.
     """
     store = store_path(environ)
-    paths = {path.resolve(): root == store for root in (*roots, store) for path in _record_paths(root)}
+    paths = {resolve_path(path): root == store for root in (*roots, store) for path in _record_paths(root)}
     if not paths:
         return ()
     key = known_key(environ)
@@ -155,7 +156,7 @@ class _Record:
 def _record_paths(root: Path) -> Iterator[Path]:
     """A record itself, or those in a folder and in its folders."""
     try:
-        if root.is_file():
+        if is_file(root):
             yield root
             return
         with os.scandir(root) as entries:
@@ -163,7 +164,7 @@ def _record_paths(root: Path) -> Iterator[Path]:
                 path = Path(entry.path)
                 if entry.name.endswith(".json") and entry.is_file() and b'"v"' in read_head(path, 64):
                     yield path
-                elif entry.is_dir(follow_symlinks=False) and (path / NAME).is_file():
+                elif entry.is_dir(follow_symlinks=False) and is_file(path / NAME):
                     yield path / NAME
     except OSError:
         return

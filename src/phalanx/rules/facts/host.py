@@ -13,8 +13,9 @@ from phalanx.errors import UserError
 from phalanx.hardware.discover import discover
 from phalanx.hardware.probe import MachineProfile, load_profile, usual_path
 from phalanx.hardware.types import Gpu, Machine, Nic
-from phalanx.io.files import free_bytes
 from phalanx.io.packages import installed_version
+from phalanx.io.path_probes import path_exists, resolve_path
+from phalanx.io.write_errors import free_bytes
 from phalanx.record.provenance import redact
 
 
@@ -164,9 +165,9 @@ def _placed_nics(cards: Sequence[Nic], root: Path) -> list[tuple[Nic, list[str]]
 
 def _pci_ancestors(folder: Path | None) -> list[str]:
     """Host bridge, bridges and the device itself; empty when it is on no PCI bus."""
-    if folder is None or not folder.exists():
+    if folder is None or not path_exists(folder):
         return []
-    parts = folder.resolve().parts
+    parts = resolve_path(folder).parts
     starts = [at for at, part in enumerate(parts) if re.fullmatch(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}", part)]
     if not starts:
         return []

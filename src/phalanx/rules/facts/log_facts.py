@@ -136,6 +136,8 @@ class CheckpointFacts:
     restored_spot: Spot | None = None
     kept: int | None = None  # commits in the folder now
     incomplete: int | None = None  # folders that look committed and lack their manifest
+    given_up: tuple[int, ...] = ()  # steps whose checkpoints a roll-back set aside, where none was committed since
+    rolled_back_to: int | None = None  # the step it went back to
     free_bytes: float | None = None  # on the disk they are on
 
 

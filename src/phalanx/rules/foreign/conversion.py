@@ -12,6 +12,7 @@ from phalanx.job.key_rules import shown_value, value_kind
 from phalanx.rules.evidence import NO_WORD
 
 MOST = 1e18  # beyond any count of tokens
+MAX_NUMBER_CHARACTERS = 1000  # by which a text is known to be a number
 UNSET = "a variable that nothing sets"
 SEEDS = 10**9  # a job has no larger one: which it is does not change the work of a step
 NEVER = 0  # steps between checkpoints where none are made
@@ -227,6 +228,23 @@ def _finite_number(value: object) -> float | None:
     except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) and abs(number) < MOST else None
+
+
+def is_number_literal(value: object) -> bool:
+    """Return whether a file says a number here, be it infinite, nan or beyond every count.
+
+    >>> is_number_literal("9" * 400), is_number_literal("nan"), is_number_literal("$TP"), is_number_literal(True)
+    (True, True, False, False)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return False
+    if not isinstance(value, str):
+        return True
+    try:
+        float(value[:MAX_NUMBER_CHARACTERS])
+    except ValueError:
+        return False
+    return True
 
 
 def found_in(key: str, entries: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from phalanx.rules.evidence import ForeignSetting, Unmapped
 from phalanx.rules.facts.trainers import Practice, habits_of
 from phalanx.rules.foreign.adapters import changed_steps, partial_training
 from phalanx.rules.foreign.conversion import NEVER, Conversion, JobSetting, their_keys, value_text
-from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, add_stand_ins, complete_job
+from phalanx.rules.foreign.finish import GIVE_BATCH, GIVE_CLUSTER, add_stand_ins, check_machines, complete_job
 from phalanx.rules.foreign.job_text import UNKNOWN_CLUSTER, render_job_file
 from phalanx.rules.foreign.readers import Trainer, find_trainer
 from phalanx.rules.foreign.with_deepspeed import heed_deepspeed
@@ -73,6 +73,7 @@ def convert_config(
     spec = cluster or _cluster_set(overrides)
     # What stands on the command line is relative to where the caller is, what stands in a job to the job's folder.
     found = resolve_cluster(spec, base=None if cluster else path.parent) if spec else None
+    check_machines(config)
     devices = found.devices if found is not None else config.machines[0] * config.machines[1]
     complete_job(config, devices=devices, settings=overrides, habits=habits_of(trainer.name))
     _set_cluster(config, spec, found, named=bool(cluster))

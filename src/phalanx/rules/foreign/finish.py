@@ -8,12 +8,13 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from phalanx.errors import UserError
+from phalanx.errors import Problem, UserError
+from phalanx.io.limits import MAX_RANKS
 from phalanx.job.draft import Draft, apply_overrides
 from phalanx.job.model import known_presets
 from phalanx.job.schema import Data
 from phalanx.rules.facts.trainers import Practice
-from phalanx.rules.foreign.conversion import Conversion, JobSetting, value_text
+from phalanx.rules.foreign.conversion import MOST, Conversion, JobSetting, Leaf, is_number_literal, value_text
 from phalanx.units import parse_count
 
 NEEDED = ("layers", "hidden", "heads", "vocab", "ffn")
@@ -322,6 +323,7 @@ def _set_model(config: Conversion) -> None:
         config.add_missing("does not say which model is trained", GIVE_MODEL)
 
 
+MODEL_SIZES = ("num_layers", "hidden_size", "num_attention_heads")  # no trainer gives -1 or 0 a meaning here
 DECISIVE = {
     "tensor_model_parallel_size": "parallel.tensor",
     "pipeline_model_parallel_size": "parallel.pipeline",
@@ -372,6 +374,11 @@ def _check_sizes(config: Conversion) -> None:
         said = config.values.get(key)
         return said is not None and said.note.startswith("--set")
 
+    refused: list[Problem] = []
+    for name in MODEL_SIZES:
+        number, sized = config.read_number(name), config.find_leaf(name)
+        if number is not None and number < 1 and sized is not None and not is_set(DECISIVE[name]):
+            refused.append(_refused_number(config, sized, "is below 1"))
     for name, leaf in config.unreadable.items():
         key = DECISIVE.get(name, "")
         if not key or is_set(key):
@@ -383,6 +390,8 @@ def _check_sizes(config: Conversion) -> None:
             variable = re.search(r"\$(\w+)", str(leaf.value))
             give = f"--set {variable.group(1)}=…, or --set {key}=…" if variable else f"--set {key}=…"
             config.add_missing(what, f"give {give}")
+        elif is_number_literal(leaf.value):
+            refused.append(_refused_number(config, leaf, f"is not a finite number below {MOST:.0e}"))
         else:
             config.unknown[key] = f"{leaf.key} = {value_text(leaf.value)} is not a number"
             config.add_missing(f"{leaf.key} = {value_text(leaf.value)} is not a number", f"give --set {key}=…")
@@ -396,6 +405,21 @@ def _check_sizes(config: Conversion) -> None:
                 config.unknown[key] = config.open_why
         config.add_missing(f"may be given more arguments: {config.open_why}", "give it with --set")
     config.unknown = {key: why for key, why in config.unknown.items() if not is_set(key)}
+    if refused:
+        raise UserError(refused)
+
+
+def _refused_number(config: Conversion, leaf: Leaf, why: str) -> Problem:
+    where = f"{config.file}:{leaf.line}" if leaf.line else config.file
+    return Problem(where=where, what=f"{leaf.key} = {value_text(leaf.value)} {why}", fix="correct the number")
+
+
+def check_machines(config: Conversion) -> None:
+    """Refuse a cluster that no job may have: hosts and devices are multiplied, and ranks are counted."""
+    hosts, each = config.machines
+    if hosts * each > MAX_RANKS:
+        what = f"{hosts:,} hosts × {each:,} devices are more than {MAX_RANKS:,} ranks"
+        raise UserError(Problem(where=config.file, what=what, fix="correct the number of hosts, or of devices of each"))
 
 
 def _missing_sizes(config: Conversion) -> list[str]:

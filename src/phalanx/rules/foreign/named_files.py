@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from phalanx.io.path_probes import is_file, path_exists, resolve_path
+
 
 def find_named_file(folder: Path, name: str, *bases: Path) -> Path | None:
     """The file, told from one of the bases, from the folder, or from a folder above it in the same repository.
@@ -13,7 +15,7 @@ def find_named_file(folder: Path, name: str, *bases: Path) -> Path | None:
     if not name or "\x00" in name or len(name) > 1_000:
         return None
     try:
-        root = folder.resolve()
+        root = resolve_path(folder)
     except (OSError, RuntimeError, ValueError):
         return None
     for base in (*bases, folder):
@@ -26,12 +28,12 @@ def find_named_file(folder: Path, name: str, *bases: Path) -> Path | None:
 
 def _file_within(base: Path, name: str, root: Path) -> Path | None:
     try:
-        path = (base / name).resolve()
-        return path if path.is_relative_to(root) and path.is_file() else None
+        path = resolve_path(base / name)
+        return path if path.is_relative_to(root) and is_file(path) else None
     except (OSError, RuntimeError, ValueError):
         return None
 
 
 def _repository_of(folder: Path) -> Path:
     """The root of the checkout that a folder is part of; the folder itself where it is part of none."""
-    return next((place for place in (folder, *folder.parents) if (place / ".git").exists()), folder)
+    return next((place for place in (folder, *folder.parents) if path_exists(place / ".git")), folder)

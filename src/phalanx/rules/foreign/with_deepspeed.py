@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.errors import UserError
+from phalanx.io.path_probes import is_file
 from phalanx.rules.foreign.config_files import read_tree
 from phalanx.rules.foreign.conversion import Conversion, JobSetting, Leaf
 from phalanx.rules.foreign.deepspeed import BYTES, ELEMENTS
@@ -30,7 +31,7 @@ def _read_json(config: Conversion) -> dict[str, Leaf] | None:
         return None
     path = Path(config.file).parent / name
     try:
-        return read_tree(path) if path.is_file() else None
+        return read_tree(path) if is_file(path) else None
     except (UserError, OSError, ValueError):
         return None
 

@@ -15,7 +15,7 @@ from phalanx.record.events import Event
 from phalanx.rules.log.agreement import LATE_S, Clocks, Digests, Key, LoggedMemberships
 from phalanx.rules.log.devices import Gaps, Meter, Monitors, PeerDelays
 from phalanx.rules.log.grammar import BACK_S, Grammar
-from phalanx.rules.log.saves import Pending, Restore, Saves, restore_of
+from phalanx.rules.log.saves import Pending, Restore, Rollback, Saves, restore_of, rollback_of
 from phalanx.rules.log.secrets import Secrets
 from phalanx.rules.log.steps import Steps
 
@@ -287,6 +287,7 @@ class Supervisor:
         # When noticed, and for how long others were waited for.
         self.failures: deque[tuple[float, float]] = deque(maxlen=MOST_TOLD)
         self.ended_s: float | None = None  # time of the newest `end`
+        self.rollback: Rollback | None = None  # the newest
 
     def take(self, piece: LineBlock, lines: EventParser, grammar: Grammar, secrets: Secrets) -> None:
         """The next lines."""
@@ -320,6 +321,8 @@ class Supervisor:
             self.failures.append((number(event, "t") or 0.0, number(event, "waited_s") or 0.0))
         elif kind == "quarantine":
             self.refused += 1
+        elif kind == "rollback":
+            self.rollback = rollback_of(event)
         elif kind == "end":
             self.ended_s = number(event, "t")
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.io.files import Spot, free_bytes
+from phalanx.io.files import Spot
+from phalanx.io.path_probes import is_file, is_folder
 from phalanx.io.values import integer, number
+from phalanx.io.write_errors import free_bytes
 from phalanx.record.event_schema import EventColumns
 from phalanx.record.run import COMMIT, Run
 from phalanx.rules.facts.log_facts import CheckpointFacts
@@ -22,6 +25,15 @@ NEWEST = 8  # commits whose bytes are added up
 MOST_LISTED = 100_000  # entries of the checkpoint folder that are looked at
 
 Restore = tuple[int, str, Spot]  # step, source, where it was told
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollback:
+    """The newest roll-back of a run: the generation that found the state untrusted, and what it gave up."""
+
+    generation: int
+    target: int
+    set_aside: tuple[int, ...]
 
 
 class Pending:
@@ -49,6 +61,7 @@ class Saves:
         self._disorder_spot: Spot | None = None
         self._steps: dict[int, None] = {}
         self._bytes: dict[int, float] = {}
+        self._newest_generation = -1  # in which a commit was reported
         self.is_reported = False
 
     def take(self, columns: EventColumns, file: str, lines: Sequence[int], pending: Pending, *, witness: bool) -> None:
@@ -96,6 +109,7 @@ class Saves:
         took_s, now_s = number(event, "seconds"), number(event, "t")
         if took_s is not None:
             self._measure_save(event, pending, took_s, due=self._persist, final=self._final_persist)
+        self._newest_generation = max(self._newest_generation, integer(event, "epoch") or 0)
         if witness:
             self._commits += 1
             self._measure_save(event, pending, 1.0, due=self._due, final=None)
@@ -126,8 +140,10 @@ class Saves:
             if len(self._bytes) > NEWEST:
                 del self._bytes[min(self._bytes)]
 
-    def facts(self, run: Run, restores: Sequence[Restore]) -> CheckpointFacts:
+    def facts(self, run: Run, restores: Sequence[Restore], rollback: Rollback | None = None) -> CheckpointFacts:
         """What was told, and what is there."""
+        # After a later commit the folder fills up again, and the roll-back explains no gap in it.
+        is_recent = rollback is not None and self._newest_generation <= rollback.generation
         found = Folder(run)
         known = self._steps.keys() | set(found.steps)
         lost = [one for one in restores if one[1] == "disk" and one[0] > 0 and one[0] not in known]
@@ -152,6 +168,8 @@ class Saves:
             kept=found.kept,
             incomplete=found.incomplete,
             free_bytes=found.free_bytes,
+            given_up=rollback.set_aside if rollback is not None and is_recent else (),
+            rolled_back_to=rollback.target if rollback is not None and is_recent else None,
         )
 
 
@@ -167,7 +185,7 @@ class Folder:
             root = run.checkpoints
         except PhalanxError:
             return
-        if isinstance(root, Path) and root.is_dir():
+        if isinstance(root, Path) and is_folder(root):
             self._list_steps(root)
             self.free_bytes = free_bytes(root)
 
@@ -179,13 +197,22 @@ class Folder:
                     match = COMMIT.fullmatch(entry.name)
                     if match is None or not entry.is_dir(follow_symlinks=False):
                         continue
-                    if (Path(entry.path) / "manifest.json").is_file():
+                    if is_file(Path(entry.path) / "manifest.json"):
                         self.kept += 1
                         self.steps.append(int(match.group(1)))
                     else:
                         self.incomplete += 1
         except OSError:
             self.kept = self.incomplete = None
+
+
+def rollback_of(event: Mapping[str, Any]) -> Rollback | None:
+    """A `rollback` event as one; None where it lacks its numbers."""
+    generation, target, given = integer(event, "epoch"), integer(event, "target"), event.get("set_aside")
+    if generation is None or target is None:
+        return None
+    steps = tuple(step for step in given if isinstance(step, int)) if isinstance(given, list) else ()
+    return Rollback(generation=generation, target=target, set_aside=steps[:MOST_LISTED])
 
 
 def restore_of(event: Mapping[str, Any], spot: Spot) -> Restore | None:

@@ -210,7 +210,9 @@ class LogStream:
                 energy_j=sum(one.meter.energy_j for one in ranks) * len(self._recorded) / max(1, len(ranks)),
             ),
             peers=self._all.peers.facts([one.peer_gaps for one in ranks if "peers" in one.kinds]),
-            checkpoints=self._all.saves.facts(self.run, restores) if has_saves or made.steps is not None else None,
+            checkpoints=self._all.saves.facts(self.run, restores, self._reported.rollback)
+            if has_saves or made.steps is not None
+            else None,
         )
 
     def _with_accounts(self, made: LogFacts, known: accounts.Account, launch: Mapping[str, Any]) -> LogFacts:

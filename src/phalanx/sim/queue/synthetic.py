@@ -13,9 +13,10 @@ import random
 from dataclasses import dataclass, replace
 
 from phalanx.errors import mistake
+from phalanx.io.limits import MAX_SEED
 from phalanx.sim.queue.job_trace_file import JobTrace
 from phalanx.sim.queue.queue_job import MOST_JOBS, QueueJob, in_order_of_submission
-from phalanx.units import DAY_S, HOUR_S, MINUTE_S
+from phalanx.units import DAY_S, HOUR_S, MINUTE_S, number_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +52,16 @@ def synthetic_jobs(
     >>> len(trace.jobs), trace == synthetic_jobs(nodes=100, jobs=3, days=1, load=0.5, seed=0)
     (3, True)
     """
-    for name, value, least, most in (("jobs", jobs, 1, MOST_JOBS), ("days", days, 0.01, 3653), ("load", load, 0.01, 5)):
+    for name, value, least, most in (
+        ("jobs", jobs, 1, MOST_JOBS),
+        ("days", days, 0.01, 3653),
+        ("load", load, 0.01, 5),
+        ("seed", seed, 0, MAX_SEED),
+    ):
         if not least <= value <= most:
-            raise mistake("--queue synthetic", f"{name} {value:g} is out of range", fix=f"use {least:g} to {most:,}")
+            raise mistake(
+                "--queue synthetic", f"{name} {number_text(value)} is out of range", fix=f"use {least:g} to {most:,}"
+            )
     chance = random.Random(seed)
     names = teams or TEAMS
     drawn = []

@@ -8,16 +8,16 @@ import itertools
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from phalanx.errors import Problem, SystemFailure, UserError, mistake, nearest
+from phalanx.errors import PhalanxError, Problem, UserError, mistake, nearest
 from phalanx.io.files import replace_text
+from phalanx.io.path_probes import is_file, path_exists, resolve_path
+from phalanx.io.write_errors import write_failure
 from phalanx.job.dataset import (
     BLOCK_BYTES,
     MANIFEST,
@@ -111,7 +111,7 @@ def build_dataset(
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with only_builder(out, wait_s=wait_s):
-            if reuse and (out / MANIFEST).is_file():
+            if reuse and is_file(out / MANIFEST):
                 return read_manifest(out)
             _check_out(out)
             partial.mkdir(exist_ok=True)
@@ -176,7 +176,7 @@ class _Work:
         path, given = self.folder / TOKENIZER, self.recipe.tokenizer
         if given is not None:
             tokenizer = load_tokenizer(given, end_of_text=self.recipe.end_of_text)
-        elif path.exists():
+        elif path_exists(path):
             return load_tokenizer(path)
         else:
             tokenizer = self._train_tokenizer()
@@ -369,11 +369,11 @@ def _bad_origins(origins: Sequence[TextOrigin]) -> Iterator[Problem]:
             fix = "use a number above 0, or leave the source out"
             why = "a source is seen in proportion to its weight"
             yield Problem(where=str(origin.path), what=f"has the weight {origin.weight:g}", why=why, fix=fix)
-        if origin.path.resolve() in seen:
+        if resolve_path(origin.path) in seen:
             yield Problem(
                 where=str(origin.path), what="is given twice", fix=f"use {origin.path}=2 to see it twice as often"
             )
-        seen.add(origin.path.resolve())
+        seen.add(resolve_path(origin.path))
 
 
 def _bad_numbers(recipe: Recipe) -> Iterator[Problem]:
@@ -393,9 +393,9 @@ def _bad_numbers(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _check_out(out: Path) -> None:
-    if not (out.exists() or out.is_symlink()):
+    if not (path_exists(out) or out.is_symlink()):
         return
-    what = "already holds a dataset" if (out / MANIFEST).is_file() else "already exists"
+    what = "already holds a dataset" if is_file(out / MANIFEST) else "already exists"
     raise mistake(str(out), what, why="a build never changes what is there", fix="remove it, or name another folder")
 
 
@@ -416,15 +416,9 @@ def _publish_dataset(partial: Path, out: Path, manifest: DatasetManifest) -> Non
         os.close(handle)
 
 
-def _cannot_write(out: Path, error: OSError) -> SystemFailure:
-    what = f"cannot be written: {error.strerror or error}"
-    free = None
-    with suppress(OSError):
-        free = shutil.disk_usage(out.parent).free
-    why = f"{free:,} bytes are free there; what is finished is kept" if free is not None else ""
-    return SystemFailure(
-        Problem(where=str(out), what=what, why=why, fix="make room and run the same command: it goes on")
-    )
+def _cannot_write(out: Path, error: OSError) -> PhalanxError:
+    fix = "finished shards are kept: make room and run the same command, which resumes"
+    return write_failure(out, error, fix=fix)
 
 
 def _stored_state(path: Path) -> _BuildState | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
+from phalanx.io.path_probes import is_file, is_folder
 
 LONGEST_BYTES = (
     16 << 20
@@ -60,13 +61,13 @@ def kind_of(path: Path) -> str:
 def list_files(source: Path) -> tuple[list[Path], int]:
     """The files of a source in an order that does not depend on the disk, and how many others were passed over."""
     try:
-        if not source.is_dir():
+        if not is_folder(source):
             source.stat()
             return [source], 0
         visible = (
             path
             for path in source.rglob("*")
-            if not any(part.startswith(".") for part in path.relative_to(source).parts) and path.is_file()
+            if not any(part.startswith(".") for part in path.relative_to(source).parts) and is_file(path)
         )
         found = sorted(visible)
     except FileNotFoundError:

@@ -18,6 +18,7 @@ from phalanx.elastic.handshake import make_secret, read_secret
 from phalanx.errors import Problem, SystemFailure, UserError
 from phalanx.io.files import replace_text
 from phalanx.io.tables import text_table
+from phalanx.io.write_errors import write_failure
 from phalanx.record.drill_record import NAME, VERSION, folder_digests, read_record, sign_record
 from phalanx.record.provenance import our_code
 from phalanx.record.run import Run
@@ -170,10 +171,7 @@ def store_record(record: Path, folder: Path) -> Path:
             with suppress(OSError):
                 path.unlink()
     except OSError as error:
-        what = f"cannot be written: {error.strerror or error}"
-        raise SystemFailure(
-            Problem(where=str(folder), what=what, fix="set XDG_DATA_HOME to a writable folder")
-        ) from None
+        raise write_failure(folder, error, fix="set XDG_DATA_HOME to a writable folder") from None
     return folder / name
 
 

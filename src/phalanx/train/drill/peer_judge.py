@@ -18,7 +18,17 @@ LOSES = ("kill", "leave", "hang", "partition", "lie")  # others go on without th
 NAMED = ("lost", "left", "evicted")  # events that name a peer that is gone
 EXCLUDED = ("excluded", "revoked")  # events that name a peer that a vote sent away
 LOSS_MARGIN = 0.02  # nats by which liars may raise the final loss over that of honest training
-PARTS = ("step", "kind", "members", "weights", "dropped", "paces", "digest")  # of a round, the same for everybody
+PARTS = (
+    "step",
+    "kind",
+    "members",
+    "weights",
+    "dropped",
+    "capped",
+    "aggregation",
+    "paces",
+    "digest",
+)  # of a round, the same for everybody
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,7 +212,7 @@ def _names(event: Event, fault: Fault, ids: set[str], shot: Firing) -> bool:
         return False
     if fault.kind in SCREENED:
         spoilt = event["event"] == "exchange" and f"round {event['round']}" == shot.note
-        return spoilt and bool(ids & set(event.get("dropped") or ()))
+        return spoilt and bool(ids & {*(event.get("dropped") or ()), *(event.get("capped") or ())})
     if event["event"] != "peer" or fault.kind not in LOSES:
         return False
     if fault.kind == "lie":
@@ -232,7 +242,8 @@ def judge_named(
         ):
             continue
         counted = rounds[one.round][0][1]["weights"].get(ids[one.peers[0]]) if one.round in rounds else None
-        if one.kind in SCREENED and counted:
+        is_capped = one.round in rounds and ids[one.peers[0]] in (rounds[one.round][0][1].get("capped") or ())
+        if one.kind in SCREENED and counted and not (one.kind == "liar" and is_capped):
             wrong.append(f"{one.fault}: round {one.round} counts it")
         is_late = one.fired_s > end_s - 2 * dead_after_s
         if one.noticed_s is None and not counted and (is_late or one.kind in SCREENED):
@@ -246,9 +257,9 @@ def judge_named(
     innocent = sorted(numbers.get(peer, 0) for peer in excluded if numbers.get(peer) not in faulty)
     wrong += [f"peer {number}, which did nothing wrong, was excluded" for number in innocent]
     for number, entries in rounds.items():
-        for peer, why in (entries[0][1].get("dropped") or {}).items():
+        for peer, why in {**(entries[0][1].get("capped") or {}), **(entries[0][1].get("dropped") or {})}.items():
             if numbers.get(peer) not in faulty:
-                wrong.append(f"round {number} left out peer {numbers.get(peer)}, which did nothing wrong: {why}")
+                wrong.append(f"round {number} named peer {numbers.get(peer)}, which did nothing wrong: {why}")
     text = f"{len(must) - len(wrong):,} of {plural(len(must), 'fault')} that must be noticed"
     text += f", {late:,} that nobody had to notice" if late else ""
     return Verdict(name="dropped peers are named", ok=not wrong, evidence=evidence_text(text, wrong))

@@ -243,15 +243,22 @@ class SkippedSteps(Callback):
     """Gives up when `train.skipped_steps` steps in a row were skipped."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._skipped = most, 0
+        self._most = most
+        self.in_a_row = 0  # steps skipped in the present streak; saved, so that a streak outlives a restart
+        self.trusted_step = 0  # steps done before that streak; all of them where the last was not skipped
+
+    def on_start(self, training: TrainingContext) -> None:
+        """Of what was restored, the steps before a streak that it ended with are trusted."""
+        self.trusted_step = training.step - self.in_a_row
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """Count."""
-        self._skipped = self._skipped + 1 if report.result.skipped else 0
-        if self._skipped >= self._most:
+        self.in_a_row = self.in_a_row + 1 if report.result.skipped else 0
+        self.trusted_step = training.step - self.in_a_row
+        if self.in_a_row >= self._most:
             raise UntrustedState(
                 "not-finite",
                 step=training.step,
-                sound=training.step - self._skipped,
-                what=f"the gradient was not finite, or far too large, in {plural(self._skipped, 'step')} in a row",
+                sound=self.trusted_step,
+                what=f"the gradient was not finite, or far too large, in {plural(self.in_a_row, 'step')} in a row",
             )

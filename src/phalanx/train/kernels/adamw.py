@@ -158,6 +158,25 @@ def _make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
     return weight, grad, first.mul_(0.1), second.square_().mul_(0.1)
 
 
+def _draw_at_rest(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """A third of the gradients and moments are zero or tiny, where the step's epsilon counts, as of unused rows."""
+    weight, grad, first, second = _make_inputs(shape, dtype, device, seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    kind = torch.randint(0, 3, (shape["parameters"],), generator=generator, device=device)
+    scale = torch.where(kind == 0, 0.0, torch.where(kind == 1, 1e-7, 1.0)).to(dtype)
+    return weight, grad * scale, first * scale, second * scale * scale
+
+
+def _draw_uneven(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """Blocks of parameters whose gradients differ by a factor of a million, with moments of the same size."""
+    weight, grad, first, second = _make_inputs(shape, dtype, device, seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    block = max(1, shape["parameters"] // 61)
+    powers = torch.randint(-10, 11, (shape["parameters"] // block + 1,), generator=generator, device=device)
+    scale = torch.exp2(powers.float()).repeat_interleave(block)[: shape["parameters"]].to(dtype)
+    return weight + 3.0, grad * scale, first * scale, second * scale * scale
+
+
 def _count_work(shape: Shape, dtype: torch.dtype) -> KernelWork:
     each = shape["parameters"] * dtype.itemsize
     return KernelWork(read_bytes=4 * each, written_bytes=3 * each, flops=14 * shape["parameters"])
@@ -180,6 +199,8 @@ ADAMW = register_kernel(
         odd_shapes=[{"parameters": count} for count in (1, 31, 2049, 100_003)],
         count_work=_count_work,
         error_bound=lambda dtype: 16 * torch.finfo(dtype).eps,
+        reduction_length=lambda shape: 1,
+        structured_inputs={"parameters at rest": _draw_at_rest, "uneven gradients": _draw_uneven},
         dtypes=(torch.float32,),
         timed_in_place={"builtin": _builtin_step_, "triton": _own_step_},
     )

@@ -34,7 +34,7 @@ from phalanx.train.rank_settings import Settings
 ATTENTION = "attention"
 HALVES = (torch.bfloat16, torch.float16)
 # Of the format's epsilon: a kernel rounds probabilities and score gradients to 16 bit before their products.
-ERROR_BOUND = 8
+ERROR_BOUND = 4
 
 
 def fastest_attention(device: torch.device) -> AbstractContextManager[None]:
@@ -132,17 +132,17 @@ def largest_error(core: Core, inputs: Sequence[Tensor]) -> float:
 
     Not of each row: the gradient of the first position's query is zero.
     """
-    wide = [one.detach().double().requires_grad_() for one in inputs]
-    given = [one.detach().requires_grad_() for one in inputs]
-    out, truth = core(*given), F.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True)
+    q_BNSH, k_BKSH, v_BKSH = (tensor.detach().double().requires_grad_() for tensor in inputs)
+    narrow = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = core(*narrow)
+    truth = F.scaled_dot_product_attention(q_BNSH, k_BKSH, v_BKSH, is_causal=True, enable_gqa=True)
     grad = torch.randn_like(out)
-    pairs = [
-        (out.detach(), truth.detach()),
-        *zip(torch.autograd.grad(out, given, grad), torch.autograd.grad(truth, wide, grad.double()), strict=True),
-    ]
-    if any(one.shape != other.shape for one, other in pairs):
+    grads = torch.autograd.grad(out, narrow, grad)
+    true_grads = torch.autograd.grad(truth, (q_BNSH, k_BKSH, v_BKSH), grad.double())
+    pairs = [(out.detach(), truth.detach()), *zip(grads, true_grads, strict=True)]
+    if any(result.shape != expected.shape for result, expected in pairs):
         return math.inf
-    errors = [float((one.double() - other).abs().max() / other.abs().max()) for one, other in pairs]
+    errors = [float((result.double() - expected).abs().max() / expected.abs().max()) for result, expected in pairs]
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 

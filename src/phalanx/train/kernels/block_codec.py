@@ -213,6 +213,18 @@ def _make_values(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
     return (torch.randn(shape["values"], generator=generator, device=device).to(dtype),)
 
 
+def _make_uneven(block: int, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """Blocks of very different size, some of them zero, and a mean that differs from block to block."""
+    (values,) = _make_values(shape, dtype, device, seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    blocks = -(-shape["values"] // block)
+    powers = torch.randint(-12, 13, (blocks, 1), generator=generator, device=device)
+    scale = torch.exp2(powers.float()) * (torch.rand((blocks, 1), generator=generator, device=device) > 0.1)
+    mean = 2.0 * torch.randn((blocks, 1), generator=generator, device=device)
+    table = torch.nn.functional.pad(values.float(), (0, -shape["values"] % block)).view(blocks, block)
+    return (((table + mean) * scale).view(-1)[: shape["values"]].to(dtype),)
+
+
 def _register(codec: str, plain: Callable[[Tensor], Outputs]) -> KernelOp:
     block, most = CODECS[codec]
 
@@ -237,6 +249,8 @@ def _register(codec: str, plain: Callable[[Tensor], Outputs]) -> KernelOp:
             odd_shapes=[{"values": size} for size in (1, 129, 4097, 100_003)],
             count_work=count_work,
             error_bound=lambda dtype: 0.5001 / most,
+            reduction_length=lambda shape: 1,
+            structured_inputs={"uneven blocks": partial(_make_uneven, block)},
             dtypes=(torch.float32,),
             format=ResultFormat(encode=plain, decode=partial(_decode_results, codec)),
         )

@@ -59,6 +59,12 @@ class KernelOp:
     devices: Sequence[str] = ("cuda", "cpu")  # where its variants other than the reference run
     # By name of a variant, what is timed instead: the same in place, where a trainer runs it so. It changes its inputs.
     timed_in_place: Mapping[str, Callable[..., object]] = field(default_factory=dict)
+    # By name, inputs with structure that random ones lack, such as one dominant class; drawn like `make_inputs`.
+    structured_inputs: Mapping[str, Callable[[Shape, torch.dtype, torch.device, int], Inputs]] = field(
+        default_factory=dict
+    )
+    # Numbers in the longest sum of a shape: rounding errors of a sum in float32 grow with its root.
+    reduction_length: Callable[[Shape], int] = lambda shape: max(shape.values())
     # Where results are codes: the reference is then what they should stand for.
     format: ResultFormat | None = None
 

@@ -17,6 +17,7 @@ T tokens, D model, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -287,6 +288,29 @@ def _make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
     return hidden, weight, targets
 
 
+def _draw_dominant(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """One class with most of the probability, which is the target of nine tokens in ten."""
+    hidden, weight, targets = _make_inputs(shape, dtype, device, seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    winner = torch.randint(0, shape["vocab"], (), generator=generator, device=device)
+    # Logits of the class grow by twice the logarithm of the others' number: its probability is close to 1.
+    direction = weight[winner].float()
+    amount = 2.0 * math.log(max(2, shape["vocab"])) / direction.square().sum().clamp(min=0.1)
+    hidden = (hidden.float() + amount * direction).to(dtype)
+    is_winner = torch.rand(shape["tokens"], generator=generator, device=device) < 0.9
+    return hidden, weight, torch.where(is_winner & (targets != IGNORED), winner, targets)
+
+
+def _draw_uneven_targets(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """Targets as in text, of which a few words are most; a third of the tokens is ignored."""
+    hidden, weight, _ = _make_inputs(shape, dtype, device, seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    rank = torch.rand(shape["tokens"], generator=generator, device=device).pow(4.0)
+    words = (rank * shape["vocab"]).long().clamp(max=shape["vocab"] - 1)
+    is_ignored = torch.rand(shape["tokens"], generator=generator, device=device) < 1 / 3
+    return 2.0 * hidden, weight, torch.where(is_ignored, IGNORED, words)
+
+
 def _count_work(shape: Shape, dtype: torch.dtype) -> KernelWork:
     tokens, width, vocab = shape["tokens"], shape["width"], shape["vocab"]
     factors = (tokens * width + vocab * width) * dtype.itemsize
@@ -315,6 +339,7 @@ LINEAR_CROSS_ENTROPY = register_kernel(
         ),
         odd_shapes=_sizes((1, 16, 33), (37, 24, 101), (130, 72, 1031), (257, 40, 4099)),
         count_work=_count_work,
+        structured_inputs={"one dominant class": _draw_dominant, "uneven targets": _draw_uneven_targets},
         error_bound=lambda dtype: (64 if dtype == torch.float32 else 8) * torch.finfo(dtype).eps,
         gradients=(0, 1),
     )

@@ -17,6 +17,7 @@ side) in the order of their experts, `back_M` undoes it: visit v stands in row b
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -313,25 +314,29 @@ def _kernel_combine(y_MD: Tensor, order_M: Tensor, back_M: Tensor, weight_TK: Te
     return (combine_rows(y_MD, back_M.view_as(weight_TK), weight_TK),)
 
 
-def _draw_visits(shape: Shape, generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """order, back and weights of tokens whose experts are not chosen equally often."""
+def _draw_visits(
+    shape: Shape, generator: torch.Generator, device: torch.device, *, busy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """order, back and weights of tokens whose experts are not chosen equally often; `busy`: all choose one of them."""
     liking_E = torch.randn(shape["experts"], generator=generator, device=device)
+    if busy:
+        liking_E[torch.randint(0, shape["experts"], (), generator=generator, device=device)] += 8.0
     scores_TE = torch.randn(shape["tokens"], shape["experts"], generator=generator, device=device) + liking_E
     best = scores_TE.softmax(dim=-1).topk(shape["chosen"], dim=-1)
     order_M = best.indices.flatten().argsort(stable=True)
     return order_M, order_M.argsort(), best.values / best.values.sum(dim=-1, keepdim=True)
 
 
-def _gather_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+def _gather_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, *, busy: bool = False) -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
-    order_M, back_M, _ = _draw_visits(shape, generator, device)
+    order_M, back_M, _ = _draw_visits(shape, generator, device, busy=busy)
     x_TD = torch.randn(shape["tokens"], shape["width"], generator=generator, device=device).to(dtype)
     return x_TD, order_M, back_M
 
 
-def _combine_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+def _combine_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, *, busy: bool = False) -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
-    order_M, back_M, weight_TK = _draw_visits(shape, generator, device)
+    order_M, back_M, weight_TK = _draw_visits(shape, generator, device, busy=busy)
     y_MD = torch.randn(len(order_M), shape["width"], generator=generator, device=device).to(dtype)
     # The router's weights are float32 beside bfloat16 rows.
     return y_MD, order_M, back_M, weight_TK.to(torch.promote_types(dtype, torch.float32))
@@ -384,6 +389,8 @@ EXPERT_GATHER = register_kernel(
         odd_shapes=ODD_SHAPES,
         count_work=_count_gather,
         error_bound=lambda dtype: 4 * torch.finfo(dtype).eps,
+        structured_inputs={"one busy expert": partial(_gather_inputs, busy=True)},
+        reduction_length=lambda shape: shape["chosen"],
         gradients=(0,),
     )
 )
@@ -399,6 +406,8 @@ EXPERT_COMBINE = register_kernel(
         count_work=_count_combine,
         # float32: products of rows that cancel, see above; still below what tf32 would lose.
         error_bound=lambda dtype: max(4 * torch.finfo(dtype).eps, 2.0**-14),
+        structured_inputs={"one busy expert": partial(_combine_inputs, busy=True)},
+        reduction_length=lambda shape: max(shape["chosen"], shape["width"]),
         gradients=(0, 3),
     )
 )

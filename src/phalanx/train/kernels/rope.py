@@ -159,6 +159,7 @@ ROPE = register_kernel(
         odd_shapes=_sizes((1, 3, 1, 6), (2, 17, 5, 24), (1, 33, 9, 80), (3, 7, 3, 130)),
         count_work=_count_work,
         error_bound=lambda dtype: 4 * torch.finfo(dtype).eps,
+        reduction_length=lambda shape: 2,
         gradients=(0,),
     )
 )  # fmt: skip

@@ -285,6 +285,7 @@ SWIGLU = register_kernel(
         odd_shapes=_sizes((1, 7), (13, 129), (37, 513), (255, 1031)),
         count_work=_count_work,
         error_bound=lambda dtype: 4 * torch.finfo(dtype).eps,
+        reduction_length=lambda shape: 1,
         gradients=(0, 1),
     )
 )  # fmt: skip

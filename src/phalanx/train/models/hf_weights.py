@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import Problem, SystemFailure, UserError, mistake
 from phalanx.io.files import FileTooLargeError, read_bounded, write_text
+from phalanx.io.path_probes import is_file, is_folder
+from phalanx.io.write_errors import write_failure
 from phalanx.job.hf_config import to_config
 from phalanx.job.model import ModelShape
 from phalanx.train.models.decoder import TIED, Decoder
@@ -120,8 +122,14 @@ def save_named(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return _write_shards({name: one.contiguous() for name, one in state.items()}, folder, shard_bytes, tied)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise write_failure(folder, error, needed_bytes=_state_bytes(state)) from error
+    except SafetensorError as error:
         raise SystemFailure(Problem(where=str(folder), what=f"cannot be written: {error}")) from error
+
+
+def _state_bytes(state: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 
 def save_hf(
@@ -144,7 +152,9 @@ def save_hf(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         written = _write_shards(theirs, folder, shard_bytes)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise write_failure(folder, error, needed_bytes=_state_bytes(theirs)) from error
+    except SafetensorError as error:
         raise SystemFailure(Problem(where=str(folder), what=f"cannot be written: {error}")) from error
     config = folder / "config.json"
     write_text(config, json.dumps(to_config(shape, positions=positions, dtype=dtype), indent=2) + "\n")
@@ -229,11 +239,11 @@ def _weight_entries(folder: Path) -> dict[str, WeightEntry]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
+    if is_file(folder / INDEX):
         return _indexed_files(folder)
-    if (folder / SINGLE).is_file():
+    if is_file(folder / SINGLE):
         return [folder / SINGLE]
-    pickled = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
+    pickled = sorted(path.name for path in folder.glob("*.bin")) if is_folder(folder) else []
     why = f"{pickled[0]} is a pickle, which can run code when it is read" if pickled else ""
     raise mistake(str(folder), f"has neither {SINGLE} nor {INDEX}", why=why, fix="name a folder with safetensors")
 
@@ -255,7 +265,7 @@ def _indexed_files(folder: Path) -> list[Path]:
             raise mistake(
                 str(index), f"names {str(name)[:80]!r}", why="only files in the same folder are read", fix="repair it"
             )
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in names if not is_file(folder / name)]
     if missing:
         raise UserError(_listed_problem(str(index), "names files that are not there:", missing))
     return [folder / name for name in names]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import Problem, UserError, mistake, nearest
+from phalanx.io.path_probes import is_file
 from phalanx.job.model import ModelShape
 from phalanx.job.plugin_reference import MODEL_GROUP, runs_named_code
 from phalanx.train.models.decoder import Decoder
@@ -75,15 +76,15 @@ def _find_constructor(name: str, folder: Path) -> Callable[..., object]:
     if not runs_named_code(name):
         return _load_packaged(name)
     place, _, function = name.rpartition(":")
-    is_file = place.endswith(".py")
-    if is_file and not (folder / place).is_file():
+    names_file = place.endswith(".py")
+    if names_file and not is_file(folder / place):
         raise mistake(
             str(folder / place), "there is no such file", why=f'model.module = "{name}" is looked for beside the job'
         )
     try:
-        module = load_module(str(folder / place) if is_file else place)
+        module = load_module(str(folder / place) if names_file else place)
     except Exception as error:
-        raise _constructor_failed(name, "cannot be run" if is_file else "cannot be imported", error) from error
+        raise _constructor_failed(name, "cannot be run" if names_file else "cannot be imported", error) from error
     found = getattr(module, function, None)
     if not callable(found):
         close = nearest(function, vars(module))

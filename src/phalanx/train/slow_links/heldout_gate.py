@@ -16,7 +16,6 @@ from phalanx.peers.harm_votes import ABSTAINED, Judgement, RoundTrial
 from phalanx.train.engine import Engine
 from phalanx.train.evaluate import HeldoutScorer
 from phalanx.train.slow_links.outer_optimizer import OuterOptimizer
-from phalanx.train.slow_links.peer_exchange import token_weights
 from phalanx.train.slow_links.peer_vector import VectorMap
 from phalanx.units import plural
 
@@ -62,14 +61,8 @@ class HeldoutGate:
         return Judgement(harms=found.harms, accused=found.accused, seconds=seconds)
 
     def _judge(self, vectors: VectorMap, places: Sequence[int], trial: RoundTrial) -> Judgement:
-        tokens = token_weights(trial.weights)
-
         def loss_after(mean: Vector, removed: Collection[str]) -> Losses:
-            counted = [peer for peer in trial.weights if peer not in removed]
-            total = sum(tokens[peer] for peer in counted)
-            weight = sum(trial.weights[peer] for peer in counted)
-            learnt = sum(tokens[peer] > 0.0 for peer in counted)
-            scale = self._sync.update_scale(learnt) * (weight / total if total else 0.0)
+            scale = self._sync.update_scale(sum(peer not in removed for peer in trial.weights))
             means = dict(zip(places, vectors.spread(mean), strict=True))
             return self._losses({**shared, **self._outer.preview(means, scale=scale)})
 
@@ -79,13 +72,12 @@ class HeldoutGate:
 
         shared = dict(enumerate(self._outer.weights))
         before = self._losses(shared)
-        if not len(before) or not sum(tokens.values()):
+        if not len(before) or not trial.weights:
             return ABSTAINED
         after = loss_after(trial.mean, ())
         accused: dict[str, str] = {}
-        learners = {peer: vector for peer, vector in trial.contributions.items() if tokens[peer] > 0.0}
-        if len(learners) > 2:
-            alone = {peer: loss_alone(vector) for peer, vector in learners.items()}
+        if len(trial.contributions) > 2:
+            alone = {peer: loss_alone(vector) for peer, vector in trial.contributions.items()}
             accused = find_causes(
                 before, after, alone, lambda removed: loss_after(trial.mean_without(removed), removed)
             )

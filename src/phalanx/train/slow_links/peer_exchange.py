@@ -49,7 +49,7 @@ class GroupLink(Protocol):
         timeout_s: float = 60.0,
         quorum: int | None = None,
         grace_s: float | None = None,
-        most_weight: float | None = None,
+        weight_limits: Mapping[str, float] | None = None,
     ) -> RoundResult: ...
 
     def serve_state(self, provider: Callable[[], PeerState | None]) -> None: ...
@@ -69,9 +69,6 @@ class GroupLink(Protocol):
     def close(self) -> None: ...
 
 
-PRESENT = 0.5  # tokens are whole: a weight that ends in a half is of a member without any
-
-
 class BehindGroup(Exception):
     """The group went on without this peer, which must take its state before it goes on."""
 
@@ -89,7 +86,8 @@ class AgreedRound:
     dropped: dict[str, str]
     paces: dict[str, float] = field(default_factory=dict)  # samples a second that each said it learns from
     shares: dict[str, float] = field(default_factory=dict)  # of the vector, that each averaged
-    scale: float = 1.0  # of the mean: members without tokens took part with a vector of zeros and a weight
+    aggregation: str = "mean"
+    capped: dict[str, str] = field(default_factory=dict)  # whose claimed tokens were more than they were dealt
     seconds: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -128,16 +126,14 @@ class PeerExchange:
         tensors: Sequence[torch.Tensor],
         tokens: float,
         *,
-        usual: float,
-        most: float | None = None,
+        limits: Mapping[str, float] | None = None,
         sender: object = None,
         waits: bool = True,
     ) -> PendingRound:
         """Begin the next round with this peer's tensors; every rank of the peer calls this, and then `finish`.
 
-        They count as `tokens`. Without any, this peer takes part with zeros, so that all hear that it is present; its
-        weight is then about the `usual` one, since the group drops updates whose weights are out of proportion, or
-        above what anybody can have (`most`).
+        They count as `tokens`; without any, this peer is present and sends no update. `limits` are the tokens that each
+        peer was dealt, by id: none counts for more.
         `sender` names what codecs carry errors over for: a fragment. None is for gradients. Without `waits` training
         goes on meanwhile.
         """
@@ -145,10 +141,8 @@ class PeerExchange:
         future: Future[RoundResult] | None = None
         if vector is not None:
             codec = self._codec(vectors, sender)
-            weight = float(tokens) or max(1, int(usual)) + PRESENT
-            vector = vector if tokens else vector * 0
             future = self._thread.submit(
-                self._ask_until_committed, self.round, vector, weight, codec, sender is not None, most
+                self._ask_until_committed, self.round, vector, float(tokens), codec, sender is not None, limits
             )
         return PendingRound(exchange=self, vectors=vectors, future=future, frozen=self._frozen if waits else None)
 
@@ -195,7 +189,7 @@ class PeerExchange:
         weight: float,
         codec: str | Sender,
         may_be_late: bool = False,
-        most: float | None = None,
+        limits: Mapping[str, float] | None = None,
     ) -> RoundResult:
         link, sync = self._link, self._sync
         assert link is not None
@@ -212,7 +206,7 @@ class PeerExchange:
                 timeout_s=ATTEMPT_S,
                 quorum=min(quorum, present) if quorum and present else None,
                 grace_s=grace_s,
-                most_weight=most,
+                weight_limits=limits,
             )
             if result.committed or result.behind or self._stop():
                 return result
@@ -270,26 +264,19 @@ class PendingRound:
         agreed = AgreedRound(**answer["round"])
         if self.vectors is None or not answer["has_vector"] or not agreed.tokens:
             return agreed, None
-        boxes = self.vectors.spread(vector)
-        return agreed, boxes if agreed.scale == 1.0 else [one * agreed.scale for one in boxes]
-
-
-def token_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    """Tokens of each member by the weight it stated; 0 for a member that is only present."""
-    return {peer: 0.0 if weight % 1.0 == PRESENT else weight for peer, weight in weights.items()}
+        return agreed, self.vectors.spread(vector)
 
 
 def _agreed_round(result: RoundResult) -> AgreedRound:
-    weights = {one: float(weight) for one, weight in sorted(result.weights.items())}
-    tokens = token_weights(weights)
-    total = sum(tokens.values())
+    weights = dict.fromkeys(result.present, 0.0) | {one: float(weight) for one, weight in result.weights.items()}
     return AgreedRound(
         number=result.round_number,
-        weights=tokens,
+        weights=dict(sorted(weights.items())),
         dropped=dict(result.dropped),
         paces=dict(result.paces),
         shares={one: round(share, 4) for one, share in sorted(result.shares.items())},
-        scale=sum(weights.values()) / total if total else 1.0,
+        aggregation=result.aggregation,
+        capped=dict(result.capped),
         seconds=result.seconds,
         bytes_sent=result.bytes_sent,
         bytes_received=result.bytes_received,

@@ -28,6 +28,7 @@ from phalanx.io.files import load_json, replace_text
 from phalanx.io.packages import installed_version
 from phalanx.io.values import printable
 from phalanx.job.dataset import read_manifest
+from phalanx.job.key_rules import AUTO
 from phalanx.job.schema import Job
 from phalanx.peers.allowlist import AllowList, locked_list
 from phalanx.peers.facts import Address, Bandwidth, PeerEvent, RunFacts
@@ -149,6 +150,11 @@ class PeerSession:
         self._before = read_status(run)
         self._routes: dict[str, Address] = {peer: (host, port) for peer, host, port in self.facts.routes}
         self.screen: Callable[[str, Vector], str | None] = lambda peer, vector: None
+        aggregation = sync.aggregation_among(invited=run.launch().get("is_trial") is not True)
+        if aggregation != "mean":
+            reason = "members were invited" if sync.aggregation == AUTO else "sync.aggregation"
+            text = f'updates are aggregated by "{aggregation}" ({reason})'
+            self._on_event(PeerEvent(kind="aggregation", text=text, peer=identity.id, name=identity.name))
         self.judge: Callable[[RoundTrial], Judgement] = lambda trial: ABSTAINED
         self.group: PeerGroup = PeerGroup(
             identity,
@@ -162,6 +168,7 @@ class PeerSession:
             heartbeat_s=sync.heartbeat_s,
             dead_after_s=sync.dead_after_s,
             routes=self._routes,
+            aggregation=aggregation,
             screen=(lambda peer, vector: self.screen(peer, vector)) if sync.screening == "loss" else None,
             keep_allowed=self._keep_allowed,
             judge=(lambda trial: self.judge(trial)) if has_gate else None,

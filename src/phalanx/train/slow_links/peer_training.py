@@ -34,7 +34,14 @@ from phalanx.train.slow_links.fragments import assign_fragments, due_fragment
 from phalanx.train.slow_links.heldout_gate import HeldoutGate
 from phalanx.train.slow_links.outer_optimizer import OuterOptimizer
 from phalanx.train.slow_links.peer_batches import PeerBatches
-from phalanx.train.slow_links.peer_exchange import AgreedRound, GroupLink, PeerExchange, PendingRound
+from phalanx.train.slow_links.peer_exchange import (
+    AgreedRound,
+    BehindGroup,
+    GroupLink,
+    LeavingGroup,
+    PeerExchange,
+    PendingRound,
+)
 from phalanx.train.slow_links.peer_state import StateServer, copy_state, most_state_bytes, take_state
 from phalanx.train.slow_links.peer_vector import VectorMap, spread_object
 from phalanx.train.slow_links.round_ledger import PaceMeter, RoundLedger
@@ -91,8 +98,9 @@ class PeerTraining(Callback):
         self._screen: LossScreen | None = None
         self._gate: HeldoutGate | None = None
         self._pending: tuple[int, int, PendingRound] | None = None  # step to apply it after, fragment, round
-        self._under_way: tuple[int, int, float, float] | None = None  # the same for checkpoints: tokens, usual tokens
+        self._under_way: tuple[int, int, float] | None = None  # the same for checkpoints: step, fragment, tokens
         self._training: TrainingContext | None = None
+        self._is_leaving = False  # asked to stop outside of a step: the loop ends before its next one
 
     # ---- set-up, in this order -------------------------------------------------------------------------------------
 
@@ -140,7 +148,7 @@ class PeerTraining(Callback):
 
     def enter(self, training: TrainingContext, step: int) -> int:
         """Join the group with the state of `step` steps, or with that of the group where it is elsewhere; the step."""
-        self._training = training
+        self._training, training.step = training, step  # copies of the state depend on the step
         if self.outer is not None and not step:
             self.outer.reset()
         if self.outer is not None and self._sync.screening == "loss" and training.dataset is not None:
@@ -167,22 +175,35 @@ class PeerTraining(Callback):
                 is_elsewhere = self._link.view().next_round > number
         if spread_object(is_elsewhere):
             return self.catch_up(training)
+        try:
+            self._meet(step)
+        except BehindGroup as error:  # the group is in the middle of a round with another vector
+            return self.catch_up(training, str(error))
+        except LeavingGroup:
+            self._is_leaving = True
+        return step
+
+    def _meet(self, step: int) -> None:
+        """The round of who is present, after which this peer goes on with its state of `step` steps.
+
+        A peer that takes the state before that round is committed takes part in it too. With an update of another
+        length it would be dropped from the round, or drop the others.
+        """
+        self._boundary = {**self.position(step), "meets": True}
         self._agree(self.exchange.meet(), kind="meet", step=step)
         self._mark_boundary(step)
         self._resume_rounds()
-        return step
 
     def _resume_rounds(self) -> None:
         """Go on with what a checkpoint has of rounds: what codecs lost, and an update that was under way."""
         for fragment in range(len(self._fragments)):
             self.exchange.load_sender(fragment, self._carried.lost(fragment))
         if self._under_way is not None:
-            until, fragment, tokens, usual = self._under_way
+            until, fragment, tokens = self._under_way
             pending = self.exchange.average(
                 self._fragment_maps[fragment],
                 self._carried.sent(fragment),
                 tokens,
-                usual=usual,
                 sender=fragment,
                 waits=False,
             )
@@ -190,6 +211,23 @@ class PeerTraining(Callback):
 
     def catch_up(self, training: TrainingContext, why: str = "") -> int:
         """Take the newest state of the group; the steps that it has done. Every rank of the peer calls this."""
+        while True:
+            step, meets = self._take_group_state(training, why)
+            if not meets:
+                return step
+            try:
+                self._meet(step)
+                if self._owes_exchange(step):
+                    self._exchange_weights(training)
+            except BehindGroup as error:
+                why = str(error)
+                continue
+            except LeavingGroup:
+                self._is_leaving = True
+            return training.step
+
+    def _take_group_state(self, training: TrainingContext, why: str) -> tuple[int, bool]:
+        """The steps of the state that was taken, and whether the group's next round is that of who is present."""
         text = why or "this peer is new"
         training.events.write("peer", step=training.step, kind="behind", text=text)
         most_bytes = most_state_bytes(self._engine, self.outer)
@@ -198,18 +236,23 @@ class PeerTraining(Callback):
         self._engine.clear_gradients()
         position = take_state(self._engine, self.outer, found)
         self._restore_position(position)
-        self._pending, self._under_way, self._tokens, self._samples = None, None, {}, 0
+        meets = bool(position.get("meets"))
+        self._pending, self._tokens, self._samples = None, {}, 0
         if self.outer is not None:
             self._carried.forget()
         for fragment in range(len(self._fragments)):
             self.exchange.load_sender(fragment, None)
         training.comparison.guard.forget()
         training.checkpoints.forget_unwritten()
-        step = int(position["step"])
-        self._exchanged_step = step
+        training.step = step = int(position["step"])
+        if not meets:
+            self._under_way, self._exchanged_step = None, step
+        elif self._under_way is not None:  # sent again after the meeting, here as zeros that count for no tokens
+            until, fragment, _ = self._under_way
+            self._under_way = (until, fragment, 0.0)
         self._mark_boundary(step)
         training.events.write("peer", step=step, kind="caught-up", text=f"took the state after step {step:,}")
-        return step
+        return step, meets
 
     @property
     def step(self) -> int:
@@ -240,9 +283,10 @@ class PeerTraining(Callback):
         self.ledger.load_state(position)
         self._exchanged_step = int(position.get("exchanged", -1))
         self._tokens = {int(fragment): int(count) for fragment, count in position.get("tokens", {}).items()}
+        self._under_way = None
         if (under_way := position.get("under_way")) is not None:
-            until, fragment, tokens, usual = under_way
-            self._under_way = (int(until), int(fragment), float(tokens), float(usual))
+            until, fragment, tokens = under_way[:3]  # a fourth value, of older checkpoints, is not needed
+            self._under_way = (int(until), int(fragment), float(tokens))
 
     def _mark_boundary(self, step: int) -> None:
         self._boundary = self.position(step)
@@ -285,6 +329,8 @@ class PeerTraining(Callback):
                 members=list(agreed.members),
                 weights=agreed.weights,
                 dropped=agreed.dropped,
+                capped=agreed.capped,
+                aggregation=agreed.aggregation,
                 fragment=fragment,
                 paces=agreed.paces,
                 shares=agreed.shares,
@@ -317,9 +363,8 @@ class PeerTraining(Callback):
             self._report(step)
             with self._engine.clock.stall():
                 means = [grad * scale if tokens else torch.zeros_like(grad) for grad in further]
-                usual = sum(map(count_samples, dealt.values())) * sequence / max(1, len(self.members))
-                most = max(map(count_samples, dealt.values()), default=0) * sequence + 1.0  # a 1 for who has none
-                agreed, mean = self.exchange.average(self._gradients, means, tokens, usual=usual, most=most).finish()
+                limits = {peer: float(count_samples(samples) * sequence) for peer, samples in dealt.items()}
+                agreed, mean = self.exchange.average(self._gradients, means, tokens, limits=limits).finish()
             self._agree(agreed, kind="gradient", step=step)
             if mean is not None:
                 added = agreed.tokens
@@ -350,8 +395,22 @@ class PeerTraining(Callback):
 
     def on_start(self, training: TrainingContext) -> None:
         """An exchange that was due when this peer was stopped comes first."""
-        if training.step > self.warm_up and self._exchanged_step < training.step:
+        if self._is_leaving or not self._owes_exchange(training.step):
+            return
+        try:
             self._exchange_weights(training)
+        except BehindGroup as error:
+            training.step = self.catch_up(training, str(error))
+        except LeavingGroup:
+            self._is_leaving = True
+
+    def on_step_begin(self, training: TrainingContext) -> None:
+        """End before this step where that was asked for since the last one."""
+        if self._is_leaving:
+            raise LeavingGroup
+
+    def _owes_exchange(self, step: int) -> bool:
+        return step > self.warm_up and self._exchanged_step < step
 
     def on_step_end(self, training: TrainingContext, report: StepReport) -> None:
         """Exchange weights where it is due, and let newcomers have the state."""
@@ -365,6 +424,7 @@ class PeerTraining(Callback):
             for fragment in range(len(self._fragments)):
                 self._tokens[fragment] = self._tokens.get(fragment, 0) + learnt
             self._samples += learnt // self._engine.settings.sequence
+            self._note_dealt(training.step - 1)
             self._exchange_weights(training)
         if spread_object(self._server.is_wanted):
             self._server.make_copy()
@@ -372,7 +432,9 @@ class PeerTraining(Callback):
     def _exchange_weights(self, training: TrainingContext) -> None:
         sync, total = self._sync, self._batch_plan.steps
         if sync.mode == "quorum" and self._is_waited_for(training.step):
-            training.step = self._next_exchange(training.step)  # with what was learnt so far; the rest is not counted
+            reached, training.step = training.step, self._next_exchange(training.step)  # the rest is not learnt from
+            for skipped in range(reached, training.step):
+                self._note_dealt(skipped)
         inner = training.step - self.warm_up
         fragment = due_fragment(inner, inner_steps=sync.inner_steps, fragments=sync.fragments)
         is_last = training.step >= total
@@ -389,16 +451,15 @@ class PeerTraining(Callback):
             is_delayed = bool(sync.delay_steps) and not is_last
             if not is_delayed:
                 training.pause()
-            steps = min(sync.inner_steps, max(1, training.step - self.warm_up))
-            usual = steps * self._batch_plan.at(training.step)[1] * self._engine.settings.sequence
-            tokens, usual_each = float(self._tokens.get(one, 0)), usual / max(1, len(self.members))
+            tokens = float(self._tokens.get(one, 0))
+            limits = self.ledger.weight_limits(one, sequence=self._engine.settings.sequence)
             pending = self.exchange.average(
-                self._fragment_maps[one], chosen, tokens, usual=usual_each, sender=one, waits=not is_delayed
+                self._fragment_maps[one], chosen, tokens, limits=limits, sender=one, waits=not is_delayed
             )
             if is_delayed:
                 self._pending = (training.step + sync.delay_steps, one, pending)
                 self._carried.keep_sent(one, chosen)
-                self._under_way = (training.step + sync.delay_steps, one, tokens, usual_each)
+                self._under_way = (training.step + sync.delay_steps, one, tokens)
             else:
                 self._apply(training, one, pending)
         self._exchanged_step = training.step
@@ -433,6 +494,7 @@ class PeerTraining(Callback):
         self._agree(agreed, kind="weights", step=training.step, fragment=fragment)
         self._carried.keep_lost(fragment, self.exchange.sender_state(fragment))
         places = self._fragments[fragment]
+        self.ledger.settle_dealt(fragment, agreed, keeps_late=self._sync.late == "count")
         is_counted = self.id in agreed.weights or not self._tokens.get(fragment)
         if means is not None:
             before = [self.outer.weights[at].clone() for at in places] if not is_counted else []
@@ -448,6 +510,10 @@ class PeerTraining(Callback):
         if is_counted or self._sync.late == "drop":
             self._tokens[fragment] = 0
         self._mark_boundary(training.step)
+
+    def _note_dealt(self, step: int) -> None:
+        """Note how much every member was dealt in a step that each takes alone."""
+        self.ledger.note_dealt(self._deal(step), fragments=len(self._fragments))
 
     def _next_exchange(self, step: int) -> int:
         """The next step at which a fragment is due, or the end."""

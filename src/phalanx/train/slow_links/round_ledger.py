@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.train.data.batches import BatchPlan
 from phalanx.train.slow_links.peer_exchange import AgreedRound
-from phalanx.train.slow_links.sample_deal import Ranges, deal_samples
+from phalanx.train.slow_links.sample_deal import Ranges, count_samples, deal_samples
 
 MOST_MISSED = 3  # rounds in a row without a peer, after which it is dealt no more samples
 SMOOTHING = 0.3  # of a peer's pace: what one step adds to what was known
@@ -26,6 +26,8 @@ class RoundLedger:
         self.credit: dict[str, int] = {}  # samples that each peer's updates counted for, by id
         self.paces: dict[str, float] = {}  # samples a second that each said it learns from, in the last round
         self._missed: dict[str, int] = {}  # rounds in a row that a member was late for, with a quorum
+        # Samples dealt and not counted yet, by fragment and peer; None after a checkpoint that does not have them.
+        self._owed: dict[int, dict[str, int]] | None = {}
         self._dealt: dict[str, Ranges] = {}
         self._dealt_step = -1
 
@@ -48,6 +50,27 @@ class RoundLedger:
         for peer, tokens in agreed.weights.items() if is_update else ():
             self.credit[peer] = self.credit.get(peer, 0) + round(tokens / sequence)
 
+    def note_dealt(self, dealt: Mapping[str, Ranges], *, fragments: int) -> None:
+        """Add what each member was dealt in a step whose update is exchanged later, by fragment."""
+        for fragment in range(fragments if self._owed is not None else 0):
+            assert self._owed is not None
+            owed = self._owed.setdefault(fragment, {})
+            for peer, samples in dealt.items():
+                owed[peer] = owed.get(peer, 0) + count_samples(samples)
+
+    def weight_limits(self, fragment: int, *, sequence: int) -> dict[str, float] | None:
+        """Return the most tokens that each member's next update of a fragment can count for, by id, where known."""
+        if self._owed is None:
+            return None
+        return {peer: float(samples * sequence) for peer, samples in self._owed.get(fragment, {}).items()}
+
+    def settle_dealt(self, fragment: int, agreed: AgreedRound, *, keeps_late: bool) -> None:
+        """A fragment was exchanged: those who were counted begin anew, and the others too unless late ones are kept."""
+        self._owed = {} if self._owed is None else self._owed
+        owed = self._owed.pop(fragment, {})
+        if keeps_late:
+            self._owed[fragment] = {peer: samples for peer, samples in owed.items() if peer not in agreed.weights}
+
     def state(self) -> dict[str, Any]:
         """For a checkpoint, and for a newcomer."""
         return {
@@ -55,6 +78,9 @@ class RoundLedger:
             "credit": dict(self.credit),
             "missed": dict(self._missed),
             "paces": dict(self.paces),
+            "owed": None
+            if self._owed is None
+            else {str(fragment): dict(owed) for fragment, owed in self._owed.items()},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -64,6 +90,12 @@ class RoundLedger:
         self.credit = {str(peer): int(count) for peer, count in state["credit"].items()}
         self._missed = {str(peer): int(count) for peer, count in state.get("missed", {}).items()}
         self.paces = {str(peer): float(pace) for peer, pace in state.get("paces", {}).items()}
+        self._owed = None
+        if state.get("owed") is not None:
+            self._owed = {
+                int(fragment): {str(peer): int(samples) for peer, samples in owed.items()}
+                for fragment, owed in state["owed"].items()
+            }
 
 
 class PaceMeter:

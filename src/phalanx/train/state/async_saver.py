@@ -46,6 +46,7 @@ class AsyncSaver:
         fence: CommitFence = nullcontext,
         copies: HostCopies | None = None,
         point: Callable[[str], None] = lambda name: None,
+        trusted_step: Callable[[], int | None] = lambda: None,
     ) -> None:
         storage = open_storage(root)  # once: to connect to an object store takes longer than a small save
         self._save = partial(
@@ -58,6 +59,7 @@ class AsyncSaver:
             timeout_s=timeout_s,
             fence=fence,
             point=point,
+            trusted_step=trusted_step,
         )
         self._attempt = attempt
         self._started = 0

@@ -226,6 +226,13 @@ class ObjectStorage:
             self._store.rm_file(f"{key}/{paths.MANIFEST}")
             _remove_key(self._store, key)
 
+    def set_aside(self) -> dict[Location, int]:
+        """None: a store cannot rename."""
+        return {}
+
+    def delete_set_aside(self, place: Location) -> None:
+        """Nothing: there are none."""
+
     def sweep(self, older_than_s: float, *, spare: str = "") -> None:
         """Steps without a manifest that nobody has written to for so long."""
         with suppress(OSError):

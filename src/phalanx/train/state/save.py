@@ -35,7 +35,7 @@ from phalanx.train.state.checkpoint_index import (
     safetensors_header,
 )
 from phalanx.train.state.paths import CHUNK_BYTES, Location, os_error_text
-from phalanx.train.state.retention import make_room, prune_commits
+from phalanx.train.state.retention import delete_replaced, make_room, prune_commits
 from phalanx.train.state.shards import lay_out_shards, owned_shards, tensor_bytes
 from phalanx.train.state.storage import CheckpointDraft, CheckpointStorage, open_storage
 from phalanx.units import first_few
@@ -68,6 +68,7 @@ class SavedCheckpoint:
     seconds: float
     total_bytes: int | None = None
     deleted_for_room: tuple[int, ...] = ()  # steps whose checkpoints a full disk cost, though `keep` wanted them
+    deleted_untrusted: tuple[int, ...] = ()  # steps that a roll-back set aside, and this save or one before replaced
 
 
 def save_checkpoint(
@@ -86,6 +87,7 @@ def save_checkpoint(
     fence: CommitFence = nullcontext,
     abandoned: Event | None = None,
     point: Callable[[str], None] = lambda name: None,
+    trusted_step: Callable[[], int | None] = lambda: None,
 ) -> SavedCheckpoint:
     """Write this rank's shards of a checkpoint; on rank 0 also commit it and delete all but the newest `keep`.
 
@@ -93,6 +95,7 @@ def save_checkpoint(
     for ours. `meta` of rank 0 goes into the manifest, `rank_meta` into the index of each rank. Rank 0 commits inside
     `fence()`; what that raises means that nothing was committed. Raises SystemFailure when the disk refuses or a rank
     is missing after `timeout_s`, SaveAbandoned when `abandoned` is set; earlier checkpoints are then as they were.
+    State of more steps than `trusted_step()` may be unsound: the newest checkpoint up to there is never deleted.
     """
     began = time.monotonic()
     if step < 0 or keep < 1 or generation < 0 or not 0 <= rank < world:
@@ -102,12 +105,13 @@ def save_checkpoint(
     _check_meta(rank_meta or {})
     storage, abandoned = open_storage(root), abandoned or Event()
     draft, deleted, total_bytes = storage.draft(step, attempt), list[int](), None
+    untrusted: list[int] = []
     try:
         point("begin")
         if rank == 0:
             # Ranks that write meanwhile may still find the disk full: then this save fails, and the next finds room.
             with suppress(SystemFailure):
-                deleted += make_room(storage, fence)
+                deleted += make_room(storage, fence, trusted_step=trusted_step())
         size_bytes = _write_rank(draft, rank, shards, rank_meta or {}, abandoned, point)
         if rank == 0:
             ranks = wait_for_ranks(draft, step=step, world=world, timeout_s=timeout_s, abandoned=abandoned)
@@ -134,11 +138,18 @@ def save_checkpoint(
         point("commit")
         with suppress(SystemFailure), fence():  # whoever is fenced by now tidies up nothing: others save here
             draft.tidy()
+            trusted = trusted_step()
             # Where memberships have numbers, whoever is not of our start is fenced, and its drafts are nobody's.
             prune_commits(
-                storage, keep=keep, stale_s=0.0 if generation else timeout_s, spare=paths.attempt_family(attempt)
+                storage,
+                keep=keep,
+                stale_s=0.0 if generation else timeout_s,
+                spare=paths.attempt_family(attempt),
+                trusted_step=trusted,
             )
-            deleted += make_room(storage)  # for the next, while nobody writes
+            if trusted is not None:
+                untrusted = delete_replaced(storage, trusted_step=trusted)
+            deleted += make_room(storage, trusted_step=trusted)  # for the next, while nobody writes
         point("prune")
     return SavedCheckpoint(
         path=path,
@@ -147,6 +158,7 @@ def save_checkpoint(
         seconds=seconds,
         total_bytes=total_bytes,
         deleted_for_room=tuple(deleted),
+        deleted_untrusted=tuple(untrusted),
     )
 
 

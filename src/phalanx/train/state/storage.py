@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from phalanx.elastic.untrusted import set_aside_step
 from phalanx.train.state import paths
 from phalanx.train.state.object_store import ObjectFolder, ObjectStorage, connect_store
 from phalanx.train.state.paths import (
@@ -112,6 +113,12 @@ class CheckpointStorage(Protocol):
 
     def delete(self, commit: Location) -> None:
         """Take a commit away so that half of it is never taken for a whole; never fails."""
+
+    def set_aside(self) -> dict[Location, int]:
+        """Checkpoints that a roll-back renamed, with their steps; none where nothing can be renamed."""
+
+    def delete_set_aside(self, place: Location) -> None:
+        """Delete one of those; never fails."""
 
     def sweep(self, older_than_s: float, *, spare: str = "") -> None:
         """Take away what dead processes left, if nobody has touched it for so long; never fails.
@@ -265,6 +272,15 @@ class PosixStorage:
             shutil.rmtree(going, ignore_errors=True)
             (self.root / commit.name).rename(going)
             shutil.rmtree(going, ignore_errors=True)
+
+    def set_aside(self) -> dict[Location, int]:
+        """Folders renamed by `set_untrusted_aside`."""
+        steps = {path: set_aside_step(path.name) for path in self.root.iterdir() if not path.is_symlink()}
+        return {path: step for path, step in steps.items() if step is not None}
+
+    def delete_set_aside(self, place: Location) -> None:
+        """Half of one is never taken for a checkpoint: its name is none."""
+        shutil.rmtree(self.root / place.name, ignore_errors=True)
 
     def sweep(self, older_than_s: float, *, spare: str = "") -> None:
         """Drafts and half-deleted commits. A draft that still changes belongs to somebody."""

@@ -181,7 +181,11 @@ def _restore_beside_tensors(engine: Engine, optimizer: list[TensorShard], source
         engine.take_carried(read_private_tensors(source, rank), unit=float(meta.get("carried_unit") or 0.0))
     restore_random_state(source, rank=rank, world=world, device=engine.device)
     own = source.index(rank if world == source.world else 0).meta.get("callbacks")  # each rank's, or rank 0's for all
-    engine.restored_extras = {"callbacks": own or {}, "data_position": meta.get("data_position")}
+    engine.restored_extras = {
+        "callbacks": own or {},
+        "data_position": meta.get("data_position"),
+        "skipped_in_a_row": meta.get("skipped_in_a_row"),
+    }
     engine.publish()
 
 

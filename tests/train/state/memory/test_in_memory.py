@@ -267,7 +267,7 @@ def test_no_memory_is_a_message_and_not_a_signal(kit, replica_store, monkeypatch
         keeper.put(1, [kit.shard("w", torch.zeros(1000))], {}, held=-1)
     assert str(caught.value).splitlines() == [
         "checkpoint.memory_every: no 9,376 bytes of host memory for a copy of the state: No space left on device",
-        "  a rank that fails is restored from copies without losing a step; checkpoints on disk are written from one",
+        "  a rank that fails is restored from copies of the last steps; checkpoints on disk are written from one",
         "  memory_every = 0 for checkpoints on disk alone (one copy instead of three), or fewer ranks on this host",
     ]
     assert replica_store.held() == []

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from phalanx.errors import UserError, mistake
 from phalanx.io.files import read_text
+from phalanx.io.path_probes import is_file, is_folder, path_exists, resolve_path
 from phalanx.units import KIB
 
 MOST_PYTHON_BYTES = 512 * KIB
@@ -40,11 +41,11 @@ class PythonPackage:
 
     def __init__(self, path: Path) -> None:
         self.main = _parse_file(path, "")
-        resolved = path.resolve()
+        resolved = resolve_path(path)
         self._folders: list[Path] = []  # in which a package may lie, the nearest first
         for folder in [resolved.parent, *resolved.parent.parents][:MOST_UP]:
             self._folders.append(folder)
-            if (folder / ".git").exists():  # what lies above the repository is not its own
+            if path_exists(folder / ".git"):  # what lies above the repository is not its own
                 break
         self.main.name = self._name_of(resolved)
         self._files: dict[str, SourceFile | None] = {self.main.name: self.main}
@@ -55,7 +56,7 @@ class PythonPackage:
         tops = {(one.module or "").partition(".")[0] for one in imports}
         top = next((one for one in self._folders if one.name in tops), None)
         if top is None:
-            packages = [one for one in self._folders if (one / "__init__.py").is_file()]
+            packages = [one for one in self._folders if is_file(one / "__init__.py")]
             top = packages[-1] if packages and packages == self._folders[: len(packages)] else path.parent / "x"
         parts = list(path.relative_to(top.parent).with_suffix("").parts)
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -71,12 +72,12 @@ class PythonPackage:
         if len(self._files) >= MOST_FILES or not all(_PLAIN_NAME.fullmatch(part) for part in parts):
             return None
         for folder in self._folders:
-            beside = folder == self._folders[0] and (folder / f"{parts[0]}.py").is_file()
-            if not (folder / parts[0]).is_dir() and not beside:
+            beside = folder == self._folders[0] and is_file(folder / f"{parts[0]}.py")
+            if not is_folder(folder / parts[0]) and not beside:
                 continue
             base = folder.joinpath(*parts)
             for path in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
-                if path.is_file() and path.resolve().is_relative_to(folder):
+                if is_file(path) and resolve_path(path).is_relative_to(folder):
                     try:
                         return _parse_file(path, name)
                     except UserError:

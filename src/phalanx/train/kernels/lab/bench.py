@@ -15,8 +15,9 @@ from phalanx.io.svg import PLANNED_STYLE, PlotLine, line_plot, standalone_svg, s
 from phalanx.io.values import printable
 from phalanx.train.kernels.kernel_op import KernelOp, Outputs, Shape
 from phalanx.train.kernels.lab.arena import DTYPES
+from phalanx.train.kernels.lab.error_rules import error_ratio, find_truth
 from phalanx.train.kernels.lab.machine_limits import MachineLimits, measure_limits, median_seconds
-from phalanx.train.kernels.lab.trial_inputs import KernelCase, check_shape, draw_inputs, find_truth, timed_shape
+from phalanx.train.kernels.lab.trial_inputs import KernelCase, check_shape, draw_inputs, timed_shape
 from phalanx.units import format_flops
 
 REPEATS = {"cpu": 10, "cuda": 20}
@@ -137,15 +138,15 @@ def _measure_shape(
         calls |= op.variants
     rows, truth = [], None
     if work.written_bytes / dtype.itemsize * 8 <= MOST_TRUTH_BYTES:
-        truth = find_truth(op, inputs, dtype)
+        truth = find_truth(op, inputs, dtype, shape=shape)
     for name, call in calls.items():
         tell(f"{op.name} {','.join(f'{key}={size}' for key, size in shape.items())}: {name}")
         seconds, error, problem = math.inf, math.nan, ""
         try:
             with torch.no_grad():
                 if truth is not None:
-                    pairs = zip(op.decoded(call(*inputs), inputs), truth.values, truth.allowed, strict=True)
-                    error = max(_worst_ratio(got, true, allowed) for got, true, allowed in pairs)
+                    pairs = zip(op.decoded(call(*inputs), inputs), truth, strict=True)
+                    error = max(error_ratio(value, exact)[0] for value, exact in pairs)
             timed = _timed_call(op, name, call, inputs, back)
             seconds = median_seconds(timed, device, repeats=REPEATS[device.type])
         except Exception as failure:  # a compiler that is not installed, a kernel that a device cannot run, no memory
@@ -182,13 +183,6 @@ def _timed_call(
         return torch.autograd.grad([one for one, _ in results], wanted, [grad for _, grad in results])
 
     return both_ways
-
-
-def _worst_ratio(got: torch.Tensor, true: torch.Tensor, allowed: torch.Tensor) -> float:
-    if not got.numel():
-        return 0.0
-    ratio = (got.double() - true).abs() / allowed.clamp(min=torch.finfo(torch.float32).tiny)
-    return float(torch.nan_to_num(ratio, nan=math.inf).max())
 
 
 def _cpu_name() -> str:

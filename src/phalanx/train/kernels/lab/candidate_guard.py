@@ -8,6 +8,7 @@ The candidate's own clock is a claim: what counts is the slower of its clock and
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -41,14 +42,15 @@ from phalanx.train.kernels.lab.candidate_server import (
     CandidateServer,
     RefusedError,
 )
+from phalanx.train.kernels.lab.error_rules import compare_values, find_truth, result_kinds
 from phalanx.train.kernels.lab.machine_limits import MachineLimits, flush_caches, measure_limits, synchronize_device
 from phalanx.train.kernels.lab.trial_inputs import (
+    ORDINARY,
     KernelCase,
-    compare_values,
     draw_cases,
     draw_inputs,
-    find_truth,
-    result_kinds,
+    draw_output_gradients,
+    op_patterns,
     timed_shape,
 )
 from phalanx.units import format_seconds
@@ -140,20 +142,19 @@ def judge_candidate(
         return replace(known, kind=error.kind, reason=str(error))
     trial = _CandidateTrial(source, op, server, torch.device(device), wanted, limits or CandidateLimits())
     random_source = random.Random(os.urandom(16))
-    cases = draw_cases(op, tuple(dtypes) or tuple(op.dtypes), random_source)
-    batches: list[list[KernelCase]] = []
+    tried = tuple(dtypes) or tuple(op.dtypes)
     # The least work of an operation with gradients is that of both directions: one alone has no speed of light.
-    if timed and (gradients or not op.gradients):
-        dtype, kind = cases[0].dtype, torch.device(device).type
-        size = dict(shape) if shape else timed_shape(op, dtype, torch.device(device))
-        batches = [
-            [KernelCase(shape=size, dtype=dtype, seed=random_source.getrandbits(31), timed=True) for _ in range(calls)]
-            for calls in 2 * (BATCHES[kind] + 1) * [BATCH_CALLS[kind]]
-        ]
+    is_timed = timed and (gradients or not op.gradients)
+    large = dict(shape) if shape else timed_shape(op, tried[0], torch.device(device))
+    cases = draw_cases(op, tried, random_source, large=large, timed_dtype=tried[0] if is_timed else None)
+    batches = _timed_batches(op, large, tried[0], torch.device(device).type, random_source) if is_timed else []
     try:
         with trial:
             worst, count = trial.judge_values(cases)
-            timing = trial.judge_time(batches, machine) if batches else None
+            timing = None
+            if batches:
+                timing, worst_timed = trial.judge_time(batches, machine)
+                worst = max(worst, worst_timed)
     except RefusedError as error:
         return replace(known, kind=error.kind, reason=str(error), barriers=trial.barriers)
     except torch.OutOfMemoryError as error:  # ours: the candidate's is one of its process
@@ -167,6 +168,22 @@ def judge_candidate(
         barriers=trial.barriers,
         timing=timing,
     )
+
+
+def _timed_batches(
+    op: KernelOp, shape: Shape, dtype: torch.dtype, device_type: str, random_source: random.Random
+) -> list[list[KernelCase]]:
+    """Cases of both timed processes; every call has the next pattern of values, in an order that no kernel knows."""
+    patterns = op_patterns(op)
+    random_source.shuffle(patterns)
+    endless = itertools.cycle(patterns)
+    return [
+        [
+            KernelCase(shape=shape, dtype=dtype, seed=random_source.getrandbits(31), pattern=next(endless), timed=True)
+            for _ in range(calls)
+        ]
+        for calls in 2 * (BATCHES[device_type] + 1) * [BATCH_CALLS[device_type]]
+    ]
 
 
 class _CandidateTrial:
@@ -207,14 +224,14 @@ class _CandidateTrial:
         answers = self._run_batches([[case] for case in cases], wanted=self.wanted)
         return max(self._compare(one, self.wanted) for one in answers), len(answers)
 
-    def judge_time(self, batches: Sequence[Sequence[KernelCase]], machine: MachineLimits | None) -> KernelTiming:
-        """Time in two processes; every timed result is compared too."""
+    def judge_time(
+        self, batches: Sequence[Sequence[KernelCase]], machine: MachineLimits | None
+    ) -> tuple[KernelTiming, float]:
+        """Time in two processes, and compare every timed result; the worst error of them."""
         half, case = len(batches) // 2, batches[0][0]
         limits = machine or measure_limits(self.device, case.dtype)
         runs = [self._run_batches(part, wanted=self.wanted, timed=True) for part in (batches[:half], batches[half:])]
-        for answers in runs:
-            for one in answers:
-                self._compare(one, self.wanted)
+        worst = max(self._compare(answer, self.wanted) for answers in runs for answer in answers)
         work = self.op.count_work(case.shape, case.dtype)
         copying = COPY_ALLOWANCE * 2 * sum(tensor_bytes(one) for one in runs[0][0].outputs[0]) / limits.bytes_per_s
         handling = HANDLING_S / len(batches[0])
@@ -240,7 +257,7 @@ class _CandidateTrial:
                     f"its own clock says {format_seconds(claimed)}, ours {format_seconds(fastest)} at least",
                 )
             measured.append((max(claimed, ours), claimed))
-        return KernelTiming(
+        timing = KernelTiming(
             shape=case.shape,
             dtype=str(case.dtype).removeprefix("torch."),
             seconds=max(one for one, _ in measured),
@@ -251,6 +268,7 @@ class _CandidateTrial:
             bytes_per_s=limits.bytes_per_s,
             flops_per_s=limits.flops_per_s,
         )
+        return timing, worst
 
     def _run_batches(
         self, batches: Sequence[Sequence[KernelCase]], *, wanted: tuple[int, ...], timed: bool = False
@@ -301,7 +319,7 @@ class _CandidateTrial:
         process = self._start_process(compiling=True)
         try:
             for case in new.values():
-                self._run_batch(process, [replace(case, seed=0, wide=False)], wanted=wanted, timed=False)
+                self._run_batch(process, [replace(case, seed=0, pattern=ORDINARY)], wanted=wanted, timed=False)
         finally:
             process.end()
         self._compiled |= set(new)
@@ -336,8 +354,8 @@ class _CandidateTrial:
         self._data = self.server.gpu_memory(most, self.device) if on_gpu else self._block.data
 
     def _place_case(self, inputs: Sequence[Tensor], wanted: tuple[int, ...], start: int) -> _CasePlaces:
-        kinds = result_kinds(self.op, inputs)
-        given = [(_dtype_name(one), tuple(one.shape)) for one in inputs]
+        kinds = [(_type_name(dtype), shape) for dtype, shape in result_kinds(self.op, inputs)]
+        given = [(_type_name(one.dtype), tuple(one.shape)) for one in inputs]
         back = kinds if wanted else []
         asked = [given[place] for place in wanted]
         places, end = place_tensors([*given, *kinds, *back, *asked], start)
@@ -355,7 +373,7 @@ class _CandidateTrial:
         for case in batch:
             inputs = draw_inputs(self.op, case, self.device)
             placed.append(self._place_case(inputs, wanted, end))
-            given.append([*inputs, *_draw_gradients(case, placed[-1].output_gradients, self.device)])
+            given.append([*inputs, *_draw_gradients(case, inputs, placed[-1].output_gradients)])
             end = placed[-1].end
         used = self._data[HEADER_BYTES:end]
         used[:] = batch[0].poison
@@ -403,10 +421,11 @@ class _CandidateTrial:
         worst = 0.0
         for case, outputs in zip(answer.cases, answer.outputs, strict=True):
             inputs = draw_inputs(self.op, case, self.device)
-            back = _draw_gradients(case, self._place_case(inputs, wanted, 0).output_gradients, self.device)
+            back = _draw_gradients(case, inputs, self._place_case(inputs, wanted, 0).output_gradients)
             results = len(outputs) - len(wanted)
             numbers = [*self.op.decoded(tuple(outputs[:results]), inputs), *outputs[results:]]
-            worst = max(worst, compare_values(numbers, find_truth(self.op, inputs, case.dtype, back), case))
+            truth = find_truth(self.op, inputs, case.dtype, back, shape=case.shape)
+            worst = max(worst, compare_values(numbers, truth, str(case)))
         return worst
 
 
@@ -428,14 +447,12 @@ def _timed_ask(process: CandidateProcess, request: dict[str, Any]) -> tuple[floa
     return time.perf_counter() - start, answer
 
 
-def _draw_gradients(case: KernelCase, places: Sequence[Place], device: torch.device) -> list[Tensor]:
-    """Gradients of the results, which the candidate takes back to its inputs."""
-    source = torch.Generator(device).manual_seed(case.seed ^ 0x6AD)
-    return [torch.randn(one.shape, generator=source, device=device).to(DTYPES[one.dtype]) for one in places]
+def _draw_gradients(case: KernelCase, inputs: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
+    return draw_output_gradients(case, inputs, [(DTYPES[one.dtype], one.shape) for one in places])
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _changed_memory(before: Tensor, after: Tensor, placed: Sequence[_CasePlaces]) -> RefusedError:

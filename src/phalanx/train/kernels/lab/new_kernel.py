@@ -17,7 +17,7 @@ import torch
 from phalanx.errors import mistake
 from phalanx.train.kernels.kernel_op import KernelOp
 from phalanx.train.kernels.lab.candidate_process import ALLOWED_MODULES
-from phalanx.train.kernels.lab.trial_inputs import result_kinds
+from phalanx.train.kernels.lab.error_rules import result_kinds
 
 _KERNEL = '''"""A kernel for {name}: {summary}.
 
@@ -82,7 +82,7 @@ def template_files(op: KernelOp) -> Mapping[str, str]:
     inputs = op.make_inputs(op.odd_shapes[0], op.dtypes[0], torch.device("cpu"), 0)
     kinds = {one: result_kinds(op, op.make_inputs(op.odd_shapes[0], one, torch.device("cpu"), 0)) for one in op.dtypes}
     fixed = [
-        None if all(str(dtype).endswith(f".{kinds[dtype][place][0]}") for dtype in op.dtypes) else one
+        None if all(dtype == kinds[dtype][place][0] for dtype in op.dtypes) else one
         for place, (one, _) in enumerate(kinds[op.dtypes[0]])
     ]
     with_grad = f"\nGradients are asked of inputs {', '.join(map(str, op.gradients))}." if op.gradients else ""
@@ -90,10 +90,10 @@ def template_files(op: KernelOp) -> Mapping[str, str]:
         name=op.name,
         summary=op.summary.rstrip("."),
         inputs=", ".join(_shown_tensor(one) for one in inputs),
-        results=", ".join(f"{dtype} {list(shape)}" for dtype, shape in kinds[op.dtypes[0]]),
+        results=", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in kinds[op.dtypes[0]]),
         gradients=with_grad,
         imports=imports,
-        dtypes=", ".join("None" if one is None else f"torch.{one}" for one in fixed),
+        dtypes=", ".join(str(one) for one in fixed),
         reference=reference,
         function=function,
     )

@@ -1,11 +1,12 @@
-"""What a candidate is tried on: odd and random shapes, several seeds, a wide range of values; and the truth."""
+"""The cases that a candidate is tried on: odd, random and real shapes, and patterns of values."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,53 +14,104 @@ from torch import Tensor
 
 from phalanx.errors import UserError, mistake
 from phalanx.train.kernels.kernel_op import KernelOp, Shape
-from phalanx.train.kernels.lab.arena import tensor_bytes
-from phalanx.train.kernels.lab.candidate_server import RefusedError
 from phalanx.units import MB
 
-GRADIENT_ALLOWANCE = (
-    4.0  # an operation's error bound is one of its results; gradients may be this many times further off
-)
-CONDITION_ALLOWANCE = 4.0  # times what the reference itself loses in float32, on the same inputs
+# Patterns of values, by the words that a refusal names them with.
+ORDINARY, WIDE = "ordinary values", "wide range of values"
+CORRELATED, LARGE_MEANS = "correlated columns", "large means"
 WIDE_POWER, OUTLIER = 5, 32.0  # rows are multiplied by 2^-5 to 2^5, one element in a hundred by 32 more
 # On a CPU, of the shape that is timed: enough to leave the caches, little enough for a float64 truth in a second.
 MOST_CPU_BYTES, MOST_CPU_FLOPS = 48 * MB, 4e9
+# Of a shape with one size of a real model: many of them are tried.
+MAX_STRETCHED_BYTES, MAX_STRETCHED_FLOPS = 12 * MB, 4e8
+LARGE_CASES = 2  # at the shape that is timed, in each type that is not
 KEPT_TIMES = 120  # the guard keeps inputs and results of all timed calls of a GPU: about 80 times what one moves
 MOST_GPU_BYTES, MOST_GPU_FLOPS = 1024 * MB, 2e12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelCase:
-    """One trial: a shape, a type and a seed; `wide` spreads magnitudes, `poison` is the byte around all tensors."""
+    """One trial: a shape, a type, a seed and a pattern of values; `poison` is the byte around all tensors."""
 
     shape: Shape
     dtype: torch.dtype
     seed: int
-    wide: bool = False
+    pattern: str = ORDINARY
     poison: int = 0xFF
     timed: bool = False
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Truth:
-    """Results and gradients in float64, each with how far off a value may be."""
-
-    values: list[Tensor]
-    allowed: list[Tensor]
-    names: list[str] = field(default_factory=list)
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name} {size}" for name, size in self.shape.items())
+        timed = ", timed run" if self.timed else ""
+        return f"{str(self.dtype).removeprefix('torch.')}, {sizes}, {self.pattern}{timed}"
 
 
-def draw_cases(op: KernelOp, dtypes: Sequence[torch.dtype], random_source: random.Random) -> list[KernelCase]:
-    """Every odd shape and two random ones in every type; each shape at least twice with other values."""
-    found = []
-    shapes = [dict(one) for one in op.odd_shapes][:4] + random_shapes(op, 2, random_source)
+def op_patterns(op: KernelOp) -> list[str]:
+    """The patterns of values that an operation is tried on, ordinary ones first."""
+    return [ORDINARY, WIDE, CORRELATED, LARGE_MEANS, *op.structured_inputs]
+
+
+def draw_cases(
+    op: KernelOp,
+    dtypes: Sequence[torch.dtype],
+    random_source: random.Random,
+    *,
+    large: Shape,
+    timed_dtype: torch.dtype | None = None,
+) -> list[KernelCase]:
+    """Odd and random shapes, shapes with one size of a real model, and the shape `large`, in every type and pattern.
+
+    Values of `large` in `timed_dtype` are left to the timed runs, which are compared as well.
+    """
+    small = [dict(one) for one in op.odd_shapes][:4] + random_shapes(op, 2, random_source)
+    cases: list[KernelCase] = []
+
+    def add(shape: Shape, dtype: torch.dtype, pattern: str) -> None:
+        # 0x7B: large numbers, for kernels that hide not-a-number
+        poison = 0xFF if len(cases) % 2 == 0 else 0x7B
+        seed = random_source.getrandbits(31)
+        cases.append(KernelCase(shape=shape, dtype=dtype, seed=seed, pattern=pattern, poison=poison))
+
     for dtype in dtypes:
-        for number, shape in enumerate(shapes):
-            for wide in (False, True):
-                seed = random_source.getrandbits(31)
-                poison = 0xFF if (number + wide) % 2 == 0 else 0x7B  # 0x7B: large numbers, for who hides not-a-number
-                found.append(KernelCase(shape=shape, dtype=dtype, seed=seed, wide=wide, poison=poison))
+        structured = op_patterns(op)[1:]
+        random_source.shuffle(structured)
+        endless = itertools.cycle(structured)
+        for shape in small:
+            add(shape, dtype, ORDINARY)
+            add(shape, dtype, next(endless))
+        for shape in stretched_shapes(op, dtype, random_source):
+            add(shape, dtype, next(endless))
+        if dtype != timed_dtype:
+            for _ in range(min(LARGE_CASES, len(structured))):
+                add(large, dtype, next(endless))
+    return cases
+
+
+def stretched_shapes(op: KernelOp, dtype: torch.dtype, random_source: random.Random) -> list[dict[str, int]]:
+    """For each size of the operation the largest of a real model and a random one, where the other sizes are small."""
+    found: list[dict[str, int]] = []
+    for name in op.odd_shapes[0]:
+        real = sorted({one[name] for one in op.shapes})
+        for size in dict.fromkeys((real[-1], random_source.choice(real))):
+            others = [dict(one) for one in op.odd_shapes]
+            random_source.shuffle(others)
+            for other in others:
+                shape = {**other, name: size}
+                work = op.count_work(shape, dtype)
+                fits = work.read_bytes + work.written_bytes <= MAX_STRETCHED_BYTES and work.flops <= MAX_STRETCHED_FLOPS
+                if fits and _is_valid_shape(op, shape):
+                    found.append(shape)
+                    break
     return found
+
+
+def _is_valid_shape(op: KernelOp, shape: Shape) -> bool:
+    """An operation may have bounds between its sizes that only its reference knows."""
+    try:
+        op.plain(*op.make_inputs(shape, op.dtypes[0], torch.device("cpu"), 0))
+    except (RuntimeError, ValueError, IndexError, AssertionError):
+        return False
+    return True
 
 
 def random_shapes(op: KernelOp, count: int, random_source: random.Random) -> list[dict[str, int]]:
@@ -73,11 +125,8 @@ def random_shapes(op: KernelOp, count: int, random_source: random.Random) -> lis
         for name, values in sizes.items():
             step = math.gcd(*values, *(one[name] for one in op.shapes if name in one))
             shape[name] = step * random_source.randint(min(values) // step, max(values) // step)
-        try:
-            op.reference(*op.make_inputs(shape, torch.float32, torch.device("cpu"), 0))
-        except (RuntimeError, ValueError, IndexError, AssertionError):
-            continue  # an operation may have bounds between its sizes that only it knows
-        found.append(shape)
+        if _is_valid_shape(op, shape):
+            found.append(shape)
     return found
 
 
@@ -109,111 +158,90 @@ def check_shape(op: KernelOp, shape: Shape) -> None:
 
 def draw_inputs(op: KernelOp, case: KernelCase, device: torch.device) -> tuple[Tensor, ...]:
     """The inputs of a case, drawn in the judge's process."""
-    inputs = op.make_inputs(case.shape, case.dtype, device, case.seed)
-    if not case.wide:
+    if case.pattern in op.structured_inputs:
+        inputs = op.structured_inputs[case.pattern](case.shape, case.dtype, device, case.seed)
         return tuple(one.contiguous() for one in inputs)
-    source = torch.Generator().manual_seed(case.seed ^ 0x5EED)
-    return tuple(_spread_values(one, source).contiguous() for one in inputs)
+    inputs = op.make_inputs(case.shape, case.dtype, device, case.seed)
+    source = torch.Generator(device).manual_seed(case.seed ^ 0x5EED)
+    changes = _PATTERNS.get(case.pattern)
+    if changes is None:
+        return tuple(one.contiguous() for one in inputs)
+    tables = [place for place, one in enumerate(inputs) if _is_table(one)]
+    return tuple(
+        (changes(one, source, is_first=place == tables[0]) if place in tables else one).contiguous()
+        for place, one in enumerate(inputs)
+    )
 
 
-def _spread_values(values: Tensor, source: torch.Generator) -> Tensor:
-    """Rows of very different size, with outliers; whole numbers and vectors stay as they are."""
-    if not values.is_floating_point() or values.dim() < 2 or values.dtype.itemsize < 2:
-        return values
-    powers = torch.randint(-WIDE_POWER, WIDE_POWER + 1, (*values.shape[:-1], 1), generator=source)
-    outliers = torch.rand(values.shape, generator=source) < 0.01
-    factor = torch.exp2(powers.float()) * torch.where(outliers, OUTLIER, 1.0)
-    return (values.float() * factor.to(values.device)).to(values.dtype)
-
-
-def result_kinds(op: KernelOp, inputs: Sequence[Tensor]) -> list[tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) of each result, from plain operations without values where they work without."""
-    try:
-        found = op.plain(*(one.to("meta") for one in inputs))
-    except (RuntimeError, NotImplementedError, ValueError):
-        found = op.plain(*inputs)
-    return [(str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in found]
-
-
-def input_bytes(inputs: Sequence[Tensor]) -> int:
-    """Of all inputs."""
-    return sum(tensor_bytes(one) for one in inputs)
-
-
-def find_truth(
-    op: KernelOp, inputs: Sequence[Tensor], dtype: torch.dtype, output_gradients: Sequence[Tensor] = ()
-) -> Truth:
-    """What is right for these inputs, in float64, with what a value may be off by."""
-    exact, rough = (_reference_values(op, inputs, kind, output_gradients) for kind in (torch.float64, torch.float32))
-    results = len(exact) - (len(op.gradients) if output_gradients else 0)
-    bound, allowed, names = op.error_bound(dtype), [], []
-    for number, (true, near) in enumerate(zip(exact, rough, strict=True)):
-        is_gradient = number >= results
-        most = _row_most(true)
-        lost = _row_most(near.double() - true)
-        off = most * bound * (GRADIENT_ALLOWANCE if is_gradient else 1.0) + CONDITION_ALLOWANCE * lost
-        if op.format and op.format.steps and true.numel():
-            off = off + op.format.steps[number] * true.abs().max()
-        allowed.append(off)
-        names.append(f"gradient of input {op.gradients[number - results]}" if is_gradient else f"result {number}")
-    return Truth(values=exact, allowed=allowed, names=names)
-
-
-def _row_most(values: Tensor) -> Tensor:
-    """The largest size in each row; a single number is its own row."""
-    sizes = values.abs()
-    return sizes.amax(dim=-1, keepdim=True) if sizes.dim() and sizes.shape[-1] else sizes
-
-
-def _reference_values(
-    op: KernelOp, inputs: Sequence[Tensor], kind: torch.dtype, output_gradients: Sequence[Tensor]
+def draw_output_gradients(
+    case: KernelCase, inputs: Sequence[Tensor], kinds: Sequence[tuple[torch.dtype, Sequence[int]]]
 ) -> list[Tensor]:
-    given = [one.to(kind) if one.is_floating_point() else one for one in inputs]
-    if not output_gradients:
-        with torch.no_grad():
-            return [one.double() for one in op.reference(*given)]
-    given = [one.requires_grad_() if place in op.gradients else one for place, one in enumerate(given)]
-    results = op.reference(*given)
-    pairs = [
-        (one, grad.to(one.dtype)) for one, grad in zip(results, output_gradients, strict=True) if one.requires_grad
-    ]
-    wanted = [given[place] for place in op.gradients]
-    found = torch.autograd.grad([one for one, _ in pairs], wanted, [grad for _, grad in pairs])
-    return [one.detach().double() for one in (*results, *found)]
+    """Gradients of the results, which the candidate takes back to its inputs.
+
+    Independent of the inputs they hide terms that are sums of products with them: sums of n random products are only
+    the root of n. In structured cases they have a mean, and resemble an input of the same shape.
+    """
+    device = inputs[0].device
+    source = torch.Generator(device).manual_seed(case.seed ^ 0x6AD)
+    found = []
+    for dtype, shape in kinds:
+        gradient = torch.randn(tuple(shape), generator=source, device=device)
+        if case.pattern != ORDINARY:
+            alike = next((one for one in inputs if one.shape == gradient.shape and one.is_floating_point()), None)
+            gradient = gradient + 0.5
+            if alike is not None:
+                wide = alike.float()
+                gradient = gradient + wide / _row_rms(wide)
+        found.append(gradient.to(dtype))
+    return found
 
 
-def compare_values(got: Sequence[Tensor], truth: Truth, case: KernelCase) -> float:
-    """The largest error over what is allowed; raises RefusedError where it is above 1."""
-    worst = 0.0
-    for name, value, true, allowed in zip(truth.names, got, truth.values, truth.allowed, strict=True):
-        if not value.numel():
-            continue
-        found = value.double()
-        shown = f"{_case_text(case)}: {name}"
-        # Where the truth itself is not finite, so must the result be, in the same way.
-        finite = torch.isfinite(true)
-        wrong = torch.isnan(found) & ~torch.isnan(true)
-        if bool(wrong.any()):
-            share = float(wrong.float().mean())
-            raise RefusedError(
-                "values",
-                f"{shown} holds not-a-number in {share:.1%} of its elements: not written, or read outside of inputs",
-            )
-        error = torch.where(finite, (found - true).abs(), torch.zeros_like(true))
-        ratio = float((error / allowed.clamp(min=torch.finfo(torch.float32).tiny)).max())
-        if ratio > 1.0:
-            share = float((error > allowed).float().mean())
-            raise RefusedError(
-                "values", f"{shown} is off by {ratio:.3g} times the error bound, in {share:.1%} of its elements"
-            )
-        worst = max(worst, ratio)
-    return worst
+def _is_table(values: Tensor) -> bool:
+    """Whole numbers, codes and vectors stay as they are: permutations, scales, second moments."""
+    return values.is_floating_point() and values.dim() >= 2 and values.dtype.itemsize >= 2
 
 
-def _case_text(case: KernelCase) -> str:
-    sizes = ", ".join(f"{name} {size}" for name, size in case.shape.items())
-    values = "wide range of values" if case.wide else "timed run" if case.timed else "ordinary values"
-    return f"{str(case.dtype).removeprefix('torch.')}, {sizes}, {values}"
+def _row_rms(values: Tensor) -> Tensor:
+    return values.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6) if values.dim() else values.abs() + 1e-6
+
+
+def _spread_values(values: Tensor, source: torch.Generator, *, is_first: bool) -> Tensor:
+    """Rows of very different size, with outliers."""
+    del is_first
+    options: Any = {"generator": source, "device": values.device}
+    powers = torch.randint(-WIDE_POWER, WIDE_POWER + 1, (*values.shape[:-1], 1), **options)
+    outliers = torch.rand(values.shape, **options) < 0.01
+    factor = torch.exp2(powers.float()) * torch.where(outliers, OUTLIER, 1.0)
+    return (values.float() * factor).to(values.dtype)
+
+
+def _correlate_columns(values: Tensor, source: torch.Generator, *, is_first: bool) -> Tensor:
+    """Rows that share a direction, and a quarter of the columns, side by side, with most of the energy."""
+    del is_first
+    options: Any = {"generator": source, "device": values.device}
+    width = values.shape[-1]
+    direction = torch.randn(width, **options)
+    amount = torch.randn((*values.shape[:-1], 1), **options) * _row_rms(values.float())
+    first = int(torch.randint(0, width, (1,), **options))
+    place = (torch.arange(width, device=values.device) - first) % width
+    energy = torch.where(place < max(1, width // 4), 4.0, 1.0)
+    return ((0.7 * values.float() + 0.7 * amount * direction) * energy).to(values.dtype)
+
+
+def _shift_means(values: Tensor, source: torch.Generator, *, is_first: bool) -> Tensor:
+    """Means several times larger than what the values differ by; of the first input, or products would only cancel."""
+    del source
+    if not is_first:
+        return values
+    wide = values.float()
+    return (wide + 4.0 * _row_rms(wide)).to(values.dtype)
+
+
+_PATTERNS: Mapping[str, Callable[..., Tensor]] = {
+    WIDE: _spread_values,
+    CORRELATED: _correlate_columns,
+    LARGE_MEANS: _shift_means,
+}
 
 
 def parse_shape(text: str) -> dict[str, int]:
