@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from crew import Crew, together, until
 
 from phalanx.errors import UserError
 from phalanx.peers.harm_votes import AUDIT_EVERY, WARY_ROUNDS, AuditSchedule, Ballots, Judgement, RoundTrial
+from phalanx.peers.messages import MOST_ACCUSED, HarmVote, decode_message
 
 PEERS = ("a", "b", "c", "d")
 HARMFUL, SOUND = Judgement(harms=True), Judgement(harms=False)
@@ -68,10 +72,11 @@ def test_a_round_waits_only_for_votes_that_can_change_it() -> None:
 
 def test_audits_come_at_intervals_and_more_often_after_a_liar_has_hidden() -> None:
     schedule, gathered = AuditSchedule(), []
-    for _ in range(2 * AUDIT_EVERY):
+    for _ in range(32):
         gathered.append(schedule.is_due)
         schedule = schedule.after_round(gathered=schedule.is_due, hid=False)
-    assert [place for place, due in enumerate(gathered) if due] == [AUDIT_EVERY - 1, 2 * AUDIT_EVERY - 1]
+    assert [place for place, due in enumerate(gathered) if due] == [0, 2, 6, 14, 22, 30]
+    assert AUDIT_EVERY == 8
     schedule = schedule.after_round(gathered=True, hid=True)
     for _ in range(WARY_ROUNDS):
         assert schedule.is_due
@@ -115,11 +120,17 @@ def send(crew: Crew, values: list[float], round_number: int) -> list[object]:
     return together([lambda place=place, value=value: call(place, value) for place, value in enumerate(values)])
 
 
+def audit_later(crew: Crew) -> None:
+    for group in crew.groups:
+        group._node.leader._audit = AuditSchedule(interval=AUDIT_EVERY)
+
+
 @pytest.mark.parametrize("liar", [3, 1, 0])  # an ordinary member; also the leader, who owns the run
 def test_a_harmful_round_is_not_committed_and_its_cause_is_excluded(liar: int) -> None:
     judges = [Judge() for _ in range(4)]
     with Crew(4) as crew:
         groups = crew.join_all(4, [{"judge": judge} for judge in judges])
+        audit_later(crew)
         values = [-5.0 if place == liar else HONEST for place in range(4)]
         results = send(crew, values, 0)
         honest = [place for place in range(4) if place != liar]
@@ -141,6 +152,48 @@ def test_a_harmful_round_is_not_committed_and_its_cause_is_excluded(liar: int) -
             until(lambda: all(fingerprint in groups[place]._node.transport.allowed.revoked for place in honest))
         later = [result for place, result in enumerate(send(crew, values, 1)) if place != liar]
         assert all(result.committed for result in later)
+
+
+@pytest.mark.parametrize("harms", [True, False])
+def test_a_member_that_objects_to_a_round_does_not_offer_it_to_the_next_view(harms: bool) -> None:
+    is_released = threading.Event()
+
+    def wait(trial: RoundTrial) -> Judgement:
+        assert is_released.wait(20.0)
+        return SOUND
+
+    def vote(trial: RoundTrial) -> Judgement:
+        return Judgement(harms=harms and not trial.contributions)
+
+    with Crew(4) as crew:
+        groups = crew.join_all(3, [{"judge": judge} for judge in (wait, vote, vote)])
+        audit_later(crew)
+        with ThreadPoolExecutor(1) as pool:
+            results = pool.submit(send, crew, [HONEST] * 3, 0)
+            leader = groups[0]._node.leader
+            try:
+                until(lambda: {group.id for group in groups[1:]} <= set(leader._haves))
+                held = [group._node.rounds.accepted is not None for group in groups[1:]]
+            finally:
+                is_released.set()
+            assert all(result.committed for result in results.result(30.0))
+        assert held == [not harms] * 2
+
+
+def test_votes_from_the_wire_are_bounded() -> None:
+    key, peer = [1, 1, 1], "ab" * 8
+
+    def decode(accused: dict[str, str]) -> object:
+        return decode_message(json.dumps(["harm", key, accused]).encode())
+
+    assert decode({peer: "it lies"}) == HarmVote(key=(1, 1, 1), accused={peer: "it lies"})
+    for wrong in (
+        {peer: "x" * 501},
+        {"../peer": "it lies"},
+        {f"{place:016x}": "" for place in range(MOST_ACCUSED + 1)},
+    ):
+        with pytest.raises(ValueError, match="not a message of a peer"):
+            decode(wrong)
 
 
 def test_one_false_vote_changes_nothing() -> None:
@@ -189,11 +242,21 @@ def test_contributions_are_kept_apart_while_a_liar_that_hid_may_come_back() -> N
 
     with Crew(4) as crew:
         crew.join_all(4, [{"judge": hide} for _ in range(4)])
+        audit_later(crew)
         assert all(result.committed for result in send(crew, [HONEST] * 4, 0))
         judges[0].trials.clear()
         assert all(result.committed for result in send(crew, [HONEST] * 4, 1))
         assert judges[0].trials
         assert all(trial.contributions for trial in judges[0].trials)
+
+
+def test_the_first_judged_round_is_audited() -> None:
+    judges = [Judge() for _ in range(4)]
+    with Crew(4) as crew:
+        crew.join_all(4, [{"judge": judge} for judge in judges])
+        for number in range(2):
+            assert all(result.committed for result in send(crew, [HONEST] * 4, number))
+        assert all([bool(trial.contributions) for trial in judge.trials] == [True, False] for judge in judges)
 
 
 def test_an_excluded_peer_does_not_come_back() -> None:

@@ -17,7 +17,9 @@ import numpy as np
 from phalanx.peers.facts import Vector
 
 MIN_ACCUSERS = 2  # of two peers, neither can show that the other lies
-AUDIT_EVERY = 8  # judged rounds, of which one keeps contributions apart although no harm was found
+# Judged rounds, of which one keeps contributions apart although no harm was found; fewer at first, because a liar of
+# four peers that sent noise through seven of twelve rounds cost 0.12 nats.
+AUDIT_EVERY = 8
 WARY_ROUNDS = 8  # that keep contributions apart after a harmful round that turned harmless when it was repeated
 
 
@@ -112,15 +114,17 @@ def is_enough(accusers: int, others: int) -> bool:
 class AuditSchedule:
     """When a round keeps contributions apart although no harm was found in it: a leader's count of judged rounds."""
 
+    interval: int = 1  # judged rounds from one audit to the next: it doubles up to AUDIT_EVERY
     since: int = 0  # judged rounds since contributions were last kept apart
     wary: int = 0  # further rounds that keep them apart
 
     @property
     def is_due(self) -> bool:
         """Whether the next judged round keeps contributions apart."""
-        return self.wary > 0 or self.since >= AUDIT_EVERY - 1
+        return self.wary > 0 or self.since >= self.interval - 1
 
     def after_round(self, *, gathered: bool, hid: bool) -> AuditSchedule:
         """The schedule after a judged round; `hid`: a harmful round turned harmless when it was repeated."""
         wary = WARY_ROUNDS if hid else max(0, self.wary - 1)
-        return AuditSchedule(since=0 if gathered else self.since + 1, wary=wary)
+        interval = min(2 * self.interval, AUDIT_EVERY) if gathered else self.interval
+        return AuditSchedule(interval=interval, since=0 if gathered else self.since + 1, wary=wary)

@@ -293,6 +293,7 @@ class RoundLeader:
             # The next view is without them, and begins the round again: an attempt in this one could be committed by
             # some members while others have already left it.
             node.rounds.reject(plan.key)
+            self._audit = AuditSchedule()  # where there is one liar, there may be another
             for peer, reason in excluded.items():
                 node.exclude(peer, reason, round_number=plan.round_number)
             return False

@@ -31,12 +31,15 @@ class Group:
         return RoundResult(round_number=round_number, committed=True, vector=result)
 
 
-def updates(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def updates(
+    kind: str, monkeypatch: pytest.MonkeyPatch, weights_from: int = 0
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Honest updates of rounds 0 to 3, and what is sent of them by a peer that lies from step 2 on."""
     monkeypatch.setattr(peer_inject.firings, "claim_firing", lambda *_, **__: True)
     monkeypatch.setattr(peer_inject, "_flip_labels", lambda: None)
     group = Group()
-    faulty = FaultyGroup(None, group, parse_faults([f"lie:peer=2,kind={kind},step=2"], kinds=PEER_FAULTS), number=2)  # type: ignore[arg-type]
+    faults = parse_faults([f"lie:peer=2,kind={kind},step=2"], kinds=PEER_FAULTS)
+    faulty = FaultyGroup(None, group, faults, number=2, weights_from=weights_from)  # type: ignore[arg-type]
     honest = [np.random.default_rng(number).normal(size=64).astype(np.float32) for number in range(4)]
     for number, vector in enumerate(honest):
         faulty.report(PeerProgress(step=number))
@@ -62,6 +65,12 @@ def test_each_lie_lasts_from_its_step_on(kind: str, monkeypatch: pytest.MonkeyPa
         else:
             assert np.allclose(sent[number], expected[kind])
         assert sent[number].dtype == np.float32
+
+
+def test_gradients_are_honest(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, sent = updates("reversed", monkeypatch, weights_from=3)
+    assert all(np.array_equal(honest[number], sent[number]) for number in range(3))
+    assert np.array_equal(-honest[3], sent[3])
 
 
 def test_a_lie_is_written_with_kind_or_how() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from phalanx.peers.attempt import Attempt
 from phalanx.peers.facts import Address, MemberView, PeerProgress, PeerState, RoundResult, Vector
+from phalanx.plan.plan import Plan
 from phalanx.record.run import Run
 from phalanx.train.data.batches import IGNORED
 from phalanx.train.drill import firings
@@ -32,11 +33,14 @@ TURNED = -4.0  # times an update that is to raise the loss: small enough for the
 class FaultyGroup:
     """A `GroupLink` that does what the faults of a drill ask of this peer, and else what the group behind it does."""
 
-    def __init__(self, run: Run, group: GroupLink, faults: Sequence[Fault], *, number: int) -> None:
+    def __init__(
+        self, run: Run, group: GroupLink, faults: Sequence[Fault], *, number: int, weights_from: int = 0
+    ) -> None:
         self._run, self._group, self._number = run, group, number
         self._faults = [fault for fault in faults if fault.of.inside and fault.kind != "clock-skew"]
         self._step = -1
         self._late: list[tuple[float, float]] = []  # (until, seconds in every round)
+        self._weights_from = weights_from  # steps before this one exchange gradients
         self._lies: list[str] = []
         self._kept: dict[int, Vector] = {}  # this peer's first honest update of each length
         self._results: dict[int, Vector] = {}  # the newest result of each length
@@ -95,9 +99,9 @@ class FaultyGroup:
                     self._begin_lie(fault.how)
                 case _:
                     weight *= FACTOR
-        has_update = vector.size > 1  # a meeting has none
+        is_weights = vector.size > 1 and self._step >= self._weights_from
         honest = vector
-        if has_update:
+        if is_weights:
             for how in self._lies:
                 vector = self._false_update(how, vector, round_number)
             self._kept.setdefault(honest.size, honest)
@@ -115,7 +119,7 @@ class FaultyGroup:
                 grace_s=grace_s,
                 weight_limits=weight_limits,
             )
-        if has_update and result.vector is not None:
+        if is_weights and result.vector is not None:
             self._results[honest.size] = result.vector
         return result
 
@@ -231,7 +235,11 @@ def own_faults(run: Run) -> list[Fault]:
 def faulty_group(run: Run, group: GroupLink) -> GroupLink:
     """The group of this peer as its drill wants it; the group itself outside of drills."""
     faults = own_faults(run)
-    return FaultyGroup(run, group, faults, number=faults[0].peer[0]) if faults else group
+    if not faults:
+        return group
+    plan = Plan.from_json(run.plan_text(), where=str(run.plan_json))
+    warm_up = plan.job.sync.warm_up_steps(plan.duration.steps)
+    return FaultyGroup(run, group, faults, number=faults[0].peer[0], weights_from=warm_up)
 
 
 def shift_clocks(run: Run) -> None:
