@@ -29,7 +29,8 @@ REMARKED = (
 )
 # Of a group of peers: what changes who learns with whom. Connections that end and return are not.
 TOLD_OF_PEERS = (
-    *("joined", "left", "evicted", "rejoined", "no-majority", "no-answer", "forced", "dropped", "revoked"),
+    *("joined", "left", "evicted", "rejoined", "no-majority", "no-answer", "forced", "dropped", "capped", "revoked"),
+    "aggregation",
     *("doubtful-progress", "measured", "behind", "caught-up"),
 )
 
@@ -144,7 +145,7 @@ def remark_of_rank(event: Event) -> list[str]:
     if event["event"] == "checkpoint":
         return _checkpoint_lines(event, step)
     if event["event"] == "peer":
-        is_named = event.get("kind") in ("dropped", "revoked", "doubtful-progress", "measured")
+        is_named = event.get("kind") in ("dropped", "capped", "revoked", "doubtful-progress", "measured")
         named = f"{text(event, 'name')}: " if is_named else ""
         return [f"step {step:,}: {named}{text(event, 'text')}"] if event.get("kind") in TOLD_OF_PEERS else []
     if event["event"] == "memory":
