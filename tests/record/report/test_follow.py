@@ -67,3 +67,9 @@ def test_copies_in_memory_that_fail() -> None:
     ]
     (told,) = remark_of_rank(known | {"is_skipped": True})
     assert told == "step 1,200: in-memory checkpoint skipped: the last one is not safe yet"
+
+
+def test_a_capped_claim_and_the_aggregation_of_updates_are_printed() -> None:
+    event = {"event": "peer", "step": 7, "name": "south", "text": "it claims 90, and was dealt 1"}
+    assert remark_of_rank({**event, "kind": "capped"}) == ["step 7: south: it claims 90, and was dealt 1"]
+    assert remark_of_rank({**event, "kind": "aggregation"}) == ["step 7: it claims 90, and was dealt 1"]

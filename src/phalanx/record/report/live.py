@@ -29,11 +29,12 @@ REMARKED = (
 )
 # Of a group of peers: what changes who learns with whom. Connections that end and return are not.
 TOLD_OF_PEERS = (
-    *("joined", "left", "evicted", "rejoined", "no-majority", "no-answer", "forced", "dropped", "revoked"),
-    *("harmful", "excluded", "doubtful-update", "gate", "doubtful-progress", "measured", "behind", "caught-up"),
+    *("joined", "left", "evicted", "rejoined", "no-majority", "no-answer", "forced", "dropped", "capped", "revoked"),
+    *("aggregation", "harmful", "excluded", "doubtful-update", "gate", "doubtful-progress", "measured", "behind"),
+    "caught-up",
 )
 # Their text does not name the peer.
-NAMED_PEERS = ("dropped", "revoked", "excluded", "doubtful-update", "doubtful-progress", "measured")
+NAMED_PEERS = ("dropped", "capped", "revoked", "excluded", "doubtful-update", "doubtful-progress", "measured")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
