@@ -1211,6 +1211,7 @@ def test_numbers_that_go_astray_are_rolled_back_once(stage: Stage) -> None:
     stage.pass_time(0.25)
     assert stage.status == ("failed", 3)
     assert "given up: it happened again at the same step after going back" in stage.message
+    assert [(one["epoch"], one["target"]) for one in stage.events("rollback")] == [(1, 6), (2, 6)]
 
 
 def commit(stage: Stage, *steps: int) -> None:
@@ -1224,16 +1225,18 @@ def commit(stage: Stage, *steps: int) -> None:
 def test_a_roll_back_sets_checkpoints_aside_and_records_which(stage: Stage) -> None:
     agent = stage.host("a", 4)
     stage.start(step=9)
-    commit(stage, 4, 7, 8)
+    commit(stage, 4, 6, 7, 8)
+    (stage.run.path / "checkpoints" / "untrusted-step-00000005").mkdir()  # of an earlier launch, and before the target
     astray(agent)  # the newest sound step is 6
     stage.pass_time(0.25)
     (event,) = stage.events("rollback")
     assert (event["epoch"], event["step"], event["target"], event["set_aside"]) == (1, 9, 6, [7, 8])
     assert event["reason"] == "the gradient was not finite"
-    assert stage.run.saved_steps() == [4]
+    assert stage.run.saved_steps() == [4, 6]
     assert (stage.run.path / "checkpoints" / "untrusted-step-00000008" / "manifest.json").exists(), "not deleted"
     stage.ready()
     assert (agent.last("go")["restore"], agent.last("go")["at_most"]) == (None, 6)
+    assert stage.coordinator.state.saved.step == 6, "the target itself is trusted"
 
 
 def test_a_run_that_ends_untrusted_records_what_it_set_aside(make_stage: Callable[..., Stage]) -> None:
@@ -1259,6 +1262,30 @@ def test_rolling_back_at_ever_other_steps_comes_to_an_end(stage: Stage) -> None:
         stage.advance(step)
     assert (step, stage.status) == (15, ("failed", 3))
     assert "failures in a row, without a new step between" in stage.message
+    assert [one["step"] for one in stage.events("rollback")] == [12, 13, 14, 15], "also where the run ends"
+
+
+def test_without_the_rank_to_blame_there_may_be_no_slots_left(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(recovery="replace")
+    agent = stage.host("a", 4)
+    stage.start(step=9)
+    commit(stage, 8)
+    astray(agent, fault="diverged", why="rank 2 differs", suspects=[2], evidence=None)
+    stage.pass_time(0.5)
+    assert stage.status == ("failed", 3)
+    assert [(one["target"], one["set_aside"]) for one in stage.events("rollback")] == [(6, [8])]
+
+
+def test_another_rank_to_blame_at_the_same_step_is_put_aside_too(stage: Stage) -> None:
+    agent = stage.host("a", 6)
+    for suspect in (1, 2):
+        if suspect == 1:
+            stage.start(step=9)
+        astray(agent, fault="diverged", why=f"rank {suspect} differs", sound=8, suspects=[suspect], evidence=None)
+        stage.pass_time(0.5)
+        stage.ready()
+        stage.advance(9)
+    assert (stage.epoch, stage.coordinator.state.is_over) == (3, False)
 
 
 def test_one_rank_whose_copy_was_wrong_is_put_aside(stage: Stage) -> None:

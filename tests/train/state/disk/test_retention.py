@@ -157,6 +157,7 @@ def test_with_one_kept_the_checkpoint_from_before_a_streak_comes_on_top(tmp_path
         (commits(23, 22, 21, 20, 19, damaged=20), 3, 20, {21}),  # the newest that can be read; a person looks at 20
         (commits(23, 22, 21), 2, 5, {21}),  # nothing from before is there
         (commits(23, 22, 21, 20, damaged=22), 2, None, {20}),  # damaged ones do not count, and newer ones stay
+        (commits(23, 22, 21, 20, damaged=20), 3, None, {20}),  # older than all that is kept: it goes
         (commits(23, damaged=23), 1, 20, set()),  # nothing can be read: nothing goes
         (commits(), 3, 20, set()),
         (commits(23, 22), 0, None, {22}),
