@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize(("table", "least"), [("options", 250), ("paths", 90), ("files", 500)])
+@pytest.mark.parametrize(("table", "least"), [("options", 250), ("paths", 80), ("files", 500)])
 def test_hostile_values_are_refused(tmp_path: Path, table: str, least: int) -> None:
     script = Path(__file__).with_name("hostile_values.py")
     done = subprocess.run(
