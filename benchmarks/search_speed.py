@@ -60,7 +60,7 @@ def measure(name: str) -> dict[str, float]:
     scoring, searching, legal = [], [], 0
     for _ in range(REPEATS):
         started = time.process_time()
-        legal = score_layouts(build_space(request), hopeless=math.inf).legal
+        legal = score_layouts(build_space(request), memory_cutoff=math.inf).legal
         scoring.append(time.process_time() - started)
         started = time.process_time()
         search_layouts(request)

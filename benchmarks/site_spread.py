@@ -117,7 +117,7 @@ def planned(job: str, cluster: str, detect_s: float, restart_s: float) -> Plan:
     overrides = [f"batch.global_sequences={max(16, hosts)}"]
     if detect_s:
         overrides += [f"fault.detect_s={detect_s}", f"fault.restart_s={restart_s}"]
-    return make_plan(load(EXAMPLES / job, overrides=overrides), cluster, hopeless=True)
+    return make_plan(load(EXAMPLES / job, overrides=overrides), cluster, allow_unfinishable=True)
 
 
 def simulated(fact: Fact) -> Line:
