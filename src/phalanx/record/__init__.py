@@ -1,1 +1,1 @@
-"""What happened: run folders, the events of their ranks, and the report made of them. No torch."""
+"""Run folders, the events of their ranks, and the reports made from them. Does not import torch."""

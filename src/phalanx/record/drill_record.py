@@ -1,8 +1,9 @@
-"""Read the record of a drill, and say whether it is what was written: signature first, then digests of the evidence.
+"""Read the record of a drill and check it: first its signature, then the SHA-256 digests of its evidence files.
 
-A signature is HMAC-SHA256 under a key that lies in the user's configuration folder. It says that this user's Phalanx
-wrote the record and that nobody changed it since; who has the key can sign anything, so it proves nothing against its
-owner. A copy in the user's store has no evidence beside it: there the signature alone is checked.
+The signature is an HMAC-SHA256 under a key in the user's configuration folder. It proves that this user's Phalanx
+wrote the record and that the record was not changed afterwards. The owner of the key can sign anything, so it proves
+nothing against that user. A copy in the user's store has no evidence files next to it: there only the signature is
+checked.
 """
 
 from __future__ import annotations
@@ -26,27 +27,29 @@ from phalanx.record.secret import read_secret
 VERSION = 1
 NAME = "drill-record.json"
 EVIDENCE = ("events-*.jsonl", "supervisor.jsonl", "drill.json", "plan.json", "job.json", "drill/fired-*.json")
-MOST_EVIDENCE_BYTES = 2**28  # hashed in a good second; a drill's own evidence is some hundred kilobytes
-MOST_MODULE_BYTES = 2**24  # of a model's own code
-REFUSED = "damaged files were refused"  # a verdict of the oracle, and what its evidence says when a restore met one
+# About one second of hashing; the evidence of a drill is usually some hundred kilobytes.
+MOST_EVIDENCE_BYTES = 2**28
+MOST_MODULE_BYTES = 2**24  # of a model's own Python file
+# A verdict of the drill oracle. MET is the text of its evidence when a restore refused a damaged checkpoint.
+REFUSED = "damaged files were refused"
 MET = " refused step-"
 FOREIGN = "the signature is not ours: the record was changed, or another user wrote it"
 
 
 def key_path(environ: Mapping[str, str]) -> Path:
-    """Where the key of this user is kept."""
+    """Return the path of this user's signing key, `$XDG_CONFIG_HOME/phalanx/drill.key`."""
     home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or ".", ".config")
     return Path(home) / "phalanx" / "drill.key"
 
 
 def store_path(environ: Mapping[str, str]) -> Path:
-    """Where copies of this user's records are kept, whatever becomes of the runs."""
+    """Return the folder with copies of this user's drill records, which outlive their runs."""
     home = environ.get("XDG_DATA_HOME") or os.path.join(environ.get("HOME") or ".", ".local", "share")
     return Path(home) / "phalanx" / "drills"
 
 
 def known_key(environ: Mapping[str, str]) -> bytes | None:
-    """The key, where there is one that nobody else can read; never made here."""
+    """Return the signing key, or None if it is missing or other users can read it; never create one."""
     try:
         return read_secret(key_path(environ))
     except UserError:
@@ -54,7 +57,7 @@ def known_key(environ: Mapping[str, str]) -> bytes | None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A record as JSON values; raises UserError when it is none at all."""
+    """Read a drill record as JSON values; raise UserError if the file is missing or is not a drill record."""
     if not is_file(path):
         raise mistake(str(path), "there is no such file", fix=f"name the {NAME} of a run that phalanx drill made")
     record = read_json(path)
@@ -64,15 +67,16 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def drill_subject(job: Mapping[str, Any], layout: Mapping[str, Any], *, base: Path) -> dict[str, str]:
-    """What a drill was made of, by which `phalanx check` tells whether it is about the same job.
+    """Describe the job that a drill tested, so that `phalanx check` can match the drill with a job.
 
-    The same job has the same name, model (and code of it), precision, optimizer, ways to save and to recover, and it
-    splits the model along the same axes. How much it learns, how often it saves and how many ranks an axis has may
-    differ: a suite sets its own, and a job is drilled on few ranks before it runs on many. `base` is the folder that
-    files of the job are sought from.
+    Two jobs match if they have the same name, model (with the code of its module), precision, numerics, optimizer,
+    settings for saving and recovery, and the same parallel axes. Training length, save interval and the degree of each
+    axis may differ: a suite sets its own, and a job is drilled on few ranks before it runs on many. `base` is the
+    folder that relative file names of the job refer to.
     """
     checkpoint, fault = at(job, "checkpoint"), at(job, "fault")
-    # The window is only said (plan/trainable.py): nothing that runs depends on it, and drills of 0.6 do not name it.
+    # The sliding window is not trained yet (plan/trainable.py), and drill records of 0.6 do not contain it.
+
     model = {key: value for key, value in at(job, "model").items() if key != "sliding_window"}
     parts = {
         "name": job.get("name"),
@@ -81,19 +85,20 @@ def drill_subject(job: Mapping[str, Any], layout: Mapping[str, Any], *, base: Pa
         "numerics": at(job, "numerics"),
         "optimizer": at(job, "optim").get("name"),
         "saves": [checkpoint.get("async"), checkpoint.get("memory_every"), "://" in text(checkpoint, "path")],
-        "recovers": [fault.get("recovery"), fault.get("dead_after_s")],  # who hangs is noticed after dead_after_s
+        # dead_after_s decides when a hanging rank is detected.
+        "recovers": [fault.get("recovery"), fault.get("dead_after_s")],
     }
-    whole = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
+    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
     return {
         "job": printable(job.get("name"), most=80),
         "model": printable(model.get("name"), most=80),
         "splits": _split_axes(layout),
-        "digest": hashlib.sha256(whole.encode()).hexdigest(),
+        "digest": hashlib.sha256(canonical.encode()).hexdigest(),
     }
 
 
 def _split_axes(layout: Mapping[str, Any]) -> str:
-    """The axes that a model is split along, without their degrees, as "pipeline 1f1b, data, ZeRO-2"."""
+    """List the axes that split the model, without their degrees, as "pipeline 1f1b, data, ZeRO-2"."""
     words = [axis for axis in ("tensor", "context", "expert") if (integer(layout, axis) or 1) > 1]
     if (integer(layout, "pipeline") or 1) > 1:
         words.append(f"pipeline {printable(layout.get('schedule'), most=40)}")
@@ -106,7 +111,9 @@ def _split_axes(layout: Mapping[str, Any]) -> str:
 
 
 def _module_digest(module: str, base: Path) -> str:
-    """Of the user's own model: its code and the function that builds it, wherever the file lies."""
+    """Return the digest of the user's model file and the name of its builder function; the file name if it is
+    unreadable.
+    """
     if not module:
         return ""
     name, _, function = module.rpartition(":")
@@ -118,13 +125,13 @@ def _module_digest(module: str, base: Path) -> str:
 
 
 def check_record(path: Path, secret: bytes) -> tuple[dict[str, Any], list[str]]:
-    """The record and everything that is wrong with it; raises UserError when it is none at all."""
+    """Return the record and a list of its problems; raise UserError if the file is not a drill record."""
     record = read_record(path)
     return record, [*_signature_problems(record, secret), *record_differences(record, path.parent)]
 
 
 def is_signed(record: Mapping[str, Any], secret: bytes | None) -> bool:
-    """Whether its signature was made with this key."""
+    """Return True if the record's signature was made with this key."""
     return secret is not None and not _signature_problems(record, secret)
 
 
@@ -135,31 +142,31 @@ def _signature_problems(record: Mapping[str, Any], secret: bytes) -> list[str]:
 
 
 def record_differences(record: Mapping[str, Any], folder: Path) -> list[str]:
-    """How the evidence in a folder differs from what the record says of it."""
+    """List the differences between the evidence files in a folder and the digests in the record."""
     try:
-        found = folder_digests(folder)
+        digests = folder_digests(folder)
     except OSError as error:
         return [f"the evidence cannot be read: {error.strerror or error}"]
     wrong = []
     for name, digest in record["files"].items():
-        if found.get(name) != digest:
-            wrong.append(f"{name} {'has changed' if name in found else 'is missing'}")
-    return wrong + [f"{name} is new" for name in found.keys() - record["files"].keys()]
+        if digests.get(name) != digest:
+            wrong.append(f"{name} {'has changed' if name in digests else 'is missing'}")
+    return wrong + [f"{name} is new" for name in digests.keys() - record["files"].keys()]
 
 
 def sign_record(body: Mapping[str, Any], secret: bytes) -> str:
-    """HMAC-SHA256 over the record as canonical JSON."""
+    """Return the HMAC-SHA256 of the record as canonical JSON."""
     text = json.dumps(body, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hmac.new(secret, text.encode("ascii"), hashlib.sha256).hexdigest()
 
 
 def folder_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file that the verdicts rest on, those of the replay and of other peers included."""
+    """Return the SHA-256 of every evidence file, by path, including those of the replay and of other peers."""
     return {str(path.relative_to(folder)): file_sha256(path) for path in evidence_files(folder)}
 
 
 def evidence_files(folder: Path) -> list[Path]:
-    """What the verdicts of a drill rest on, in a run's folder."""
+    """List the files in a run folder that the verdicts of a drill rest on."""
     inner = [path for pattern in ("replay/*", "others/*") for path in folder.glob(pattern) if is_folder(path)]
     roots = [folder, *sorted(inner)]
     return sorted(path for pattern in EVIDENCE for root in roots for path in root.glob(pattern) if is_file(path))

@@ -1,4 +1,4 @@
-"""The schema of events as it is shipped: JSON Schema 2020-12, one definition per kind of event."""
+"""The JSON Schema (2020-12) of events: a definition per kind, checks of single events and of whole columns."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from phalanx.record.events import Event
 
 
 def load_schema() -> dict[str, Any]:
-    """The schema as JSON values; any JSON Schema library can check a line of a run against it."""
+    """Return the schema as JSON values; any JSON Schema library can check a line of an event file with it."""
     text = shipped_text(__file__, "data/events.schema.json")
     return dict(json.loads(text))
 
 
 def event_fields() -> dict[str, tuple[str, ...]]:
-    """The fields of each kind of event beside those that all have.
+    """Return the fields of each kind of event, without the common ones.
 
     >>> event_fields()["run_end"]
     ('step', 'state')
@@ -33,10 +33,9 @@ def event_fields() -> dict[str, tuple[str, ...]]:
     return {kind: tuple(known["properties"]) for kind, known in load_schema()["$defs"].items()}
 
 
-# Whether events are as the schema has them: columns of many at once by their types, single ones by the whole schema.
-#
-# The schema is record/data/events.schema.json. Of it only the words that it uses are known here; a test compares the
-# answers with those of a JSON Schema library.
+# Checks of events against record/data/events.schema.json: many events at once by the types of their columns, single
+# events against the full schema. Only the JSON Schema keywords that this schema uses are implemented; a test compares
+# the results with a JSON Schema library.
 
 
 _TYPES: dict[str, frozenset[type]] = {
@@ -58,16 +57,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class FieldShape:
-    """What a column may hold."""
+    """The values that a column may contain."""
 
-    types: frozenset[type] | None  # None: anything
+    types: frozenset[type] | None  # None: any type
     least: float | None
     most: float | None
     among: frozenset[Any] | None
 
     @property
     def is_free(self) -> bool:
-        """Whether any text may stand there."""
+        """True if the field may contain any text."""
         return self.among is None and (self.types is None or str in self.types)
 
 
@@ -78,23 +77,23 @@ def _loaded_schema() -> dict[str, Any]:
 
 @functools.cache
 def known_kinds() -> frozenset[str]:
-    """Kinds of events that the schema has."""
+    """Return the kinds of events that the schema defines."""
     return frozenset(_loaded_schema()["$defs"])
 
 
 @functools.cache
 def fields_of(kind: str) -> dict[str, FieldShape]:
-    """What the schema has of a kind that it knows, but for `event` itself."""
+    """Return the fields that the schema defines for a kind, except `event`."""
     schema = _loaded_schema()
-    found = {**schema["properties"], **schema["$defs"][kind]["properties"]}
-    return {name: _field_shape(known) for name, known in found.items() if name != "event"}
+    properties = {**schema["properties"], **schema["$defs"][kind]["properties"]}
+    return {name: _field_shape(known) for name, known in properties.items() if name != "event"}
 
 
 def _field_shape(known: Mapping[str, Any]) -> FieldShape:
     names = known.get("type")
     listed = [names] if isinstance(names, str) else names
     among = known.get("enum", [known["const"]] if "const" in known else None)
-    types = [_TYPES[name] for name in listed] if listed else [frozenset({type(one)}) for one in among or ()]
+    types = [_TYPES[name] for name in listed] if listed else [frozenset({type(value)}) for value in among or ()]
     return FieldShape(
         types=frozenset().union(*types) if types else None,
         least=known.get("minimum"),
@@ -110,17 +109,19 @@ def _required_fields(kind: str) -> frozenset[str]:
 
 
 class EventColumns:
-    """The fields of events of one kind, each as a column; a field that an event lacks is None there."""
+    """The fields of events of one kind as columns; an event that lacks a field has None there."""
 
     def __init__(self, kind: str, events: Sequence[Any], *, names: tuple[str, ...] = ()) -> None:
-        """With `names`, events are rows of these (typed.py), which the schema has nothing against."""
+        """Build the columns. With `names`, the events are rows of these fields that are already valid
+        (event_batches.py).
+        """
         self.kind, self.names, self._reported, self._is_typed = kind, names or tuple(events[0]), events, bool(names)
         try:
             rows = events if names else list(map(_fields_getter(self.names), events))
             self.is_even = self._is_typed or sum(map(len, events)) == len(events) * len(self.names)
         except KeyError:
             self.is_even = False
-        if not self.is_even:  # events of several versions, or with fields of somebody's own
+        if not self.is_even:  # events of several versions, or with fields that the user added
             self.names = tuple(dict.fromkeys(name for event in events for name in event))[:MOST_FIELDS]
             rows = [tuple([event.get(name) for name in self.names]) for event in events]
         self._columns: dict[str, Column] = dict(zip(self.names, zip(*rows, strict=True), strict=True))
@@ -133,65 +134,67 @@ class EventColumns:
 
     @property
     def events(self) -> Sequence[Event]:
-        """As tables."""
+        """The events as dicts."""
         return [self.event(place) for place in range(len(self))] if self._is_typed else self._reported
 
     def event(self, place: int) -> Event:
-        """One of them."""
+        """Return one event as a dict."""
         reported = self._reported[place]
         return {"event": self.kind, **dict(zip(self.names, reported, strict=True))} if self._is_typed else reported
 
     def get(self, name: str) -> Column:
-        """A column."""
+        """Return a column; all None if no event has the field."""
         return self._columns.get(name, self._nothing)
 
     def floats(self, name: str) -> Floats:
-        """A column as numbers; NaN where there is none."""
-        found = self._floats.get(name)
-        if found is None:
+        """Return a column as floats; NaN where it has anything else."""
+        numbers = self._floats.get(name)
+        if numbers is None:
             column = self.get(name)
             if column[0] is None and column.count(None) == len(column):
-                found = np.full(len(column), np.nan)
+                numbers = np.full(len(column), np.nan)
             else:
-                found = _as_floats(column if self._is_typed else _numbers_or_none(column))
-            self._floats[name] = found
-        return found
+                numbers = _as_floats(column if self._is_typed else _numbers_or_none(column))
+            self._floats[name] = numbers
+        return numbers
 
     def has(self, name: str) -> bool:
-        """Whether any event has the field."""
+        """Return True if any event has the field."""
         return name in self._columns
 
     def pick(self, places: Sequence[int]) -> EventColumns:
-        """Those of some of the events."""
+        """Return the columns of some of the events."""
         return EventColumns(
             self.kind, [self._reported[place] for place in places], names=self.names if self._is_typed else ()
         )
 
     def tells(self, place: int, name: str) -> bool:
-        """Whether an event has a field that any of them has."""
+        """Return True if this event has the field. The field must exist in at least one event."""
         return self.is_even or name in self._reported[place]
 
     def doubts(self) -> list[int]:
-        """Places of events that the whole schema must be asked about."""
+        """Return the places of events that must be checked against the full schema."""
         if self._is_typed:
             return []
-        found: set[int] = set()
+        places: set[int] = set()
         required = _required_fields(self.kind)
         if not self.is_even or not required <= set(self.names):
-            found.update(place for place, event in enumerate(self.events) if not required <= event.keys())
+            places.update(place for place, event in enumerate(self.events) if not required <= event.keys())
         for name, field in fields_of(self.kind).items():
             column = self._columns.get(name)
             if column is not None:
-                found.update(_misfit_places(column, field))
-        self.is_doubted = bool(found)
-        return sorted(found)
+                places.update(_misfit_places(column, field))
+        self.is_doubted = bool(places)
+        return sorted(places)
 
     def free(self) -> Sequence[str]:
-        """Fields that may hold any text: those that the schema does not know, and its own texts."""
+        """Return the fields that may contain any text: fields unknown to the schema, and its free text fields."""
         return _free_fields(self.kind, self.names)
 
     def whole(self) -> EventColumns:
-        """With 5 for 5.0 where the schema wants an integer: to JSON they are the same."""
+        """Return the columns with integral floats turned into integers (5.0 to 5) where the schema asks for integers;
+        in JSON both are the same number.
+        """
         integers = [name for name, field in fields_of(self.kind).items() if field.types and not field.types & {float}]
         return EventColumns(self.kind, [event | _whole_numbers(event, integers) for event in self.events])
 
@@ -202,7 +205,8 @@ def _free_fields(kind: str, names: tuple[str, ...]) -> Sequence[str]:
     return [name for name in names if name != "event" and (name not in fields or fields[name].is_free)]
 
 
-MOST_FIELDS = 1000  # of events of one kind in a piece; somebody else's beyond that
+# Columns per kind in a block; further fields, which only a user can have added, are dropped.
+MOST_FIELDS = 1000
 
 
 def _numbers_or_none(column: Column) -> Column:
@@ -223,8 +227,11 @@ def _whole_numbers(event: Event, names: Sequence[str]) -> Event:
 
 
 def _misfit_places(column: Column, field: FieldShape) -> Sequence[int]:
-    """Places of what does not belong into a column; of numbers in the middle of others, all that are too small."""
-    is_empty = column[0] is None and column.count(None) == len(column)  # a third of the columns of a step
+    """Return the places of values that the schema does not allow. If other values lie between numbers, all numbers out
+    of range are listed.
+    """
+    # True for a third of the columns of a step.
+    is_empty = column[0] is None and column.count(None) == len(column)
     types = {type(None)} if is_empty else set(map(type, column))
     if field.types is not None and not types <= field.types:
         return [place for place, value in enumerate(column) if type(value) not in field.types]
@@ -239,7 +246,7 @@ def _misfit_places(column: Column, field: FieldShape) -> Sequence[int]:
 
 
 def _places_beyond(column: Column, field: FieldShape, types: set[type]) -> Sequence[int]:
-    """Places of numbers that are too small or too large."""
+    """Return the places of numbers that are too small or too large."""
     least = -math.inf if field.least is None else field.least
     if field.most is None and types <= _NUMBERS and min(column) >= least:
         return ()
@@ -254,11 +261,11 @@ def _fields_getter(names: tuple[str, ...]) -> Callable[[Event], tuple[Any, ...]]
     return lambda event: (event[names[0]],)
 
 
-# ---- one event, by the whole schema ----------------------------------------------------------------------------------
+# ---- one event against the full schema -------------------------------------------------------------------------------
 
 
 def schema_breaks(event: Event) -> str:
-    """What the schema has against an event, in one line; empty when nothing."""
+    """Return the first violation of the schema by an event, in one line; empty if the event is valid."""
     schema = _loaded_schema()
     wrong = _check_schema(event, schema, "")
     kind = event.get("event")
@@ -288,7 +295,7 @@ def _check_type(value: Any, schema: Mapping[str, Any], at: str) -> str:
 
 def _check_value(value: Any, schema: Mapping[str, Any], at: str) -> str:
     among = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if among is not None and not any(_is_same(value, one) for one in among):
+    if among is not None and not any(_is_same(value, allowed) for allowed in among):
         return f"{at} = {_shown_value(value)} is none of {', '.join(map(str, among))}"
     if type(value) in _NUMBERS and value < schema.get("minimum", -math.inf):
         return f"{at} = {_shown_value(value)} is below {schema['minimum']}"
@@ -300,7 +307,7 @@ def _check_value(value: Any, schema: Mapping[str, Any], at: str) -> str:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Equal as JSON: 1 and 1.0 are, 1 and true are not."""
+    """Return True if both values are equal in JSON: 1 equals 1.0, but not true."""
     return (type(value) is type(other) or {type(value), type(other)} <= _NUMBERS) and bool(value == other)
 
 
@@ -325,8 +332,8 @@ def _check_list(value: Any, schema: Mapping[str, Any], at: str) -> str:
             return wrong
     items = schema.get("items")
     if items is not None:
-        for place, one in enumerate(value):
-            if wrong := _check_schema(one, items, f"{at}[{place}]"):
+        for place, item in enumerate(value):
+            if wrong := _check_schema(item, items, f"{at}[{place}]"):
                 return wrong
     return ""
 

@@ -1,7 +1,8 @@
-"""Events of a rank: one JSON object per line, appended; a reader may follow the file while it grows.
+"""Writing and reading the events of a rank: one JSON object per line, appended; readers may follow the growing file.
 
-docs/events.md lists the events and their units. A file that has grown large is closed and renamed
-(`events-00000-0001.jsonl`), and the next one begins under the old name; readers are given that name and read them all.
+docs/events.md lists the events and their units. A file that has grown to ROTATE_BYTES is closed and renamed
+(`events-00000-0001.jsonl`), and the next one begins under the old name. Readers are given the old name and read all
+parts.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ if TYPE_CHECKING:
     from phalanx.record.archive.event_index import IndexWriter
 
 VERSION = 1
-# Steps quicker than this share one write (a write takes about 5 µs); every other event is written at once.
+# Steps that are faster than this share one write (a write takes about 5 µs). Every other event is written at once.
 FLUSH_S = 0.05
-MOST_PENDING_BYTES = 4 * 2**20  # kept while the disk refuses them; older events go first
-MOST_LINE_BYTES = 2**20  # a longer line is no event of ours
+MOST_PENDING_BYTES = 4 * 2**20  # buffered while the disk refuses writes; the oldest events are dropped first
+MOST_LINE_BYTES = 2**20  # readers skip longer lines
 READ_BYTES = 2**20
 ROTATE_BYTES = 256 * 2**20  # half a million steps of a rank
 
 Event = dict[str, Any]
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-# NaN and infinity become null; values that only orjson knows are written as `json_values` says.
+# NaN and infinity become null. Values that only orjson can encode are encoded by `json_values` instead.
 _LINE = (
     orjson.OPT_APPEND_NEWLINE
     | orjson.OPT_NON_STR_KEYS
@@ -48,12 +49,12 @@ _LINE = (
 
 
 class EventWriter:
-    """Appends the events of one rank; whole lines only, and a full disk never stops the training.
+    """Appends the events of one rank in whole lines; a full disk never stops the training.
 
-    Threads may share one. A rank's events are indexed as they are written (archive/index.py). With a `host_file` they
-    go there, beside those of the host's other ranks, unless the rank has a file of its own from before or the file
-    system has no locks; `generation` tells which of two processes was this rank later. `earlier` are writers of this
-    process that a full disk has kept from closing: they try again as soon as this one can write.
+    Threads may share a writer. Events are indexed as they are written (archive/event_index.py). With a `host_file` the
+    events go there, next to those of the host's other ranks, unless the rank already has its own file or the file
+    system has no locks. `generation` orders two processes that were the same rank. `earlier` are writers of this
+    process that could not be closed because the disk was full: they try again as soon as this one can write.
     """
 
     def __init__(
@@ -77,10 +78,10 @@ class EventWriter:
         self._lock = threading.RLock()
         self._pending: list[bytes] = []
         self._flushed = -math.inf
-        self._is_held = False  # while several are written at once
+        self._is_held = False  # True while `write_all` collects events for one write
         self._file = -1
         self._index: IndexWriter | None = None
-        self.lost = 0  # events dropped because the disk refused them for too long, or too long themselves
+        self.lost = 0  # events dropped because they were too long, or because the disk refused them for too long
         self._open_file()
 
     def write(self, event: str, **fields: Any) -> None:
@@ -90,7 +91,7 @@ class EventWriter:
             line = {"v": VERSION, "event": event, "t": round(now, 6), "rank": self._rank, **fields}
             data = _encode_line(line)
             if len(data) > MOST_LINE_BYTES:
-                self.lost += 1  # no reader would take it
+                self.lost += 1  # readers skip lines of this length
                 return
             self._pending.append(data)
             if self._index is not None:
@@ -110,7 +111,7 @@ class EventWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Hand everything to the operating system now."""
+        """Write all pending events to the operating system now."""
         with self._lock:
             self._flushed = self._clock()
             data = b"".join(self._pending)
@@ -119,18 +120,18 @@ class EventWriter:
                 while done < len(data):
                     rest = data[done:]
                     done += self._stream.write(rest) if self._stream is not None else os.write(self._file, rest)
-            except OSError:  # disk full or gone: keep the rest, the next flush tries again
+            except OSError:  # disk full or gone: the next flush tries again with the rest
                 pass
             self._pending = [data[done:]] if done < len(data) else []
             self._bound_pending()
             self._note_written(done)
             if self._earlier and data and not self._pending:
-                self._earlier = [one for one in self._earlier if not one.close()]
+                self._earlier = [writer for writer in self._earlier if not writer.close()]
 
     def close(self) -> bool:
-        """Flush and close; calling it twice is fine.
+        """Flush and close; calling it again is allowed.
 
-        Not while the disk refuses what is left: then it stays open, answers False, and may be asked again later.
+        While the disk refuses the pending events the writer stays open and returns False; call it again later.
         """
         with self._lock:
             if self._file >= 0 or self._stream is not None:
@@ -153,11 +154,11 @@ class EventWriter:
         size = os.fstat(self._file).st_size
         if size > 0 and os.pread(self._file, 1, size - 1) != b"\n":
             self._pending.append(b"\n")  # ends the line that a killed process left half written
-        if self._rank >= 0:  # the supervisor's few events need no index
+        if self._rank >= 0:  # the coordinator's few events need no index
             self._index = self._make_index(os.fstat(self._file).st_ino)
 
     def _make_index(self, file_number: int, stream: HostStream | None = None) -> IndexWriter:
-        # Imported here: it needs numpy, half of the time in which a coordinator starts, and that writes no index.
+        # Imported here because it needs numpy, half of the start-up time of a coordinator, which writes no index.
         from phalanx.record.archive.event_index import IndexWriter
 
         return IndexWriter(self._path, file_number, stream=stream)
@@ -167,7 +168,7 @@ class EventWriter:
         with contextlib.suppress(OSError):
             if self._host_file is not None and not has_own:
                 return HostStream(self._host_file, rank=self._rank, generation=self._generation)
-        self._host_file = None  # from now on it has a file of its own
+        self._host_file = None  # from now on this rank has its own file
         return None
 
     @staticmethod
@@ -178,7 +179,7 @@ class EventWriter:
             os.close(file)
 
     def _note_written(self, written: int) -> None:
-        """Tell the index where the lines are, and begin another file when this one is large."""
+        """Report the written lines to the index, and start another file when this one is large."""
         if not written:
             return
         # The kernel left the position of an O_APPEND file at the end of what was just written.
@@ -200,7 +201,7 @@ class EventWriter:
         try:
             if stream is None and os.path.samestat(
                 os.fstat(self._file), os.stat(self._path)
-            ):  # else another process has done it
+            ):  # otherwise another process has already renamed it
                 aside = part_path(self._path, 1 + max(part_numbers(self._path), default=0))
                 os.rename(self._path, aside)  # the events first: an index without its events is ignored
                 if self._index is not None:
@@ -209,20 +210,20 @@ class EventWriter:
             pass
         try:
             self._open_file()
-        except OSError:  # no new file: go on in the old one, without an index
+        except OSError:  # no new file: continue in the old one, without an index
             self._index, self._rotate_at = None, end + self._rotate_bytes
             self._file, self._stream = before, stream
             return
         self._close_files(before, stream)
-        # Of the old one still, where it could not be renamed.
+        # The new file is the old one if that could not be renamed.
         size = self._stream.end if self._stream is not None else os.fstat(self._file).st_size
         self._rotate_at = self._rotate_bytes + (size if size >= self._rotate_bytes else 0)
 
     def _bound_pending(self) -> None:
-        held = b"".join(self._pending)
-        if len(held) > MOST_PENDING_BYTES:
+        pending = b"".join(self._pending)
+        if len(pending) > MOST_PENDING_BYTES:
             # A half-written first line must stay: its beginning is already on the disk.
-            first, _, rest = held.partition(b"\n")
+            first, _, rest = pending.partition(b"\n")
             cut = rest.find(b"\n", len(rest) // 2) + 1
             self.lost += rest[:cut].count(b"\n")
             self._pending = [first + b"\n" + rest[cut:]]
@@ -233,68 +234,71 @@ class EventWriter:
 def _encode_line(line: Event) -> bytes:
     try:
         return orjson.dumps(line, option=_LINE)
-    except (TypeError, ValueError):  # what JSON has no word for, numbers of more than 64 bits, half of a character
+    # Values that JSON cannot represent, integers of more than 64 bits, lone surrogates.
+    except (TypeError, ValueError):
         text = _JSON.encode(json_values(line))
     return text.encode("utf-8", errors="replace") + b"\n"
 
 
 _PART = re.compile(r"(.+)-(\d{4,9})(\.[^.]+)", re.DOTALL)
-SETTLED_NS = 2_000_000_000  # a file system may count changes in steps of a second: a younger one may have more to come
+# Some file systems round change times to a second or more: a folder that changed less than two seconds ago may have
+# another change with the same time.
+SETTLED_NS = 2_000_000_000
 
 
 def part_path(path: Path, number: int) -> Path:
-    """Where a closed part of a file of events is."""
+    """Return the path of a closed part of an event file."""
     return path.with_name(f"{path.stem}-{number:04d}{path.suffix}")
 
 
 def part_numbers(path: Path) -> list[int]:
-    """Numbers of the closed parts of a file of events, oldest first.
+    """Return the numbers of the closed parts of an event file, oldest first.
 
-    Asked for every rank: a folder that has not changed for a while is listed once for all of them.
+    This is called for every rank: a folder that has not changed for a while is listed once for all of them.
     """
     try:
         folder = os.stat(path.parent)
         is_settled = time.time_ns() - folder.st_mtime_ns > SETTLED_NS
         listed = _listed_parts if is_settled else _listed_parts.__wrapped__
-        found = listed(str(path.parent), folder.st_ino, folder.st_mtime_ns).get((path.stem, path.suffix), ())
+        numbers = listed(str(path.parent), folder.st_ino, folder.st_mtime_ns).get((path.stem, path.suffix), ())
     except OSError:
         return []
     rank = path.stem.removeprefix("events-")
     sessions = closed_sessions(path.parent, int(rank), now=True) if rank.isdecimal() and len(rank) <= 7 else 0
-    return sorted({*found, *range(1, sessions + 1)}) if sessions else list(found)
+    return sorted({*numbers, *range(1, sessions + 1)}) if sessions else list(numbers)
 
 
 @lru_cache(maxsize=4)
 def _listed_parts(folder: str, inode: int, changed_ns: int) -> dict[tuple[str, str], list[int]]:
-    """Numbers of closed parts, by stem and ending of the file they were parts of."""
-    found: dict[tuple[str, str], list[int]] = {}
-    # Of 16,384 ranks nearly all names are of files that grow, events-00000.jsonl, or of hosts: told without a pattern.
+    """Return the numbers of closed parts, by stem and suffix of their event file."""
+    numbers_by_file: dict[tuple[str, str], list[int]] = {}
+    # With 16,384 ranks nearly all names are growing files (events-00000.jsonl) or host files: skipped without a regex.
     names = [
         name
         for name in os.listdir(folder)
         if not name.startswith("events-") or ("-" in name[7:] and not name.startswith("events-host-"))
     ]
     for match in filter(None, map(_PART.fullmatch, names)):
-        found.setdefault((match.group(1), match.group(3)), []).append(int(match.group(2)))
-    return {name: sorted(numbers) for name, numbers in found.items()}
+        numbers_by_file.setdefault((match.group(1), match.group(3)), []).append(int(match.group(2)))
+    return {name: sorted(numbers) for name, numbers in numbers_by_file.items()}
 
 
 def event_files_of(path: Path) -> list[Path]:
-    """All files that hold the events of one rank, oldest first; the last is the one that grows."""
+    """Return all files with the events of one rank, oldest first; the last one is the file that grows."""
     return [*(part_path(path, number) for number in part_numbers(path)), path]
 
 
 class LineSplitter:
-    """Cuts what comes in pieces into lines; one that is too long to be an event is counted, not kept."""
+    """Splits incoming bytes into lines; counts and drops lines that are too long to be an event."""
 
     def __init__(self) -> None:
         self._partial = b""
         self._overlong = False
         self.skipped = 0
-        self.held = 0  # bytes taken in since the end of the last whole line
+        self.held = 0  # bytes received since the end of the last complete line
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that are complete now, without their ends."""
+        """Return the lines that are complete now, without their newlines."""
         *lines, rest = data.split(b"\n")
         if not lines:
             self._keep_partial(rest)
@@ -309,7 +313,7 @@ class LineSplitter:
         return [first, *lines[1:]]
 
     def finish(self) -> None:
-        """Nobody is going to complete the last line: count it."""
+        """Count an unfinished last line as skipped, because no process will complete it."""
         if self._overlong or self._partial.strip():
             self.skipped += 1
         self._partial, self._overlong, self.held = b"", False, 0
@@ -323,7 +327,7 @@ class LineSplitter:
 
 
 class EventReader:
-    """Reads a growing file from where it last stopped; lines that are no events are counted in `skipped`."""
+    """Reads a growing event file from where it last stopped; `skipped` counts lines that are not events."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -334,28 +338,30 @@ class EventReader:
 
     @property
     def skipped(self) -> int:
-        """Lines so far that were no events."""
+        """Number of lines so far that are not events."""
         return self._bad + self._lines.skipped
 
     @property
     def is_torn(self) -> bool:
-        """Whether what was read ends within a line."""
+        """True if the bytes read so far end in the middle of a line."""
         return self._lines.held > 0
 
     def read(self) -> list[Event]:
-        """The events that are new and complete; a file that does not exist yet has none."""
+        """Return the new complete events; an empty list if the file does not exist yet."""
         return list(self.stream())
 
     def finish(self) -> list[Event]:
-        """`read`, and count an unfinished last line: nobody is going to complete it."""
+        """Read the new events, and count an unfinished last line as skipped: no process will complete it."""
         events = self.read()
         self._lines.finish()
         return events
 
     def stream(self, *, only: tuple[bytes, ...] = (b"",)) -> Iterator[Event]:
-        """`read`, one by one, in the memory of one event; `only` those whose line holds one of these."""
+        """Yield the new events one by one, with one event in memory; `only` keeps lines that contain one of these
+        texts.
+        """
         for line in self._new_lines():
-            if not line.strip() or not any(one in line for one in only):
+            if not line.strip() or not any(marker in line for marker in only):
                 continue
             event = parse_event(line)
             if event is None:
@@ -368,7 +374,7 @@ class EventReader:
             self._part = min(part_numbers(self._path), default=1) - 1
         while True:
             after = part_path(self._path, self._part + 1)
-            # Opened before the look at the next part: was the file not yet closed then, this is the right one.
+            # Opened before the check for the next part: if the file was not closed at this time, it is the right one.
             file = _open_or_none(self._path)
             closed = has_events(after)
             if closed:
@@ -398,13 +404,15 @@ def _open_or_none(path: Path) -> EventBytes | None:
 
 
 def read_events(path: Path) -> tuple[list[Event], int]:
-    """All events of a file that no longer grows, and how many lines were none."""
+    """Return all events of a file that no longer grows, and the number of lines that are not events."""
     reader = EventReader(path)
     return reader.finish(), reader.skipped
 
 
 def parse_event(line: bytes, *, strict: bool = False) -> Event | None:
-    """One line; None when it is no event. Where JSON is not `strict`, NaN and numbers beyond 64 bits are taken too."""
+    """Parse one line; return None if it is not an event. Unless `strict`, NaN and integers beyond 64 bits are
+    accepted.
+    """
     if len(line) > MOST_LINE_BYTES:
         return None
     try:

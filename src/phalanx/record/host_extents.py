@@ -1,9 +1,9 @@
-"""The file of all ranks of a host as it lies on the disk: extents, their heads, and how a rank appends to its own.
+"""Layout of a host's shared event file on disk: extents and their heads, and how a rank appends to its own extents.
 
 An extent begins with a head of 256 bytes, one line of JSON: rank, membership generation and session (one opening of
-the file by one process), how many bytes of the session lie in earlier extents, how long the extent is, and how many of
-its bytes are used, which the writer brings up to date after each write. The file is a chain of extents, from its first
-byte on; what an extent does not use is a hole.
+the file by one process), how many bytes of the session lie in earlier extents, the length of the extent, and how many
+of its bytes are used, which the writer updates after each write. The file is a chain of extents from its first byte
+on; the unused rest of an extent is a hole.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ import orjson
 from phalanx.record.rank_table import TABLE, RankTableWriter, SessionSummary
 
 HEAD_BYTES = 256
-UNIT_BYTES = 16 * 2**10  # extents begin at a multiple of this; the first of a session is so long, each later one twice
+# Extents begin at multiples of this. The first extent of a session has this size, each later one twice its
+# predecessor.
+UNIT_BYTES = 16 * 2**10
 MOST_EXTENT_BYTES = 4 * 2**20
-MOST_SKIPPED = 2**16  # places without a head that are looked at behind damage: 1 GiB
+# Units without a head that are searched after a damaged extent: 1 GiB.
+MOST_SKIPPED = 2**16
 EVENTS, INDEX = ".jsonl", ".index"
 
 _BEFORE, _BETWEEN = b'{"extent":1,"used":"', b'","same":"'
@@ -37,7 +40,8 @@ _USED_AT = len(_BEFORE)
 
 
 def host_file_name(host: str) -> str:
-    """The name of a host in the names of its files; tasks that a launcher started (`machine:rank`) share their machine.
+    """Return the host's name as used in file names; tasks that a launcher started (`machine:rank`) share their
+    machine's.
 
     >>> host_file_name("gpu-04"), host_file_name("gpu-04:17"), host_file_name("a/b")
     ('gpu-04', 'gpu-04', 'a_b-c14cddc0')
@@ -56,17 +60,18 @@ def _rounded_up(size: int) -> int:
 # ---- extents ---------------------------------------------------------------------------------------------------------
 
 
-class Extent(NamedTuple):  # of 16,384 ranks there are 100,000: a dataclass takes five times as long to make
-    """A stretch of a host's file that one session of one rank writes."""
+# 131,072 ranks have many extents (16,384 ranks have 100,000): a dataclass takes five times as long to create.
+class Extent(NamedTuple):
+    """A contiguous range of a host's file that one session of one rank writes."""
 
-    begin: int  # of its head, in the file
-    size: int  # with its head
+    begin: int  # offset of its head in the file
+    size: int  # including its head
     at: int  # bytes of the session in earlier extents
 
 
 @dataclass(slots=True)
 class Session:
-    """What one process wrote as one rank into one file."""
+    """The bytes that one process wrote as one rank into one file."""
 
     path: str
     rank: int
@@ -77,30 +82,30 @@ class Session:
 
     @property
     def order(self) -> tuple[int, float, str]:
-        """Sorts the sessions of a rank: by generation first, since clocks of hosts differ."""
+        """Sort key of a rank's sessions: generation first, since the clocks of hosts differ."""
         return self.generation, self.opened_s, self.name
 
     @property
     def summary(self) -> SessionSummary:
-        """For the rank table."""
+        """The session's line in the rank table."""
         return SessionSummary(self.rank, self.generation, self.opened_s, self.name, len(self.extents))
 
 
 def _make_head(session: Session, extent: Extent) -> bytes:
     known = [session.rank, session.generation, session.opened_s, session.name, extent.at, extent.size]
-    told = dict(zip(("rank", "epoch", "t", "session", "at", "bytes"), known, strict=True))
-    text = orjson.dumps(told)[1:-1]
+    head_fields = dict(zip(("rank", "epoch", "t", "session", "at", "bytes"), known, strict=True))
+    text = orjson.dumps(head_fields)[1:-1]
     head = _used_field(0) + b'","crc":%d,' % zlib.crc32(text) + text + b"}"
     return head.ljust(HEAD_BYTES - 1) + b"\n"
 
 
 def _used_field(used: int) -> bytes:
-    # Twice: a reader that looks while it is written sees two different numbers, and looks again.
+    # Written twice: a reader during the write sees two different numbers and reads again.
     return _BEFORE + b"%010d" % used + _BETWEEN + b"%010d" % used
 
 
 def read_used(file: int, extent: Extent) -> int:
-    """Bytes that are used of an extent."""
+    """Return the number of used bytes of an extent."""
     used = 0
     for _ in range(3):
         head = os.pread(file, _USED_AT + 20 + len(_BETWEEN), extent.begin)
@@ -114,13 +119,20 @@ def read_used(file: int, extent: Extent) -> int:
 
 
 def _read_head(head: bytes) -> tuple[int, int, float, str, int, int] | None:
-    """Rank, generation, time and name of the session, its bytes before this extent, and its size; None for no head."""
+    """Return rank, generation, time and name of the session, its bytes before this extent, and the extent's size; None
+    for an invalid head.
+    """
     if len(head) < HEAD_BYTES or not head.startswith(_BEFORE):
         return None
     try:
-        told = orjson.loads(head)
-        rank, generation, opened_s, name = told["rank"], told["epoch"], told["t"], told["session"]
-        at, size, crc = told["at"], told["bytes"], told["crc"]
+        head_fields = orjson.loads(head)
+        rank, generation, opened_s, name = (
+            head_fields["rank"],
+            head_fields["epoch"],
+            head_fields["t"],
+            head_fields["session"],
+        )
+        at, size, crc = head_fields["at"], head_fields["bytes"], head_fields["crc"]
         if zlib.crc32(head[head.index(b',"rank":') + 1 : head.rindex(b"}")]) != crc:
             return None
     except (ValueError, KeyError, TypeError):
@@ -135,32 +147,33 @@ def _read_head(head: bytes) -> tuple[int, int, float, str, int, int] | None:
 
 
 class ExtentChain:
-    """The extents of one file, looked for again and again while it grows."""
+    """The extents of one file, refreshed while the file grows."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.sessions: dict[str, Session] = {}  # by name and rank; what follows a lost extent is a session of its own
-        self.end = 0  # behind the last extent: where the next one begins
-        self._current: dict[str, str] = {}  # which of them an extent goes on
+        # By session name and rank. Extents after a lost extent form a separate session.
+        self.sessions: dict[str, Session] = {}
+        self.end = 0  # end of the last extent: where the next one begins
+        self._current: dict[str, str] = {}  # by session and rank, the key in `sessions` that a new extent extends
         self._bases: dict[str, int] = {}
         self._inode = self._size = -1
-        self.is_whole = True  # every head could be read
-        self.extents = 0  # how many there are
+        self.is_whole = True  # True if every head could be read
+        self.extents = 0  # number of extents
 
     def is_current(self, found: os.stat_result) -> bool:
-        """Whether a file like this has no extents that are not known: a new one makes it longer."""
+        """Return True if a file with this stat has no unknown extents: a new extent makes it longer."""
         return found.st_ino == self._inode and found.st_size == self._size and self.is_whole
 
     def refresh(self, file: int) -> bool:
-        """Follow the chain in an opened file; whether there was anything new."""
-        found = os.fstat(file)
-        if self.is_current(found):
+        """Follow the chain of extents in an open file; return True if there was anything new."""
+        file_stat = os.fstat(file)
+        if self.is_current(file_stat):
             return False
-        if found.st_ino != self._inode or found.st_size < self._size or not self.is_whole:
-            # Another file, or a head was damaged or still on its way through a network file system.
+        if file_stat.st_ino != self._inode or file_stat.st_size < self._size or not self.is_whole:
+            # Another file, or a head that was damaged or had not arrived yet over a network file system.
             self.sessions, self._current, self._bases, self.end, self.extents = {}, {}, {}, 0, 0
-        self._inode, self._size, self.is_whole = found.st_ino, found.st_size, True
-        at, end, skipped = self.end, found.st_size, 0
+        self._inode, self._size, self.is_whole = file_stat.st_ino, file_stat.st_size, True
+        at, end, skipped = self.end, file_stat.st_size, 0
         while at < end and skipped < MOST_SKIPPED:
             head = _read_head(os.pread(file, HEAD_BYTES, at))
             if head is None:
@@ -191,16 +204,17 @@ class ExtentChain:
 
 
 class HostStream:
-    """Appends one session's bytes to a host's file; raises OSError where it cannot, as where locks do not work."""
+    """Appends the bytes of one session to a host's file; raises OSError if it cannot, such as without file locks."""
 
     def __init__(self, path: Path, *, rank: int, generation: int, name: str = "", is_lines: bool = True) -> None:
         self._session = Session(os.fspath(path), rank, generation, time.time(), name or secrets.token_hex(6))
-        self._is_lines = is_lines  # no line lies in two extents: whoever reads the file itself finds whole lines
+        # If True, no line is split between two extents, so the file itself can be read line by line.
+        self._is_lines = is_lines
         self._chain = ExtentChain(self._session.path)
-        self._extent = Extent(0, HEAD_BYTES, 0)  # no room
+        self._extent = Extent(0, HEAD_BYTES, 0)  # empty: the first write takes an extent
         self._used = 0
         known = self._session
-        # An index needs no table of its own: who looks for one knows its session.
+        # An index has no rank table: its readers find it through the session of the events.
         self._table = (
             RankTableWriter(
                 os.fspath(Path(path).with_suffix(TABLE)),
@@ -221,7 +235,7 @@ class HostStream:
 
     @property
     def name(self) -> str:
-        """The session's; its index has the same."""
+        """The session's name, which its index shares."""
         return self._session.name
 
     @property
@@ -230,7 +244,7 @@ class HostStream:
         return self._extent.at + self._used
 
     def write(self, data: bytes) -> int:
-        """Append; how many of the bytes, at least one."""
+        """Append as many bytes as fit, at least one; return their number."""
         room = self._extent.size - HEAD_BYTES - self._used
         fits = len(data)
         if fits > room:
@@ -240,7 +254,7 @@ class HostStream:
             return self.write(data)
         done = os.pwrite(self._file, data[:fits], self._extent.begin + HEAD_BYTES + self._used)
         self._used += done
-        with contextlib.suppress(OSError):  # told with the next write
+        with contextlib.suppress(OSError):  # the next write updates the count
             os.pwrite(self._file, _used_field(self._used), self._extent.begin)
             if self._table is not None and not self._table.has_bytes:
                 with self._locked():
@@ -248,13 +262,13 @@ class HostStream:
         return done
 
     def note_block(self, block: bytes) -> None:
-        """The newest block of the index of what is written here; zeros where it has none. For the rank table."""
+        """Store the newest block of this stream's index in the rank table; zeros if it has none."""
         if self._table is not None:
             with contextlib.suppress(OSError), self._locked():
                 self._table.note_block(block)
 
     def forget_block(self) -> None:
-        """Which block of the index is the newest is not known here any more."""
+        """Mark the newest index block in the rank table as unknown."""
         if self._table is not None:
             with contextlib.suppress(OSError), self._locked():
                 self._table.forget_block()
@@ -268,30 +282,30 @@ class HostStream:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def first_bytes(self, count: int) -> bytes:
-        """What the session begins with."""
+        """Return the first bytes of the session."""
         extent = self._session.extents[0]
         length = self._used if extent is self._extent else self._session.extents[1].at
         return os.pread(self._file, min(count, length), extent.begin + HEAD_BYTES)
 
     def open_index(self) -> HostStream:
-        """A stream for the index of what is written here, in the host's other file."""
+        """Open a stream for the index of this session, in the host's index file."""
         path, known = Path(self._session.path).with_suffix(INDEX), self._session
         return HostStream(path, rank=known.rank, generation=known.generation, name=known.name, is_lines=False)
 
     def close(self) -> None:
-        """No more is written."""
+        """Close the file; nothing is written afterwards."""
         os.close(self._file)
         if self._table is not None:
             self._table.close()
 
     def _take_extent(self, need: int) -> None:
-        """Take an extent at the end of the chain, for lines of at least `need` bytes."""
+        """Take an extent at the end of the chain, with room for at least `need` bytes."""
         earlier = min(len(self._session.extents), 16)
         size = max(min(UNIT_BYTES << earlier, MOST_EXTENT_BYTES), _rounded_up(HEAD_BYTES + need))
         with self._locked():
             self._chain.refresh(self._file)
             begin, length = self._chain.end, os.fstat(self._file).st_size
-            if length > begin:  # a head that cannot be read: leave its owner the room that it may have
+            if length > begin:  # an unreadable head: leave its owner the room that its extent may have
                 begin = _rounded_up(length) + MOST_EXTENT_BYTES
             extent = Extent(begin, size, self.end)
             head = _make_head(self._session, extent)
@@ -300,7 +314,7 @@ class HostStream:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if self._table is not None and self._chain.is_whole:
                 self._table.note_extent(
-                    [one.summary for one in self._chain.sessions.values()],
+                    [session.summary for session in self._chain.sessions.values()],
                     is_first=not self._session.extents,
                     last_begin=begin,
                     last_end=begin + size,

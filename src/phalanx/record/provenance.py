@@ -1,4 +1,4 @@
-"""What a run was made of: versions of the packages that compute, the code's commit, and a digest of the job."""
+"""Provenance of a run: package versions, the commit of the code, digests of code and job, and redaction of secrets."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ MOST_BYTES = 2**22  # of packed-refs
 
 
 def job_provenance(job: Mapping[str, Any]) -> dict[str, Any]:
-    """For `launch.json`; `commit` is empty where the package lies in no git checkout: `code` stands for it."""
+    """Return the values for `launch.json`. `commit` is empty outside a git checkout; there `code` identifies the
+    source.
+    """
     return {
         "versions": {
             "python": platform.python_version(),
             **{name: installed_version(name) for name in PACKAGES},
-            # Of a source tree that was never installed, a digest of its files.
+            # For a source tree that was never installed, a digest of its files.
             "phalanx": installed_version("phalanx") or f"source {our_code()}",
         },
         "commit": commit_of(Path(__file__).resolve().parents[3]),
@@ -34,7 +36,7 @@ def job_provenance(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def job_digest(job: Mapping[str, Any]) -> str:
-    """SHA-256 over the resolved job, the same whatever the order of its keys.
+    """Return the SHA-256 of the resolved job, independent of the order of its keys.
 
     >>> job_digest({"a": 1, "b": 2}) == job_digest({"b": 2, "a": 1}) != job_digest({"a": 1})
     True
@@ -44,21 +46,23 @@ def job_digest(job: Mapping[str, Any]) -> str:
 
 
 def commit_of(root: Path) -> str:
-    """The commit that is checked out in a folder, read from git's own files; empty where there is none."""
+    """Return the commit checked out in a folder, read from git's own files; empty if there is none."""
     try:
         folder = root / ".git"
         if folder.is_file():  # a worktree
             folder = root / folder.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
         head = (folder / "HEAD").read_text(encoding="utf-8").strip()
         name = head.removeprefix("ref:").strip()
-        found = head if name == head else _git_ref(folder, name)
+        commit = head if name == head else _git_ref(folder, name)
     except (OSError, ValueError):
         return ""
-    return found if COMMIT.fullmatch(found) else ""
+    return commit if COMMIT.fullmatch(commit) else ""
 
 
 def _git_ref(folder: Path, name: str) -> str:
-    """Of a branch: its own file, or a line of packed-refs; worktrees keep branches in the folder they share."""
+    """Return the commit of a branch from its ref file or from packed-refs; worktrees share the refs of the main
+    folder.
+    """
     shared = folder / "commondir"
     roots = [folder, *([folder / shared.read_text(encoding="utf-8").strip()] if shared.is_file() else [])]
     for root in roots:
@@ -74,34 +78,37 @@ def _git_ref(folder: Path, name: str) -> str:
 
 @functools.cache
 def our_code() -> str:
-    """Digest of the Phalanx that runs: versions are alike for many commits, and a commit says nothing of changes."""
+    """Return the digest of the running Phalanx source: a version covers many commits, and a commit hides local
+    changes.
+    """
     return code_digest(Path(__file__).resolve().parents[1])
 
 
 def code_digest(package: Path) -> str:
-    """SHA-256 over the names and bytes of a package's Python files."""
-    found = hashlib.sha256()
+    """Return the SHA-256 over the names and bytes of a package's Python files."""
+    digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        found.update(f"{path.relative_to(package)}\n".encode())
-        found.update(hashlib.sha256(path.read_bytes()).digest())
-    return f"sha256:{found.hexdigest()}"
+        digest.update(f"{path.relative_to(package)}\n".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return f"sha256:{digest.hexdigest()}"
 
 
-# ---- secrets stay out of the record ----------------------------------------------------------------------------------
+# ---- redaction of secrets --------------------------------------------------------------------------------------------
 
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY|AUTH|COOKIE|DSN", re.IGNORECASE)
 _IN_URL = re.compile(r"(?<=://)[^\s/@:]*:[^\s/@]+(?=@)")  # user:password@host
-LEAST_LENGTH = 6  # shorter values are words such as "true": to take them out would spoil the message
+# Shorter values are words such as "true": removing them would garble the message.
+LEAST_LENGTH = 6
 
 
 def redact(text: str, environ: Mapping[str, str]) -> str:
-    """The text without values of variables whose names look secret, and without passwords in URLs.
+    """Return the text without the values of variables whose names look secret, and without passwords in URLs.
 
     >>> redact("401 for hf_abcdefgh at https://me:pw@host/x", {"HF_TOKEN": "hf_abcdefgh"})
     '401 for [HF_TOKEN] at https://[password]@host/x'
     """
     secrets = {value: name for name, value in environ.items() if len(value) >= LEAST_LENGTH and _SECRET.search(name)}
-    for value in sorted(secrets, key=len, reverse=True):  # one may be part of another
+    for value in sorted(secrets, key=len, reverse=True):  # longest first: one secret may contain another
         text = text.replace(value, f"[{secrets[value]}]")
     return _IN_URL.sub("[password]", text)

@@ -1,14 +1,15 @@
-"""What each rank of a host has in the host's file, in one small file beside it: `events-host-NAME.ranks`.
+"""The rank table of a host's event file: what each rank has in it, in one small file `events-host-NAME.ranks`.
 
-Whoever opens a run of 131,072 ranks wants to know which ranks have events, in how many sessions, and how fast each was
-lately. The heads of all extents tell it, ten for a rank of 10,000 steps, each in another place of the disk. The rank
-table has it in 768 bytes for each rank that ever wrote into the file, so one read per host is enough.
+A reader that opens a run of 131,072 ranks needs to know which ranks have events, in how many sessions, and how fast
+each rank was lately. The extent heads hold this, ten per rank of 10,000 steps, each at another place of the disk. The
+rank table holds it in 768 bytes for each rank that ever wrote into the file, so one read per host is enough.
 
-It is a copy and nobody's only source. Each entry says how many extents its rank has, and the newest extent of the file
-as its rank saw it. A reader believes a table only if all check sums are right, the extents of all ranks add up, and the
-file of events ends within the newest extent (`rank_table_reader.py`); else it reads the heads. So a table that is
-missing, damaged, or of a file that an older version went on with costs time and changes nothing. Entries are written
-only while the file of events is locked, and a writer that finds a table it would not believe makes it anew.
+The table is a copy, never the only source. Each entry holds the number of extents of its rank, and the newest extent
+of the file at the time the rank took its last one. A reader accepts a table only if all checksums are right, the
+extents of all ranks add up, and the event file ends within the newest extent (`rank_table_reader.py`); otherwise it
+reads the heads. A table that is missing, damaged, or outdated because an older version appended to the file costs time
+and changes no result. Entries are written only while the event file is locked, and a writer that finds an invalid
+table rebuilds it.
 """
 
 from __future__ import annotations
@@ -27,35 +28,36 @@ ENTRY_BYTES = ENTRY_HEAD_BYTES + BLOCK_BYTES
 MOST_TABLE_BYTES = 4 * 2**20  # 5,000 ranks that were on one host
 NO_BLOCK = bytes(BLOCK_BYTES)
 
-# As in archive/blocks.py: odd multiples of 2^64 over the golden ratio, so no two words can change places unseen.
+# As in archive/blocks.py: odd multiples of 2^64 over the golden ratio, so swapping two words changes the sum.
 CHECK_WEIGHTS = [number * 0x9E3779B97F4A7C15 % 2**64 | 1 for number in range(1, ENTRY_HEAD_BYTES // 8)]
 _WORDS = struct.Struct(f"<{ENTRY_HEAD_BYTES // 8 - 1}Q")
 
 
 class RankEntry(NamedTuple):
-    """What one rank has in the file of its host."""
+    """The table entry of one rank."""
 
     rank: int
     sessions: int
-    generation: int  # of the newest session, as the two that follow
+    generation: int  # of the newest session, as are the next two fields
     opened_s: float
     name: bytes
     extents: int  # of all its sessions
-    has_bytes: int  # 1: something was written in one of them; 0: look
-    is_block_known: int  # 1: the block is the newest of the index, or zeros where it has none; 0: look there
-    file_extents: int  # of all ranks, when this one took its last
-    last_begin: int  # that extent, in the file
+    has_bytes: int  # 1: bytes were written in one of its sessions; 0: unknown, read the heads
+    # 1: the block is the newest of the index, or zeros if the index has none; 0: unknown, read the index.
+    is_block_known: int
+    file_extents: int  # of all ranks, when this rank took its last extent
+    last_begin: int  # offset of that extent in the file
     last_end: int
     spare: int = 0
 
     @property
     def order(self) -> tuple[int, float, bytes]:
-        """As that of `Session`."""
+        """Sort key of sessions, as in `Session`."""
         return self.generation, self.opened_s, self.name
 
 
 def pack_entry(entry: RankEntry) -> bytes:
-    """The head of an entry, with its check sum."""
+    """Return the head of an entry as bytes, with its checksum."""
     values = ENTRY_HEAD.pack(0, MAGIC, *entry, 0)
     return _check_sum(values).to_bytes(8, "little") + values[8:]
 
@@ -74,7 +76,7 @@ def _unpack_entry(head: bytes) -> RankEntry | None:
 
 
 class SessionSummary(NamedTuple):
-    """What a table needs to know of a session that is in the file."""
+    """The facts about a session in the file that the table needs."""
 
     rank: int
     generation: int
@@ -84,25 +86,25 @@ class SessionSummary(NamedTuple):
 
 
 def table_of_sessions(sessions: Iterable[SessionSummary]) -> list[RankEntry]:
-    """An entry for each rank, by what the heads of the extents tell: not whether there are bytes, nor the blocks.
+    """Build an entry for each rank from the sessions in the extent heads; `has_bytes` and the blocks are unknown.
 
-    Without the newest extent of the file, so nobody believes them before an entry has it that was written behind them.
+    The newest extent of the file is left at 0, so readers reject the table until an entry with it has been written.
     """
     ranks: dict[int, list[SessionSummary]] = {}
-    for one in sessions:
-        ranks.setdefault(one.rank, []).append(one)
-    total = sum(one.extents for some in ranks.values() for one in some)
-    found = []
-    for rank, some in ranks.items():
-        newest = max(some, key=lambda one: (one.generation, one.opened_s, one.name))
-        found.append(
+    for session in sessions:
+        ranks.setdefault(session.rank, []).append(session)
+    total = sum(session.extents for rank_sessions in ranks.values() for session in rank_sessions)
+    entries = []
+    for rank, rank_sessions in ranks.items():
+        newest = max(rank_sessions, key=lambda session: (session.generation, session.opened_s, session.name))
+        entries.append(
             RankEntry(
                 rank=rank,
-                sessions=len(some),
+                sessions=len(rank_sessions),
                 generation=newest.generation,
                 opened_s=newest.opened_s,
                 name=newest.name.encode(),
-                extents=sum(one.extents for one in some),
+                extents=sum(session.extents for session in rank_sessions),
                 has_bytes=0,
                 is_block_known=0,
                 file_extents=total,
@@ -110,11 +112,11 @@ def table_of_sessions(sessions: Iterable[SessionSummary]) -> list[RankEntry]:
                 last_end=0,
             )
         )
-    return found
+    return entries
 
 
 class RankTableWriter:
-    """Keeps a session's rank in the table of its host. Each call while the file of events is locked; none raises."""
+    """Updates one rank's entry in the table of its host. Call every method with the event file locked; none raises."""
 
     def __init__(self, path: str, *, rank: int, generation: int, opened_s: float, name: str) -> None:
         self._path = path
@@ -122,23 +124,23 @@ class RankTableWriter:
         self._rank = rank
         self._slot = -1
         self._file = -1
-        self.has_bytes = False  # as the table says
+        self.has_bytes = False  # according to the table
 
     def note_extent(
         self, known: Iterable[SessionSummary], *, is_first: bool, last_begin: int, last_end: int, extents: int
     ) -> None:
-        """An extent was taken; `known` are the sessions in the file without it, `extents` all with it."""
+        """Record a new extent. `known` are the sessions in the file without it; `extents` counts all, with it."""
         try:
             if self._file < 0:
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
                 self._file = os.open(self._path, flags, 0o644)
             entries = self._read_entries()
-            if entries is None or sum(one.extents for one in entries) != extents - 1:
-                # Of an older version, damaged, or a process was killed before it could tell.
+            if entries is None or sum(entry.extents for entry in entries) != extents - 1:
+                # Written by an older version, damaged, or a process was killed before it could update the table.
                 entries = table_of_sessions(known)
                 os.ftruncate(self._file, 0)
-                self._write_at(0, b"".join(pack_entry(one) + NO_BLOCK for one in entries))
-            self._slot = next((at for at, one in enumerate(entries) if one.rank == self._rank), len(entries))
+                self._write_at(0, b"".join(pack_entry(entry) + NO_BLOCK for entry in entries))
+            self._slot = next((at for at, entry in enumerate(entries) if entry.rank == self._rank), len(entries))
             before = entries[self._slot] if self._slot < len(entries) else None
             newest = before.order if before is not None else self._mine
             is_newest = self._mine >= newest
@@ -157,10 +159,10 @@ class RankTableWriter:
             begins = is_first and is_newest
             self._write_at(self._slot * ENTRY_BYTES, pack_entry(entry) + (NO_BLOCK if begins else b""))
         except (OSError, struct.error):
-            self.close()  # what it does not tell, readers notice
+            self.close()  # readers notice what is missing from the table
 
     def note_bytes(self) -> None:
-        """Something was written."""
+        """Record that the rank has written bytes."""
         try:
             if (entry := self._own_entry()) is not None:
                 self._write_at(self._slot * ENTRY_BYTES, pack_entry(entry._replace(has_bytes=1)))
@@ -169,7 +171,7 @@ class RankTableWriter:
             self.close()
 
     def note_block(self, block: bytes) -> None:
-        """The newest block of the session's index; zeros where it has none."""
+        """Store the newest block of the session's index; zeros if it has none."""
         try:
             entry = self._own_entry()
             if entry is not None and entry.order == self._mine and len(block) == BLOCK_BYTES:
@@ -179,7 +181,7 @@ class RankTableWriter:
             self.close()
 
     def forget_block(self) -> None:
-        """Readers look into the index from now on."""
+        """Mark the newest block as unknown, so that readers look into the index."""
         try:
             entry = self._own_entry()
             if entry is not None and entry.order == self._mine:
@@ -188,11 +190,11 @@ class RankTableWriter:
             self.close()
 
     def close(self) -> None:
-        """Nothing more is told."""
+        """Close the table; later calls record nothing."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
-        self.has_bytes = True  # not to be told either
+        self.has_bytes = True  # so that no caller tries to record it
 
     def _own_entry(self) -> RankEntry | None:
         if self._file < 0 or self._slot < 0:
@@ -202,15 +204,15 @@ class RankTableWriter:
         return entry if entry is not None and entry.rank == self._rank else None
 
     def _read_entries(self) -> list[RankEntry] | None:
-        """All of them; None where one is not to be believed."""
+        """Return all entries; None if one of them is not valid."""
         size = os.fstat(self._file).st_size
         data = os.pread(self._file, min(size, MOST_TABLE_BYTES), 0)
         if len(data) != size or size % ENTRY_BYTES:
             return None
         heads = [data[at : at + ENTRY_HEAD_BYTES] for at in range(0, size, ENTRY_BYTES)]
         entries = [entry for entry in map(_unpack_entry, heads) if entry is not None]
-        return entries if len(entries) == len(heads) == len({one.rank for one in entries}) else None
+        return entries if len(entries) == len(heads) == len({entry.rank for entry in entries}) else None
 
     def _write_at(self, at: int, data: bytes) -> None:
-        if os.pwrite(self._file, data, at) != len(data):  # a full disk; what is torn is not believed
+        if os.pwrite(self._file, data, at) != len(data):  # a full disk; readers reject the torn entry
             raise OSError

@@ -1,6 +1,6 @@
-"""Rank tables of many hosts read at once, and which of them are believed (rank_table.py).
+"""Read the rank tables of many hosts at once, and decide which of them are valid (rank_table.py).
 
-Apart from the writer's side, since this needs numpy, which takes half of the time in which a coordinator starts.
+Separate from the writer because this needs numpy, half of the start-up time of a coordinator.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from phalanx.record.rank_table import (
     table_of_sessions,
 )
 
-READ_BYTES = 12 * 2**10  # the table of 16 ranks; asking for more takes as long as reading it
-MOST_SESSIONS = 2**20  # of a rank in one file; more are not believed without their heads
+# The table of 16 ranks; requesting more bytes takes as long as reading them.
+READ_BYTES = 12 * 2**10
+# Of a rank in one file; a table with more is rejected, and the heads are read.
+MOST_SESSIONS = 2**20
 MOST_RANK = 10**7
 
 HEAD = np.dtype(
@@ -44,7 +46,7 @@ Integers = NDArray[np.int64]
 
 
 def read_table(path: str) -> bytes:
-    """A table as it lies on the disk; nothing where there is none, or no whole entries."""
+    """Return a table as it lies on disk; empty if it is missing or its length is not a multiple of an entry."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -62,7 +64,7 @@ def read_table(path: str) -> bytes:
 
 
 def _heads_of(data: bytes) -> Heads:
-    """The heads of entries, without the blocks: a sixth of the bytes."""
+    """Return the heads of the entries without their blocks: a sixth of the bytes."""
     rows = np.frombuffer(data, np.uint8).reshape(-1, ENTRY_BYTES)[:, :ENTRY_HEAD_BYTES]
     return np.ascontiguousarray(rows).view(HEAD)[:, 0]
 
@@ -74,7 +76,7 @@ def _are_whole(heads: Heads) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class BelievedTable:
-    """A table that fits its file of events: the heads of its entries, and the newest extent of the file."""
+    """A table that matches its event file: the heads of its entries, and the newest extent of the file."""
 
     heads: bytes
     last_begin: int
@@ -82,18 +84,18 @@ class BelievedTable:
 
 
 def believe_tables(tables: Sequence[bytes], sizes: Sequence[int], *, head_bytes: int) -> list[BelievedTable | None]:
-    """Of each table whether it is to be believed, by the size of the file of events beside it."""
-    found: list[BelievedTable | None] = [None] * len(tables)
+    """Validate tables against the sizes of their event files; return None for each table that does not match."""
+    valid_tables: list[BelievedTable | None] = [None] * len(tables)
     there = [number for number, data in enumerate(tables) if data]
     if not there:
-        return found
+        return valid_tables
     heads = _heads_of(b"".join([tables[number] for number in there]))
     lengths = np.array([len(tables[number]) // ENTRY_BYTES for number in there])
     stops = np.cumsum(lengths)
     starts = stops - lengths
     good = _are_whole(heads) & (heads["rank"] < MOST_RANK) & (heads["sessions"] <= MOST_SESSIONS)
     good &= (heads["sessions"] > 0) & (heads["extents"] >= heads["sessions"]) & (heads["extents"] < 2**40)
-    # A rank is told once.
+    # Each rank may occur once.
     keys = np.repeat(np.arange(len(there)), lengths) * MOST_RANK + np.minimum(heads["rank"], MOST_RANK).astype(np.int64)
     order = np.argsort(keys, kind="stable")
     good[order[1:][keys[order[1:]] == keys[order[:-1]]]] = False
@@ -107,25 +109,25 @@ def believe_tables(tables: Sequence[bytes], sizes: Sequence[int], *, head_bytes:
     data = heads.tobytes()
     for at in np.flatnonzero(fits).tolist():
         own = data[int(starts[at]) * ENTRY_HEAD_BYTES : int(stops[at]) * ENTRY_HEAD_BYTES]
-        found[there[at]] = BelievedTable(own, int(newest_begin[at]), int(newest_end[at]))
-    return found
+        valid_tables[there[at]] = BelievedTable(own, int(newest_begin[at]), int(newest_end[at]))
+    return valid_tables
 
 
 def heads_of_sessions(sessions: Iterable[SessionSummary]) -> bytes:
-    """What the table of a file would tell, by the heads of its extents."""
+    """Return the table heads that the extent heads of a file amount to."""
     return b"".join(map(pack_entry, table_of_sessions(sessions)))
 
 
 def tells_of(heads: bytes, sessions: Iterable[SessionSummary]) -> bool:
-    """Whether heads of entries tell of these sessions: as many of each rank."""
+    """Return True if the table heads list these sessions: the same number for each rank."""
     known = np.frombuffer(heads, HEAD)
     return dict(zip(known["rank"].tolist(), known["sessions"].tolist(), strict=True)) == Counter(
-        one.rank for one in sessions
+        session.rank for session in sessions
     )
 
 
 class RankRows:
-    """Which ranks have sessions in which files, of all hosts together."""
+    """The ranks with sessions, and the host files that contain them, over all hosts of a run."""
 
     def __init__(self, heads_of_files: Sequence[bytes]) -> None:
         heads = np.frombuffer(b"".join(heads_of_files), HEAD)
@@ -134,7 +136,7 @@ class RankRows:
         rank = heads["rank"].astype(np.int64)
         order = np.argsort(rank, kind="stable")
         is_last = np.append(np.diff(rank[order]) > 0, True) if len(rank) else np.zeros(0, bool)
-        if not is_last.all():  # ranks that moved: the newest session last
+        if not is_last.all():  # ranks that moved to another host: sort the newest session last
             order = np.lexsort((heads["name"], heads["opened_s"], heads["generation"], rank))
         heads = heads[order]
         self._rank, self._file = rank[order], files[order]
@@ -144,16 +146,17 @@ class RankRows:
         starts = np.append(0, self._newest[:-1] + 1) if len(self._newest) else self._newest
         sessions = np.add.reduceat(heads["sessions"], starts) if len(starts) else heads["sessions"]
         self.counts: dict[int, int] = dict(zip(self._unique.tolist(), sessions.tolist(), strict=True))
-        self.with_bytes = frozenset(self._rank[heads["has_bytes"] == 1].tolist())  # for the others, look
+        # For other ranks, read the extent heads.
+        self.with_bytes = frozenset(self._rank[heads["has_bytes"] == 1].tolist())
 
     def files_of(self, rank: int) -> list[int]:
-        """The numbers of the files that have sessions of a rank."""
+        """Return the numbers of the files with sessions of a rank."""
         first, stop = np.searchsorted(self._rank, (rank, rank + 1))
-        found: list[int] = self._file[first:stop].tolist()
-        return found
+        files: list[int] = self._file[first:stop].tolist()
+        return files
 
     def with_blocks(self, ranks: Sequence[int]) -> tuple[Integers, Integers]:
-        """Of these ranks, the places of those whose newest block is in a table, and the files of those tables."""
+        """Return the places of those ranks whose newest block is in a table, and the files of those tables."""
         asked = np.asarray(ranks, np.int64)
         if not len(self._unique) or not len(asked):
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -166,7 +169,7 @@ class RankRows:
 def read_blocks(
     paths: Mapping[int, str], files: Integers, ranks: Integers
 ) -> tuple[NDArray[np.bool_], NDArray[np.void]]:
-    """The newest block of each rank out of the table in the file beside it; of those whose entry is still there."""
+    """Return a mask of the ranks whose table entry still has a block, and those blocks."""
     if not len(files):
         return np.zeros(0, bool), np.zeros(0, f"V{BLOCK_BYTES}")
     numbers = np.unique(files)

@@ -3,17 +3,17 @@
 runs/first-run-20261115-054500/
 ├── job.toml  job.json       the job, every value resolved
 ├── plan.json                layout and prediction
-├── run_id                   a number of its own, which its checkpoints carry
-├── SHA256SUMS               digests of the four, compared before anything trains with them
-├── launch.json              what the launcher adds: data, ranks, baselines
-├── status.json              state of the run as the supervisor sees it
-├── events-00000.jsonl …     what each rank did (docs/events.md); closed parts are events-00000-0001.jsonl …
-├── events-00000.index …     where to find it quickly (docs/record.md)
-├── logs/rank-00000.log …    what each rank printed
-│                            from 1,024 ranks on one file for the ranks of a host: events-host-NAME.jsonl, .index
+├── run_id                   a random id, which its checkpoints carry
+├── SHA256SUMS               digests of these four files, checked before training
+├── launch.json              values that the launcher adds: data, ranks, baselines
+├── status.json              state of the run as the coordinator sees it
+├── events-00000.jsonl …     the events of each rank (docs/events.md); closed parts are events-00000-0001.jsonl …
+├── events-00000.index …     their indexes (docs/record.md)
+├── logs/rank-00000.log …    the output of each rank
+│                            from 1,024 ranks on, one file for the ranks of a host: events-host-NAME.jsonl, .index
 │                            and .ranks (rank_table.py), logs/host-NAME.log (host_file.py)
-├── errors/rank-00000.json … why a rank failed
-├── flight/epoch-00001-rank-00000.json … which collectives a rank was in when its membership ended badly
+├── errors/rank-00000.json … the error of a rank that failed
+├── flight/epoch-00001-rank-00000.json … the last collectives of a rank when its membership failed
 ├── checkpoints/
 └── stop                     create this file to stop the run at the next step
 """
@@ -72,7 +72,7 @@ MOST_TRIES = 1000  # runs of one name started within one second
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A run folder; every path in it has one name, here.
+    """A run folder, and the name of every path in it.
 
     >>> run = phalanx.run("runs/first-run")  # doctest: +SKIP
     >>> run.name, run.status()["state"]  # doctest: +SKIP
@@ -84,11 +84,11 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """The folder's name."""
         return self.path.name
 
     def __str__(self) -> str:
-        """The page that `phalanx train` prints at the end."""
+        """Return the report that `phalanx train` prints at the end."""
         from phalanx.record.report.render import render_text
 
         return render_text(self.summary())
@@ -104,17 +104,18 @@ class Run:
         return document_as_html(render_html(read_run_report(self), made=str(self.path)))
 
     def summary(self) -> Summary:
-        """What the run came to, as far as it went: measured beside predicted."""
+        """Return the results of the run so far: measured next to predicted values."""
         from phalanx.record.account.summary import summarize_run
         from phalanx.record.report.run_report import with_lost_processes
 
         return with_lost_processes(self, summarize_run(self))
 
     def frame(self, *names: str, rank: int | None = None, first: int | None = None, last: int | None = None) -> Any:
-        """Numbers by step, as `run.frame("loss", "tokens_per_s")`; without names, all that were recorded.
+        """Return recorded values by step, as in `run.frame("loss", "tokens_per_s")`; without names, all that were
+        recorded.
 
-        A pandas DataFrame indexed by step, or a dict of numpy columns with `step` where pandas is not installed. `rank`
-        is the lowest one with a record, unless given. Steps that were done again count once.
+        The result is a pandas DataFrame indexed by step, or a dict of numpy columns with `step` if pandas is not
+        installed. `rank` defaults to the lowest one with a record. Steps that were repeated count once.
         """
         from phalanx.io.notebook import as_frame
         from phalanx.record.archive.history import RunHistory
@@ -122,7 +123,9 @@ class Run:
         return as_frame(RunHistory.open(self).by_step(names, rank=rank, first=first, last=last), index="step")
 
     def plot(self, *names: str, rank: int | None = None) -> RunPlot:
-        """Curves over the steps, as `run.plot("loss", "tokens_per_s")`: an SVG each, which a notebook shows."""
+        """Plot values over the steps, as in `run.plot("loss", "tokens_per_s")`: one SVG each, which a
+        notebook shows.
+        """
         from phalanx.record.run_plot import plot_run
 
         return plot_run(self, names or ("loss",), rank=rank)
@@ -139,9 +142,11 @@ class Run:
 
     @property
     def checkpoints(self) -> Path | str:
-        """Where checkpoints are kept: the job's checkpoint.path, seen from the run; a text is an object store's URL.
+        """The place of the checkpoints: the job's checkpoint.path relative to the run; a str is the URL of an object
+        store.
 
-        There each run has a prefix of its own, or the next run of the same job would go on where this one ended.
+        In an object store each run has its own prefix, so that the next run of the same job does not continue this
+        one.
         """
         try:
             path = str(self.plan()["job"]["checkpoint"]["path"])
@@ -150,18 +155,20 @@ class Run:
         return f"{path.rstrip('/')}/{self.name}" if "://" in path else self.path / path
 
     def saved_steps(self) -> list[int]:
-        """Steps with a committed checkpoint, oldest first; a commit is a folder whose manifest was written last.
+        """Return the steps with a committed checkpoint, oldest first: the folders whose manifest, written last,
+        exists.
 
-        Of an object store: those that rank 0 reported, since it takes the trainer's libraries to ask the store itself.
+        For an object store, return the steps that rank 0 reported, since asking the store itself needs the libraries
+        of the trainer.
         """
         root = self.checkpoints
         if isinstance(root, str):
             return sorted(self._reported_commits())
-        found = [(COMMIT.fullmatch(path.parent.name), path) for path in root.glob("step-*/manifest.json")]
-        return sorted(int(match.group(1)) for match, _ in found if match)
+        manifests = [(COMMIT.fullmatch(path.parent.name), path) for path in root.glob("step-*/manifest.json")]
+        return sorted(int(match.group(1)) for match, _ in manifests if match)
 
     def saved_at(self, step: int) -> float:
-        """Unix time at which the checkpoint of a step was committed; 0 when that cannot be told."""
+        """Return the Unix time at which the checkpoint of a step was committed; 0 if it is unknown."""
         root = self.checkpoints
         if isinstance(root, str):
             return self._reported_commits().get(step, 0.0)
@@ -171,47 +178,52 @@ class Run:
             return 0.0
 
     def _reported_commits(self) -> dict[int, float]:
-        """Commits in the events of rank 0, with their times; the newest as many as are kept."""
-        found: dict[int, float] = {}
+        """Return the commits in the events of rank 0 with their times: the newest ones, as many as
+        `checkpoint.keep`.
+        """
+        commits: dict[int, float] = {}
         for event in EventReader(self.events(0)).stream(only=(b'"checkpoint"',)):
             step, time_s = integer(event, "step"), number(event, "t")
             if event["event"] == "checkpoint" and event.get("path") and step is not None and time_s is not None:
-                found[step] = time_s
-        keep = integer(at(self.plan(), "job", "checkpoint"), "keep") or 0  # unknown: all
-        return {step: found[step] for step in sorted(found)[-keep:]}
+                commits[step] = time_s
+        # 0, that is all, if the plan does not contain it.
+        keep = integer(at(self.plan(), "job", "checkpoint"), "keep") or 0
+        return {step: commits[step] for step in sorted(commits)[-keep:]}
 
     @property
     def stop_file(self) -> Path:
-        """The kill switch: while it exists the run stops at its next step."""
+        """The stop request file: while it exists, the run stops at its next step."""
         return self.path / "stop"
 
     def held(self) -> AbstractContextManager[None]:
-        """Be the only one who trains in this folder; raises UserError when somebody else does."""
+        """Hold the folder's lock, so that no other process trains in it; raise UserError if another
+        process holds it.
+        """
         return hold_folder(self.path)
 
     @property
     def is_held(self) -> bool:
-        """Whether a process trains in this folder now."""
+        """True if a process trains in this folder now."""
         return is_folder_held(self.path)
 
     def events(self, rank: int) -> Path:
-        """The events of one rank."""
+        """Return the path of the events of one rank."""
         return self.path / f"events-{rank:05d}.jsonl"
 
     def host_events(self, host: str) -> Path:
-        """The events of all ranks of a host, in a run of very many."""
+        """Return the path of the events of all ranks of a host, in a run with shared host files."""
         return self.path / f"events-host-{host_file_name(host)}.jsonl"
 
     def host_log(self, host: str) -> Path:
-        """What all ranks of a host printed, in a run of very many."""
+        """Return the path of the output of all ranks of a host, in a run with shared host files."""
         return self.path / "logs" / f"host-{host_file_name(host)}.log"
 
     def rank_log(self, rank: int) -> Path:
-        """What one rank printed, where it has a log of its own."""
+        """Return the path of the output of one rank, if it has its own log."""
         return self.path / "logs" / f"rank-{rank:05d}.log"
 
     def log(self, rank: int) -> Path:
-        """What one rank printed; in a run of very many, with what others of its host printed."""
+        """Return the log that contains the output of a rank: its own, or the one that the ranks of its host share."""
         own = self.rank_log(rank)
         session = None if own.exists() else find_session(self.events(rank))
         if session is None:
@@ -219,47 +231,49 @@ class Run:
         return self.path / "logs" / f"{Path(session.path).stem.removeprefix('events-')}.log"
 
     def rank_stack(self, rank: int) -> Path:
-        """Where a rank that hangs was, if it has a file of its own for that."""
+        """Return the path of the stack dump of a rank that hangs, if it has its own log."""
         return self.rank_log(rank).with_suffix(".stack")
 
     def host_stack(self, host: str) -> Path:
-        """Where ranks of a host were that hung, in a run of very many; written when one does."""
+        """Return the path of the stack dumps of hanging ranks of a host, in a run with shared host files."""
         return self.host_log(host).with_suffix(".stack")
 
     def stack(self, rank: int) -> Path:
-        """Where a rank that hangs was; in a run of very many, with others of its host."""
+        """Return the file with the stack dump of a rank that hangs: its own, or the one its host's ranks share."""
         return self.log(rank).with_suffix(".stack")
 
     def error(self, rank: int) -> Path:
-        """Why one rank failed."""
+        """Return the path of the error report of a rank that failed."""
         return self.path / "errors" / f"rank-{rank:05d}.json"
 
     def flight(self, generation: int, rank: int) -> Path:
-        """The collectives a rank had begun last, when a membership ended badly (record/account/incidents.py)."""
+        """Return the path of the last collectives that a rank had begun when a membership ended with a failure
+        (record/account/incidents.py).
+        """
         return self.path / "flight" / f"epoch-{generation:05d}-rank-{rank:05d}.json"
 
     @property
     def supervisor(self) -> Path:
-        """The events of the supervisor: hosts, generations, incidents."""
+        """The events of the coordinator: hosts, generations, incidents."""
         return self.path / "supervisor.jsonl"
 
     def event_files(self) -> list[Path]:
-        """The event files of all ranks, by rank; closed parts go with the one that grows (`events.parts`)."""
+        """Return the event files of all ranks, by rank; closed parts belong to the file that grows (`event_parts`)."""
         return [self.events(rank) for rank in self.event_parts()]
 
     def event_parts(self) -> dict[int, list[int]]:
-        """Every rank of which there are events, in order, with the numbers of the closed parts of its file.
+        """Return every rank that has events, in order, with the numbers of the closed parts of its file.
 
         Files of ranks that no plan and no launch of this run ever had are left out (`stray_files`).
         """
         return list_event_parts(self.path)[0]
 
     def stray_files(self) -> int:
-        """How many event files there are of ranks that the run never had."""
+        """Return the number of event files of ranks that the run never had."""
         return list_event_parts(self.path)[1]
 
     def recorded(self) -> Iterator[int]:
-        """Ranks whose events are more than a name, in order."""
+        """Yield the ranks that have written at least one byte of events, in order."""
         folder = os.fspath(self.path)
         shared = host_files(folder)
         known: frozenset[int] | None = None
@@ -274,7 +288,8 @@ class Run:
             own = None
             if rank in live:
                 with suppress(OSError):
-                    own = os.stat(f"{folder}/events-{rank:05d}.jsonl")  # not a Path: of 16,384 ranks half a second
+                    # os.stat of a string: with 16,384 ranks, Path objects take half a second.
+                    own = os.stat(f"{folder}/events-{rank:05d}.jsonl")
             if own is not None:
                 is_recorded = bool(own.st_size) and stat.S_ISREG(own.st_mode)
             else:
@@ -285,39 +300,41 @@ class Run:
                 yield rank
 
     def event_bytes(self, *, beyond: float = math.inf) -> int:
-        """Bytes of the events of all ranks; no more files are looked at once they are more than `beyond`."""
-        found = 0
+        """Return the bytes of the events of all ranks; stop counting once they are more than `beyond`."""
+        total = 0
         try:
             with os.scandir(self.path) as entries:
                 for entry in entries:
                     if EVENTS.fullmatch(entry.name):
-                        one = entry.stat(follow_symlinks=False)
-                        found += one.st_size if stat.S_ISREG(one.st_mode) else 0
-                        if found > beyond:
-                            return found
+                        file_stat = entry.stat(follow_symlinks=False)
+                        total += file_stat.st_size if stat.S_ISREG(file_stat.st_mode) else 0
+                        if total > beyond:
+                            return total
         except OSError:
             return 0
-        return found + total_bytes(self.path)
+        return total + total_bytes(self.path)
 
     def plan(self) -> dict[str, Any]:
-        """plan.json as JSON values."""
+        """Return plan.json as JSON values."""
         return read_json(self.plan_json)
 
     def plan_text(self) -> str:
-        """plan.json for whoever trains with it: raises UserError unless it is what was written, down to the bit."""
+        """Return plan.json for training with it; raise UserError unless its digest is the one that was written."""
         return read_plan_text(self.plan_json)
 
     def check_settings(self) -> None:
-        """Raise UserError naming job and plan files that are not what was written; those of 0.6 are not known."""
+        """Raise UserError with the names of changed job and plan files; runs of 0.6 have no digests to compare."""
         check_settings(self.path)
 
     @property
     def run_id(self) -> str:
-        """What tells this run from every other, whatever its folder is called; empty in a run of 0.6."""
+        """The random id that distinguishes this run from every other, whatever its folder is called; empty in a run of
+        0.6.
+        """
         return read_run_id(self.path)
 
     def committed_step(self) -> int | None:
-        """The newest step that rank 0 reported as saved, of those it did not go back behind since."""
+        """Return the newest step that rank 0 reported as saved and did not go back behind afterwards."""
         saved: set[int] = set()
         for event in EventReader(self.events(0)).stream(only=(b'"checkpoint"', b'"ready"')):
             step = integer(event, "step")
@@ -326,13 +343,13 @@ class Run:
             if event["event"] == "checkpoint" and event.get("path"):
                 saved.add(step)
             elif event["event"] == "ready":
-                saved = {one for one in saved if one <= step}
+                saved = {saved_step for saved_step in saved if saved_step <= step}
         return max(saved, default=None)
 
     def launch(self) -> dict[str, Any]:
-        """launch.json: what the launcher knew and the plan does not; raises UserError unless it is what was written.
+        """Return launch.json: the values that the launcher adds to the plan; raise UserError if its digest is wrong.
 
-        One of 0.6, or that a person wrote, has no digest, and is taken as it is.
+        A file of 0.6, or one that a person wrote, has no digest and is accepted.
         """
         return read_launch(self.path / "launch.json")
 
@@ -341,18 +358,20 @@ class Run:
         write_launch(self.path / "launch.json", values)
 
     def launches(self) -> list[float]:
-        """When each launch began, in order, as far as launch.json tells: an old one tells of the last alone."""
+        """Return the start time of each launch, in order; an old launch.json holds only the last one."""
         try:
             launch = self.launch()
         except UserError:
             return []
         earlier = launch.get("earlier")
-        known = [finite(one) for one in earlier] if isinstance(earlier, list) else []
+        known = [finite(time_s) for time_s in earlier] if isinstance(earlier, list) else []
         known.append(number(launch, "launched") or number(launch, "started"))
-        return sorted({one for one in known if one})
+        return sorted({time_s for time_s in known if time_s})
 
     def world(self) -> int | None:
-        """Ranks by launch.json, or by the plan where that has fewer devices or alone tells; None when nobody does."""
+        """Return the number of ranks: the smaller of launch.json and plan, or the one that is known; None if neither
+        is.
+        """
         known = [planned] if (planned := self.planned_world()) is not None else []
         try:
             reported = integer(self.launch(), "world")
@@ -365,7 +384,7 @@ class Run:
         )
 
     def planned_world(self) -> int | None:
-        """Devices of the plan's layout."""
+        """Return the number of devices in the plan's layout; None if it is unknown."""
         try:
             layout = at(self.plan(), "layout")
         except UserError:
@@ -373,7 +392,7 @@ class Run:
         return layout_world(layout)
 
     def status(self) -> dict[str, Any]:
-        """status.json; empty before the run was launched or when it is damaged."""
+        """Return status.json; empty if the run was not launched yet or the file is damaged."""
         try:
             return read_json(self.path / "status.json")
         except UserError:
@@ -384,20 +403,20 @@ class Run:
         write_json(self.path / "status.json", {"state": state, "t": round(time.time(), 3), **values})
 
     def replan(self, *, job_toml: str, job: Mapping[str, Any], plan_json: str) -> None:
-        """Put another plan in place; the one before is kept as plan-1.json, plan-2.json and so on."""
+        """Replace the plan; the previous one is kept as plan-1.json, plan-2.json and so on."""
         if self.plan() == json.loads(plan_json):
             if not (self.path / CHECKSUMS).exists():  # a run of 0.6
                 write_settings(self.path, job_toml=job_toml, job=job, plan_json=plan_json)
             return
         write_run_file(
-            # A copy: a run has a plan at any time.
+            # A copy, not a rename: the run has a plan.json at any time.
             self.path / f"plan-{self.plan_count()}.json",
             self.plan_json.read_text(encoding="utf-8"),
         )
         write_settings(self.path, job_toml=job_toml, job=job, plan_json=plan_json)
 
     def plan_count(self) -> int:
-        """Plans this run has had; the newest is plan.json, kept under this number once another takes its place."""
+        """Return the number of plans this run has had; plan.json is saved under this number when it is replaced."""
         try:
             return 1 + sum(name.startswith("plan-") for name in list_names(self.path).settings)
         except OSError:
@@ -407,7 +426,7 @@ class Run:
 def create_run(
     root: Path, name: str, *, job_toml: str, job: Mapping[str, Any], plan_json: str, now_s: float | None = None
 ) -> Run:
-    """A new folder `root/name-<UTC time>`; an existing one is never touched."""
+    """Create the folder `root/name-<UTC time>` with the run's settings; existing folders are never touched."""
     require_name(name)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now_s))
     run = Run(path=_new_folder(root, f"{name}-{stamp}"))
@@ -420,7 +439,7 @@ def create_run(
 
 
 def require_name(name: str) -> None:
-    """Raise UserError for what cannot be the first part of a run folder's name."""
+    """Raise UserError if `name` cannot be the first part of a run folder's name."""
     if not NAME.fullmatch(name):
         fix = "use letters, digits, '.', '_' and '-', at most 100, not starting with a sign"
         raise mistake("run name", f"{name[:60]!r} is not a name", why="it names a folder under --runs", fix=fix)
@@ -432,7 +451,8 @@ def _new_folder(root: Path, stem: str) -> Path:
         for count in range(1, MOST_TRIES):
             path = root / (stem if count == 1 else f"{stem}-{count}")
             try:
-                path.mkdir()  # fails when it exists: two runs of one second get two folders
+                # mkdir fails if the folder exists, so two runs of the same second get two folders.
+                path.mkdir()
                 return path
             except FileExistsError:
                 continue
@@ -444,7 +464,7 @@ def _new_folder(root: Path, stem: str) -> Path:
 
 
 def open_run(path: str | Path) -> Run:
-    """The run in a folder; raises UserError when it is none."""
+    """Return the run in a folder; raise UserError if the folder is missing or not a run."""
     folder = Path(path)
     if not is_folder(folder):
         close = nearest(folder.name, _folder_names(folder.parent))
@@ -458,20 +478,20 @@ def open_run(path: str | Path) -> Run:
 
 
 def list_runs(root: Path) -> list[Run]:
-    """The runs of a folder, newest first; links and names that `phalanx train` would not make are left out."""
-    found = []
+    """Return the runs of a folder, newest first; skip links and names that `phalanx train` would not make."""
+    runs = []
     try:
         with os.scandir(root) as entries:
             for entry in entries:
                 if _is_run(entry):
-                    found.append((_start_time(Path(entry.path)), entry.name))
+                    runs.append((_start_time(Path(entry.path)), entry.name))
     except OSError:
         return []
-    return [Run(path=root / name) for _, name in sorted(found, reverse=True)]
+    return [Run(path=root / name) for _, name in sorted(runs, reverse=True)]
 
 
 def run_in(root: Path, name: str) -> Run:
-    """The run of that name in a folder; raises UserError for any name that is none, or leads elsewhere."""
+    """Return the run of that name in a folder; raise UserError if the name is invalid, unknown, or a link."""
     path = root / name if NAME.fullmatch(name) else None
     if path is None or path.is_symlink() or not is_file(path / "plan.json"):
         close = nearest(name[:100], [run.name for run in list_runs(root)])
@@ -489,7 +509,7 @@ def _is_run(entry: os.DirEntry[str]) -> bool:
 
 
 def _start_time(folder: Path) -> float:
-    """When a run was made, as far as its files tell: the plan is written first, and hardly ever again."""
+    """Return the start time of a run by the age of plan.json, which is written first and rarely replaced."""
     try:
         return (folder / "plan.json").stat().st_mtime
     except OSError:

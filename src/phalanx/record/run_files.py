@@ -1,4 +1,4 @@
-"""The files of a run folder: read and written whole, and which ranks have events in it by the names of its files."""
+"""Read and write the files of a run folder, and find the ranks with events by the names of the files."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from phalanx.record.host_file import HOST_FILE, SessionCounts, session_counts
 
 EVENTS = re.compile(r"events-(\d{5}|[1-9]\d{5,6})(?:-(\d{4,9}))?\.jsonl")
 PLAN = re.compile(r"plan(?:-\d{1,9})?\.json")
-BEYOND = 10**9  # more ranks than any run has
+BEYOND = 10**9  # more ranks than any run has: no upper limit
 
 
 def has_events(names: Iterable[str]) -> bool:
-    """Whether one of these names is a file of a run's events: those of a rank, or of all ranks of a host."""
+    """Return True if one of these names is an event file of a rank, or of all ranks of a host."""
     return any(EVENTS.fullmatch(name) or HOST_FILE.fullmatch(name) for name in names)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file of a run; raises UserError when it is missing or damaged."""
+    """Return the JSON object in a file of a run; raise UserError if it is missing or damaged."""
     try:
-        if not path.is_file() and path.exists():  # a pipe would be waited for for ever
+        if not path.is_file() and path.exists():  # opening a pipe would block forever
             raise mistake(str(path), "is not a file", why="the run is damaged")
         data = load_json(path)
     except OSError as error:
@@ -48,12 +48,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Replace a JSON file of a run; raises SystemFailure where it cannot be written."""
+    """Replace a JSON file of a run; raise SystemFailure if it cannot be written."""
     write_run_file(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
 def write_run_file(path: Path, text: str) -> None:
-    """Replace a file of a run; raises SystemFailure where it cannot be written."""
+    """Replace a file of a run; raise SystemFailure if it cannot be written."""
     try:
         replace_text(path, text)
     except OSError as error:
@@ -61,15 +61,18 @@ def write_run_file(path: Path, text: str) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> PhalanxError:
-    """The error to raise for a file of a run that was not written."""
+    """Return the error to raise for a file of a run that could not be written."""
     return write_failure(path, error, fix="free some space, or use another --runs")
 
 
-# ---- which files there are -------------------------------------------------------------------------------------------
+# ---- names in the folder ---------------------------------------------------------------------------------------------
 
 
 def list_event_parts(folder: Path) -> tuple[dict[int, list[int]], int]:
-    """Every rank with events and the numbers of its closed parts, in order; files of ranks that the run never had."""
+    """Return every rank with events and the numbers of its closed parts, in order, and the number of stray files.
+
+    Stray files are event files of ranks that no plan and no launch of the run had.
+    """
     try:
         names = list_names(folder)
     except OSError:
@@ -81,28 +84,30 @@ def list_event_parts(folder: Path) -> tuple[dict[int, list[int]], int]:
     most = _most_ranks(folder, names.settings)
     if not parts or next(reversed(parts)) < most:
         return parts, 0
-    found = {rank: closed for rank, closed in parts.items() if rank < most}
+    known_ranks = {rank: closed for rank, closed in parts.items() if rank < most}
     strays = sum(counts[rank] for rank in parts if rank >= most)
-    return found, strays
+    return known_ranks, strays
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class ListedNames:
-    """What the folder of a run holds, as far as its names tell. Nobody changes it."""
+    """The contents of a run folder, by the names of its files. Immutable."""
 
-    parts: dict[int, list[int]]  # of every rank with events, in order, the numbers of closed parts
-    counts: dict[int, int]  # event files of each
-    settings: tuple[str, ...]  # plans and launch.json
-    live: frozenset[int] = frozenset()  # ranks with a file of their own that grows
+    parts: dict[int, list[int]]  # for every rank with events, in order, the numbers of its closed parts
+    counts: dict[int, int]  # for every rank, the number of its event files
+    settings: tuple[str, ...]  # names of plan files and launch.json
+    live: frozenset[int] = frozenset()  # ranks whose own event file still grows
 
 
-@lru_cache(maxsize=4)  # a report asks a dozen times, and of 16,384 ranks each time takes a fiftieth of a second
+# A report calls this a dozen times, and with 16,384 ranks each call takes 20 ms.
+@lru_cache(maxsize=4)
 def _with_sessions(names: ListedNames, sessions: SessionCounts) -> tuple[dict[int, list[int]], dict[int, int]]:
-    """Parts and counts, those in the files of hosts added: every session but the newest is a closed part."""
+    """Add the sessions in host files to parts and counts: every session but the newest is a closed part."""
     if not names.parts:
-        one: list[int] = []  # the same for all ranks with a single session, 131,072 perhaps: nobody changes it
+        # Shared by all ranks with a single session, perhaps 131,072: must not be modified.
+        empty: list[int] = []
         counted = sorted(sessions.by_rank.items())
-        return {rank: list(range(1, count)) if count > 1 else one for rank, count in counted}, sessions.by_rank
+        return {rank: list(range(1, count)) if count > 1 else empty for rank, count in counted}, sessions.by_rank
     parts, counts = dict(names.parts), dict(names.counts)
     for rank, count in sessions.by_rank.items():
         closed = count - (rank not in names.live)
@@ -113,44 +118,45 @@ def _with_sessions(names: ListedNames, sessions: SessionCounts) -> tuple[dict[in
 
 
 def list_names(folder: Path) -> ListedNames:
-    """A folder that has not changed for a while is listed once, however often it is asked for."""
-    found = os.stat(folder)
-    is_settled = time.time_ns() - found.st_mtime_ns > SETTLED_NS
+    """List the names in a run folder; a folder that has not changed for a while is listed only once."""
+    folder_stat = os.stat(folder)
+    is_settled = time.time_ns() - folder_stat.st_mtime_ns > SETTLED_NS
     listed = _read_names if is_settled else _read_names.__wrapped__
-    return listed(os.fspath(folder), found.st_ino, found.st_mtime_ns)
+    return listed(os.fspath(folder), folder_stat.st_ino, folder_stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=4)
 def _read_names(folder: str, inode: int, changed_ns: int) -> ListedNames:
     names = os.listdir(folder)
-    found: dict[int, list[int]] = {}
+    parts_by_rank: dict[int, list[int]] = {}
     counts: dict[int, int] = {}
     live: set[int] = set()
     for name in names:
         if not name.startswith("events-") or not name.endswith(".jsonl") or name.startswith("events-host-"):
             continue
-        if len(name) == 18 and name[7:12].isdecimal() and name.isascii():  # events-00000.jsonl, as nearly all are
+        # events-00000.jsonl, the form of nearly all names
+        if len(name) == 18 and name[7:12].isdecimal() and name.isascii():
             rank = int(name[7:12])
-            found.setdefault(rank, [])
+            parts_by_rank.setdefault(rank, [])
             counts[rank] = counts.get(rank, 0) + 1
             live.add(rank)
             continue
         if (match := EVENTS.fullmatch(name)) is None:
             continue
         rank = int(match.group(1))
-        closed = found.setdefault(rank, [])
+        closed = parts_by_rank.setdefault(rank, [])
         counts[rank] = counts.get(rank, 0) + 1
         if match.group(2):
             closed.append(int(match.group(2)))
         else:
             live.add(rank)
     settings = tuple(name for name in names if name == "launch.json" or (name[:4] == "plan" and PLAN.fullmatch(name)))
-    parts = {rank: sorted(found[rank]) for rank in sorted(found)}
+    parts = {rank: sorted(parts_by_rank[rank]) for rank in sorted(parts_by_rank)}
     return ListedNames(parts=parts, counts=counts, settings=settings, live=frozenset(live))
 
 
 def _most_ranks(folder: Path, names: Sequence[str]) -> int:
-    """The largest world of any plan or launch; beyond all ranks where one of them cannot be read."""
+    """Return the largest world size of all plans and of the launch; BEYOND if one of them cannot be read."""
     worlds = [_world_in(folder / name) for name in names if PLAN.fullmatch(name)]
     if "launch.json" in names:
         worlds.append(_world_in(folder / "launch.json"))
@@ -158,15 +164,16 @@ def _most_ranks(folder: Path, names: Sequence[str]) -> int:
 
 
 def _world_in(path: Path) -> int:
-    """The ranks that a plan or launch tells of; BEYOND where it tells none."""
+    """Return the world size in a plan or launch file; BEYOND if it has none."""
     try:
-        found = path.stat()
+        file_stat = path.stat()
     except OSError:
         return BEYOND
-    return _read_world(str(path), found.st_ino, found.st_mtime_ns, found.st_size)
+    return _read_world(str(path), file_stat.st_ino, file_stat.st_mtime_ns, file_stat.st_size)
 
 
-@lru_cache(maxsize=256)  # of a file as it is: whoever follows a run asks twice a second
+# Cached by the state of the file: a reader that follows a run calls this twice a second.
+@lru_cache(maxsize=256)
 def _read_world(path: str, inode: int, changed_ns: int, size: int) -> int:
     try:
         values = read_json(Path(path))
@@ -178,6 +185,6 @@ def _read_world(path: str, inode: int, changed_ns: int, size: int) -> int:
 
 
 def layout_world(layout: Any) -> int | None:
-    """Devices of a layout; None where it is none."""
+    """Return the number of devices of a layout; None if `layout` is not a layout."""
     axes = ("data", "tensor", "context", "pipeline")
     return math.prod(max(1, integer(layout, axis) or 1) for axis in axes) if integer(layout, "data") else None

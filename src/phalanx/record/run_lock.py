@@ -1,4 +1,4 @@
-"""Who trains in a run folder, and whether anything more is to come."""
+"""The lock of a run folder: which process trains in it, and whether the run is over."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from phalanx.record.host_file import stat_events
 if TYPE_CHECKING:
     from phalanx.record.run import Run
 
-GLANCE_S = 0.2  # a look at a lock takes microseconds
-ENDED = ("done", "stopped", "failed")  # states that a run gives itself at its end
-# The lock of a run is not seen on every host (flock is not shared by all file systems), so it is believed only where
-# nobody writes either: ranks tell of themselves every few seconds, from a thread of their own.
+# Readers hold the lock for microseconds only.
+GLANCE_S = 0.2
+ENDED = ("done", "stopped", "failed")  # states in which a run has ended
+# Some file systems do not share flock between hosts, so a free lock counts only if the files are silent as well: ranks
+# write events every few seconds, from a separate thread.
 SILENT_S = 120.0
 
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Be the only one who trains in this folder; raises UserError when somebody else does."""
+    """Hold the folder's lock, so that no other process trains in it; raise UserError if another process holds it."""
     with open(folder / "lock", "a+", encoding="utf-8") as file:
         if not _lock_file(file, patience_s=GLANCE_S):
             file.seek(0)
@@ -43,10 +44,11 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
 
 def is_folder_held(folder: Path) -> bool:
-    """Whether a process trains in this folder now."""
+    """Return True if a process trains in this folder now."""
     try:
         with open_regular(folder / "lock") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: see `_lock_file`
+            # Held for a moment only; `_lock_file` waits for that.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
     except OSError:
@@ -55,7 +57,7 @@ def is_folder_held(folder: Path) -> bool:
 
 
 def _lock_file(file: TextIO, *, patience_s: float) -> bool:
-    """Take a lock; somebody who only looks whether it is taken holds it for a moment."""
+    """Take a lock; wait up to `patience_s`, because processes that test the lock hold it for a moment."""
     until_s = time.monotonic() + patience_s
     while True:
         try:
@@ -68,9 +70,10 @@ def _lock_file(file: TextIO, *, patience_s: float) -> bool:
 
 
 def is_run_over(run: Run, *, heard_s: float = 0.0, now_s: float | None = None) -> bool:
-    """Ended, or gone without a word: nobody holds it, and nothing was written for SILENT_S.
+    """Return True if the run has ended, or if no process holds it and nothing was written for SILENT_S.
 
-    `heard_s`: when the caller saw it grow, by its own clock, which may not be the one of the disk.
+    `heard_s` is the time at which the caller saw the run grow, by the caller's clock, which may differ from the
+    disk's.
     """
     if run.status().get("state") in ENDED:
         return True
@@ -79,10 +82,10 @@ def is_run_over(run: Run, *, heard_s: float = 0.0, now_s: float | None = None) -
 
 
 def last_written(run: Run) -> float:
-    """Unix time at which one of the files that every run keeps writing last grew; 0 when there is none."""
+    """Return the Unix time at which one of the files that every run keeps writing last grew; 0 if there is none."""
     times = [0.0]
     for path in (run.events(0), run.supervisor, run.path / "status.json", run.path / "launch.json", run.plan_json):
-        found = stat_events(path)
-        if found is not None and found.size:
-            times.append(found.mtime_ns / 1e9)
+        file_stat = stat_events(path)
+        if file_stat is not None and file_stat.size:
+            times.append(file_stat.mtime_ns / 1e9)
     return max(times)

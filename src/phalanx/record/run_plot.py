@@ -1,4 +1,4 @@
-"""Curves of a run over its steps, as pictures that a notebook shows."""
+"""Plots of a run's values over its steps, which a notebook shows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlot:
-    """Curves of a run."""
+    """The plots of some values of a run."""
 
     names: tuple[str, ...]
-    svgs: tuple[str, ...]  # empty texts where nothing was recorded
+    svgs: tuple[str, ...]  # an empty text for a value that was not recorded
 
     def __repr__(self) -> str:
         return f"<RunPlot: {', '.join(self.names)}>"
@@ -32,7 +32,7 @@ class RunPlot:
 
 
 def plot_run(run: Run, names: Sequence[str], *, rank: int | None) -> RunPlot:
-    """A curve for each name: means over steps, between least and largest."""
+    """Plot each value: its mean over the steps, between its minimum and maximum."""
     from phalanx.io.svg import PlotLine, axis_format, line_plot
     from phalanx.record.archive.history import RunHistory
 

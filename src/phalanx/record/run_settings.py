@@ -1,6 +1,6 @@
-"""What a run is trained with, and proof that nobody changed it since: job, plan, id and launch, with their digests.
+"""The settings of a run (job, plan, id and launch) and their digests, which prove that they were not changed since.
 
-Runs of 0.6 have no digests: theirs are taken as they are.
+Runs of 0.6 have no digests: their settings are accepted unchecked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WHY_CHANGED = "the run would go on with settings that nobody asked for"
 
 
 def write_settings(folder: Path, *, job_toml: str, job: Mapping[str, Any], plan_json: str) -> None:
-    """Write the settings. Their digests first: a process that dies between leaves nothing that looks damaged."""
+    """Write the settings. The digests come first: a process that dies in between leaves nothing that looks damaged."""
     job_json = json.dumps(job, indent=1, ensure_ascii=False) + "\n"
     texts = dict(zip(SETTINGS, (job_toml, job_json, plan_json), strict=True))
     if known := read_run_id(folder):
@@ -49,7 +49,7 @@ def write_settings(folder: Path, *, job_toml: str, job: Mapping[str, Any], plan_
 
 
 def check_settings(folder: Path) -> None:
-    """Raise UserError naming job and plan files that are not what was written."""
+    """Raise UserError with the names of job and plan files that have changed since they were written."""
     digests = {}
     for name in (*SETTINGS, *([RUN_ID] if (folder / RUN_ID).exists() else [])):
         try:
@@ -60,12 +60,12 @@ def check_settings(folder: Path) -> None:
 
 
 def read_plan_text(path: Path) -> str:
-    """plan.json; raises UserError unless it is what was written, down to the bit."""
+    """Return plan.json; raise UserError if its digest is wrong."""
     try:
         text = read_bounded(path, MOST_JSON_BYTES).decode("utf-8")
     except (OSError, FileTooLargeError, ValueError) as error:
-        what = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise mistake(str(path), what, why="the run is damaged") from error
+        message = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise mistake(str(path), message, why="the run is damaged") from error
     _refuse_changed(path.parent, {path.name: text_digest(text)})
     return text
 
@@ -79,36 +79,40 @@ def _refuse_changed(folder: Path, digests: Mapping[str, str]) -> None:
         "put it back from a copy; to change a setting: phalanx train --resume "
         f"{folder} --set KEY=VALUE; to keep the file as it is: delete {folder / CHECKSUMS}"
     )
-    found = [compare_digest(folder, name, digest, known, fix=fix) for name, digest in digests.items()]
-    if problems := [replace(one, why=one.why or WHY_CHANGED) for one in found if one is not None]:
+    results = [compare_digest(folder, name, digest, known, fix=fix) for name, digest in digests.items()]
+    if problems := [replace(problem, why=problem.why or WHY_CHANGED) for problem in results if problem is not None]:
         raise UserError(problems)
 
 
 def read_run_id(folder: Path) -> str:
-    """What tells a run from every other; empty in a run of 0.6."""
+    """Return the run's random id; empty in a run of 0.6."""
     try:
-        found = read_bounded(folder / RUN_ID, 64).decode("ascii", "replace").strip()
+        run_id = read_bounded(folder / RUN_ID, 64).decode("ascii", "replace").strip()
     except (OSError, FileTooLargeError):
         return ""
-    return found if ID.fullmatch(found) else ""
+    return run_id if ID.fullmatch(run_id) else ""
 
 
 def read_launch(path: Path) -> dict[str, Any]:
-    """launch.json; raises UserError unless it is what was written. One that a person wrote has no digest."""
+    """Return launch.json; raise UserError if its digest is wrong. A file that a person wrote has no digest and is
+    accepted.
+    """
     values = read_json(path)
-    said = values.pop(DIGEST, None)
-    if said is not None and said != _values_digest(values):
-        what = f"has changed since it was written: {DIGEST} in it is of other values"
+    digest = values.pop(DIGEST, None)
+    if digest is not None and digest != _values_digest(values):
+        message = f"has changed since it was written: {DIGEST} in it is of other values"
         fix = f"put it back from a copy; to keep it as it is, delete {DIGEST} from it"
-        raise mistake(str(path), what, why=WHY_CHANGED, fix=fix)
+        raise mistake(str(path), message, why=WHY_CHANGED, fix=fix)
     return values
 
 
 def write_launch(path: Path, values: Mapping[str, Any]) -> None:
-    """Replace launch.json; it carries a digest of its own, since it is written at every launch."""
+    """Replace launch.json with these values and their digest; it is not in SHA256SUMS because every launch rewrites
+    it.
+    """
     write_json(path, {**values, DIGEST: _values_digest(values)})
 
 
 def _values_digest(values: Mapping[str, Any]) -> str:
-    """Of JSON values, however they were written; those that were read again give the same."""
+    """Return a digest of JSON values that does not depend on their formatting or on the order of keys."""
     return text_digest(json.dumps(json.loads(json.dumps(values)), sort_keys=True))

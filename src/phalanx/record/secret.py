@@ -1,4 +1,4 @@
-"""Read a secret: 32 random bytes in a file that only its owner can read."""
+"""Read a secret: 32 random bytes in hexadecimal, in a file that only its owner can read."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ WHY = "whoever reads it can give orders to every rank of the run"
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret in `path`; refuses a file that others could have read or written, and one of another size."""
+    """Return the secret in `path`; raise UserError if other users can access the file or its content is
+    not a secret.
+    """
     try:
-        # NONBLOCK: a pipe put in its place must not make us wait.
+        # NONBLOCK: opening a pipe in its place must not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise mistake(str(path), f"the run's secret cannot be read: {error.strerror}", fix=_secret_fix(path)) from None
@@ -32,11 +34,11 @@ def _check_file(path: Path, state: os.stat_result) -> None:
     if not stat.S_ISREG(state.st_mode):
         raise mistake(str(path), "the run's secret is not a regular file", why=WHY, fix=_secret_fix(path))
     if state.st_uid != os.geteuid():
-        what = f"the run's secret belongs to user {state.st_uid}, not to {os.geteuid()}"
-        raise mistake(str(path), what, why=WHY, fix="start the run as the user who owns its folder")
+        message = f"the run's secret belongs to user {state.st_uid}, not to {os.geteuid()}"
+        raise mistake(str(path), message, why=WHY, fix="start the run as the user who owns its folder")
     if mode & 0o177:
-        what = f"the run's secret has mode {mode:04o}, not 0600"
-        raise mistake(str(path), what, why=WHY, fix=f"chmod 600 {path}, or {_secret_fix(path)}")
+        message = f"the run's secret has mode {mode:04o}, not 0600"
+        raise mistake(str(path), message, why=WHY, fix=f"chmod 600 {path}, or {_secret_fix(path)}")
 
 
 def _decode_secret(path: Path, text: bytes) -> bytes:

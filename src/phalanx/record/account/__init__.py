@@ -1,1 +1,1 @@
-"""What a run came to: where its time, money and energy went, who was slow, what failed, and what was predicted."""
+"""The results of a run: its time, money and energy, its stragglers and failures, measured next to predicted."""

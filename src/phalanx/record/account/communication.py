@@ -1,4 +1,4 @@
-"""What the ranks of a run talked through, and whether compiled code agreed with eager code, from rank 0's events."""
+"""The process groups and communication library of a run, and its checks of compiled code, from rank 0's events."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from phalanx.units import format_seconds, plural
 if TYPE_CHECKING:
     from phalanx.record.archive.history import RunHistory
 
-MOST_SHOWN = 40  # settings, groups, memberships
+MOST_SHOWN = 40  # settings, libraries or groups that are printed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupMade:
-    """The process groups of one axis of the mesh, and the seconds rank 0 took to make them."""
+    """The process groups of one axis of the mesh, and the seconds rank 0 took to create them."""
 
     group: str
     ranks: int
@@ -28,7 +28,7 @@ class GroupMade:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MembershipGroups:
-    """The process groups of one membership."""
+    """The process groups of one membership, and the seconds rank 0 took to create them all."""
 
     generation: int
     seconds: float
@@ -37,7 +37,7 @@ class MembershipGroups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileCheck:
-    """Compiled code against eager code on one micro-batch; `passed` is None where nothing could be said."""
+    """A comparison of compiled with eager code on one micro-batch; `passed` is None if they could not be compared."""
 
     step: int
     seconds: float
@@ -50,7 +50,7 @@ class CompileCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Communication:
-    """Of a run: every membership's groups, and library and settings as the newest had them."""
+    """The process groups of every membership of a run, with the library and settings of the newest."""
 
     backend: str
     mode: str
@@ -66,16 +66,16 @@ class Communication:
 
 
 def read_communication(history: RunHistory) -> Communication | None:
-    """What rank 0 wrote; None for a run of before."""
-    made = [event for event in history.events("communicators") if isinstance(event.get("groups"), list)]
+    """Read what rank 0 recorded about communication; None for a run of a version that recorded nothing."""
+    group_events = [event for event in history.events("communicators") if isinstance(event.get("groups"), list)]
     checks = tuple(_compile_check(event) for event in history.events("compile_check"))
-    if not made and not checks:
+    if not group_events and not checks:
         return None
-    reported = next((event for event in reversed(made) if "variables" in event), {})
+    reported = next((event for event in reversed(group_events) if "variables" in event), {})
     return Communication(
-        backend=text(made[-1], "backend") if made else "",
-        mode=text(made[-1], "mode") if made else "",
-        formations=tuple(_membership_groups(event) for event in made),
+        backend=text(group_events[-1], "backend") if group_events else "",
+        mode=text(group_events[-1], "mode") if group_events else "",
+        formations=tuple(_membership_groups(event) for event in group_events),
         version=text(reported, "version"),
         built_version=text(reported, "built_version"),
         libraries=_text_tuple(reported.get("libraries")),
@@ -88,59 +88,59 @@ def read_communication(history: RunHistory) -> Communication | None:
 
 
 def communication_lines(found: Communication) -> list[str]:
-    """For a terminal."""
+    """Format the communication of a run as lines for a terminal."""
     if not found.backend:
         return check_lines(found)
     library = f"NCCL {found.version}" if found.version else found.backend
     if found.version and found.built_version and found.version != found.built_version:
         library += f" (torch was compiled against {found.built_version})"
-    how = {"eager": "connect when created (eager)", "lazy": "connect at the first collective (lazy)"}
-    lines = [f"{library}; process groups {how.get(found.mode, found.mode)}"]
-    lines += [f"library  {one}" for one in found.libraries[:MOST_SHOWN]]
-    lines += [f"preloaded  {one}" for one in found.preloaded[:MOST_SHOWN]]
-    for one in found.formations[-3:]:
-        lines.append(f"generation {one.generation}: process groups made in {format_seconds(one.seconds)}")
+    mode_texts = {"eager": "connect when created (eager)", "lazy": "connect at the first collective (lazy)"}
+    lines = [f"{library}; process groups {mode_texts.get(found.mode, found.mode)}"]
+    lines += [f"library  {library_path}" for library_path in found.libraries[:MOST_SHOWN]]
+    lines += [f"preloaded  {library_path}" for library_path in found.preloaded[:MOST_SHOWN]]
+    for membership in found.formations[-3:]:
+        lines.append(f"generation {membership.generation}: process groups made in {format_seconds(membership.seconds)}")
         lines += [
             f"  {group.group}: {plural(group.count, 'group')} of {plural(group.ranks, 'rank')}, "
             f"{format_seconds(group.seconds)}"
-            for group in one.groups[:MOST_SHOWN]
+            for group in membership.groups[:MOST_SHOWN]
         ]
     if len(found.formations) > 3:
         lines.append(f"the last 3 of {len(found.formations):,} memberships")
     lines += [f"{name} = {value}" for name, value in list(found.variables.items())[:MOST_SHOWN]]
     if not found.variables:
         lines.append("no NCCL_* or TORCH_NCCL_* variable is set")
-    lines += [f"differs: {one}" for one in found.differences]
-    lines += [f"note: {one}" for one in found.notes]
+    lines += [f"differs: {difference}" for difference in found.differences]
+    lines += [f"note: {note}" for note in found.notes]
     return [*lines, *check_lines(found)]
 
 
 def check_lines(found: Communication) -> list[str]:
-    """What comparing compiled code with eager code found, and what it cost."""
+    """Format the newest three compile checks: result, reason and cost."""
     lines = []
-    for one in found.checks[-3:]:
-        said = {True: "agrees", False: "does NOT agree", None: "could not be compared"}[one.passed]
-        why = f" ({one.reason})" if one.reason else ""
-        if one.gradient_difference is not None and one.bound is not None and one.passed is not None:
-            why = f": gradients differ by {one.gradient_difference:.1e}, rounding explains {one.bound:.1e}"
-        cost = f"{format_seconds(one.seconds)}, {format_seconds(one.compile_s)} of it compiling"
-        lines.append(f"step {one.step:,}: compiled code {said} with eager code{why}; took {cost}")
+    for check in found.checks[-3:]:
+        result = {True: "agrees", False: "does NOT agree", None: "could not be compared"}[check.passed]
+        reason = f" ({check.reason})" if check.reason else ""
+        if check.gradient_difference is not None and check.bound is not None and check.passed is not None:
+            reason = f": gradients differ by {check.gradient_difference:.1e}, rounding explains {check.bound:.1e}"
+        cost = f"{format_seconds(check.seconds)}, {format_seconds(check.compile_s)} of it compiling"
+        lines.append(f"step {check.step:,}: compiled code {result} with eager code{reason}; took {cost}")
     return lines
 
 
 def _membership_groups(event: Event) -> MembershipGroups:
-    groups = [one for one in event["groups"] if isinstance(one, dict)]
+    groups = [group for group in event["groups"] if isinstance(group, dict)]
     return MembershipGroups(
         generation=integer(event, "epoch") or 0,
         seconds=number(event, "seconds") or 0.0,
         groups=tuple(
             GroupMade(
-                group=text(one, "group"),
-                ranks=integer(one, "ranks") or 1,
-                count=integer(one, "count") or 1,
-                seconds=number(one, "seconds") or 0.0,
+                group=text(group, "group"),
+                ranks=integer(group, "ranks") or 1,
+                count=integer(group, "count") or 1,
+                seconds=number(group, "seconds") or 0.0,
             )
-            for one in groups
+            for group in groups
         ),
     )
 
@@ -159,8 +159,8 @@ def _compile_check(event: Event) -> CompileCheck:
 
 
 def _text_tuple(given: Any) -> tuple[str, ...]:
-    one_by_one: Sequence[Any] = given if isinstance(given, list) else ()
-    return tuple(printable(one, most=500) for one in one_by_one if isinstance(one, str))
+    items: Sequence[Any] = given if isinstance(given, list) else ()
+    return tuple(printable(item, most=500) for item in items if isinstance(item, str))
 
 
 def _variable_texts(given: Any) -> dict[str, str]:

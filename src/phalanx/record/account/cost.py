@@ -1,4 +1,4 @@
-"""Money, energy and carbon of a run: so far, at its end, as planned, and where each number comes from."""
+"""Money, energy and carbon of a run: so far, projected to its end, as planned, and the source of each number."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 J_PER_KWH = 3.6e6
 EARLY = "not known yet: the ranks have not read their counters"
-INTERVAL_S = 10.0  # of the counters, where the plan does not say
+INTERVAL_S = 10.0  # between two readings of the counters, where the plan has no other interval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Amount:
-    """Dollars, joules at the devices, kilograms of CO2 equivalent; None where it is not known."""
+    """US dollars, joules at the devices, and kilograms of CO2 equivalent; None where unknown."""
 
     usd: float | None = None
     energy_j: float | None = None
@@ -35,11 +35,11 @@ class Amount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What a run costs. `energy_source` is nvml, rapl, estimate (a monitor's), or plan."""
+    """The cost of a run. `energy_source` is nvml, rapl, estimate (of a monitor), or plan."""
 
     so_far: Amount
-    projected: Amount  # at the end of the run, if it goes on as it went
-    predicted: Amount  # what the plan said
+    projected: Amount  # at the end of the run, at its mean pace so far
+    predicted: Amount  # as in the plan
     device_hours: float
     wall_s: float
     projected_wall_s: float | None
@@ -48,7 +48,7 @@ class Cost:
 
     @property
     def usd(self) -> float | None:
-        """Dollars so far."""
+        """US dollars so far."""
         return self.so_far.usd
 
     @property
@@ -63,7 +63,7 @@ class Cost:
 
 
 def run_cost(run: Run, history: RunHistory | None = None, book: Ledger | None = None) -> Cost:
-    """Read the folder; `history` and `book` spare doing again what the caller has done."""
+    """Compute the cost of a run from its folder; `history` and `book` (the ledger) save reading it again."""
     if history is None:
         from phalanx.record.archive.history import RunHistory
 
@@ -79,7 +79,7 @@ def run_cost(run: Run, history: RunHistory | None = None, book: Ledger | None = 
     wall_s = projected_wall_s(run, plan, history, book)
     early = _is_early(run, plan, book) and (measured is None or measured.ranks < rates.world)
     spent = _spent_shares(run, history, rates, book.wall_s)
-    device_s = sum(one.world * seconds for one, seconds in spent)
+    device_s = sum(launch_rates.world * seconds for launch_rates, seconds in spent)
     energy_j = None if early else _run_energy(measured, rates, spent)
     so_far = rates.amount(spent, energy_j)
     left_s = wall_s - book.wall_s if wall_s is not None else 0.0
@@ -102,7 +102,7 @@ def run_cost(run: Run, history: RunHistory | None = None, book: Ledger | None = 
 
 
 class _Rates:
-    """What an hour and a joule cost, as the plan's bill has it."""
+    """The price of a device hour and the carbon of a joule, from the plan's bill."""
 
     def __init__(self, plan: Mapping[str, Any], *, world: int) -> None:
         bill = at(plan, "bill")
@@ -117,9 +117,13 @@ class _Rates:
         self.rented = world + spares * max(0, integer(at(plan, "cluster"), "host_devices") or 0)
 
     def amount(self, spent: Sequence[Spent], energy_j: float | None) -> Amount:
-        """Of seconds at several rates, and of so many joules."""
+        """Return the cost of device seconds at their rates, and of `energy_j` joules at this plan's
+        carbon intensity.
+        """
         usd = [
-            one.usd_per_hour * one.rented * seconds / HOUR_S for one, seconds in spent if one.usd_per_hour is not None
+            launch_rates.usd_per_hour * launch_rates.rented * seconds / HOUR_S
+            for launch_rates, seconds in spent
+            if launch_rates.usd_per_hour is not None
         ]
         return Amount(
             usd=sum(usd) if len(usd) == len(spent) and self.usd_per_hour is not None else None,
@@ -130,53 +134,62 @@ class _Rates:
         )
 
 
-Spent = tuple[_Rates, float]  # what devices cost, and for how many seconds they were held
+Spent = tuple[_Rates, float]  # the rates of the devices, and the seconds for which they were held
 
 
 def _spent_shares(run: Run, history: RunHistory, rates: _Rates, wall_s: float) -> list[Spent]:
-    """The run's seconds by launch: each had its own number of devices, and perhaps another price."""
+    """Split the run's seconds by launch: each has its own number of devices, and perhaps another price."""
     known = read_launches(run, history)
-    total_s = sum(one.seconds for one in known)
+    total_s = sum(launch.seconds for launch in known)
     if len(known) < 2 or total_s <= 0:
         return [(rates, wall_s)]
-    return [(_Rates(one.plan, world=one.world), wall_s * one.seconds / total_s) for one in known]
+    return [(_Rates(launch.plan, world=launch.world), wall_s * launch.seconds / total_s) for launch in known]
 
 
 def _is_early(run: Run, plan: Mapping[str, Any], book: Ledger) -> bool:
-    """Whether counters may still be to come: until then nothing is said, lest energy falls when they do."""
+    """Return True while the first counter readings may be missing; no energy is shown until then, so that it never
+    drops.
+    """
     interval_s = number(at(plan, "job", "telemetry"), "interval_s") or INTERVAL_S
     return book.wall_s - book.accounts.init < 2 * interval_s and not is_run_over(run)
 
 
 def _run_energy(measured: Used | None, rates: _Rates, spent: Sequence[Spent]) -> float | None:
-    """Measured; for the ranks that have no counter, as much as the others; without any, the plan's power."""
+    """Return the measured energy, extrapolated to ranks without a counter; without any counter, the plan's power ×
+    time.
+    """
     if measured is not None:
         return measured.energy_j * max(rates.world, measured.ranks) / measured.ranks
-    if not all(one.watts for one, _ in spent):
+    if not all(launch_rates.watts for launch_rates, _ in spent):
         return None
-    return sum((one.watts or 0.0) * one.world * seconds for one, seconds in spent)
+    return sum((launch_rates.watts or 0.0) * launch_rates.world * seconds for launch_rates, seconds in spent)
 
 
 def projected_wall_s(run: Run, plan: Mapping[str, Any], history: RunHistory, book: Ledger) -> float | None:
-    """Seconds the whole run takes if it goes on as it went, start-up not repeated; what it took if it is done."""
+    """Project the seconds of the whole run at its mean pace so far, with start-up counted once; None if unknown.
+
+    For a run that is done, return its wall time.
+    """
     steps = integer(at(plan, "duration"), "steps")
     if run.status().get("state") == "done":
         return book.wall_s
     if not steps or history.last_step is None or not book.steps:
         return None
-    left = max(0, steps - history.last_step - 1)
+    remaining_steps = max(0, steps - history.last_step - 1)
     once_s = book.accounts.init + book.accounts.compile + book.accounts.stopping
     pace_s = max(0.0, book.wall_s - once_s) / book.steps
-    return book.wall_s + left * pace_s * _newest_over_all(run, history)
+    return book.wall_s + remaining_steps * pace_s * _newest_over_all(run, history)
 
 
 def _newest_over_all(run: Run, history: RunHistory) -> float:
-    """The mean step of the newest layout over that of the run: what is left goes on in the newest."""
+    """Return the mean step time of the newest layout over that of the run: the remaining steps use the
+    newest layout.
+    """
     known = layout_spans(run, history)
     if len(known) < 2:
         return 1.0
     means = [history.curve("duration_s", first=first, points=1).mean for first in (known[-1].first, known[0].first)]
-    newest_s, all_s = (next(iter(one), None) for one in means)
+    newest_s, all_s = (next(iter(curve_means), None) for curve_means in means)
     return newest_s / all_s if newest_s and all_s else 1.0
 
 
@@ -208,7 +221,7 @@ def _amount_sources(plan: Mapping[str, Any], rates: _Rates, measured: Used | Non
     if rates.gco2_per_kwh is not None:
         carbon += f" × {rates.gco2_per_kwh:g} g/kWh ({text(bill, 'grid_source')})"
     return {
-        "usd": "; ".join(part for part in (price, text(bill, "price_source")) if part) or "no price in the plan",
+        "usd": "; ".join(source for source in (price, text(bill, "price_source")) if source) or "no price in the plan",
         "energy_j": energy,
         "kgco2e": carbon,
         "projected": "projected from the mean time per step so far, interruptions included, start-up once",
@@ -218,17 +231,18 @@ def _amount_sources(plan: Mapping[str, Any], rates: _Rates, measured: Used | Non
 # ---- energy, summed over ranks and restarts from the counters in `monitor` events ------------------------------------
 
 
-# Up to this size the monitors are read one by one; beyond, restarts are read off a mesh of this many columns.
+# Up to this size all `monitor` events are read; beyond, restarts are detected on a mesh of COLUMNS columns.
 MOST_READ_BYTES = 64 * 2**20
 COLUMNS = 240
-SOME = 16  # ranks that are asked for the source, of so many
-MOST_READ_RANKS = 1024  # counted event by event: each takes a millisecond
-MOST_J = 1e18  # 32 years of a power station of 1 GW: a damaged counter, not a run
+SOME = 16  # number of ranks whose newest `monitor` event is read for the source, in a large run
+MOST_READ_RANKS = 1024  # counted event by event: each rank takes a millisecond
+# 32 years of a 1 GW power station: beyond this a counter is damaged.
+MOST_J = 1e18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Used:
-    """What the counters say."""
+    """Energy according to the counters."""
 
     energy_j: float
     ranks: int  # that have a counter
@@ -236,7 +250,7 @@ class Used:
 
 
 def used_energy(history: RunHistory) -> Used | None:
-    """None where no rank has a counter."""
+    """Return the energy used by all ranks with a counter; None if no rank has one."""
     is_small = len(history.ranks) <= MOST_READ_RANKS
     if is_small and history.run.event_bytes(beyond=MOST_READ_BYTES) <= MOST_READ_BYTES:
         newest = {rank: event for rank in history.ranks if (event := history.latest("monitor", rank)) is not None}
@@ -260,10 +274,10 @@ def _is_sane(energy: float | None) -> bool:
 
 
 def counted_energy(readings: Iterable[tuple[int | None, float | None]]) -> float:
-    """The sum over generations of a counter that begins anew in each: the last value of every one.
+    """Return the sum over generations of a counter that restarts in each: the last value of every generation.
 
-    Its first value in a generation holds what was used while nobody looked, and need not be lower than the last one
-    before. Without generations only a lower one tells.
+    The first value of a generation includes what was used before the first reading, so it may be higher than the last
+    value before. Without generations only a lower value marks a restart.
 
     >>> counted_energy([(None, 1.0), (None, 5.0), (None, None), (None, 2.0), (None, 3.0)])
     8.0
@@ -287,10 +301,10 @@ def _exact_energy(history: RunHistory, known: Iterable[int]) -> Iterable[float]:
 
 
 def _coarse_energy(history: RunHistory) -> Iterable[float]:
-    """To within a column of the run: its last value is the mean of the last one.
+    """Return the energy of each rank to within one column: the last value is the mean of the last column.
 
-    A mesh has no generations: a counter that begins anew above its last value is not seen to, and what it had counted
-    until then is missing.
+    A mesh has no generations: if a counter restarts and exceeds its last value within one column, the restart is not
+    seen and the energy counted before it is missing.
     """
     for values in history.mesh("energy_j", columns=COLUMNS).values:
         if any(_is_sane(value) for value in values):

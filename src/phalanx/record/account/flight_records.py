@@ -1,9 +1,9 @@
-"""Flight recorders: which collective ranks hung in, and who did not enter it.
+"""Flight recorders: the collective in which ranks hung, and the ranks that did not enter it.
 
-torch numbers the collectives of every process group on every rank. Where ranks wait in number 41 of a group and one of
-its members has only come to number 40, that member is who they wait for, unless it waits itself, in another group, for
-somebody else. Ranks leave their recorder's newest entries in flight/ of the run folder when a membership ends
-(train/flight.py); a rank that was killed or stopped leaves nothing, which says something too.
+torch numbers the collectives of every process group on every rank. If ranks wait in number 41 of a group and one of
+its members has only reached number 40, they wait for that member, unless it waits itself in another group. Ranks write
+the newest entries of their recorder to flight/ of the run folder when a membership ends (train/flight.py). A rank that
+was killed or stopped writes nothing, which is evidence as well.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from phalanx.io.values import integer, printable, text
 from phalanx.record.run import Run
 from phalanx.units import first_few
 
-MOST_BYTES = 2**20  # of one rank's file; ours have some kB
+MOST_BYTES = 2**20  # of one rank's file; usual files have some kB
 MOST_FILES = 20_000
 FILE = re.compile(r"epoch-(\d{1,9})-rank-(\d{1,9})\.json")
-# Operations whose sizes may differ between the ranks of a group.
+# Collectives whose sizes may differ between the ranks of a group.
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv", "coalesced", "broadcast")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One collective, or one message between two ranks, as one rank recorded it."""
+    """One collective, or one message between two ranks, as recorded by one rank."""
 
     group: str  # torch's name of the process group
     op: str  # all_reduce, …
-    number: int  # in its group
-    is_message: bool  # a send or receive: those are numbered apart
+    number: int  # within its group
+    is_message: bool  # a send or receive; these are numbered separately
     is_done: bool
     sizes: str = ""
     peer: int | None = None  # global rank at the other end of a message
@@ -49,7 +49,7 @@ class ProcessGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flight:
-    """What one rank recorded."""
+    """The entries of one rank's flight recorder."""
 
     rank: int
     groups: Mapping[str, ProcessGroup]
@@ -57,13 +57,13 @@ class Flight:
 
     @property
     def waits(self) -> bool:
-        """Whether something that it began has not ended."""
+        """True if a collective or message that the rank began has not ended."""
         return any(not entry.is_done for entry in self.entries)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangCulprit:
-    """What the recorders say, in a sentence, and who is to blame as far as they know."""
+    """The conclusion from the flight recorders, in a sentence, and the ranks to blame as far as known."""
 
     sentence: str
     culprits: tuple[int, ...] = ()
@@ -77,7 +77,7 @@ class _Wait:
     members: tuple[int, ...]
     number: int
     entries: Mapping[int, Entry]  # of this number, by rank
-    missing: Mapping[int, int | None]  # rank to the number it came to; None where it left no record
+    missing: Mapping[int, int | None]  # by rank, the number it had reached; None where it left no record
 
     @property
     def waiting(self) -> list[int]:
@@ -91,7 +91,7 @@ class _Wait:
 
 
 def find_culprit(flights: Iterable[Flight]) -> HangCulprit | None:
-    """Who the ranks of a membership waited for; None where nobody waited for anything."""
+    """Determine which ranks the others of a membership waited for; None if no rank waited."""
     known = {flight.rank: flight for flight in flights}
     waits = _group_waits(known)
     for wait in waits:
@@ -101,7 +101,7 @@ def find_culprit(flights: Iterable[Flight]) -> HangCulprit | None:
     blamed = [(wait, [rank for rank in wait.missing if rank in idle or rank not in known]) for wait in waits]
     blamed = [(wait, ranks) for wait, ranks in blamed if ranks]
     if blamed:
-        wait, culprits = max(blamed, key=lambda one: (len(one[0].waiting), -one[0].number))
+        wait, culprits = max(blamed, key=lambda blamed_wait: (len(blamed_wait[0].waiting), -blamed_wait[0].number))
         return HangCulprit(sentence=f"{wait.name}: {_who_is_late(wait, culprits)}", culprits=tuple(culprits))
     if message := _silent_peer(known, idle):
         return message
@@ -115,34 +115,36 @@ def find_culprit(flights: Iterable[Flight]) -> HangCulprit | None:
 
 
 def _group_waits(known: Mapping[int, Flight]) -> list[_Wait]:
-    """Every group in which some rank waits, with the first collective that did not end."""
+    """Return every group in which some rank waits, with the first collective that did not end."""
     groups = {name: group for flight in known.values() for name, group in flight.groups.items()}
-    found = []
+    waits = []
     for name, group in groups.items():
-        mine = {
+        entries_by_rank = {
             rank: {entry.number: entry for entry in flight.entries if entry.group == name and not entry.is_message}
             for rank, flight in known.items()
             if rank in group.ranks
         }
-        pending = [entry.number for entries in mine.values() for entry in entries.values() if not entry.is_done]
+        pending = [
+            entry.number for entries in entries_by_rank.values() for entry in entries.values() if not entry.is_done
+        ]
         if not pending:
             continue
         number = min(pending)
-        newest = {rank: max(entries, default=0) for rank, entries in mine.items()}
-        found.append(
+        newest = {rank: max(entries, default=0) for rank, entries in entries_by_rank.items()}
+        waits.append(
             _Wait(
                 label=group.label,
                 members=group.ranks,
                 number=number,
-                entries={rank: entries[number] for rank, entries in mine.items() if number in entries},
+                entries={rank: entries[number] for rank, entries in entries_by_rank.items() if number in entries},
                 missing={rank: newest.get(rank) for rank in group.ranks if newest.get(rank, -1) < number},
             )
         )
-    return sorted(found, key=lambda wait: (-len(wait.waiting), wait.label, wait.number))
+    return sorted(waits, key=lambda wait: (-len(wait.waiting), wait.label, wait.number))
 
 
 def _call_mismatch(wait: _Wait) -> HangCulprit | None:
-    """Ranks that called different collectives under one number, or the same one with other sizes."""
+    """Return a finding if ranks called different collectives under one number, or the same one with different sizes."""
     calls: dict[tuple[str, str], list[int]] = {}
     for rank, entry in sorted(wait.entries.items()):
         sizes = "" if any(word in entry.op for word in UNEVEN) and "all_gather" not in entry.op else entry.sizes
@@ -161,22 +163,22 @@ def _call_mismatch(wait: _Wait) -> HangCulprit | None:
 
 
 def _silent_peer(known: Mapping[int, Flight], idle: Collection[int]) -> HangCulprit | None:
-    """A rank that others exchange messages with (pipeline stages), and that waits for nothing itself."""
+    """Return a finding if ranks wait for a message of a rank (pipeline stages) that waits for nothing itself."""
     waiting: dict[int, list[tuple[int, Entry]]] = {}
     for rank, flight in sorted(known.items()):
         for entry in flight.entries:
             if entry.is_message and not entry.is_done and entry.peer is not None:
                 waiting.setdefault(entry.peer, []).append((rank, entry))
-    for peer, messages in sorted(waiting.items(), key=lambda one: (-len(one[1]), one[0])):
+    for peer, messages in sorted(waiting.items(), key=lambda peer_messages: (-len(peer_messages[1]), peer_messages[0])):
         if peer not in known or peer in idle:
             rank, entry = messages[0]
             label = known[rank].groups[entry.group].label if entry.group in known[rank].groups else entry.group
             record = "left no record" if peer not in known else "waits for nobody itself"
-            who = _ranks_text(sorted({one for one, _ in messages}))
+            ranks = _ranks_text(sorted({waiting_rank for waiting_rank, _ in messages}))
             direction = "a message to" if entry.op == "send" else "a message from"
-            verb = "waits" if len({one for one, _ in messages}) == 1 else "wait"
+            verb = "waits" if len({waiting_rank for waiting_rank, _ in messages}) == 1 else "wait"
             return HangCulprit(
-                sentence=f"{who} {verb} for {direction} rank {peer} (number {entry.number} of group {label}), "
+                sentence=f"{ranks} {verb} for {direction} rank {peer} (number {entry.number} of group {label}), "
                 f"which {record}",
                 culprits=(peer,),
             )
@@ -184,7 +186,7 @@ def _silent_peer(known: Mapping[int, Flight], idle: Collection[int]) -> HangCulp
 
 
 def _who_is_late(wait: _Wait, culprits: Sequence[int]) -> str:
-    # Not only those that still wait: gloo gives an operation up as soon as the connection to a dead rank breaks.
+    # Not only those still waiting: gloo aborts an operation as soon as the connection to a dead rank breaks.
     entered = f"{_ranks_text(sorted(wait.entries))} entered it"
     silent = [rank for rank in culprits if wait.missing[rank] is None]
     behind: dict[int, list[int]] = {}
@@ -199,7 +201,7 @@ def _who_is_late(wait: _Wait, culprits: Sequence[int]) -> str:
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in words, runs of them shortened.
+    """Format ranks as text, with consecutive ranks as a range.
 
     >>> _ranks_text([0, 1, 2, 3]), _ranks_text([2]), _ranks_text([0, 1, 3])
     ('ranks 0–3', 'rank 2', 'ranks 0, 1, 3')
@@ -211,7 +213,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def recorded_generations(run: Run) -> list[int]:
-    """Memberships whose ranks left something, in order."""
+    """Return the memberships (generations) whose ranks left flight records, in order."""
     try:
         matches = [FILE.fullmatch(name) for name in os.listdir(run.path / "flight")]
     except OSError:
@@ -220,49 +222,49 @@ def recorded_generations(run: Run) -> list[int]:
 
 
 def read_flights(run: Run, generation: int, *, most: int = MOST_FILES) -> list[Flight]:
-    """What the ranks of a membership left; files that are none are passed over. Nothing where more than `most` are.
+    """Read the flight records of a membership; skip invalid files. Return an empty list if there are more than `most`.
 
-    Not some of them: ranks whose file was not read would look as if they had left none.
+    Not a part of them: ranks whose file was not read would look as if they had left none.
     """
     try:
         matches = [FILE.fullmatch(name) for name in sorted(os.listdir(run.path / "flight"))]
     except OSError:
         return []
-    mine = [match for match in matches if match is not None and int(match.group(1)) == generation]
-    found = []
-    for match in mine if len(mine) <= most else ():
+    matches_of_generation = [match for match in matches if match is not None and int(match.group(1)) == generation]
+    flights = []
+    for match in matches_of_generation if len(matches_of_generation) <= most else ():
         try:
             data = load_json(run.path / "flight" / match.group(), MOST_BYTES)
         except (OSError, ValueError):
             continue
         if isinstance(data, dict):
-            found.append(flight_of(data, rank=int(match.group(2))))
-    return found
+            flights.append(flight_of(data, rank=int(match.group(2))))
+    return flights
 
 
 def flight_of(data: Mapping[str, Any], *, rank: int) -> Flight:
-    """One rank's file as a value; entries that are none are left out."""
+    """Convert one rank's file to a value; skip invalid entries."""
     groups, entries = data.get("groups"), data.get("entries")
     known = {}
-    for name, one in groups.items() if isinstance(groups, dict) else ():
-        ranks = one.get("ranks") if isinstance(one, dict) else None
+    for name, entry_table in groups.items() if isinstance(groups, dict) else ():
+        ranks = entry_table.get("ranks") if isinstance(entry_table, dict) else None
         if isinstance(ranks, list) and all(isinstance(member, int) for member in ranks):
             known[str(name)] = ProcessGroup(
-                label=printable(one.get("label") or name, most=60), ranks=tuple(sorted(ranks))
+                label=printable(entry_table.get("label") or name, most=60), ranks=tuple(sorted(ranks))
             )
-    found = []
-    for one in entries if isinstance(entries, list) else ():
-        number = integer(one, "number") if isinstance(one, dict) else None
+    valid_entries = []
+    for entry_table in entries if isinstance(entries, list) else ():
+        number = integer(entry_table, "number") if isinstance(entry_table, dict) else None
         if number is not None:
-            found.append(
+            valid_entries.append(
                 Entry(
-                    group=text(one, "group"),
-                    op=printable(one.get("op") or "?", most=60),
+                    group=text(entry_table, "group"),
+                    op=printable(entry_table.get("op") or "?", most=60),
                     number=number,
-                    is_message=one.get("is_message") is True,
-                    is_done=one.get("is_done") is True,
-                    sizes=printable(one.get("sizes") or "", most=80),
-                    peer=integer(one, "peer"),
+                    is_message=entry_table.get("is_message") is True,
+                    is_done=entry_table.get("is_done") is True,
+                    sizes=printable(entry_table.get("sizes") or "", most=80),
+                    peer=integer(entry_table, "peer"),
                 )
             )
-    return Flight(rank=rank, groups=known, entries=tuple(found))
+    return Flight(rank=rank, groups=known, entries=tuple(valid_entries))

@@ -1,4 +1,4 @@
-"""Failures of a run and how it recovered: the supervisor's record beside the steps of the ranks."""
+"""Failures of a run and its recovery from them: the coordinator's events combined with the steps of the ranks."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ from phalanx.record.run import Run
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
-    """A failure, and what came after it."""
+    """A failure, and the recovery from it."""
 
-    t: float  # Unix time at which it was noticed
+    t: float  # Unix time at which it was detected
     rank: int
     host: str
-    what: str  # its cause; empty where none is on record
-    step: int  # steps done when it happened, as far as the supervisor knew
-    world: int | None  # ranks that went on
-    source: str  # where their state came from: memory, disk, or the start
+    what: str  # its cause; empty if none is recorded
+    step: int  # steps done when it happened, as far as the coordinator knew
+    world: int | None  # ranks that continued
+    source: str  # source of the restored state: memory, disk, or the start
     restored_step: int | None
-    recovery_s: float | None  # from the last step's end to the next one's, noticing included; None when none followed
-    finding: str = ""  # what the flight recorders of the ranks tell: the collective, and who did not enter it
+    # From the end of the last step to the end of the next one, with detection; None if no step followed.
+    recovery_s: float | None
+    # From the flight recorders of the ranks: the collective, and the ranks that did not enter it.
+    finding: str = ""
 
 
 def supervisor_events(run: Run) -> list[Event]:
-    """Everything the supervisor wrote; empty for a run without one."""
+    """Return all events of the coordinator; empty for a run without one."""
     return read_events(run.supervisor)[0]
 
 
 def read_incidents(run: Run, walked: LedgerWalk | None = None, events: Sequence[Event] | None = None) -> list[Incident]:
-    """Every incident of a run, in order; `walked` and `events` spare reading them again."""
+    """Return every incident of a run, in order; `walked` and `events` save reading them again."""
     reported = supervisor_events(run) if events is None else events
     noticed = [event for event in reported if event["event"] == "incident" and number(event, "t") is not None]
     if not noticed:
@@ -47,25 +49,25 @@ def read_incidents(run: Run, walked: LedgerWalk | None = None, events: Sequence[
 
 
 def incident_text(event: Event) -> str:
-    """One line for a person: what failed."""
+    """Return the rank, host and cause of an incident in one line."""
     host = printable(event.get("host"), most=100)
     return f"rank {integer(event, 'rank')} on {host}: {_cause_text(at(event, 'cause')) or 'no cause on record'}"
 
 
 def _recorded_finding(run: Run, fell_in: int, events: Sequence[Event]) -> str:
-    """What the coordinator found in the recorders of a membership; where it had no time to look, what is there now."""
-    reported = [one for one in events if one["event"] == "evidence" and integer(one, "epoch") == fell_in]
-    if found := next((text(one, "finding") for one in reported if one.get("finding")), ""):
-        return printable(found, most=500)
-    found_now = find_culprit(read_flights(run, fell_in))
-    return printable(found_now.sentence, most=500) if found_now is not None else ""
+    """Return the coordinator's finding for a membership; if it had no time for one, analyze the flight records now."""
+    reported = [event for event in events if event["event"] == "evidence" and integer(event, "epoch") == fell_in]
+    if finding := next((text(event, "finding") for event in reported if event.get("finding")), ""):
+        return printable(finding, most=500)
+    culprit = find_culprit(read_flights(run, fell_in))
+    return printable(culprit.sentence, most=500) if culprit is not None else ""
 
 
 def _make_incident(run: Run, event: Event, events: Sequence[Event], span: Recovery | None) -> Incident:
     fell_in = integer(event, "epoch") or 0
-    later = [one for one in events if (integer(one, "epoch") or 0) > fell_in]
-    generation = next((one for one in later if one["event"] == "epoch"), {})
-    restore = next((one for one in later if one["event"] == "restore"), {})
+    later = [later_event for later_event in events if (integer(later_event, "epoch") or 0) > fell_in]
+    generation = next((later_event for later_event in later if later_event["event"] == "epoch"), {})
+    restore = next((later_event for later_event in later if later_event["event"] == "restore"), {})
     took_s = span.after_s - span.before_s if span is not None and span.after_s is not None else None
     return Incident(
         t=number(event, "t") or 0.0,
@@ -82,7 +84,7 @@ def _make_incident(run: Run, event: Event, events: Sequence[Event], span: Recove
 
 
 def _cause_text(cause: Mapping[str, Any]) -> str:
-    """The cause in one line; empty where none is on record."""
+    """Return the cause in one line; empty if none is recorded."""
     if cause.get("signal"):
         return f"killed by signal {printable(cause['signal'], most=20)}"
     lines = str(cause.get("message") or "").splitlines() or [""]

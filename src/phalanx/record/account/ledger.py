@@ -1,9 +1,9 @@
-"""The ledger of a run: every second between launch and end in exactly one account, from its records alone.
+"""The ledger of a run: every second between launch and end in exactly one account, computed from its records.
 
-One timeline is walked once, from mark to mark: the supervisor's events and those of one witness per membership, the
-lowest rank that did not fall in it. Whether a step stayed is known beforehand from where later memberships went on, so
-nothing has to be remembered of the steps: a run of a million of them needs as much memory as one of ten. Steps that
-nothing comes between are taken many at a time where a run is long.
+One timeline is walked once, from event to event: the coordinator's events and those of one observer rank per
+membership, the lowest rank that did not fail in it (`RecordedMembership.witness`). Whether a step stayed is known
+beforehand from the step at which later memberships began, so the steps need not be remembered: a run of a million
+steps needs as much memory as one of ten. In long runs, steps with no other event between them are processed together.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
     from phalanx.record.archive.history import RunHistory
 
 
-TOLERANCE = 0.01  # of the wall clock
-# What the record may leave unexplained: a share of the wall clock, or so much for each step, whichever is more. Ten
-# real runs of 10 to 150 steps on two busy cores had 0.6 to 4.8 % (3 to 24 ms per step: events, orders); one from
-# before `guard_s` was recorded had 10 %, 45 ms per step, and does not close.
+TOLERANCE = 0.01  # share of the wall time
+# Limit of unexplained time: a share of the wall time or seconds per step, whichever is more. Ten real runs of 10 to
+# 150 steps on two busy cores had 0.6 to 4.8 % (3 to 24 ms per step: events, orders). A run from before `guard_s` was
+# recorded had 10 %, 45 ms per step, and does not close.
 UNEXPLAINED = 0.05
 UNEXPLAINED_STEP_S = 0.03
-SMALL_BYTES = 2**20  # a run of fewer bytes takes a tenth of a second either way
+SMALL_BYTES = 2**20  # smaller runs take a tenth of a second either way
 MOST_SUPERVISOR_BYTES = 16 * 2**20
-MOST_STARTS = 16_384  # that are remembered; a run has one for each membership
-LEAST = 8  # steps that are worth it
-MOST_S = 30 * 86400.0  # of what a step says it took: `values.seconds`
+MOST_STARTS = 16_384  # start events kept in memory; a run has one per membership
+LEAST = 8  # shorter stretches of steps are not worth batching
+MOST_S = 30 * 86400.0  # the longest credible duration in a step event, as in `values.seconds`
 TROUBLES = (PhalanxError, OSError, KeyError, TypeError, ValueError, ArithmeticError, IndexError)
 _ACCOUNTED_KINDS = frozenset(kind.decode() for kind in REPORTED)
 _NUMBERS = frozenset((int, float))
@@ -63,7 +63,9 @@ _NUMBERS = frozenset((int, float))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """Where the time went. `overlap_s` are seconds that two marks both claim: clocks that jumped, or a wrong record."""
+    """The wall time of a run by account. `overlap_s` are seconds that two events claim, from clock jumps or a wrong
+    record.
+    """
 
     wall_s: float
     accounts: Accounts
@@ -73,21 +75,23 @@ class Ledger:
     incidents: int
     formations: int
     unreadable_lines: int
-    clock_jumps: int = 0  # of a second or more; the times after them were moved to follow those before
+    clock_jumps: int = 0  # of a second or more; later times were shifted to follow the earlier ones
 
     @property
     def effective(self) -> float:
-        """Effective training time: the share of the wall clock spent on steps that stayed, without compiling."""
+        """Effective training time: the share of the wall time spent on steps that stayed, without compiling."""
         return self.accounts.stepping / self.wall_s if self.wall_s else 0.0
 
     @property
     def closes(self) -> bool:
-        """Whether the accounts add up to the wall clock within 1 %, nothing counts twice and little is unexplained."""
+        """True if the accounts add up to the wall time within 1 %, overlaps are within 1 %, and little time is
+        unexplained.
+        """
         return not self.gap
 
     @property
     def gap(self) -> str:
-        """Why it does not close; empty when it does."""
+        """The reason why the ledger does not close; empty if it closes."""
         missing_s = abs(float(sum(asdict(self.accounts).values())) - self.wall_s)
         if missing_s > TOLERANCE * self.wall_s:
             return f"{format_seconds(missing_s)} are in no account"
@@ -100,33 +104,33 @@ class Ledger:
 
     @property
     def jumped(self) -> str:
-        """What is to be said of the clock; empty when it only went forward."""
+        """A warning about clock jumps; empty if the clock only went forward."""
         if not self.clock_jumps:
             return ""
         often = "once" if self.clock_jumps == 1 else plural(self.clock_jumps, "time")
         return f"the clock jumped {often}, and what is told of that time is a guess"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the ledger as JSON values."""
         return asdict(self) | {"effective": self.effective, "closes": self.closes, "gap": self.gap}
 
     def __str__(self) -> str:
-        spent = sorted(asdict(self.accounts).items(), key=lambda one: -one[1])
+        spent = sorted(asdict(self.accounts).items(), key=lambda account: -account[1])
         parts = [f"{ACCOUNT_LABELS[name]} {format_seconds(took_s)}" for name, took_s in spent if took_s >= 0.0005]
         closes = f"; does not close, {self.gap}" if self.gap else ""
         jumped = f"; {self.jumped}" if self.jumped else ""
-        whole = f"{format_seconds(self.wall_s)} (effective training time {self.effective:.1%})"
-        return f"{whole}: {', '.join(parts)}{closes}{jumped}"
+        total = f"{format_seconds(self.wall_s)} (effective training time {self.effective:.1%})"
+        return f"{total}: {', '.join(parts)}{closes}{jumped}"
 
 
 def read_ledger(run: Run, history: RunHistory | None = None) -> Ledger:
-    """Account for the whole of a run; for one that still goes on, until its last event."""
+    """Account for all time of a run; for a run that is still going, until its last event."""
     return walk_ledger(run, history).ledger
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerWalk:
-    """What one reading of the records gives."""
+    """The results of one walk over the records of a run."""
 
     ledger: Ledger
     trail: list[Point]
@@ -136,10 +140,11 @@ class LedgerWalk:
 def walk_ledger(
     run: Run, history: RunHistory | None = None, *, passed: LedgerStream | None = None, least_bytes: int = SMALL_BYTES
 ) -> LedgerWalk:
-    """The ledger, how it grew, and how long each failure took; `history` spares opening the run again.
+    """Walk the records of a run: the ledger, how it grew, and how long each recovery took.
 
-    Of a long run with one witness, steps that nothing comes between are taken many at a time: the same accounts, ten
-    times as fast. `passed` is what a stream that has just read the run has handed on: then nothing is read twice.
+    `history` saves opening the run again. In a long run with one observer rank, steps with no other event between them
+    are processed together, with the same result and ten times as fast. `passed` is a stream that has just read the
+    run; if it fits, nothing is read twice.
     """
     supervised = run.supervisor.is_file()
     known = read_memberships(run, starts=passed.starts if passed is not None and not passed.is_lost else None)
@@ -161,8 +166,9 @@ def walk_ledger(
 
 
 def open_book(run: Run, known: Sequence[RecordedMembership], history: RunHistory | None) -> LedgerBuilder:
-    """An empty book for a run."""
-    from phalanx.record.account.straggler_cost import straggler_time  # reads the other ranks
+    """Create an empty ledger builder for a run."""
+    # Imported here because it reads the events of the other ranks.
+    from phalanx.record.account.straggler_cost import straggler_time
 
     supervised = run.supervisor.is_file()
     return LedgerBuilder(
@@ -173,9 +179,9 @@ def open_book(run: Run, known: Sequence[RecordedMembership], history: RunHistory
 def closed_ledger(
     book: LedgerBuilder, known: Sequence[RecordedMembership], *, unreadable: int, jumps: int
 ) -> LedgerWalk:
-    """What a book that took all marks comes to."""
+    """Return the result of a builder that has taken all marks."""
     accounts = book.close()
-    made = Ledger(
+    ledger = Ledger(
         wall_s=round(book.wall_s, 6),
         accounts=accounts,
         overlap_s=round(book.overlap_s, 6),
@@ -186,28 +192,32 @@ def closed_ledger(
         unreadable_lines=unreadable,
         clock_jumps=book.jumps + jumps,
     )
-    return LedgerWalk(ledger=made, trail=book.trail.close(), recoveries=book.recoveries)
+    return LedgerWalk(ledger=ledger, trail=book.trail.close(), recoveries=book.recoveries)
 
 
 def _has_one_witness(run: Run, known: Sequence[RecordedMembership]) -> bool:
-    """One witness of all memberships, and not much told by the supervisor."""
-    return len({one.witness for one in known}) == 1 and run.supervisor.stat().st_size <= MOST_SUPERVISOR_BYTES
+    """Return True if all memberships share one observer rank and the coordinator's file is small enough to hold."""
+    return (
+        len({membership.witness for membership in known}) == 1
+        and run.supervisor.stat().st_size <= MOST_SUPERVISOR_BYTES
+    )
 
 
 class LedgerStream:
-    """The ledger of a run whose witness's events pass by. It goes by what the supervisor told of memberships.
+    """The ledger of a run, built while the events of its observer rank are read for another purpose.
 
-    A rank that finds a damaged checkpoint begins a membership elsewhere than told to: `fits` says whether any did.
+    It relies on the coordinator's record of the memberships. A rank that finds a damaged checkpoint begins a
+    membership at another step than recorded there; `fits` detects that.
     """
 
     def __init__(self, known: Sequence[RecordedMembership], merger: _MarkMerger) -> None:
         self._known, self._merger = known, merger
         self._starts: list[Event] = []
-        self.is_lost = False  # it does not know what it should
+        self.is_lost = False  # True after an error: the result is unusable
 
     @classmethod
     def of(cls, run: Run, history: RunHistory, witness: int, *, least_bytes: int = SMALL_BYTES) -> LedgerStream | None:
-        """None where it is no use."""
+        """Create a stream; return None if the run is too short, has several observers, or cannot be read."""
         try:
             if not run.supervisor.is_file() or EventFeed(run.events(witness), "").left_bytes < least_bytes:
                 return None
@@ -220,7 +230,7 @@ class LedgerStream:
             return None
 
     def take(self, batch: EventBatch) -> None:
-        """The next events of the witness."""
+        """Take the next events of the observer rank."""
         if self.is_lost:
             return
         try:
@@ -229,43 +239,46 @@ class LedgerStream:
                 {"epoch": event.get("epoch"), "step": event.get("step")} for event in begun if is_timed(event)
             ]
             self._merger.take(batch)
-        except TROUBLES:  # whoever walks them again will tell
+        # A second walk over the records reports the error.
+        except TROUBLES:
             self.is_lost = True
         self.is_lost |= len(self._starts) > MOST_STARTS
 
     def starts(self, rank: int) -> Sequence[Event]:
-        """Of the witness, who is the only one."""
+        """Return the `run_start` events of the observer rank, the only rank whose starts are known."""
         return self._starts
 
     def fits(self, known: Sequence[RecordedMembership]) -> bool:
-        """Whether memberships are those that it went by."""
+        """Return True if these are the memberships that this stream assumed."""
         return not self.is_lost and known == self._known
 
     def close(self) -> LedgerWalk:
-        """The end of the record."""
+        """Finish the ledger."""
         return self._merger.close(self._known)
 
 
 class _MarkMerger:
-    """The marks of the witness, in stretches, and those of the supervisor where their time comes."""
+    """Merges the observer's events, in stretches of steps, with the coordinator's events in the order of time."""
 
     def __init__(self, run: Run, history: RunHistory | None, known: Sequence[RecordedMembership]) -> None:
         self._lines = MarkReader()
         self._reported, self._next = list(self._lines.read(event_files_of(run.supervisor))), 0
         self.book = open_book(run, known, history)
-        self._numbers = {one.generation: count for count, one in enumerate(known)}
+        self._numbers = {membership.generation: count for count, membership in enumerate(known)}
         self._generation: int | None = None
         self._clock = Clock()
         self._unreadable = 0
 
     def close(self, known: Sequence[RecordedMembership]) -> LedgerWalk:
-        """All that was told, and the rest of the supervisor's."""
+        """Take the remaining events of the coordinator, and return the result."""
         self._take_supervisor(np.inf)
         unreadable, jumps = self._lines.unreadable + self._unreadable, max(self._lines.jumps, self._clock.jumps)
         return closed_ledger(self.book, known, unreadable=unreadable, jumps=jumps)
 
     def take(self, batch: EventBatch) -> None:
-        """Marks, steps that follow each other together; telemetry says nothing about accounts."""
+        """Take a batch of events: consecutive steps together, others singly; kinds that carry no account
+        are skipped.
+        """
         self._unreadable += len(batch.bad)
         has_steps = len(batch.others) < len(batch.events)
         steps = batch.columns(STEP)[0] if has_steps else None
@@ -278,7 +291,7 @@ class _MarkMerger:
         self._take_rows(steps, done, len(batch.events) - len(batch.others))
 
     def _take_rows(self, steps: EventColumns | None, begin: int, end: int) -> None:
-        """Steps in a row. The first goes alone: what came before it is its own."""
+        """Take consecutive steps. The first is taken singly, because the time before it belongs to other accounts."""
         if steps is None or begin == end:
             return
         if end - begin >= LEAST:
@@ -311,21 +324,22 @@ class _MarkMerger:
             self._next += 1
 
     def _step_stretch(self, columns: EventColumns, few: slice) -> StepStretch | None:
-        """As columns; None where a time, a step, a membership or a duration is not as it should be."""
-        generations, times, steps, taken = (columns.get(name)[few] for name in ("epoch", "t", "step", "duration_s"))
+        """Return steps as columns; None if a time, step, generation or duration is not as expected."""
+        generations, times, steps, durations = (columns.get(name)[few] for name in ("epoch", "t", "step", "duration_s"))
         if (
             self._membership_number() < 0
             or generations.count(self._generation) < len(generations)
             or not self._clock.is_even
         ):
             return None
-        if not {*map(type, times), *map(type, taken)} <= _NUMBERS or {*map(type, steps)} != {int}:
+        if not {*map(type, times), *map(type, durations)} <= _NUMBERS or {*map(type, steps)} != {int}:
             return None
         if not abs(steps[-1]) < 2**62:
             return None
         time_s, taken_s = columns.floats("t")[few], columns.floats("duration_s")[few]
         if self._next < len(self._reported) and self._reported[self._next][0] < time_s[-1]:
-            return None  # the supervisor has a word in between
+            # An event of the coordinator lies between these steps.
+            return None
         if not ((taken_s >= 0.0) & (taken_s <= MOST_S)).all() or not 0.0 <= time_s[0] <= time_s[-1] <= LATEST_S:
             return None
         if time_s[0] < self._clock.last_s or (np.diff(time_s) < 0.0).any():
@@ -342,7 +356,7 @@ class _MarkMerger:
 
 
 def _column_seconds(columns: EventColumns, few: slice, name: str) -> Floats:
-    """What can be a duration; 0 for the rest."""
+    """Return a column of durations in seconds, with 0 for values that cannot be durations."""
     values = columns.floats(name)[few]
-    found: Floats = np.where((values >= 0.0) & (values <= MOST_S), values, 0.0)
-    return found
+    durations: Floats = np.where((values >= 0.0) & (values <= MOST_S), values, 0.0)
+    return durations

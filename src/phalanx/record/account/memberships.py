@@ -1,7 +1,7 @@
-"""Who took part in a run, and what they saw: memberships, their witnesses, one timeline of all marks, and layouts.
+"""The memberships of a run, one timeline of the marks their ranks recorded, and the spans of steps per layout.
 
-A witness is the lowest rank with a record that did not fail in a membership; its events speak for all. Event files call
-the generation of a membership `epoch`.
+The observer of a membership (`witness` in the code) is the lowest rank with a record that did not fail in it; its
+events stand for all ranks. Event files call the generation of a membership `epoch`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 
 NEVER_UNDONE = 2**63
-MOST_WITNESSES = 2048  # ranks that are looked at for one that did not fall: more than a rack of them
-LATEST_S = 1e11  # a later time is none: the year 5138
-JUMP_S = 30 * 86400.0  # between two events of one membership: a clock that was set, not a run that waited
+# Ranks that are searched for one that did not fail: more than a rack of them.
+MOST_WITNESSES = 2048
+LATEST_S = 1e11  # a later time is invalid: the year 5138
+JUMP_S = 30 * 86400.0  # between two events of one membership: the clock was set
 UNEVEN_S = 1e-3  # two threads of a rank may write out of order by this much
 
-# Lines of other kinds are passed over unparsed: a timeline may have 100 kB, and telemetry says nothing about accounts.
+# Lines of other kinds are skipped unparsed: a timeline may have 100 kB, and telemetry carries no account.
 REPORTED = frozenset(
     b"ready run_start compile_check step evaluate checkpoint sample stop run_end".split()
     + b"host epoch restore incident end".split()
@@ -44,56 +45,57 @@ _KIND = re.compile(rb'"event"\s*:\s*"([^"\\]*)"')
 
 @dataclass(kw_only=True, slots=True)
 class RecordedMembership:
-    """One generation, as far as its members' steps depend on others."""
+    """One generation, and the steps that later memberships undid."""
 
     generation: int
     world: int
     from_step: int | None = None
     fallen: set[int] = field(default_factory=set)
     recorded: tuple[int, ...] = ()  # ranks that have a record
-    floor: int = NEVER_UNDONE  # steps from here on were undone by a later one
+    floor: int = NEVER_UNDONE  # steps from here on were undone by a later membership
 
     @property
     def witness(self) -> int:
-        """The rank whose events are read."""
+        """The rank whose events are read for this membership."""
         here = [rank for rank in self.recorded if rank < self.world]
         return next((rank for rank in here or range(self.world) if rank not in self.fallen), here[0] if here else 0)
 
 
 def read_memberships(run: Run, *, starts: Callable[[int], Iterable[Event]] | None = None) -> list[RecordedMembership]:
-    """All of them, in order; of a run without a supervisor, its starts.
+    """Return all memberships in order; for a run without a coordinator, one per start.
 
-    `starts` gives the `run_start` events of a rank, where the caller knows them: the events are not read then.
+    `starts` returns the `run_start` events of a rank if the caller knows them, so that the events are not read again.
     """
     known = starts or functools.partial(_start_events, run)
-    found = _supervised_memberships(run, known) if run.supervisor.is_file() else list(_started_memberships(run))
+    memberships = _supervised_memberships(run, known) if run.supervisor.is_file() else list(_started_memberships(run))
     floor = NEVER_UNDONE
-    for one in reversed(found):
-        one.floor = floor
-        floor = floor if one.from_step is None else min(floor, one.from_step)
-    return found
+    for membership in reversed(memberships):
+        membership.floor = floor
+        floor = floor if membership.from_step is None else min(floor, membership.from_step)
+    return memberships
 
 
 def _supervised_memberships(run: Run, starts: Callable[[int], Iterable[Event]]) -> list[RecordedMembership]:
-    found: dict[int, RecordedMembership] = {}
+    memberships: dict[int, RecordedMembership] = {}
     recorded = tuple(itertools.islice(run.recorded(), MOST_WITNESSES))
     for _, event in MarkReader().read(event_files_of(run.supervisor)):
         kind, generation = event["event"], integer(event, "epoch")
         if kind == "epoch" and generation is not None:
             world = max(1, integer(event, "world") or 1)
-            found[generation] = RecordedMembership(generation=generation, world=world, recorded=recorded)
-        elif kind == "restore" and generation in found:
-            found[generation].from_step = integer(event, "step")
-        elif kind == "incident" and generation in found:
-            others = event.get("others")
-            ranks = [event.get("rank"), *(others if isinstance(others, list) else ())]
-            found[generation].fallen.update(rank for rank in ranks if isinstance(rank, int))
-    for rank in sorted({one.witness for one in found.values()}):
+            memberships[generation] = RecordedMembership(generation=generation, world=world, recorded=recorded)
+        elif kind == "restore" and generation in memberships:
+            memberships[generation].from_step = integer(event, "step")
+        elif kind == "incident" and generation in memberships:
+            other_ranks = event.get("others")
+            ranks = [event.get("rank"), *(other_ranks if isinstance(other_ranks, list) else ())]
+            memberships[generation].fallen.update(rank for rank in ranks if isinstance(rank, int))
+    for rank in sorted({membership.witness for membership in memberships.values()}):
         for event in starts(rank):
             generation = integer(event, "epoch")
-            if generation in found and found[generation].witness == rank:
-                found[generation].from_step = integer(event, "step")  # where a damaged checkpoint made it fall back to
-    return list(found.values())
+            if generation in memberships and memberships[generation].witness == rank:
+                # the step of an older checkpoint, if a damaged one was skipped
+                memberships[generation].from_step = integer(event, "step")
+    return list(memberships.values())
 
 
 def _started_memberships(run: Run) -> Iterator[RecordedMembership]:
@@ -103,45 +105,50 @@ def _started_memberships(run: Run) -> Iterator[RecordedMembership]:
 
 
 def _start_events(run: Run, rank: int) -> Iterator[Event]:
-    found = MarkReader().read(files_of(run, rank), only=b"run_start")
-    return (event for _, event in found if event["event"] == "run_start")
+    marks = MarkReader().read(files_of(run, rank), only=b"run_start")
+    return (event for _, event in marks if event["event"] == "run_start")
 
 
 def files_of(run: Run, rank: int) -> list[Path]:
-    """The event files of a rank, oldest first: those that were closed for their size, then the one that grows."""
+    """Return the event files of a rank, oldest first: the parts closed for their size, then the growing file."""
     return event_files_of(run.events(rank))
 
 
-# ---- what they saw ---------------------------------------------------------------------------------------------------
+# ---- the timeline of marks -------------------------------------------------------------------------------------------
 
-Mark = tuple[float, int, Event]  # time, number of the membership (-1: the supervisor), event
+Mark = tuple[float, int, Event]  # time, number of the membership (-1: the coordinator), event
 
 
 def merged_marks(run: Run, known: Sequence[RecordedMembership], lines: MarkReader) -> Iterator[Mark]:
-    """The marks of supervisor and witnesses in the order of time."""
+    """Yield the marks of the coordinator and of the observers in the order of time."""
     if not run.supervisor.is_file():
         return _unsupervised_marks(run, lines)
-    numbers = {one.generation: count for count, one in enumerate(known)}
-    files = [_rank_marks(run, rank, known, numbers, lines) for rank in sorted({one.witness for one in known})]
+    numbers = {membership.generation: count for count, membership in enumerate(known)}
+    files = [
+        _rank_marks(run, rank, known, numbers, lines) for rank in sorted({membership.witness for membership in known})
+    ]
     supervisor = ((time_s, -1, event) for time_s, event in lines.read(event_files_of(run.supervisor)))
-    return heapq.merge(*files, supervisor, key=lambda mark: mark[0])  # at the same time, ranks before its end
+    # at equal times, ranks before the coordinator's `end`
+    return heapq.merge(*files, supervisor, key=lambda mark: mark[0])
 
 
 def _rank_marks(
     run: Run, rank: int, known: Sequence[RecordedMembership], numbers: Mapping[int, int], lines: MarkReader
 ) -> Iterator[Mark]:
-    """Events of a rank in the memberships it is the witness of."""
-    mine = {generation: count for generation, count in numbers.items() if known[count].witness == rank}
+    """Yield the events of a rank in the memberships that it observes."""
+    observed = {generation: count for generation, count in numbers.items() if known[count].witness == rank}
     generation: int | None = None
     for time_s, event in lines.read(files_of(run, rank)):
         generation = integer(event, "epoch") if "epoch" in event else generation
-        count = mine.get(generation, -1) if generation is not None else -1
+        count = observed.get(generation, -1) if generation is not None else -1
         if count >= 0:
             yield time_s, count, event
 
 
 def _unsupervised_marks(run: Run, lines: MarkReader) -> Iterator[Mark]:
-    """Rank 0 alone, or the lowest with a record; a membership ends where the next start is made ready."""
+    """Yield the events of rank 0, or of the lowest rank with a record; each `ready` after a start begins
+    a membership.
+    """
     count, started = 0, False
     for time_s, event in lines.read(files_of(run, next(run.recorded(), 0))):
         if event["event"] == "ready" and started:
@@ -152,9 +159,9 @@ def _unsupervised_marks(run: Run, lines: MarkReader) -> Iterator[Mark]:
 
 
 class MarkReader:
-    """Reads events line by line; what is no event with a time is counted and left out.
+    """Reads events line by line; counts and skips lines that are not events with a valid time.
 
-    Times come out in order: a clock that was set back, or that leapt within a membership, is counted and levelled out.
+    Times come out in order: a clock that was set back, or that leapt within a membership, is counted and compensated.
     """
 
     def __init__(self, kinds: frozenset[bytes] = REPORTED) -> None:
@@ -163,14 +170,14 @@ class MarkReader:
         self.jumps = 0
 
     def read(self, paths: Iterable[Path], *, only: bytes = b"") -> Iterator[tuple[float, Event]]:
-        """Time and event of every line that tells of accounts; lines without `only` are not looked at."""
+        """Yield time and event of every line of an accounted kind; lines without `only` are skipped unparsed."""
         clock = Clock()
         for path in paths:
             for line in raw_lines(path):
                 event = self._parse_mark(line) if only in line else None
                 if event is not None:
                     yield clock.time(event), event
-        self.jumps = max(self.jumps, clock.jumps)  # files of one machine tell of the same jump
+        self.jumps = max(self.jumps, clock.jumps)  # files of one machine show the same jump
 
     def _parse_mark(self, line: bytes) -> Event | None:
         kind = _KIND.search(line[:200])
@@ -184,7 +191,7 @@ class MarkReader:
 
 
 class Clock:
-    """The time of one file's events, made to go forward only."""
+    """The times of one file's events, corrected so that they only go forward."""
 
     def __init__(self) -> None:
         self._shift_s = 0.0
@@ -192,7 +199,7 @@ class Clock:
         self.jumps = 0
 
     def time(self, event: Event) -> float:
-        """When an event happened, on the clock that the file began with."""
+        """Return the time of an event on the clock with which the file began."""
         now_s = float(event["t"]) + self._shift_s
         if self._last_s is not None:
             gap_s = now_s - self._last_s
@@ -206,21 +213,21 @@ class Clock:
 
     @property
     def last_s(self) -> float:
-        """The newest time."""
+        """The newest time; 0 before the first."""
         return 0.0 if self._last_s is None else self._last_s
 
     @property
     def is_even(self) -> bool:
-        """Whether its times are those of the events: nobody has set it."""
+        """True if the times are those of the events: the clock has not been corrected."""
         return self._shift_s == 0.0
 
     def follow(self, time_s: float) -> None:
-        """Events up to this time went by in order."""
+        """Advance to this time after events that were in order."""
         self._last_s = time_s
 
 
 def raw_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, if there is one; an overlong one comes in pieces."""
+    """Yield the lines of a file, if it exists; an overlong line comes in pieces."""
     try:
         file = open_events(path, buffering=-1)
     except OSError:
@@ -229,20 +236,21 @@ def raw_lines(path: Path) -> Iterator[bytes]:
         try:
             while line := file.readline(MOST_LINE_BYTES):
                 yield line
-        except OSError:  # a disk that fails, or a folder of that name
+        except OSError:  # a failing disk, or a folder of that name
             return
 
 
 def is_timed(event: Event) -> bool:
-    """Whether an event says when it happened, and that can be."""
+    """Return True if an event has a valid time."""
     time_s = number(event, "t")
     return time_s is not None and 0.0 <= time_s <= LATEST_S
 
 
-# ---- the steps that one layout did -----------------------------------------------------------------------------------
-# Prediction and measurement belong together in each. A run that is resumed in another layout, or goes on with fewer
-# ranks, has several. A step counts for the membership whose step stayed. Each span has the plan of its own layout; one
-# that nobody planned, as after a lost rank, has none.
+# ---- the steps of each layout ----------------------------------------------------------------------------------------
+# Prediction and measurement are compared per layout. A run that is resumed in another layout, or continues with fewer
+# Prediction and measurement are compared per layout. A run that is resumed in another layout, or continues with fewer
+# ranks, has several. A step counts for the membership whose step stayed. Each span has its layout's plan; a layout
+# that was not planned, as after a lost rank, has none.
 
 MOST_PLANS = 1000
 PLAN = re.compile(r"plan-([1-9]\d{0,5})\.json")
@@ -257,31 +265,32 @@ class LayoutSpan:
     world: int
     first: int
     last: int
-    generations: tuple[int, ...]  # memberships that did them
-    plan: Table  # of this layout; empty where there is none
-    under: Table  # the plan that the run had then, of whatever layout: its count of FLOPs, its devices and their price
+    generations: tuple[int, ...]  # memberships that did the steps
+    plan: Table  # of this layout; empty if there is none
+    # The plan that the run had then, of any layout: it has the count of FLOPs, the devices and their price.
+    under: Table
 
     @property
     def steps(self) -> int:
-        """How many."""
+        """Number of steps."""
         return self.last - self.first + 1
 
     @property
     def name(self) -> str:
-        """The layout in letters."""
+        """The layout's short name."""
         return layout_name(self.layout) or "layout not recorded"
 
     @property
     def mfu_per_token(self) -> float | None:
-        """MFU at one token per second, by the plan's own count of FLOPs, against the peak of these ranks' devices."""
+        """MFU at one token per second: the plan's count of FLOPs over the peak of the devices of these ranks."""
         return measured_mfu(self.under, 1.0, world=self.world)
 
 
 def measured_mfu(plan: Table, tokens_per_s: float | None, *, world: int | None = None) -> float | None:
-    """MFU at a measured rate, by the plan's own count of FLOPs; None where the plan or the rate does not give it.
+    """Return the MFU at a measured rate, by the plan's count of FLOPs; None if the plan or the rate is missing.
 
-    The peak is that of `world` ranks where that is known: fewer than planned after a loss. It is the planned MFU times
-    the ratio of the rates, since FLOPs per token and the peak of a device are the plan's in both.
+    The peak is that of `world` ranks if given: fewer than planned after a loss. The result is the planned MFU times
+    the ratio of the rates, since the FLOPs per token and the peak of a device are the plan's in both.
     """
     prediction, planned_world = at(plan, "prediction"), world_of(at(plan, "layout"))
     planned, rate = number(prediction, "mfu"), number(prediction, "tokens_per_s")
@@ -291,13 +300,13 @@ def measured_mfu(plan: Table, tokens_per_s: float | None, *, world: int | None =
 
 
 def world_of(layout: Table) -> int | None:
-    """Ranks of a layout; None when it is none."""
+    """Return the number of ranks of a layout; None if it has no valid `data` axis."""
     sizes = [integer(layout, axis) for axis in ("data", "tensor", "context", "pipeline")]
-    return math.prod(max(1, one or 1) for one in sizes) if sizes[0] else None
+    return math.prod(max(1, size or 1) for size in sizes) if sizes[0] else None
 
 
 def layout_name(layout: Table) -> str:
-    """A layout as the plan spells it (`plan.layout.Layout.name`); empty when it is none.
+    """Return a layout's name as in the plan (`plan.layout.Layout.name`); empty if it has no `data` axis.
 
     >>> layout_name({"data": 2, "shard": 2, "tensor": 1, "context": 1, "pipeline": 2, "zero": 2, "micro_batch": 2})
     'TP1·CP1·PP2·DP2 (ZeRO-2, EP1) mbs2 no-recompute'
@@ -323,11 +332,12 @@ def layout_name(layout: Table) -> str:
 
 
 def layout_spans(run: Run, history: RunHistory, known: Sequence[RecordedMembership] | None = None) -> list[LayoutSpan]:
-    """All of them, in order; one where nothing changed, none before the first step."""
+    """Return the layout spans of a run in order: one if nothing changed, none before the first step."""
     first, last = history.first_step, history.last_step
     if first is None or last is None:
         return []
-    if known is None:  # a report asks ten times, and each time looks at as many ranks as may be witnesses
+    # Cached in the history: a report calls this ten times, and each call looks at up to MOST_WITNESSES ranks.
+    if known is None:
         stamp = history.run.plan_json.stat().st_mtime_ns if history.run.plan_json.exists() else 0
         return list(history.once(("layout spans", first, last, stamp), lambda: _find_spans(run, history, first, last)))
     return _find_spans(run, history, first, last, known)
@@ -338,18 +348,18 @@ def _find_spans(
 ) -> list[LayoutSpan]:
     if known is None:
         known = read_memberships(run, starts=lambda rank: history.events("run_start", rank=rank))
-    reported = {integer(one, "epoch"): one for one in history.supervisor() if one["event"] == "epoch"}
+    reported = {integer(event, "epoch"): event for event in history.supervisor() if event["event"] == "epoch"}
     plans = _Plans(run)
-    found: list[LayoutSpan] = []
-    for one in known:
-        event = reported.get(one.generation, {})
+    spans: list[LayoutSpan] = []
+    for membership in known:
+        event = reported.get(membership.generation, {})
         plan, under = plans.of(event)
         layout = at(event, "layout") or at(under, "layout")
-        # A start on record without a number of ranks counts as one rank: the layout knows better.
-        reported_world = integer(event, "world") or (one.world if one.world > 1 else None)
+        # A start without a recorded number of ranks counts as one rank: the layout is more reliable.
+        reported_world = integer(event, "world") or (membership.world if membership.world > 1 else None)
         world = reported_world or world_of(layout) or run.world() or 1
-        begin = first if one.from_step is None and not found else one.from_step
-        end = min(one.floor - 1, last)
+        begin = first if membership.from_step is None and not spans else membership.from_step
+        end = min(membership.floor - 1, last)
         if begin is None or begin > end:
             continue
         piece = LayoutSpan(
@@ -357,24 +367,24 @@ def _find_spans(
             world=world,
             first=max(first, begin),
             last=end,
-            generations=(one.generation,),
+            generations=(membership.generation,),
             plan=plan,
             under=under,
         )
-        if found and _goes_on(found[-1], piece):
-            before = found.pop()
+        if spans and _goes_on(spans[-1], piece):
+            before = spans.pop()
             piece = LayoutSpan(
                 layout=layout,
                 world=world,
                 first=before.first,
                 last=end,
-                generations=(*before.generations, one.generation),
+                generations=(*before.generations, membership.generation),
                 plan=plan,
                 under=under,
             )
-        found.append(piece)
-    if found:
-        return found
+        spans.append(piece)
+    if spans:
+        return spans
     plan = plans.newest
     world = run.world() or 1
     return [
@@ -385,15 +395,15 @@ def _find_spans(
 
 
 def plan_at_step(run: Run, history: RunHistory, step: int | None) -> Table:
-    """The plan of the layout that did a step; empty where nobody planned it."""
+    """Return the plan of the layout that did a step; empty if that layout was not planned."""
     known = layout_spans(run, history)
-    found = [one for one in known if step is not None and one.first <= step <= one.last] or known[-1:]
-    return found[0].plan if found else _Plans(run).newest
+    spans = [span for span in known if step is not None and span.first <= step <= span.last] or known[-1:]
+    return spans[0].plan if spans else _Plans(run).newest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One launch of a run: how long it held how many devices, by which plan."""
+    """One launch of a run: its seconds, its number of ranks, and its plan."""
 
     seconds: float
     world: int
@@ -401,27 +411,29 @@ class Launch:
 
 
 def read_launches(run: Run, history: RunHistory) -> list[Launch]:
-    """The launches of a run that its supervisor told of, oldest first; their seconds say how the time is shared."""
-    plans, found = _Plans(run), []
-    began: list[tuple[float, Table, int]] = []  # when, under which plan, with how many ranks
-    reported = [(time_s, one) for one in history.supervisor() if (time_s := number(one, "t")) is not None]
+    """Return the launches that the coordinator recorded, oldest first; their seconds give the share of each in the
+    run.
+    """
+    plans, launches = _Plans(run), []
+    began: list[tuple[float, Table, int]] = []  # start time, plan, number of ranks
+    reported = [(time_s, event) for event in history.supervisor() if (time_s := number(event, "t")) is not None]
     known = run.launches()
-    ends = [time_s for time_s, one in reported if one["event"] == "end"]
-    for time_s, one in reported:
-        if one["event"] != "epoch":
+    ends = [time_s for time_s, event in reported if event["event"] == "end"]
+    for time_s, event in reported:
+        if event["event"] != "epoch":
             continue
-        under, world = plans.of(one)[1], max(1, integer(one, "world") or 1)
-        if one.get("reason") == "start" or not began:
+        under, world = plans.of(event)[1], max(1, integer(event, "world") or 1)
+        if event.get("reason") == "start" or not began:
             launched = max((launch_s for launch_s in known if launch_s <= time_s), default=time_s)
             began.append((launched, under, world))
-        else:  # devices that a launch has lost are rented on
+        else:  # devices that a launch has lost are still rented
             began[-1] = (began[-1][0], began[-1][1], max(world, began[-1][2]))
     newest_s = max([*(time_s for time_s, _ in reported), number(history.latest("step") or {}, "t") or 0.0], default=0.0)
     for count, (launched, under, world) in enumerate(began):
         until = began[count + 1][0] if count + 1 < len(began) else newest_s
         end_s = next((time_s for time_s in ends if launched < time_s <= until), until)
-        found.append(Launch(seconds=max(0.0, end_s - launched), world=world, plan=under))
-    return found
+        launches.append(Launch(seconds=max(0.0, end_s - launched), world=world, plan=under))
+    return launches
 
 
 def _goes_on(before: LayoutSpan, after: LayoutSpan) -> bool:
@@ -441,9 +453,10 @@ class _Plans:
         return self._plans[-1]
 
     def of(self, event: Table) -> tuple[Table, Table]:
-        """The plan of a membership's layout (empty where it has another), and the plan it was made under.
+        """Return the plan of a membership's layout (empty if the plan has another layout), and the plan it was made
+        under.
 
-        An `epoch` event says which plan it was made under; in older records that is the next one with its layout.
+        An `epoch` event names the plan it was made under; in older records that is the next plan with its layout.
         """
         reported, layout = integer(event, "plan"), at(event, "layout")
         if reported is not None and 1 <= reported <= len(self._plans):
@@ -451,7 +464,7 @@ class _Plans:
         elif layout:
             later = range(self._at, len(self._plans))
             self._at = next((count for count in later if _is_of(self._plans[count], layout)), self._at)
-        else:  # a record without layouts has one plan that can be told
+        else:  # a record without layouts: only the newest plan is certain
             self._at = len(self._plans) - 1
         plan = self._plans[self._at]
         return (plan if not layout or _is_of(plan, layout) else {}), plan

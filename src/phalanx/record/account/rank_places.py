@@ -1,4 +1,4 @@
-"""Where the ranks of a run stand: on the axes of its layout, and on which host."""
+"""The positions of a run's ranks on the axes of its layout, and their hosts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from phalanx.io.values import at, integer, printable
 from phalanx.record.events import Event
 
-AXES = ("tensor", "context", "data", "pipeline")  # neighbours first
+AXES = ("tensor", "context", "data", "pipeline")  # fastest-varying axis first
 MOST_SLOTS = 4096  # ranks of one entry of a membership: no host has more
 
 
 def rank_place(rank: int, layout: Mapping[str, Any]) -> str:
-    """Where a rank stands on the axes that are split; tensor peers are neighbours.
+    """Return the coordinates of a rank on the axes that are split; tensor-parallel ranks are neighbours.
 
     >>> rank_place(5, {"pipeline": 2, "data": 2, "context": 1, "tensor": 2})
     'pipeline 1, data 0, tensor 1'
@@ -32,25 +32,25 @@ def rank_place(rank: int, layout: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlaces:
-    """The ranks of the newest membership."""
+    """The layout and hosts of the ranks of the newest membership."""
 
     layout: Mapping[str, Any]
     hosts: Mapping[int, str]
 
     def place(self, rank: int) -> str:
-        """Such as "data 1, tensor 0"; empty where nothing is split."""
+        """Return the coordinates of a rank, such as "data 1, tensor 0"; empty if no axis is split."""
         return rank_place(rank, self.layout)
 
     def host(self, rank: int) -> str:
-        """The host's name; empty when it is not known."""
+        """Return the name of a rank's host; empty if unknown."""
         return self.hosts.get(rank, "")
 
     def same_work(self, ranks: Iterable[int]) -> list[list[int]]:
-        """Ranks in groups that do the same work, in ascending order: those of a pipeline stage."""
-        size = math.prod(max(1, integer(self.layout, axis) or 1) for axis in AXES[:3])  # of a pipeline stage
+        """Group ranks that do the same work, those of a pipeline stage, in ascending order."""
+        size = math.prod(max(1, integer(self.layout, axis) or 1) for axis in AXES[:3])  # ranks of a pipeline stage
         known, begin = sorted(ranks), 0
         groups = []
-        while begin < len(known):  # not rank by rank: there may be 131,072, and a report asks five times
+        while begin < len(known):  # not rank by rank: there may be 131,072, and a report calls this five times
             stop = bisect_left(known, (known[begin] // size + 1) * size, begin)
             groups.append(known[begin:stop])
             begin = stop
@@ -58,9 +58,10 @@ class RankPlaces:
 
 
 def rank_places(plan: Mapping[str, Any], supervisor: Sequence[Event]) -> RankPlaces:
-    """From the newest `epoch` event; before there is one, from the plan."""
+    """Build the places from the newest `epoch` event, or from the plan before there is one."""
     hosts: dict[int, str] = {}
-    for event in reversed(supervisor):  # members of many hosts follow the event in others, and later who has moved
+    # The members of many hosts are spread over several events; later `members` events list ranks that moved.
+    for event in reversed(supervisor):
         if event.get("event") in ("epoch", "members"):
             hosts = _rank_hosts(event.get("members")) | hosts
         if event.get("event") == "epoch":
@@ -69,10 +70,10 @@ def rank_places(plan: Mapping[str, Any], supervisor: Sequence[Event]) -> RankPla
 
 
 def _rank_hosts(members: Any) -> dict[int, str]:
-    found = {}
-    for one in members if isinstance(members, list) else ():
-        rank = integer(one, "rank") if isinstance(one, Mapping) else None
-        if rank is not None and isinstance(one.get("host"), str):
-            host, count = printable(one["host"], most=100), integer(one, "count") or 1
-            found.update(dict.fromkeys(range(rank, rank + min(max(count, 1), MOST_SLOTS)), host))
-    return found
+    hosts = {}
+    for member in members if isinstance(members, list) else ():
+        rank = integer(member, "rank") if isinstance(member, Mapping) else None
+        if rank is not None and isinstance(member.get("host"), str):
+            host, count = printable(member["host"], most=100), integer(member, "count") or 1
+            hosts.update(dict.fromkeys(range(rank, rank + min(max(count, 1), MOST_SLOTS)), host))
+    return hosts

@@ -1,4 +1,4 @@
-"""Own time: what each rank did itself in a step, and how long it waited, beside the ranks with the same work."""
+"""Own time: the seconds per step in which each rank worked itself, and in which it waited for others."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from phalanx.io.values import integer, number
 if TYPE_CHECKING:
     from phalanx.record.archive.history import Mesh, RunHistory
 
-MOST_S = 1e9  # 30 years: no step, a damaged record
-Table = np.ndarray[Any, np.dtype[np.float64]]  # [rank][column of steps], seconds, NaN where not known
+MOST_S = 1e9  # 30 years: a longer step is a damaged record
+Table = np.ndarray[Any, np.dtype[np.float64]]  # [rank][column of steps], seconds, NaN where unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWork:
-    """Seconds per step that ranks worked and waited, by columns of steps."""
+    """Seconds per step in which ranks worked and waited, by columns of steps."""
 
     ranks: tuple[int, ...]
-    step: tuple[int, ...]  # first of each column
+    step: tuple[int, ...]  # first step of each column
     own_s: Table
     wait_s: Table
-    held_s: Table  # of `own_s` without computing; 0 where that is not known
+    held_s: Table  # part of `own_s` without computing; 0 where unknown
 
 
 def work_by_column(
@@ -36,11 +36,11 @@ def work_by_column(
     last: int | None = None,
     world: int | None = None,
 ) -> RankWork | None:
-    """What every rank below `world` did itself; None where fewer than two ranks say so.
+    """Return the own time of every rank below `world`; None if fewer than two ranks recorded it.
 
-    Own time is what a rank was in the step and did not wait: `duration_s` less `wait_s`. So a rank that sleeps, swaps,
-    has no core or looks for its data is as slow as one that computes slowly; `compute_s` is taken where `wait_s` is not
-    known.
+    Own time is the time a rank spent in the step without waiting for others: `duration_s` less `wait_s`. So a rank
+    that sleeps, swaps, has no core or loads data counts as slow like one that computes slowly. Where `wait_s` is
+    unknown, `compute_s` is used.
     """
     span: dict[str, Any] = {"columns": columns, "first": first, "last": last}
     waits, took = history.meshes(("wait_s", "duration_s"), **span)
@@ -51,24 +51,24 @@ def work_by_column(
     else:
         own = own - wait
     own = np.where(own > 0.0, own, np.nan)
-    held = np.zeros(own.shape)
+    held_s = np.zeros(own.shape)
     if "cpu_s" in history.names():
-        in_all, spent = (_mesh_table(one) for one in history.meshes(("compute_s", "cpu_s"), **span))
+        in_all, spent = (_mesh_table(mesh) for mesh in history.meshes(("compute_s", "cpu_s"), **span))
         if in_all.shape == spent.shape == own.shape:
-            held = np.nan_to_num(np.maximum(in_all - spent, 0.0), nan=0.0)
+            held_s = np.nan_to_num(np.maximum(in_all - spent, 0.0), nan=0.0)
     there = [row for row, rank in enumerate(took.ranks) if world is None or rank < world]
-    own, wait, held = own[there], wait[there], held[there]
+    own, wait, held_s = own[there], wait[there], held_s[there]
     if own.shape[1] == 0 or int(np.isfinite(own).any(axis=1).sum()) < 2:
         return None
     ranks = tuple(took.ranks[row] for row in there)
     wait = np.where(wait >= 0.0, wait, np.nan)
-    return RankWork(ranks=ranks, step=took.step, own_s=own, wait_s=wait, held_s=held)
+    return RankWork(ranks=ranks, step=took.step, own_s=own, wait_s=wait, held_s=held_s)
 
 
 def work_by_step(history: RunHistory, ranks: Sequence[int], *, first: int, last: int) -> RankWork | None:
-    """The same of some ranks, step by step from their events."""
+    """Return the same for some ranks, step by step, from their events."""
     steps = tuple(range(first, last + 1))
-    own, wait, held = (np.full((len(ranks), len(steps)), value) for value in (np.nan, np.nan, 0.0))
+    own, wait, held_s = (np.full((len(ranks), len(steps)), value) for value in (np.nan, np.nan, 0.0))
     for row, rank in enumerate(ranks):
         for event in history.steps(rank, first, last):
             step, took_s, waited_s = integer(event, "step"), number(event, "duration_s"), number(event, "wait_s")
@@ -77,21 +77,23 @@ def work_by_step(history: RunHistory, ranks: Sequence[int], *, first: int, last:
                 own[row, step - first] = computed_s
                 wait[row, step - first] = np.nan if waited_s is None else waited_s
                 if (cpu_s := number(event, "cpu_s")) is not None:
-                    held[row, step - first] = max(0.0, (number(event, "compute_s") or 0.0) - cpu_s)
+                    held_s[row, step - first] = max(0.0, (number(event, "compute_s") or 0.0) - cpu_s)
     if int(np.isfinite(own).any(axis=1).sum()) < 2:
         return None
-    return RankWork(ranks=tuple(ranks), step=steps, own_s=own, wait_s=wait, held_s=held)
+    return RankWork(ranks=tuple(ranks), step=steps, own_s=own, wait_s=wait, held_s=held_s)
 
 
 def _mesh_table(mesh: Mesh) -> Table:
-    """The mesh's values, also of a mesh without ranks or columns; what cannot be a duration is not known."""
+    """Return the mesh's values as an array, also for a mesh without ranks or columns; values that cannot be durations
+    are NaN.
+    """
     rows = [[np.nan if value is None else value for value in row] for row in mesh.values]
-    found = np.array(rows, dtype=np.float64).reshape(len(mesh.ranks), len(mesh.step))
-    return np.where(np.abs(found) < MOST_S, found, np.nan)
+    values = np.array(rows, dtype=np.float64).reshape(len(mesh.ranks), len(mesh.step))
+    return np.where(np.abs(values) < MOST_S, values, np.nan)
 
 
 def median_of_others(values: Table) -> Table:
-    """For each row of a table, the median of the other rows, column by column; NaN where there are none.
+    """Return, for each row of a table, the median of the other rows, column by column; NaN where there are none.
 
     >>> median_of_others(np.array([[1.0], [2.0], [9.0]])).ravel().tolist()
     [5.5, 5.0, 1.5]
@@ -100,12 +102,15 @@ def median_of_others(values: Table) -> Table:
     ranked = np.take_along_axis(values, order, axis=0)
     place = np.argsort(order, axis=0)
     known = np.isfinite(values)
-    others = np.broadcast_to(known.sum(axis=0), values.shape) - known
-    return 0.5 * (_nth_value(ranked, place, (others - 1) // 2, others) + _nth_value(ranked, place, others // 2, others))
+    others_count = np.broadcast_to(known.sum(axis=0), values.shape) - known
+    return 0.5 * (
+        _nth_value(ranked, place, (others_count - 1) // 2, others_count)
+        + _nth_value(ranked, place, others_count // 2, others_count)
+    )
 
 
 def _nth_value(ranked: Table, place: Any, count: Any, others: Any) -> Table:
-    """The value at a position of a sorted column from which one's own was taken out."""
+    """Return the n-th smallest of the other values of a column."""
     index = np.clip(count + (count >= place), 0, ranked.shape[0] - 1)
-    found: Table = np.where(others > 0, np.take_along_axis(ranked, index, axis=0), np.nan)
-    return found
+    values: Table = np.where(others > 0, np.take_along_axis(ranked, index, axis=0), np.nan)
+    return values

@@ -1,11 +1,11 @@
-"""Ranks that hold up the others: the score of every rank, and the names of those that stand out.
+"""Stragglers: the score of every rank, and the names of the ranks that hold up the others.
 
-The score of a rank in a step is its own time (`lag.work`) over the median of the other ranks that do the same work:
-those of its pipeline stage. Over a window of the last 100 steps the median score counts, so that neither a pause nor
-an unlucky step names anybody. What held a rank up without computing counts as its own time too, since the others wait
-for it all the same; but ranks that share cores do not get them evenly, so it must be more before it names anybody.
-Stages that differ by design are not compared: an uneven split is the plan's doing, and
-of 3,079 jobs at ByteDance slow machines explained 1.7 % of those that straggled (arXiv:2505.05713).
+The score of a rank in a step is its own time (rank_work.py) over the median of the other ranks with the same work,
+those of its pipeline stage. Over a window of the last 100 steps the median score counts, so that a single pause or a
+slow step names no rank. Time without computing counts as own time too, since the others wait for it all the same. But
+ranks that share cores do not get them evenly, so such time must be longer before a rank is named. Stages that differ
+by design are not compared: an uneven split is the plan's choice, and of 3,079 jobs at ByteDance slow machines
+explained 1.7 % of those that straggled (arXiv:2505.05713).
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 
 
 WINDOW = 100  # steps
-LEAST_STEPS = 5  # below it nobody is named
-STRAGGLES = 1.1  # a rank at work for this much longer than its peers is worth naming
-HELD_UP = 1.5  # the same where the difference is time without a core
-SURE = 5.0  # standard errors by which a score must pass 1, so that noise names nobody
-APART = 6.0  # spreads of the scores of its peers by which it must stand out, where there are enough of them
-CLOSER = 16  # ranks that are looked at step by step, of many
-MANY = 8  # ranks from which their scores have a spread
+LEAST_STEPS = 5  # with fewer steps no rank is named
+STRAGGLES = 1.1  # a rank whose own time is this many times its peers' is named
+HELD_UP = 1.5  # the same if the difference is time without a core
+SURE = 5.0  # standard errors by which a score must exceed 1, so that noise names no rank
+# Spreads of its peers' scores by which a rank's score must stand out, in groups of MANY ranks or more.
+APART = 6.0
+CLOSER = 16  # number of ranks that are examined step by step, in a large run
+MANY = 8  # from this number of ranks on, the spread of their scores is used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,35 +49,35 @@ class Straggler:
     host: str
     score: float  # own time over the median of its peers
     text: str
-    reason: str = ""  # why, as far as the record tells
+    reason: str = ""  # the cause, as far as the record shows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StragglerScores:
-    """Every rank's score, by rank; above 1 is slower than its peers."""
+    """The score of every rank; above 1 is slower than its peers."""
 
     score: dict[int, float]
     named: tuple[Straggler, ...]  # worst first
-    steps: int  # behind each score
+    steps: int  # number of steps behind each score
 
 
 def find_stragglers(history: RunHistory) -> list[Straggler]:
-    """Those that stand out in the last 100 steps, worst first."""
+    """Return the stragglers of the last 100 steps, worst first."""
     return list(straggler_scores(history).named)
 
 
 def straggler_scores(history: RunHistory, *, last: int | None = None) -> StragglerScores:
-    """The scores over the window that ends with step `last`, or with the newest."""
+    """Return the scores over the window that ends with step `last`, or with the newest step."""
     end = history.last_step if last is None else last
     return history.once(("straggler scores", end), lambda: _scores_until(history, end))
 
 
 def _scores_until(history: RunHistory, end: int | None) -> StragglerScores:
-    nobody = StragglerScores(score={}, named=(), steps=0)
+    no_scores = StragglerScores(score={}, named=(), steps=0)
     if end is None or len(history.ranks) < 2:
-        return nobody
-    # Ranks of another layout do other work: the window does not reach back into it.
-    piece = next((one for one in layout_spans(history.run, history) if one.first <= end <= one.last), None)
+        return no_scores
+    # Ranks of another layout do other work: the window does not extend back into it.
+    piece = next((span for span in layout_spans(history.run, history) if span.first <= end <= span.last), None)
     began = piece.first if piece is not None else history.first_step or 0
     first, where = max(began, end - WINDOW + 1), _rank_places(history, piece)
     if history.is_sampled:
@@ -85,25 +86,26 @@ def _scores_until(history: RunHistory, end: int | None) -> StragglerScores:
         history, columns=WINDOW, first=first, last=end, world=piece.world if piece is not None else None
     )
     if known is None:
-        return nobody
-    found = score_ranks(known, where)
-    if found.steps >= LEAST_STEPS or end - first + 1 < LEAST_STEPS:
-        return _with_reasons(found, history, where, first=first, last=end)
-    # Of many ranks the history draws means of whole blocks: whoever seems slow there is looked at step by step.
-    closer = work_by_step(history, _slowest_ranks(found, where), first=first, last=end)
+        return no_scores
+    scores = score_ranks(known, where)
+    if scores.steps >= LEAST_STEPS or end - first + 1 < LEAST_STEPS:
+        return _with_reasons(scores, history, where, first=first, last=end)
+    # With many ranks the history returns means of whole blocks: ranks that seem slow there are read step by step.
+    closer = work_by_step(history, _slowest_ranks(scores, where), first=first, last=end)
     if closer is None:
-        return found
+        return scores
     sure = score_ranks(closer, where)
-    found = StragglerScores(score=found.score | sure.score, named=sure.named, steps=sure.steps)
-    return _with_reasons(found, history, where, first=first, last=end)
+    scores = StragglerScores(score=scores.score | sure.score, named=sure.named, steps=sure.steps)
+    return _with_reasons(scores, history, where, first=first, last=end)
 
 
 def _scores_of_many(
     history: RunHistory, where: RankPlaces, *, first: int, last: int, is_newest: bool
 ) -> StragglerScores:
-    """Of so many ranks that not all are read: every rank by the newest block of its index, the slowest step by step.
+    """Score the ranks of a run that is too large to read all of them.
 
-    Of a window in the past, the ranks of the sample alone.
+    Every rank is scored by the newest block of its index, and the slowest ones step by step. For a window in the past,
+    only the ranks of the sample are scored.
     """
     ranks = history.ranks
     if is_newest:
@@ -120,11 +122,11 @@ def _scores_of_many(
     if closer is None:
         return replace(glance, named=())
     sure = score_ranks(closer, where)
-    found = StragglerScores(score=glance.score | sure.score, named=sure.named, steps=sure.steps)
-    return _with_reasons(found, history, where, first=first, last=last)
+    scores = StragglerScores(score=glance.score | sure.score, named=sure.named, steps=sure.steps)
+    return _with_reasons(scores, history, where, first=first, last=last)
 
 
-# ---- why a rank is slow ----------------------------------------------------------------------------------------------
+# ---- the causes of slowness ------------------------------------------------------------------------------------------
 
 WAITS_FOR_CORE = "it waits for the processor: its core is shared"
 STANDS_STILL = "it stands still without computing: stopped, swapped out or throttled"
@@ -135,44 +137,49 @@ COMPUTES_LONGER = "it computes longer"
 def _with_reasons(
     found: StragglerScores, history: RunHistory, where: RankPlaces, *, first: int, last: int
 ) -> StragglerScores:
-    """With what holds each of the named up, by the events of the window of it and of some of its peers."""
+    """Add the cause to each straggler, from the events of the window of the rank and of some of its peers."""
     groups = where.same_work(sorted(found.score))
     named = []
-    for one in found.named:
-        peers = [rank for group in groups if one.rank in group for rank in group if rank != one.rank]
-        mine, others = _own_time(history, [one.rank], first, last), _own_time(history, peers[:CLOSER], first, last)
-        reason = reason_of(mine, others)
-        named.append(replace(one, reason=reason, text=f"{one.text}: {reason}" if reason else one.text))
+    for straggler in found.named:
+        peers = [rank for group in groups if straggler.rank in group for rank in group if rank != straggler.rank]
+        rank_time, peer_time = (
+            _own_time(history, [straggler.rank], first, last),
+            _own_time(history, peers[:CLOSER], first, last),
+        )
+        reason = reason_of(rank_time, peer_time)
+        named.append(
+            replace(straggler, reason=reason, text=f"{straggler.text}: {reason}" if reason else straggler.text)
+        )
     return replace(found, named=tuple(named))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnTime:
-    """Medians over steps and ranks of what own time is made of, in seconds; None where it is not known."""
+    """The components of own time, in seconds, as medians over steps and ranks; None where unknown."""
 
     computed_s: float | None
-    held_s: float | None  # neither computing nor waiting for others
-    core_wait_s: float | None  # of it, or on a GPU host, ready to run and without a core
+    held_s: float | None  # neither computing nor waiting for other ranks
+    core_wait_s: float | None  # part of it (on a GPU host, part of computed_s): ready to run without a core
     data_s: float | None
 
 
 def _own_time(history: RunHistory, ranks: Sequence[int], first: int, last: int) -> OwnTime:
-    found: dict[str, list[float]] = {"computed_s": [], "held_s": [], "core_wait_s": [], "data_s": []}
+    samples: dict[str, list[float]] = {"computed_s": [], "held_s": [], "core_wait_s": [], "data_s": []}
     for rank in ranks:
         for event in history.steps(rank, first, last):
             compute_s, cpu_s = number(event, "compute_s"), number(event, "cpu_s")
             if compute_s is not None:
-                found["computed_s"].append(compute_s if cpu_s is None else min(compute_s, cpu_s))
+                samples["computed_s"].append(compute_s if cpu_s is None else min(compute_s, cpu_s))
             if compute_s is not None and cpu_s is not None:
-                found["held_s"].append(max(0.0, compute_s - cpu_s))
+                samples["held_s"].append(max(0.0, compute_s - cpu_s))
             for name in ("core_wait_s", "data_s"):
                 if (value := number(event, name)) is not None:
-                    found[name].append(value)
-    return OwnTime(**{name: float(np.median(values)) if values else None for name, values in found.items()})
+                    samples[name].append(value)
+    return OwnTime(**{name: float(np.median(values)) if values else None for name, values in samples.items()})
 
 
 def reason_of(mine: OwnTime, others: OwnTime) -> str:
-    """The part of a rank's own time by which it is furthest behind its peers, in words; empty where nobody knows.
+    """Return the component in which a rank is furthest behind its peers, in words; empty if it is behind in none.
 
     >>> alike = OwnTime(computed_s=1.0, held_s=0.1, core_wait_s=0.1, data_s=0.0)
     >>> reason_of(replace(alike, held_s=2.0, core_wait_s=1.9), alike)
@@ -183,16 +190,16 @@ def reason_of(mine: OwnTime, others: OwnTime) -> str:
         for name in ("computed_s", "held_s", "core_wait_s", "data_s")
     }
     shared = behind["core_wait_s"]
-    # On a GPU host time without a core is inside what the device seems to compute.
-    held = behind["held_s"] if mine.held_s is not None else shared
+    # On a GPU host, time without a core is part of the time in which the device seems to compute.
+    held_behind = behind["held_s"] if mine.held_s is not None else shared
     parts = {WAITS_FOR_DATA: behind["data_s"], COMPUTES_LONGER: behind["computed_s"]}
-    parts[WAITS_FOR_CORE if shared >= 0.5 * held else STANDS_STILL] = held
+    parts[WAITS_FOR_CORE if shared >= 0.5 * held_behind else STANDS_STILL] = held_behind
     reason, most = max(parts.items(), key=lambda part: part[1])
     return reason if most > 0.0 else ""
 
 
 def _slowest_ranks(found: StragglerScores, where: RankPlaces) -> list[int]:
-    """The slowest ranks of all, and beside each some of its peers, evenly spread."""
+    """Return the slowest ranks of all, and some of the peers of each, evenly spread."""
     slowest = heapq.nlargest(CLOSER, found.score, key=found.score.__getitem__)
     picked = set(slowest)
     for group in where.same_work(sorted(found.score)):
@@ -202,29 +209,30 @@ def _slowest_ranks(found: StragglerScores, where: RankPlaces) -> list[int]:
 
 
 def score_ranks(known: RankWork, where: RankPlaces) -> StragglerScores:
-    """Score ranks whose work is known step by step."""
+    """Score the ranks of a table of own times by step."""
     rows = {rank: row for row, rank in enumerate(known.ranks)}
     score: dict[int, float] = {}
     named: list[Straggler] = []
     for group in where.same_work(known.ranks):
         at_rows = [rows[rank] for rank in group]
-        own, held = known.own_s[at_rows], known.held_s[at_rows]
-        medians, limits = _scores_and_limits(own, least=HELD_UP if held.any() else STRAGGLES)
+        own, held_s = known.own_s[at_rows], known.held_s[at_rows]
+        medians, limits = _scores_and_limits(own, least=HELD_UP if held_s.any() else STRAGGLES)
         score |= {rank: value for rank, value in zip(group, medians.tolist(), strict=True) if math.isfinite(value)}
         if own.shape[1] >= LEAST_STEPS:
             slow = medians > limits
-            if held.any():  # who is slow even when he has a core
-                free, free_limits = _scores_and_limits(np.where(own > held, own - held, np.nan), least=STRAGGLES)
+            # Ranks that are slow even in the time that they have a core.
+            if held_s.any():
+                free, free_limits = _scores_and_limits(np.where(own > held_s, own - held_s, np.nan), least=STRAGGLES)
                 slow |= free > free_limits
                 medians = np.where(slow, np.fmax(medians, free), medians)
             named += [_named_straggler(rank, float(medians[at]), where) for at, rank in enumerate(group) if slow[at]]
     return StragglerScores(
-        score=score, named=tuple(sorted(named, key=lambda one: -one.score)), steps=int(known.own_s.shape[1])
+        score=score, named=tuple(sorted(named, key=lambda straggler: -straggler.score)), steps=int(known.own_s.shape[1])
     )
 
 
 def _scores_and_limits(own: Table, *, least: float) -> tuple[Table, Table]:
-    """The score of each rank of a group, and what it must pass to be named."""
+    """Return the score of each rank of a group, and the limit above which it is named."""
     ratios = own / median_of_others(own)
     medians = _column_median(ratios)
     return medians, np.maximum(least, 1.0 + np.maximum(SURE * _standard_error(ratios), APART * _median_spread(medians)))
@@ -239,17 +247,20 @@ def _named_straggler(rank: int, score: float, where: RankPlaces) -> Straggler:
 
 def _column_median(table: Table) -> Table:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a rank that never said: NaN is the answer
-        found: Table = np.nanmedian(table, axis=1)
-    return found
+        # A rank without any value gives NaN, as intended.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        medians: Table = np.nanmedian(table, axis=1)
+    return medians
 
 
 def _standard_error(ratios: Table) -> Table:
-    """Of each row's median: 1.25 standard deviations over √n, the deviation from the median one (1.48 of it)."""
+    """Return the standard error of each row's median: 1.25 σ/√n, with σ = 1.4826 times the median
+    absolute deviation.
+    """
     deviation = _column_median(np.abs(ratios - _column_median(ratios)[:, None]))
     counts = np.maximum(np.isfinite(ratios).sum(axis=1), 1)
-    found: Table = np.nan_to_num(1.25 * 1.4826 * deviation / np.sqrt(counts), nan=np.inf)
-    return found
+    errors: Table = np.nan_to_num(1.25 * 1.4826 * deviation / np.sqrt(counts), nan=np.inf)
+    return errors
 
 
 def _median_spread(medians: Table) -> float:

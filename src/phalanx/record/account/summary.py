@@ -1,4 +1,4 @@
-"""What a run came to, computed from its folder alone: prediction beside measurement, losses, ranks, checkpoints."""
+"""The summary of a run, computed from its folder alone: predicted and measured values, losses, ranks, checkpoints."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from phalanx.record.run import Run
 
 __all__ = ["Evaluation", "LayoutResult", "Pair", "RankTime", "Summary", "summarize_briefly", "summarize_run"]
 
-WARM_UP_SHARE = 0.2  # first share of the steps that timings leave out, as `phalanx calibrate` does
-MOST_RANKS = 4096  # ranks in the table
+WARM_UP_SHARE = 0.2  # first share of the steps, left out of timings as in `phalanx calibrate`
+MOST_RANKS = 4096  # maximum number of ranks in the table
 COLUMNS = 64
-SOME = 64  # ranks that are asked for their utilization
-ABSURD = 1e18  # seconds, bytes or tokens of a step: a damaged record
-FEW = 10_000  # steps of all ranks together that are looked at one by one
-# Timelines are long, and tell nothing of this.
+SOME = 64  # number of ranks whose utilization is read
+ABSURD = 1e18  # seconds, bytes or tokens of a step beyond this are a damaged record
+FEW = 10_000  # steps × ranks up to which memory is read step by step
+# Timelines are long, and hold nothing for the summary.
 RARE = tuple(kind for kind in KINDS if kind not in (*FREQUENT, "timeline"))
-POINTS = 4000  # buckets behind medians and sums; up to as many steps they are exact
+POINTS = 4000  # buckets behind medians and sums; exact up to this many steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """A quantity as predicted and as measured; None where it is not known."""
+    """A predicted and a measured value; None where unknown."""
 
     JSON_PROPERTIES: ClassVar = ("error",)
 
@@ -47,7 +47,7 @@ class Pair:
 
     @property
     def error(self) -> float | None:
-        """Measured over predicted, less one."""
+        """Measured over predicted, minus one."""
         if not self.predicted or self.measured is None:
             return None
         return self.measured / self.predicted - 1.0
@@ -55,7 +55,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """The model on held-out text, and what counting letters or pairs of tokens would have reached."""
+    """Results on held-out text, and those of unigram and bigram counts for comparison."""
 
     step: int
     loss: float | None
@@ -69,7 +69,7 @@ class RankTime:
     """Mean seconds per step that one rank computed and waited, and its largest memory."""
 
     rank: int
-    place: str  # such as "pipeline 1, data 0"; empty when the run has one rank
+    place: str  # such as "pipeline 1, data 0"; empty if the run has one rank
     compute_s: float | None
     wait_s: float | None
     memory_bytes: float | None
@@ -78,30 +78,30 @@ class RankTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutResult:
-    """What one layout of a run was predicted to do, and did, in the steps that it took."""
+    """Predicted and measured results of one layout of a run, over the steps it took."""
 
     layout: str
     world: int
     first_step: int
     last_step: int
     steps: int
-    step_s: Pair  # median of the settled steps: the first fifth is left out
+    step_s: Pair  # median over the steps, without the first fifth
     step_s_low: float | None  # the prediction's 80 % interval
     step_s_high: float | None
     step_s_p90: float | None
     tokens_per_s: Pair
     mfu: Pair
-    memory_bytes: Pair  # the fullest rank of this layout
+    memory_bytes: Pair  # the rank of this layout with the most memory
     training_s: float  # sum over its steps
-    planned: bool  # whether there is a plan of this layout
+    planned: bool  # True if there is a plan of this layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """A run at a glance; every time in seconds.
+    """The results of a run; every time in seconds.
 
-    Where a run changed its layout, step time, tokens per second, MFU, memory and ranks are those of the newest, beside
-    the prediction for it; `layouts` has them all.
+    If a run changed its layout, step time, tokens per second, MFU, memory and ranks are those of the newest layout,
+    with the prediction for it; `layouts` has all of them.
     """
 
     run: str
@@ -112,7 +112,7 @@ class Summary:
     cluster: str
     layout: str
     world: int
-    steps: int  # done, in all starts of the run
+    steps: int  # done, over all launches of the run
     planned_steps: int | None
     tokens: int
     starts: int
@@ -124,7 +124,7 @@ class Summary:
     step_s_p90: float | None
     tokens_per_s: Pair
     mfu: Pair
-    memory_bytes: Pair  # the fullest rank
+    memory_bytes: Pair  # the rank with the most memory
     training_s: Pair
     first_loss: float | None
     last_loss: float | None
@@ -133,32 +133,32 @@ class Summary:
     samples: tuple[str, ...]
     ranks: tuple[RankTime, ...]
     straggler: int | None  # the first of `stragglers`
-    stage_compute_s: tuple[float, ...]  # mean seconds per step that the ranks of each pipeline stage compute
-    expert_imbalance: float | None  # tokens of the busiest expert over the mean, mean over the steps
+    stage_compute_s: tuple[float, ...]  # mean seconds per step of computing, for each pipeline stage
+    expert_imbalance: float | None  # tokens of the busiest expert over the mean, averaged over the steps
     checkpoints: tuple[int, ...]  # steps
     checkpoint_s: float | None  # mean
-    checkpoint_bytes: float | None  # of the newest: rank 0's part
+    checkpoint_bytes: float | None  # of the newest checkpoint: rank 0's part
     unreadable_lines: int
     incidents: tuple[Incident, ...] = ()
-    recovery_s: Pair = field(default_factory=Pair)  # per incident, noticing it included
-    effective_time: Pair = field(default_factory=Pair)  # share of the wall clock that was spent on steps that stayed
+    recovery_s: Pair = field(default_factory=Pair)  # per incident, with detection
+    effective_time: Pair = field(default_factory=Pair)  # share of the wall time spent on steps that stayed
     noise_scale: float | None = None  # gradient noise, in samples, as last estimated
-    utilization: float | None = None  # mean of the newest, of 64 ranks or more where there are as many
+    utilization: float | None = None  # mean of the newest readings, of 64 ranks or more if there are as many
     stragglers: tuple[Straggler, ...] = ()  # in the last 100 steps
     ledger: Ledger | None = None
     cost: Cost | None = None
     damage: tuple[Damage, ...] = ()
     layouts: tuple[LayoutResult, ...] = ()  # oldest first
     communication: Communication | None = None
-    checkpoint_total_bytes: float | None = None  # of the newest, of all ranks; not known of runs before 0.7
+    checkpoint_total_bytes: float | None = None  # of the newest checkpoint, all ranks; unknown for runs before 0.7
     zero_gradient_steps: int | None = None  # None: not counted
     device_family: str = ""  # of the plan's accelerator: "cpu", "nvidia"
 
 
 def summarize_run(run: Run, history: RunHistory | None = None, walked: LedgerWalk | None = None) -> Summary:
-    """Read the folder; a run that is still going, or that never took a step, has a summary too.
+    """Summarize a run from its folder; a run that is still going, or that never took a step, has a summary too.
 
-    `history` and `walked` spare reading again what the caller has read.
+    `history` and `walked` save reading the run again.
     """
     history = history if history is not None else RunHistory.open(run)
     walked = walked if walked is not None else walk_ledger(run, history)
@@ -177,14 +177,14 @@ def summarize_run(run: Run, history: RunHistory | None = None, walked: LedgerWal
 
 
 def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None = None) -> Summary:
-    """What the index of a run is enough for: no ledger, no bill, no effective time, no count of skipped steps.
+    """Summarize a run from its index alone: without ledger, cost, effective time and count of skipped steps.
 
-    Without `walked`, what incidents cost is not known either.
+    Without `walked`, the cost of incidents is unknown as well.
     """
     walked = walked if walked is not None else _empty_walk()
     plan, launch, status = _or_empty(run.plan), _or_empty(run.launch), run.status()
     reported, events = history.supervisor(), history.events(*RARE)
-    found = read_incidents(run, walked, reported)
+    incidents = read_incidents(run, walked, reported)
     steps = _Steps(history)
     pieces = layout_spans(run, history)
     layouts = tuple(_layout_result(history, piece) for piece in pieces)
@@ -240,9 +240,9 @@ def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None =
         checkpoint_s=_mean_or_none(number(event, "seconds") for event in saved),
         checkpoint_bytes=next((size for event in reversed(saved) if (size := number(event, "bytes"))), None),
         checkpoint_total_bytes=number(saved[-1], "total_bytes") if saved else None,
-        unreadable_lines=sum(one.count for one in damage if "line" in one.what),
-        incidents=tuple(found),
-        recovery_s=_recovery_pair(plan, found),
+        unreadable_lines=sum(damage_entry.count for damage_entry in damage if "line" in damage_entry.what),
+        incidents=tuple(incidents),
+        recovery_s=_recovery_pair(plan, incidents),
         effective_time=Pair(predicted=number(at(plan, "reliability"), "effective_time")),
         noise_scale=steps.noise_scale,
         utilization=_mean_utilization(history),
@@ -254,12 +254,12 @@ def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None =
 
 
 def _first_settled_step(piece: LayoutSpan) -> int:
-    """The first step of a segment that timings count: the steps before warm up."""
+    """Return the first step of a span that timings count: after the warm-up share."""
     return piece.first + int(piece.steps * WARM_UP_SHARE)
 
 
 def _layout_result(history: RunHistory, piece: LayoutSpan) -> LayoutResult:
-    """Prediction and measurement of one layout, over its own steps alone."""
+    """Compare prediction and measurement of one layout, over its own steps only."""
     settled, prediction = _first_settled_step(piece), at(piece.plan, "prediction")
     took = history.curve("duration_s", first=settled, last=piece.last, points=POINTS)
     known = sorted(value for value in took.mean if value and _can_be(value))
@@ -293,10 +293,10 @@ def _layout_result(history: RunHistory, piece: LayoutSpan) -> LayoutResult:
 
 
 def _training_s(layouts: Sequence[LayoutResult], duration: Mapping[str, Any]) -> float | None:
-    """Predicted seconds of all steps: each layout's own; None where one of them was never planned."""
+    """Return the predicted seconds of all steps, each by its own layout; None if one layout was not planned."""
     if len(layouts) < 2:
         return number(duration, "training_s")
-    known = [one.step_s.predicted * one.steps for one in layouts if one.step_s.predicted is not None]
+    known = [result.step_s.predicted * result.steps for result in layouts if result.step_s.predicted is not None]
     return sum(known) if len(known) == len(layouts) else None
 
 
@@ -315,7 +315,7 @@ def _empty_walk() -> LedgerWalk:
 
 
 class _Steps:
-    """Sums over the steps of rank 0 that count, whatever their layout, and the losses at both ends."""
+    """Sums over the steps that stayed, in any layout, and the first and last losses."""
 
     def __init__(self, history: RunHistory) -> None:
         first, last = history.first_step, history.last_step
@@ -327,13 +327,15 @@ class _Steps:
         begun = [] if first is None else list(history.steps(history.witness, first, first + near))
         ended = [] if last is None else list(history.steps(history.witness, last - near, last))
         self.ends = begun[:1] + ended[-1:]
-        self.first_loss = next((loss for one in begun if (loss := number(one, "loss")) is not None), None)
-        self.last_loss = next((loss for one in reversed(ended) if (loss := number(one, "loss")) is not None), None)
-        self.noise_scale = next((b for one in reversed(ended) if (b := number(one, "noise_scale")) is not None), None)
+        self.first_loss = next((loss for event in begun if (loss := number(event, "loss")) is not None), None)
+        self.last_loss = next((loss for event in reversed(ended) if (loss := number(event, "loss")) is not None), None)
+        self.noise_scale = next(
+            (b for event in reversed(ended) if (b := number(event, "noise_scale")) is not None), None
+        )
 
 
 def _curve_sum(curve: Curve, last: int | None) -> float:
-    """Over all steps of a curve: a bucket's mean times the steps from its first to the next one's."""
+    """Return the sum over all steps of a curve: each bucket's mean times its number of steps."""
     ends = [*curve.step[1:], (last or 0) + 1]
     sized = zip(curve.mean, curve.step, ends, strict=False)
     return sum((mean or 0.0) * max(0, end - begin) for mean, begin, end in sized if _can_be(mean))
@@ -342,7 +344,8 @@ def _curve_sum(curve: Curve, last: int | None) -> float:
 def _saved_steps(run: Run) -> list[int]:
     try:
         return run.saved_steps()
-    except (PhalanxError, OSError, KeyError, TypeError, ValueError):  # a plan that does not say where they are
+    # The plan does not contain the checkpoint path.
+    except (PhalanxError, OSError, KeyError, TypeError, ValueError):
         return []
 
 
@@ -355,12 +358,12 @@ def _mean_utilization(history: RunHistory) -> float | None:
 def _recovery_pair(plan: Mapping[str, Any], found: Sequence[Incident]) -> Pair:
     fault = at(plan, "job", "fault")
     planned = (number(fault, "detect_s") or 0.0) + (number(fault, "restart_s") or 0.0)
-    return Pair(predicted=planned or None, measured=_mean_or_none(one.recovery_s for one in found))
+    return Pair(predicted=planned or None, measured=_mean_or_none(incident.recovery_s for incident in found))
 
 
 def _count_launches(reported: Sequence[Event], events: Sequence[Event]) -> int:
-    """Launches: a new membership within one is none."""
-    launches = len([one for one in reported if one["event"] == "epoch" and one.get("reason") == "start"])
+    """Return the number of launches; a new membership within a launch does not count."""
+    launches = len([event for event in reported if event["event"] == "epoch" and event.get("reason") == "start"])
     return launches or len([event for event in events if event["event"] == "run_start"])
 
 
@@ -382,14 +385,16 @@ def _event_span(events: Sequence[Event]) -> float | None:
 
 
 def _first_step(history: RunHistory, launch: Mapping[str, Any]) -> float | None:
-    """From the last launch to the end of the first step after it."""
+    """Return the seconds from the last launch to the end of the first step after it, without preparing the data."""
     started, data_s = number(launch, "started"), number(launch, "data_s") or 0.0
     begun = [event for event in history.events("run_start") if started and (number(event, "t") or 0.0) >= started]
     named = integer(begun[0], "step") if begun else None
     first = history.first_step if named is None else named
     if started is None or first is None:
         return None
-    ends = [end for one in history.steps(history.witness, first, first + 10) if (end := number(one, "t")) is not None]
+    ends = [
+        end for event in history.steps(history.witness, first, first + 10) if (end := number(event, "t")) is not None
+    ]
     return min((end - started - data_s for end in ends if end >= started), default=None)
 
 
@@ -408,14 +413,14 @@ def _last_evaluation(events: Sequence[Event], launch: Mapping[str, Any]) -> Eval
 
 
 def _last_samples(events: Sequence[Event]) -> tuple[str, ...]:
-    """The texts of the last time the model was asked to write."""
-    found = [event for event in events if event["event"] == "sample" and isinstance(event.get("text"), str)]
-    newest = found[-1].get("step") if found else None
-    return tuple(event["text"] for event in found if event.get("step") == newest)
+    """Return the texts of the newest step at which the model generated samples."""
+    samples = [event for event in events if event["event"] == "sample" and isinstance(event.get("text"), str)]
+    newest = samples[-1].get("step") if samples else None
+    return tuple(event["text"] for event in samples if event.get("step") == newest)
 
 
 def _rank_times(history: RunHistory, piece: LayoutSpan) -> Iterable[RankTime]:
-    """The ranks of one layout, in its own steps."""
+    """Yield times and memory of each rank of one layout, over its own steps."""
     means = {
         name: _rank_means(history, name, _first_settled_step(piece)) for name in ("compute_s", "wait_s", "bytes_sent")
     }
@@ -432,38 +437,42 @@ def _rank_times(history: RunHistory, piece: LayoutSpan) -> Iterable[RankTime]:
 
 
 def _peak_memory(history: RunHistory, piece: LayoutSpan) -> dict[int, float]:
-    """The most memory of each rank of a layout; of many ranks and steps, the most of its means over a 64th of them."""
-    found: dict[int, float] = {}
+    """Return the peak memory of each rank of a layout; in large runs, the largest mean over a 64th of the steps."""
+    peaks: dict[int, float] = {}
     span = {"first": piece.first, "last": piece.last}
     for name in {"memory_bytes", "memory_used_bytes"}.intersection(history.names()):
         mesh = history.mesh(name, columns=COLUMNS, **span)
         for rank, values in zip(mesh.ranks, mesh.values, strict=True):
-            found[rank] = max(found.get(rank, 0.0), max((value for value in values if value), default=0.0))
+            peaks[rank] = max(peaks.get(rank, 0.0), max((value for value in values if value), default=0.0))
     if len(history.ranks) * piece.steps <= FEW:
         for rank in history.ranks:
             most = [value for value in history.curve("memory_bytes", rank=rank, points=1, **span).high if value]
-            found[rank] = max([found.get(rank, 0.0), *most])
-    return {rank: most for rank, most in found.items() if most and rank < piece.world}
+            peaks[rank] = max([peaks.get(rank, 0.0), *most])
+    return {rank: most for rank, most in peaks.items() if most and rank < piece.world}
 
 
 def _rank_means(history: RunHistory, name: str, first: int) -> dict[int, float | None]:
-    """Per step, of each rank; what cannot be a mean of anything is left out."""
+    """Return the mean per step of each rank; None for values that are out of range."""
     if name not in history.names():
         return {}
     mesh = history.mesh(name, columns=1, first=first)
-    found = {rank: next(iter(values), None) for rank, values in zip(mesh.ranks, mesh.values, strict=True)}
-    return {rank: value if _can_be(value) else None for rank, value in found.items()}
+    means = {rank: next(iter(values), None) for rank, values in zip(mesh.ranks, mesh.values, strict=True)}
+    return {rank: value if _can_be(value) else None for rank, value in means.items()}
 
 
 def _can_be(value: float | None) -> bool:
-    """Whether a number may be seconds, bytes or tokens of a step."""
+    """Return True if a number may be the seconds, bytes or tokens of a step."""
     return value is not None and 0.0 <= value < ABSURD
 
 
 def _stage_compute(ranks: Sequence[RankTime], layout: Mapping[str, Any]) -> tuple[float, ...]:
-    """Mean compute time of each pipeline stage; empty where there is one stage, or a rank did not say."""
+    """Return the mean compute time of each pipeline stage; empty if there is one stage, or a rank has no value."""
     stages = integer(layout, "pipeline") or 1
-    known = [one.compute_s for one in sorted(ranks, key=lambda one: one.rank) if one.compute_s is not None]
+    known = [
+        rank_time.compute_s
+        for rank_time in sorted(ranks, key=lambda rank_time: rank_time.rank)
+        if rank_time.compute_s is not None
+    ]
     per_stage, rest = divmod(len(known), stages)
     if stages < 2 or not per_stage or rest or len(known) != len(ranks):
         return ()
@@ -479,18 +488,18 @@ _STEP = re.compile(rb'"step"\s*:\s*(\d{1,18})')
 
 
 def skipped_steps(run: Run, *, last: int | None) -> int:
-    """How many steps of rank 0 up to the last one were skipped; the lines are not parsed: 0.2 s for 100,000 of them."""
+    """Return the number of skipped steps of rank 0 up to `last`; lines are matched, not parsed: 0.2 s per 100,000."""
     return count_odd_steps(run, last=last)[0]
 
 
 def count_odd_steps(run: Run, *, last: int | None) -> tuple[int, int]:
-    """Steps of rank 0 up to the last one that were skipped, and that were taken with a gradient norm of exactly 0."""
+    """Count the steps of rank 0 up to `last` that were skipped, and those with a gradient norm of exactly 0."""
     skipped: set[int] = set()
     still: set[int] = set()
     for path in files_of(run, 0):
         for line in raw_lines(path):
-            found = skipped if _SKIPPED.search(line) else still if _ZERO_NORM.search(line) else None
-            if found is not None and (match := _STEP.search(line)):
-                found.add(int(match.group(1)))
+            matching_steps = skipped if _SKIPPED.search(line) else still if _ZERO_NORM.search(line) else None
+            if matching_steps is not None and (match := _STEP.search(line)):
+                matching_steps.add(int(match.group(1)))
     within = 0 if last is None else last + 1
     return sum(step < within for step in skipped), sum(step < within for step in still)

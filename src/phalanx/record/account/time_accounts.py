@@ -1,4 +1,4 @@
-"""The book behind the ledger: walks the marks of a run once, and puts the time between them into accounts."""
+"""The ledger's builder: walks the marks of a run once, and puts the time between them into accounts."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ if TYPE_CHECKING:
 
 
 Floats = NDArray[np.float64]
-MOST_POINTS = 1024  # of the trail; then every second one goes
+MOST_POINTS = 1024  # of the trail; beyond, every second point is dropped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accounts:
-    """Seconds, by what they were spent on."""
+    """Seconds, by what they were spent on; all accounts together add up to the wall time."""
 
-    productive: float = 0.0  # steps that stayed, without what follows
+    productive: float = 0.0  # steps that stayed, without the components counted below
     init: float = 0.0  # from a launch to its first step
-    compile: float = 0.0  # in steps that stayed, or before the first: kernels were made
-    data: float = 0.0  # in steps that stayed: the batch was not there yet
-    stragglers: float = 0.0  # in steps that stayed: what ranks slower than their peers cost all the others
+    compile: float = 0.0  # making kernels, in steps that stayed or before the first step
+    data: float = 0.0  # in steps that stayed: waiting for the batch
+    stragglers: float = 0.0  # in steps that stayed: waiting for ranks that were slower than their peers
     evaluate: float = 0.0
-    checkpoint: float = 0.0  # training stood still for one, or for a copy in memory
-    guard: float = 0.0  # copies of the state were compared, or compiled code with eager code
-    detect: float = 0.0  # from the last sign of progress until a failure was noticed
-    restore: float = 0.0  # from there, or from a planned change of members, to the next step
-    lost_work: float = 0.0  # steps that were done and then undone
-    stopping: float = 0.0  # from the last step's end, without what is counted above
-    other: float = 0.0  # between steps, with nothing to say what for
+    checkpoint: float = 0.0  # training stood still for a checkpoint, or for a copy in memory
+    guard: float = 0.0  # comparing copies of the state, or compiled with eager code
+    detect: float = 0.0  # from the last sign of progress until a failure was detected
+    restore: float = 0.0  # from detection, or from a planned change of members, to the next step
+    lost_work: float = 0.0  # steps that were done and later undone
+    stopping: float = 0.0  # from the end of the last step, without what is counted above
+    other: float = 0.0  # between steps, not explained by any event
 
     @property
     def stepping(self) -> float:
-        """Effective time: steps that stayed, slow or not, but for compiling."""
+        """Effective training time: steps that stayed, slow or not, without compiling."""
         return self.productive + self.data + self.stragglers
 
 
-# What reports and `phalanx watch` call the accounts; JSON and metrics have the names of the fields.
+# Labels of the accounts in reports and `phalanx watch`; JSON and metrics use the field names.
 ACCOUNT_LABELS = {
     "productive": "training steps",
     "init": "start-up",
@@ -67,11 +67,11 @@ ACCOUNT_LABELS = {
 }
 
 
-Point = tuple[float, float, float]  # Unix time, seconds of the run until then, effective ones of them
+Point = tuple[float, float, float]  # Unix time, seconds of the run until then, effective seconds among them
 
 
 class EffectiveTrail:
-    """How the accounts grew: a bounded number of points, evenly thinned."""
+    """The growth of the accounts over time: a bounded number of points, evenly thinned."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -79,7 +79,7 @@ class EffectiveTrail:
         self._last: Point | None = None
 
     def add(self, point: Point) -> None:
-        """The next point in time."""
+        """Append the next point in time."""
         self._last = point
         if self._count % self._every == 0:
             self.points.append(point)
@@ -88,16 +88,17 @@ class EffectiveTrail:
         self._count += 1
 
     def add_all(self, time_s: Floats, wall_s: Floats, effective_s: Floats) -> None:
-        """Many points at once; the same are kept as if they had come one by one."""
+        """Append many points at once; the same ones are kept as with single calls."""
         done, last = 0, len(time_s) - 1
         while done <= last:
-            skip = min(-self._count % self._every, last - done)  # to the next that is kept, or to the newest
+            # Steps to the next point that is kept, or to the newest.
+            skip = min(-self._count % self._every, last - done)
             done, self._count = done + skip, self._count + skip
             self.add((float(time_s[done]), float(wall_s[done]), float(effective_s[done])))
             done += 1
 
     def close(self) -> list[Point]:
-        """All that was kept, the newest included."""
+        """Return all kept points and the newest one."""
         last = [self._last] if self._last is not None and self.points[-1] != self._last else []
         return [*self.points, *last]
 
@@ -113,9 +114,9 @@ class Recovery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStretch:
-    """Steps of one membership, nothing between them; 0 where an event does not say."""
+    """Consecutive steps of one membership with no other event between; 0 where an event has no value."""
 
-    time_s: Floats  # Unix times, going up
+    time_s: Floats  # Unix times, ascending
     step: NDArray[np.int64]
     taken_s: Floats
     copied_s: Floats
@@ -125,7 +126,9 @@ class StepStretch:
 
 
 class LedgerBuilder:
-    """Everything before `_at_s` is in an account; the next mark says what the time up to it was."""
+    """Builds the accounts: all time before `_at_s` is in an account, and the next mark decides the account of the time
+    up to it.
+    """
 
     def __init__(
         self,
@@ -136,44 +139,46 @@ class LedgerBuilder:
         waited: StragglerTime,
     ) -> None:
         self._launches, self._memberships, self._supervised = sorted(launches), memberships, supervised
-        self._waited = waited  # seconds of a step that slow ranks cost
-        self._numbers = {one.generation: count for count, one in enumerate(memberships)}
-        self._spent_s = dict.fromkeys((one.name for one in fields(Accounts)), 0.0)
+        self._waited = waited  # seconds of each step that slow ranks cost
+        self._numbers = {membership.generation: count for count, membership in enumerate(memberships)}
+        self._spent_s = dict.fromkeys((field.name for field in fields(Accounts)), 0.0)
         self.wall_s = self.overlap_s = 0.0
-        self._phase = "off"  # off, init, training, down: what goes on until the next step
+        # off, init, training or down: the phase until the next step.
+        self._phase = "off"
         self._began_s = self._at_s = self._last_s = 0.0
-        self._newest = -1  # generation
+        self._newest = -1  # newest generation's number
         self.steps = self.lost = self.incidents = self.jumps = 0
         self.trail = EffectiveTrail()
         self.recoveries: list[Recovery] = []
         self._recovering: deque[Recovery] = deque()
         self._stepped_s: float | None = None  # end of the last step
-        self._loose_s = 0.0  # since then, in `other`
+        self._loose_s = 0.0  # seconds since then in `other`
 
     def take(self, time_s: float, generation: int, event: Event) -> None:
-        """The next mark."""
+        """Take the next mark."""
         if self._phase != "off" and self._is_new_launch(time_s, event):
-            self._end_launch(self._last_s)  # nobody was left to say that the launch before had ended
+            self._end_launch(self._last_s)  # the previous launch ended without an event
         if self._phase == "off" and not self._begins_launch(time_s, generation, event):
             return
         self._last_s = max(self._last_s, time_s)
         if generation < 0:
             self._supervisor_says(time_s, event)
-        elif generation >= self._newest:  # else somebody speaks from the past
+        # Otherwise the mark is of a membership that has been replaced.
+        elif generation >= self._newest:
             self._rank_says(time_s, self._membership_at(generation), event)
 
     def take_steps(self, generation: int, steps: StepStretch) -> bool:
-        """Steps that follow each other with no mark between; False where they must be taken one by one.
+        """Take consecutive steps with no mark between; return False if they must be taken one by one.
 
-        The same arithmetic as `_take_step`, for all at once. It asks that the mark before was a step too: then nothing
-        of a copy, and nothing loose, lies before the first.
+        The same arithmetic as `_take_step`, for all steps at once. The previous mark must be a step too: then no part
+        of a copy, and no time in `other`, lies before the first step.
         """
         at_s, end_s = self._at_s, float(steps.time_s[-1])
-        made = self._membership_at(generation)
+        membership = self._membership_at(generation)
         plain = self._phase == "training" and generation >= self._newest and at_s == self._stepped_s
         launched = bisect_right(self._launches, end_s) != bisect_right(self._launches, self._last_s)
-        pending = bool(self._recovering) and self._recovering[0].generation < made.generation
-        if not plain or launched or pending or int(steps.step.max()) >= made.floor:
+        pending = bool(self._recovering) and self._recovering[0].generation < membership.generation
+        if not plain or launched or pending or int(steps.step.max()) >= membership.floor:
             return False
         gap_s = np.diff(steps.time_s, prepend=at_s)
         if float(gap_s.min()) < 0.0 or float(gap_s.max()) > JUMP_S:
@@ -206,13 +211,13 @@ class LedgerBuilder:
         self.trail.add_all(time_s, wall_s, grown_s)
 
     def close(self) -> Accounts:
-        """The end of the record."""
+        """Finish at the last mark, and return the accounts."""
         if self._phase != "off":
             self._end_launch(self._last_s)
         return Accounts(**{name: round(spent_s, 6) for name, spent_s in self._spent_s.items()})
 
     def _membership_at(self, count: int) -> RecordedMembership:
-        """Of a run whose start was not recorded there is none: then nothing is known to be undone."""
+        """Return a membership by number; if its start was not recorded, one of which no step is known to be undone."""
         return (
             self._memberships[count]
             if count < len(self._memberships)
@@ -226,14 +231,16 @@ class LedgerBuilder:
         return known is not None or (not self._supervised and event["event"] == "ready" and self._phase == "training")
 
     def _newest_launch(self, time_s: float) -> float | None:
-        """The last launch since the last mark: of those before it nobody lived to say a word."""
+        """Return the newest launch since the last mark; earlier ones in between left no mark."""
         count = bisect_right(self._launches, time_s)
         return self._launches[count - 1] if count and self._launches[count - 1] > self._last_s else None
 
     def _begins_launch(self, time_s: float, generation: int, event: Event) -> bool:
-        """A launch begins with what an agent or a rank first says; a rank that ends late begins none."""
+        """Start a launch at the first mark of an agent or rank, if the mark may begin one; late marks of a rank do
+        not.
+        """
         if event["event"] == "step" and (generation == self._newest or not self._supervised):
-            # The supervisor's clock and this one disagree about the end, or the start was not recorded.
+            # The clocks of coordinator and rank disagree about the end, or the start was not recorded.
             self._began_s = self._at_s = max(self._last_s, time_s - (seconds(event, "duration_s") or 0.0))
             self._phase = "training"
             return True
@@ -292,7 +299,7 @@ class LedgerBuilder:
             self._spend_until(time_s, self._idle_account)
 
     def _take_step(self, time_s: float, membership: RecordedMembership, event: Event) -> None:
-        """A step tells how long it took; what came before it in the same gap was waiting for it."""
+        """Take a step with its recorded duration; the time before it since the last mark belongs to other accounts."""
         stays = (integer(event, "step") or 0) < membership.floor
         self.steps, self.lost = self.steps + stays, self.lost + (not stays)
         copied_s, compared_s = seconds(event, "hold_s") or 0.0, seconds(event, "guard_s") or 0.0
@@ -314,10 +321,10 @@ class LedgerBuilder:
         self._note_point(time_s, self.wall_s + self._at_s - self._began_s)
 
     def _copied_before(self, excess_s: float) -> float:
-        """How much of a copy that does not fit before the step is in an account already.
+        """Return the part of a copy longer than the gap before the step that is in an account already.
 
-        Whatever is told between the copy and the step takes the time up to it: a checkpoint all of it as its own, an
-        evaluation leaves what is not its own to `other`, and there the copy gets it back.
+        A mark between the copy and the step takes the time up to it: a checkpoint takes all of it, an evaluation
+        leaves the time that is not its own in `other`, and that part is moved back to `checkpoint` here.
         """
         if self._phase != "training" or self._stepped_s is None:
             return 0.0
@@ -328,7 +335,9 @@ class LedgerBuilder:
         return found_s
 
     def _spend_step(self, until_s: float, event: Event, *, stays: bool) -> None:
-        """The step itself: an undone one is lost whole; of one that stayed, what it says it was held up by."""
+        """Account for the step itself: all of an undone step is lost; of one that stayed, its recorded delays go
+        apart.
+        """
         if not stays:
             self._spend_until(until_s, "lost_work")
             return
@@ -350,11 +359,11 @@ class LedgerBuilder:
 
     @property
     def _idle_account(self) -> str:
-        """What time is that no step, and nothing else, claims."""
+        """The account for time that no step and no other event claims."""
         return {"init": "init", "down": "restore"}.get(self._phase, "other")
 
     def _spend_claimed(self, time_s: float, account: str, claimed_s: float | None) -> None:
-        """Time up to a mark that says how much of it was its own."""
+        """Account for the time up to a mark that states how many seconds of it were its own."""
         gap_s = time_s - self._at_s
         if claimed_s is not None and claimed_s < gap_s:
             self._spend_until(time_s - claimed_s, self._idle_account)
@@ -362,9 +371,9 @@ class LedgerBuilder:
         self.overlap_s += max((claimed_s or 0.0) - gap_s, 0.0)
 
     def _spend_until(self, time_s: float, account: str) -> None:
-        """Put the time up to a mark into an account; a mark from before the last one claims what is claimed."""
+        """Put the time up to a mark into an account; a mark earlier than the last one counts as overlap."""
         gap_s = time_s - self._at_s
-        if abs(gap_s) > JUMP_S:  # a clock, not a month of waiting: nobody's time
+        if abs(gap_s) > JUMP_S:  # a clock jump, not a month of waiting: in no account
             self.jumps += 1
             self._began_s += max(gap_s, 0.0)
         elif gap_s >= 0.0:
@@ -379,13 +388,13 @@ class LedgerBuilder:
 # ---- effective training time as a curve: cumulative, and over the last hour ------------------------------------------
 
 
-LEAST_WINDOWS = 4  # a run shorter than this many hours is looked at through a shorter window
+LEAST_WINDOWS = 4  # a run shorter than this many hours gets a shorter window
 LEAST_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effective:
-    """Shares of the time until each moment `t`; unpacks as (t, cumulative, last_hour)."""
+    """Effective training time as a share, at moments `t`; unpacks as (t, cumulative, last_hour)."""
 
     t: tuple[float, ...]  # Unix time
     cumulative: tuple[float, ...]
@@ -397,20 +406,22 @@ class Effective:
 
     @property
     def window(self) -> str:
-        """What `last_hour` looks back on, in words."""
+        """The window of `last_hour` in words."""
         return "the last hour" if self.window_s >= HOUR_S else f"the last {format_seconds(self.window_s)}"
 
 
 def from_trail(trail: Sequence[Point], points: int = 400) -> Effective:
-    """At most `points` moments of a run, by the trail of `ledger.walk`; pauses between launches are not its time."""
+    """Return at most `points` moments of a run from the trail of `walk_ledger`; pauses between launches
+    do not count.
+    """
     wall_s = trail[-1][1] if trail else 0.0
     window_s = min(HOUR_S, max(LEAST_S, wall_s / LEAST_WINDOWS))
-    kept = [point for point in _thin_trail(trail, max(2, points)) if point[1] > 0.0]
+    points_shown = [point for point in _thin_trail(trail, max(2, points)) if point[1] > 0.0]
     walls = [wall for _, wall, _ in trail]
     return Effective(
-        t=tuple(point[0] for point in kept),
-        cumulative=tuple(_time_share(spent_s, wall_s) for _, wall_s, spent_s in kept),
-        last_hour=tuple(_recent_share(point, trail, walls, window_s) for point in kept),
+        t=tuple(point[0] for point in points_shown),
+        cumulative=tuple(_time_share(spent_s, wall_s) for _, wall_s, spent_s in points_shown),
+        last_hour=tuple(_recent_share(point, trail, walls, window_s) for point in points_shown),
         window_s=window_s,
     )
 
@@ -422,7 +433,7 @@ def _thin_trail(trail: Sequence[Point], points: int) -> list[Point]:
 
 
 def _recent_share(point: Point, trail: Sequence[Point], walls: Sequence[float], window_s: float) -> float:
-    """The share since `window_s` before; between two points of the trail time is taken to have been spent evenly."""
+    """Return the share over the last `window_s`; time between two points of the trail is taken as evenly spent."""
     _, wall_s, spent_s = point
     since_s = wall_s - window_s
     if since_s <= 0.0:
@@ -431,8 +442,8 @@ def _recent_share(point: Point, trail: Sequence[Point], walls: Sequence[float], 
     _, after_wall, after_spent = trail[min(index, len(trail) - 1)]
     _, before_wall, before_spent = trail[index - 1] if index else (0.0, 0.0, 0.0)
     gap_s = after_wall - before_wall
-    part = (since_s - before_wall) / gap_s if gap_s > 0.0 else 1.0
-    return _time_share(spent_s - before_spent - part * (after_spent - before_spent), window_s)
+    fraction = (since_s - before_wall) / gap_s if gap_s > 0.0 else 1.0
+    return _time_share(spent_s - before_spent - fraction * (after_spent - before_spent), window_s)
 
 
 def _time_share(spent_s: float, wall_s: float) -> float:

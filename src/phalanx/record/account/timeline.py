@@ -1,6 +1,6 @@
-"""The inside of a step, as the plan predicts it and as a rank measured it: spans of one shape, to be drawn together.
+"""The spans inside a step, as the plan predicts them and as a rank measured them, in one form for drawing.
 
-Both come from files that anybody may have written: what is no span is left out, never an error.
+Both come from files that may have been edited: invalid spans are skipped, never an error.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from phalanx.io.values import at, finite, integer, number
 
 KINDS = ("data", "forward", "backward", "collective", "optimizer", "other")
 MOST_SPANS = 2_000
-MOST_MICRO_BATCHES = 128  # that are drawn one by one; of more, neighbours share a span
+MOST_MICRO_BATCHES = 128  # drawn one by one; beyond, neighbours share a span
 MOST_TEXT = 80
 
-# The parts of plan.json's breakdown that every forward and backward has a share of, and the axis of those that are
-# traffic. A backward does twice the arithmetic of its forward (two matrix products for one), and recomputes.
+# The parts of plan.json's breakdown that every forward and backward shares, and the axis of those that are traffic. A
+# backward does twice the arithmetic of its forward (two matrix products for one), and recomputes.
 FORWARD_SHARE = 1 / 3
 WORK = ("matmul_s", "attention_s", "elementwise_s", "head_s", "launch_s")
 AGAIN = "recompute_s"
@@ -28,7 +28,7 @@ TRAFFIC = {
     "shard_s": ("ZeRO-3 traffic", "data"),
     "pipeline_send_s": ("pipeline sends", "pipeline"),
 }
-# What comes once, after the last backward.
+# Parts that come once, after the last backward.
 CLOSING = (
     ("gradient_s", "collective", "gradient traffic", "data"),
     ("optimizer_s", "optimizer", "optimizer", None),
@@ -38,9 +38,9 @@ CLOSING = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSpan:
-    """A stretch of a step, in seconds from its begin."""
+    """A part of a step, in seconds from the step's begin."""
 
-    kind: str  # of KINDS
+    kind: str  # one of KINDS
     name: str
     start_s: float
     duration_s: float
@@ -48,7 +48,7 @@ class StepSpan:
     group: str | None = None  # the axis of a collective
 
     def to_json(self) -> dict[str, Any]:
-        """For the web."""
+        """Return the span as JSON values for the web page."""
         return {
             "kind": self.kind,
             "name": self.name,
@@ -60,10 +60,10 @@ class StepSpan:
 
 
 def measured_spans(event: Mapping[str, Any]) -> list[StepSpan]:
-    """The spans of a `timeline` event, by their start; whatever is none is left out."""
+    """Return the spans of a `timeline` event, sorted by start; invalid ones are skipped."""
     rows = event.get("spans")
-    found = [_read_span(row) for row in rows[:MOST_SPANS]] if isinstance(rows, list) else []
-    return sorted((span for span in found if span is not None), key=lambda span: span.start_s)
+    spans = [_read_span(row) for row in rows[:MOST_SPANS]] if isinstance(rows, list) else []
+    return sorted((span for span in spans if span is not None), key=lambda span: span.start_s)
 
 
 def _read_span(row: object) -> StepSpan | None:
@@ -85,11 +85,11 @@ def _read_span(row: object) -> StepSpan | None:
 
 
 def predicted_spans(plan: Mapping[str, Any], rank: int = 0) -> list[StepSpan]:
-    """The step of a rank as plan.json sees it; the spans follow each other and end at `prediction.step_s`.
+    """Return the predicted spans of a rank's step; they follow each other and end at `prediction.step_s`.
 
-    The plan knows the busiest stage and adds up over the step: micro-batches are drawn as equals, and what of a message
-    is hidden behind arithmetic is not drawn. A pipeline's bubble lies where 1F1B has it on the rank's stage, whatever
-    the schedule.
+    The plan knows the busiest stage and adds up over the step: micro-batches are drawn with equal lengths, and
+    communication hidden behind computation is not drawn. A pipeline's bubble lies where 1F1B has it on the rank's
+    stage, whatever the schedule.
     """
     prediction = at(plan, "prediction")
     step_s = number(prediction, "step_s")
@@ -97,27 +97,27 @@ def predicted_spans(plan: Mapping[str, Any], rank: int = 0) -> list[StepSpan]:
         return []
     parts = {str(name): finite(value) or 0.0 for name, value in at(prediction, "breakdown_s").items()}
     parts = {name: value for name, value in parts.items() if value > 0}
-    made = [
+    spans = [
         *_micro_batch_spans(plan, parts, rank),
         *(
-            StepSpan(kind=kind, name=name, start_s=0.0, duration_s=parts.get(part, 0.0), group=group)
-            for part, kind, name, group in CLOSING
+            StepSpan(kind=kind, name=name, start_s=0.0, duration_s=parts.get(part_name, 0.0), group=group)
+            for part_name, kind, name, group in CLOSING
         ),
     ]
-    known_s = sum(span.duration_s for span in made)
+    known_s = sum(span.duration_s for span in spans)
     if known_s < step_s * (1 - 1e-9):
-        made.append(StepSpan(kind="other", name="not broken down", start_s=0.0, duration_s=step_s - known_s))
+        spans.append(StepSpan(kind="other", name="not broken down", start_s=0.0, duration_s=step_s - known_s))
     scale = min(1.0, step_s / known_s) if known_s > 0 else 1.0
-    return _in_a_row(made, scale, _traffic_bytes(plan))
+    return _in_a_row(spans, scale, _traffic_bytes(plan))
 
 
 def _micro_batch_spans(plan: Mapping[str, Any], parts: Mapping[str, float], rank: int) -> Iterator[StepSpan]:
-    """Forwards and backwards in the order of 1F1B, with the bubble in between."""
+    """Yield forwards and backwards in the order of 1F1B, with the bubble in between."""
     layout = at(plan, "layout")
     stages = _axis_size(layout, "pipeline")
     count = _axis_size(layout, "accumulation")
     drawn = min(count, MOST_MICRO_BATCHES)
-    # Ranks of a stage are neighbours, the first stage first.
+    # Ranks of a stage have consecutive numbers, the first stage first.
     each = _axis_size(layout, "data") * _axis_size(layout, "context") * _axis_size(layout, "tensor")
     order = _stage_order(drawn, stages, min(max(rank, 0) // each, stages - 1))
     work_s = sum(parts.get(name, 0.0) for name in WORK)
@@ -131,14 +131,18 @@ def _micro_batch_spans(plan: Mapping[str, Any], parts: Mapping[str, float], rank
             continue
         name = f"{kind} {_micro_batch_numbers(int(weight), drawn, count)}" if count > 1 else kind
         yield StepSpan(kind=kind, name=name, start_s=0.0, duration_s=forward_s if kind == "forward" else backward_s)
-        for part, (what, axis) in TRAFFIC.items():
+        for part_name, (traffic, axis) in TRAFFIC.items():
             yield StepSpan(
-                kind="collective", name=what, start_s=0.0, duration_s=parts.get(part, 0.0) / drawn / 2, group=axis
+                kind="collective",
+                name=traffic,
+                start_s=0.0,
+                duration_s=parts.get(part_name, 0.0) / drawn / 2,
+                group=axis,
             )
 
 
 def _stage_order(count: int, stages: int, stage: int) -> list[tuple[str, float]]:
-    """(forward or backward, number of the micro-batch) and (idle, its length in forwards) of 1F1B on a stage.
+    """Return (forward or backward, micro-batch) and (idle, length in forwards) pairs of 1F1B on a stage.
 
     >>> _stage_order(2, 2, 0)
     [('forward', 0), ('forward', 1), ('idle', 2.0), ('backward', 0), ('idle', 1.0), ('backward', 1)]
@@ -147,7 +151,8 @@ def _stage_order(count: int, stages: int, stage: int) -> list[tuple[str, float]]
     """
     behind = stages - 1 - stage
     ahead = min(count, behind + 1)  # forwards before the first backward
-    # A backward is two forwards long. First the pipeline fills, at the turn its end comes back, at last it drains.
+    # A backward takes as long as two forwards. The stage idles while the pipeline fills, until the first backward
+    # arrives, and while it drains.
     order: list[tuple[str, float]] = [("idle", 1.0 * stage)] if stage else []
     order += [("forward", place) for place in range(ahead)]
     order += [("idle", 2.0 * behind)] if behind else []
@@ -161,12 +166,12 @@ def _stage_order(count: int, stages: int, stage: int) -> list[tuple[str, float]]
 
 
 def _in_a_row(spans: Sequence[StepSpan], scale: float, nbytes: Mapping[str, float]) -> list[StepSpan]:
-    """One after the other, without those that take no time; each axis's bytes shared out by time."""
+    """Place spans one after the other, without empty ones; the bytes of each axis are divided by time."""
     shown_s: dict[str, float] = {}
     for span in spans:
         if span.group:
             shown_s[span.group] = shown_s.get(span.group, 0.0) + span.duration_s
-    found, now_s = [], 0.0
+    placed, now_s = [], 0.0
     for span in spans:
         length_s = span.duration_s * scale
         if length_s <= 0:
@@ -174,24 +179,24 @@ def _in_a_row(spans: Sequence[StepSpan], scale: float, nbytes: Mapping[str, floa
         group = span.group or ""
         share = span.duration_s / shown_s[group] if shown_s.get(group) else 0.0
         moved = int(nbytes[group] * share) if group in nbytes else None
-        found.append(replace(span, start_s=now_s, duration_s=length_s, bytes=moved))
+        placed.append(replace(span, start_s=now_s, duration_s=length_s, bytes=moved))
         now_s += length_s
-    return found
+    return placed
 
 
 def _traffic_bytes(plan: Mapping[str, Any]) -> dict[str, float]:
-    """Bytes a step moves on each axis."""
-    found: dict[str, float] = {}
+    """Return the bytes that a step moves on each axis."""
+    axis_bytes: dict[str, float] = {}
     rows = plan.get("mapping")
     for row in rows if isinstance(rows, list) else ():
         axis, nbytes = at(row).get("axis"), number(at(row), "bytes_per_step")
         if isinstance(axis, str) and nbytes is not None and nbytes >= 0:
-            found[axis] = found.get(axis, 0.0) + nbytes
-    return found
+            axis_bytes[axis] = axis_bytes.get(axis, 0.0) + nbytes
+    return axis_bytes
 
 
 def _micro_batch_numbers(place: int, drawn: int, count: int) -> str:
-    """Which micro-batches a drawn one stands for, counted from 1.
+    """Return the numbers, from 1, of the micro-batches that one drawn micro-batch represents.
 
     >>> _micro_batch_numbers(1, 4, 4), _micro_batch_numbers(1, 128, 512)
     ('2', '5-8')

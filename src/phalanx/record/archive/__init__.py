@@ -1,1 +1,1 @@
-"""A run read back while it grows and after: an index over its events, curves and meshes, and what is damaged."""
+"""Reading a run while it grows and afterwards: an index over its events, curves and meshes, and its damage."""

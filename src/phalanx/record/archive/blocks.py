@@ -1,7 +1,7 @@
-"""Blocks of events: place, steps, and least, largest and mean of every number, as records of one size.
+"""Blocks of events: position, steps, and minimum, maximum and mean of every number, as records of one size.
 
-A block has at most 256 steps, in ascending order: where a restart goes back, a new one begins. Whoever draws 100,000
-steps reads 400 blocks, and the events themselves only where somebody looks closely.
+A block has at most 256 steps in ascending order; a restart that goes back begins a new block. A plot of 100,000 steps
+reads 400 blocks, and the events themselves only for a close look.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from phalanx.record.archive.series import FREQUENT, KINDS, LATER, SERIES
 STEPS = 256  # of a block: 150 kB of events, read and parsed in about 3 ms
 MOST_BYTES = 2**20
 MOST_MONITORS = 4096
-COLUMNS = 40  # room for series that are not there yet; a record is 640 bytes
-LISTED = 23  # rare events in one record
+COLUMNS = 40  # with room for series that are added later; a record is 640 bytes
+LISTED = 23  # rare events per record
 MOST_LISTED = 4 * LISTED  # a block with more is searched instead
 JUMP_S = 1.0  # a clock that goes back by less was corrected, not set
 
@@ -37,8 +37,8 @@ PLACES = np.dtype([*_HEAD, ("places", _PLACE, (LISTED,)), ("pad", "V8")])
 BLOCK_TYPE, PLACES_TYPE = 1, 2
 CROWDED = 0xFFFF  # in `listed`: too many rare events to list
 
-_STEP_FIELDS = [(number, one.field) for number, one in enumerate(SERIES) if one.event == "step"]
-_MONITOR_FIELDS = [(number, one.field) for number, one in enumerate(SERIES) if one.event == "monitor"]
+_STEP_FIELDS = [(number, series.field) for number, series in enumerate(SERIES) if series.event == "step"]
+_MONITOR_FIELDS = [(number, series.field) for number, series in enumerate(SERIES) if series.event == "monitor"]
 _FIELDS = {"step": [name for _, name in _STEP_FIELDS], "monitor": [name for _, name in _MONITOR_FIELDS]}
 _BITS = {kind: 1 << number for number, kind in enumerate(KINDS)}
 UNKNOWN_BIT = 1 << 31
@@ -48,21 +48,21 @@ Floats = NDArray[np.float64]
 
 
 def kind_bits(kinds: tuple[str, ...]) -> int:
-    """The mask of blocks in which events of these kinds may be."""
+    """Return the mask of blocks that may contain events of these kinds."""
     mask = 0
     for kind in kinds:
         mask |= _BITS.get(kind, UNKNOWN_BIT)
-        mask |= UNKNOWN_BIT if kind in LATER else 0  # whoever wrote the index may not have known it yet
+        mask |= UNKNOWN_BIT if kind in LATER else 0  # the version that wrote the index may not have known the kind
     return mask
 
 
 def kind_code(kind: str) -> int:
-    """A kind as a number that fits in a place."""
+    """Return a kind as a number that fits in a place record."""
     return zlib.crc32(kind.encode("utf-8", errors="replace"))
 
 
 def event_number(value: Any) -> float:
-    """A number of an event; NaN when it is none."""
+    """Return a number of an event; NaN if the value is not a number."""
     if type(value) is float:
         return value
     if type(value) is int:
@@ -75,9 +75,9 @@ def event_number(value: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """The events of a block one by one: `step`, `t` and the series, a row each; NaN where an event has none."""
+    """The events of a block one by one: `step`, `t` and the series, a row each; NaN where an event has no value."""
 
-    steps: int  # rows of step events, which come first; the others are of monitors
+    steps: int  # number of rows of step events, which come first; the others are of monitors
     step: NDArray[np.int64]
     t: Floats
     values: Floats  # [row, series]
@@ -87,8 +87,8 @@ class BlockMaker:
     """Takes events in the order of the file and cuts them into blocks."""
 
     def __init__(self, start: int, *, step: int = 0) -> None:
-        self.done: list[bytes] = []  # finished records, blocks with their places behind
-        self._step = step  # the one that goes on
+        self.done: list[bytes] = []  # finished records: each block is followed by its places
+        self._step = step  # the newest step
         self._clear_block(start)
 
     def _clear_block(self, start: int) -> None:
@@ -100,7 +100,9 @@ class BlockMaker:
         self._kinds = self._jumps = self._unreadable = self._unknown = 0
 
     def add(self, kind: str, event: Mapping[str, Any], offset: int, length: int) -> None:
-        """An event of `length` bytes, its newline included, at `offset`; bytes between it and the last are skipped."""
+        """Add an event of `length` bytes (with its newline) at `offset`; bytes between it and the last event are
+        skipped.
+        """
         rows = self._rows.get(kind)
         if kind == "step":
             step = event.get("step")
@@ -122,7 +124,7 @@ class BlockMaker:
         self._kinds |= _BITS.get(kind, UNKNOWN_BIT)
         self._unknown += kind not in _BITS
         if rows is not None:
-            get = event.get  # nearly all are floats or not there: a call for each takes twice as long
+            get = event.get  # nearly all values are floats or absent: a call for each takes twice as long
             rows.append(
                 [
                     self._step,
@@ -142,20 +144,20 @@ class BlockMaker:
             self._step = step
 
     def skip(self, end: int, *, unreadable: int = 1) -> None:
-        """Lines that are no events, up to `end`."""
+        """Count lines that are not events, up to `end`."""
         if end - self.start > MOST_BYTES:
             self.cut()
         self._unreadable = min(0xFFFFFFFF, self._unreadable + unreadable)
         self.end = end
 
     def cut(self) -> None:
-        """Finish the block; the next begins where it ends."""
+        """Finish the block; the next one begins at its end."""
         if self.end > self.start:
             self.done.append(self.snapshot())
             self._clear_block(self.end)
 
     def snapshot(self) -> bytes:
-        """The block so far, as records; nothing when it is empty."""
+        """Return the block so far as records; empty if the block is empty."""
         if self.end == self.start:
             return b""
         block = np.zeros(1, BLOCK)
@@ -166,7 +168,7 @@ class BlockMaker:
         crowded = len(self._places) > MOST_LISTED
         lists = [] if crowded else [self._places[at : at + LISTED] for at in range(0, len(self._places), LISTED)]
         block["listed"] = CROWDED if crowded else len(self._places)
-        return b"".join([seal_record(block), *(self._places_record(one) for one in lists)])
+        return b"".join([seal_record(block), *(self._places_record(places) for places in lists)])
 
     def _fill_head(self, block: Blocks) -> None:
         steps = self._rows["step"]
@@ -192,10 +194,10 @@ class BlockMaker:
         return seal_record(record)
 
     def rows(self) -> Rows:
-        """The numbers of the block so far."""
-        made = [_spread_rows(self._rows["step"], _STEP_FIELDS), _spread_rows(self._rows["monitor"], _MONITOR_FIELDS)]
-        table = np.concatenate(made)
-        return Rows(steps=len(made[0]), step=table[:, 0].astype(np.int64), t=table[:, 1], values=table[:, 2:])
+        """Return the numbers of the block so far."""
+        tables = [_spread_rows(self._rows["step"], _STEP_FIELDS), _spread_rows(self._rows["monitor"], _MONITOR_FIELDS)]
+        table = np.concatenate(tables)
+        return Rows(steps=len(tables[0]), step=table[:, 0].astype(np.int64), t=table[:, 1], values=table[:, 2:])
 
 
 def _spread_rows(rows: list[list[float]], fields: list[tuple[int, str]]) -> Floats:
@@ -208,8 +210,8 @@ def _spread_rows(rows: list[list[float]], fields: list[tuple[int, str]]) -> Floa
 
 
 def _reduce_columns(block: Blocks, values: Floats, columns: list[int]) -> None:
-    """Least, largest and mean of each column; what is not finite, or not as a 32-bit number, does not count."""
-    values = np.where(np.abs(values) < np.finfo(np.float32).max, values, np.nan)  # false for NaN too
+    """Store minimum, maximum and mean of each column; values that are not finite 32-bit numbers do not count."""
+    values = np.where(np.abs(values) < np.finfo(np.float32).max, values, np.nan)  # the comparison is false for NaN too
     count = (~np.isnan(values)).sum(axis=0)
     into = block["series"][0]
     into["low"][columns] = np.fmin.reduce(values)
@@ -219,28 +221,28 @@ def _reduce_columns(block: Blocks, values: Floats, columns: list[int]) -> None:
 
 
 def take_blocks(blocks: Blocks, which: NDArray[np.bool_] | NDArray[np.int64]) -> Blocks:
-    """Some of the blocks. As plain bytes, since numpy copies records field by field, twenty times slower."""
+    """Return some of the blocks. They are copied as bytes: numpy copies records field by field, twenty times slower."""
     return np.ascontiguousarray(blocks).view(f"V{BLOCK.itemsize}")[which].view(blocks.dtype)
 
 
 def is_crowded(block: np.void) -> bool:
-    """Whether a block has too many rare events for their places to be kept."""
+    """Return True if a block has too many rare events for their places to be stored."""
     return bool(block["listed"] == CROWDED)
 
 
-# ---- against damage --------------------------------------------------------------------------------------------------
+# ---- checksums -------------------------------------------------------------------------------------------------------
 
-# Odd multiples of 2^64 over the golden ratio: no two words can change places unseen.
+# Odd multiples of 2^64 over the golden ratio, so that swapping two words changes the sum.
 _WEIGHTS = np.arange(1, BLOCK.itemsize // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
 
 
 def record_checks(records: NDArray[np.void]) -> NDArray[np.uint64]:
-    """A check sum of each record: of all at once, since a run may have half a million."""
+    """Return the checksum of each record, all at once, since a run may have half a million."""
     words = np.ascontiguousarray(records).view("<u8").reshape(len(records), -1)[:, 1:]
     return np.asarray(words @ _WEIGHTS)
 
 
 def seal_record(record: NDArray[np.void]) -> bytes:
-    """A record with its check sum, as bytes."""
+    """Return a record with its checksum as bytes."""
     record["check"] = record_checks(record)
     return record.tobytes()

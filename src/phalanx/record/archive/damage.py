@@ -1,4 +1,4 @@
-"""What of a run folder cannot be read, in words: shown beside what can."""
+"""Damage of a run folder: the parts that cannot be read, in words, for display next to the rest."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from phalanx.record.run import Run
 from phalanx.record.run_files import read_json
 from phalanx.units import plural
 
-MOST_NAMED = 8  # ranks named one by one
+MOST_NAMED = 8  # ranks listed one by one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """Something of a run that cannot be read: where, what, and how many of it."""
+    """A part of a run that cannot be read: its place, the problem, and the number of cases."""
 
     where: str
     what: str
@@ -26,8 +26,8 @@ class Damage:
 
 
 def folder_damage(run: Run, ranks: Sequence[int]) -> list[Damage]:
-    """Files of the run itself that are missing or broken, and ranks without events."""
-    found = []
+    """Return the run's own files that are missing or broken, and the ranks without events."""
+    problems = []
     files: dict[str, Callable[[], object]] = {
         "plan.json": run.plan,
         "launch.json": run.launch,
@@ -37,20 +37,20 @@ def folder_damage(run: Run, ranks: Sequence[int]) -> list[Damage]:
         try:
             read()
         except UserError as error:
-            found.append(Damage(where=name, what=str(error).splitlines()[0].partition(": ")[2][:200], count=1))
+            problems.append(Damage(where=name, what=str(error).splitlines()[0].partition(": ")[2][:200], count=1))
     reported, planned = _reported_world(run), run.planned_world()
     if reported is not None and planned is not None and reported > planned:
-        found.append(
+        problems.append(
             Damage(where="launch.json", what=f"{plural(reported, 'rank')}, where the plan has {planned:,}", count=1)
         )
-    if not any(one.where == "launch.json" and reported is None for one in found):
+    if not any(problem.where == "launch.json" and reported is None for problem in problems):
         missing = _missing_ranks(run, ranks)
         if missing:
-            found.append(Damage(where="events", what=f"no file of {_rank_names(missing)}", count=len(missing)))
+            problems.append(Damage(where="events", what=f"no file of {_rank_names(missing)}", count=len(missing)))
     if strays := run.stray_files():
-        what = "files of ranks that no plan of the run has, left unread"
-        found.append(Damage(where="events", what=what, count=strays))
-    return found
+        message = "files of ranks that no plan of the run has, left unread"
+        problems.append(Damage(where="events", what=message, count=strays))
+    return problems
 
 
 def _missing_ranks(run: Run, ranks: Sequence[int]) -> list[int]:
@@ -72,30 +72,33 @@ def _has_started(run: Run, ranks: Sequence[int]) -> bool:
 
 
 def supervisor_damage(run: Run, ranks: Sequence[int], *, generation: int) -> list[Damage]:
-    """Whether supervisor.jsonl is missing; `generation` of the newest start: only a supervisor counts it up from 0."""
+    """Report supervisor.jsonl if it is missing.
+
+    `generation` is that of the newest start: only a coordinator counts it up from 0.
+    """
     try:
         launched = "launched" in run.launch()
     except UserError:
         launched = False
     if run.supervisor.is_file() or not _has_started(run, ranks) or not (launched or generation):
         return []
-    how = "is not a file" if run.supervisor.exists() else "is missing"
-    return [Damage(where=run.supervisor.name, what=f"{how}: incidents and memberships are unknown", count=1)]
+    state = "is not a file" if run.supervisor.exists() else "is missing"
+    return [Damage(where=run.supervisor.name, what=f"{state}: incidents and memberships are unknown", count=1)]
 
 
 def of_ranks(troubles: Mapping[int, Counter[str]]) -> list[Damage]:
-    """The troubles of many ranks, the same ones together."""
+    """Return the troubles of many ranks, equal ones combined."""
     ranks: dict[str, list[int]] = {}
     count: Counter[str] = Counter()
     for rank in sorted(troubles):
-        for what, number in troubles[rank].items():
-            ranks.setdefault(what, []).append(rank)
-            count[what] += number
-    return [Damage(where=_rank_names(ranks[what]), what=what, count=count[what]) for what in ranks]
+        for trouble, number in troubles[rank].items():
+            ranks.setdefault(trouble, []).append(rank)
+            count[trouble] += number
+    return [Damage(where=_rank_names(ranks[trouble]), what=trouble, count=count[trouble]) for trouble in ranks]
 
 
 def _rank_names(ranks: Sequence[int]) -> str:
-    """Some ranks for a person.
+    """Format ranks as text.
 
     >>> _rank_names([3]), _rank_names([0, 1, 7]), _rank_names(range(100))
     ('rank 3', 'ranks 0, 1, 7', '100 ranks from 0 to 99')

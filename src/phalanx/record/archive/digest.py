@@ -1,4 +1,4 @@
-"""The means of one rank's blocks, small enough to be kept for a thousand ranks: what meshes are drawn from."""
+"""The means of one rank's blocks, small enough to keep for a thousand ranks: the data behind meshes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Stamp = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Digest:
-    """Of every block its steps and time, and of every series its mean and how many values that is of."""
+    """Steps and time of every block, and mean and count of values of every series in it."""
 
     stamp: Stamp  # of the files it was made from
     first: NDArray[np.int64]
@@ -31,7 +31,9 @@ class Digest:
 
     @classmethod
     def of(cls, kept: KeptBlocks, stamp: Stamp) -> Digest:
-        """Of the blocks that stayed; of one that was cut short, with what was undone in its means."""
+        """Build a digest of the blocks that stayed; the means of a block that was cut short include its
+        undone steps.
+        """
         blocks, series = kept.blocks, kept.blocks["series"][:, : len(SERIES)]
         return cls(
             stamp=stamp,
@@ -45,23 +47,25 @@ class Digest:
 
     @property
     def nbytes(self) -> int:
-        """Memory it takes."""
+        """Memory of the arrays in bytes."""
         arrays = (self.first, self.last, self.t, self.steps, self.mean, self.count)
         return sum(array.nbytes for array in arrays)
 
     def steps_in(self, span: tuple[int, int]) -> int:
-        """Steps of the blocks that reach into a range."""
+        """Return the number of steps of the blocks that reach into a range."""
         return int(self.steps[self._inside_span(span)].sum())
 
     def spans(self, column: int, span: tuple[int, int]) -> Spans:
-        """One series in a range, a block at a time; least and largest are not kept."""
-        taken = self._inside_span(span) & (self.count[:, column] > 0)
-        mean, count = self.mean[taken, column].astype(np.float64), self.count[taken, column].astype(np.int64)
-        order = np.argsort(self.first[taken], kind="stable")
+        """Return one series in a range, one span per block; the digest has no minima and maxima, so both
+        are the mean.
+        """
+        used = self._inside_span(span) & (self.count[:, column] > 0)
+        mean, count = self.mean[used, column].astype(np.float64), self.count[used, column].astype(np.int64)
+        order = np.argsort(self.first[used], kind="stable")
         return Spans(
-            first=self.first[taken][order],
-            last=self.last[taken][order],
-            t=self.t[taken][order],
+            first=self.first[used][order],
+            last=self.last[used][order],
+            t=self.t[used][order],
             low=mean[order],
             high=mean[order],
             total=(mean * count)[order],
@@ -73,11 +77,11 @@ class Digest:
 
 
 def stamp_of(events: Path, closed: int) -> Stamp:
-    """What tells whether a rank's files have changed, without opening them."""
+    """Return a value that changes when a rank's files change, without opening them."""
     name = os.fspath(events)
     return (closed, *_size_and_time(name), *_size_and_time(name.removesuffix(".jsonl") + SUFFIX))
 
 
 def _size_and_time(name: str) -> tuple[int, int]:
-    found = stat_events(name)
-    return (found.size, found.mtime_ns) if found is not None else (-1, -1)
+    file_stat = stat_events(name)
+    return (file_stat.size, file_stat.mtime_ns) if file_stat is not None else (-1, -1)

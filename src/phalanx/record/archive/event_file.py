@@ -1,4 +1,4 @@
-"""One file of events in blocks: those its index tells of, and those made by reading where none is to be believed."""
+"""One file of events in blocks: those its valid index contains, and those made by reading the rest of the file."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from phalanx.record.archive.series import FREQUENT, KINDS, SERIES
 from phalanx.record.events import READ_BYTES, Event, LineSplitter, parse_event
 from phalanx.record.host_file import open_events, opened_size, stat_events
 
-# How our own writer begins a line: enough to leave events of unknown kinds unread.
+# The beginning of a line as EventWriter writes it: enough to skip events of unknown kinds unparsed.
 _OURS = re.compile(rb'\{"v":\d{1,9},"event":"([\w.-]{1,60})","t":(\d{1,12}(?:\.\d{1,9})?),"rank":')
 _NAMES = [series.name for series in SERIES]
 
 
 @dataclass(kw_only=True, slots=True)
 class _Gap:
-    """A stretch that no index covers, as far as it has been read."""
+    """A range of the file that no index covers, as far as it has been read."""
 
     start: int
     stop: int | None  # None: to the end of the file, which may still grow
@@ -44,14 +44,14 @@ class _Gap:
 
 
 class EventFile:
-    """A file of events, read only where needed. `refresh` before the first use, and to see what is new."""
+    """A file of events, read only where needed. Call `refresh` before the first use, and to see new events."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
-        self.replaced = False  # it once was longer than it is
-        self.is_odd = False  # a folder, a pipe or a device has its name
-        self.content = object()  # tells what it holds from what any other holds or held; stays when it is renamed
+        self.replaced = False  # True if it once was longer than it is
+        self.is_odd = False  # True if a folder, pipe or device has its name
+        self.content = object()  # identifies the file's content; kept when the file is renamed
         self._index = EMPTY
         self._stamp: tuple[int, int] | None = None
         self._gaps: list[_Gap] = []
@@ -60,28 +60,28 @@ class EventFile:
 
     @property
     def index(self) -> Index:
-        """What its index said."""
+        """The file's index."""
         return self._index
 
     def refresh(self) -> bool:
-        """Look what is new; whether there was anything."""
+        """Look for changes; return True if there were any."""
         size = _file_size(self.path)
         self.is_odd = not size and self.path.exists() and not self.path.is_file()
-        found = stat_events(self.path.with_suffix(SUFFIX))
-        stamp = (found.size, found.mtime_ns) if found is not None else None
+        index_stat = stat_events(self.path.with_suffix(SUFFIX))
+        stamp = (index_stat.size, index_stat.mtime_ns) if index_stat is not None else None
         if (size, stamp) == (self.size, self._stamp):
             return False
         if size < self.size:
             self.replaced, self.content, self._gaps = True, object(), []
         if stamp != self._stamp or size < self.size:
             self._index, self._stamp = read_index(self.path), stamp
-            size = max(size, _file_size(self.path))  # the index may tell of what came meanwhile
+            size = max(size, _file_size(self.path))  # the index may cover events written in between
         self.size, self._blocks, self._places = size, None, None
         self._fit_gaps()
         return True
 
     def _fit_gaps(self) -> None:
-        """Gaps between the blocks of the index; those read before keep what was read."""
+        """Compute the gaps between the blocks of the index; known gaps keep what was read."""
         blocks, known = self._index.blocks, {(gap.start, gap.stop): gap for gap in self._gaps}
         starts = np.concatenate([[0], blocks["end"].astype(np.int64)])
         stops = np.concatenate([blocks["start"].astype(np.int64), [self.size + 1]])
@@ -95,12 +95,12 @@ class EventFile:
 
     @property
     def unread(self) -> int:
-        """Bytes that would have to be read for `blocks`."""
+        """Bytes that `blocks` would have to read."""
         return sum((self.size if gap.stop is None else gap.stop) - gap.read_to for gap in self._gaps)
 
     @property
     def is_torn(self) -> bool:
-        """Whether what was read of it ends within a line."""
+        """True if the bytes read so far end in the middle of a line."""
         return any(gap.lines.held > 0 for gap in self._gaps)
 
     @property
@@ -110,27 +110,27 @@ class EventFile:
 
     @property
     def held_bytes(self) -> int:
-        """Memory this takes, about."""
+        """Approximate memory of the index in bytes."""
         return int(self._index.blocks.nbytes + self._index.places.nbytes) + 4096
 
     def blocks(self) -> NDArray[np.void]:
-        """All blocks, in the order of the file."""
+        """Return all blocks, in the order of the file."""
         if self._blocks is None:
             for gap in self._gaps:
                 self._read_gap(gap)
             records = (data for gap in self._gaps for data in (*gap.maker.done, gap.maker.snapshot()))
-            made = np.frombuffer(b"".join(records), BLOCK)
+            gap_records = np.frombuffer(b"".join(records), BLOCK)
             self._blocks, self._places = self._indexed_blocks(), self._index.places
-            if len(made):
-                blocks = np.concatenate([self._blocks, take_blocks(made, made["type"] == BLOCK_TYPE)])
+            if len(gap_records):
+                blocks = np.concatenate([self._blocks, take_blocks(gap_records, gap_records["type"] == BLOCK_TYPE)])
                 self._blocks = take_blocks(blocks, np.argsort(blocks["start"], kind="stable"))
-                lists = take_blocks(made, made["type"] != BLOCK_TYPE).view(PLACES)
+                lists = take_blocks(gap_records, gap_records["type"] != BLOCK_TYPE).view(PLACES)
                 places = np.concatenate([self._places, lists["places"][np.arange(LISTED) < lists["listed"][:, None]]])
                 self._places = places[np.argsort(places["offset"], kind="stable")]
         return self._blocks
 
     def _indexed_blocks(self) -> NDArray[np.void]:
-        """The blocks of the index, with the columns of this version."""
+        """Return the blocks of the index with the columns of this version."""
         blocks, columns = self._index.blocks, self._index.columns
         if not len(blocks) or list(columns) == _NAMES:
             return blocks
@@ -149,20 +149,21 @@ class EventFile:
             begins, ends = gap.read_to - gap.lines.held, gap.read_to + data.find(b"\n") + 1
             gap.read_to += len(data)
             _take_lines(gap.maker, gap.lines.feed(data), begins, ends)
-        if gap.stop is not None and gap.lines.held:  # blocks begin at a line: what is left is torn
+        # Blocks begin at a line start, so the rest is a torn line.
+        if gap.stop is not None and gap.lines.held:
             gap.lines.finish()
             gap.maker.skip(stop)
 
     # ---- the events themselves -------------------------------------------------------------------------------------
 
     def lines(self, block: np.void) -> Iterator[bytes]:
-        """The lines of a block."""
+        """Yield the lines of a block."""
         splitter = LineSplitter()
         for data in self._read_chunks(int(block["start"]), int(block["end"])):
             yield from splitter.feed(data)
 
     def rows(self, block: np.void) -> Rows:
-        """The numbers of a block, event by event."""
+        """Return the numbers of a block, event by event."""
         maker = BlockMaker(0, step=int(block["first"]))
         for line in self.lines(block):
             head = _OURS.match(line)
@@ -174,7 +175,7 @@ class EventFile:
         return maker.rows()
 
     def search(self, block: np.void, kinds: tuple[str, ...]) -> list[Event]:
-        """The events of some kinds in a block; without kinds, all but the frequent ones."""
+        """Return the events of some kinds in a block; without kinds, all but the frequent ones."""
         wanted = kinds or None
         if int(block["kinds"]) & (kind_bits(kinds) if wanted else ~kind_bits(FREQUENT)) == 0:
             return []
@@ -186,19 +187,21 @@ class EventFile:
         return [event for place in places if (event := self.at(place)) is not None and _is_wanted(event, kinds)]
 
     def last(self, block: np.void, kind: str) -> Event | None:
-        """The last event of a kind in a block."""
+        """Return the last event of a kind in a block."""
         if kind not in FREQUENT and not is_crowded(block):
             return next(reversed(self.search(block, (kind,))), None)
         lines = list(self.lines(block))
         return next((event for line in reversed(lines) if (event := _wanted_event(line, (kind,))) is not None), None)
 
     def at(self, place: np.void) -> Event | None:
-        """The event at a place."""
+        """Return the event at a place."""
         data = b"".join(self._read_chunks(int(place["offset"]), int(place["offset"]) + int(place["length"])))
         return parse_event(data)
 
     def steps_with(self, block: np.void, kind: str) -> list[int]:
-        """The steps for which a block has a rare event of a kind; read only where their places are not kept."""
+        """Return the steps for which a block has a rare event of a kind; the events are read only if places are not
+        stored.
+        """
         if is_crowded(block):
             reported = [event.get("step") for event in self.search(block, (kind,))]
             return [step for step in reported if type(step) is int]
@@ -206,10 +209,10 @@ class EventFile:
         return [int(step) for step in places["step"][places["kind"] == kind_code(kind)]]
 
     def at_step(self, block: np.void, kind: str, step: int) -> Event | None:
-        """The last rare event of a kind for a step in a block."""
+        """Return the last rare event of a kind for a step in a block."""
         if is_crowded(block):
-            found = [event for event in self.search(block, (kind,)) if event.get("step") == step]
-            return found[-1] if found else None
+            events = [event for event in self.search(block, (kind,)) if event.get("step") == step]
+            return events[-1] if events else None
         places = self._places_in(block)
         places = places[(places["kind"] == kind_code(kind)) & (places["step"] == step)]
         return self.at(places[-1]) if len(places) else None
@@ -221,7 +224,9 @@ class EventFile:
         return np.asarray(self._places[(offsets >= block["start"]) & (offsets < block["end"])])
 
     def _read_chunks(self, start: int, stop: int) -> Iterator[bytes]:
-        """A stretch of the file in pieces; it ends early where the file does, or when a shorter one has its name."""
+        """Yield a range of the file in chunks; end early at the end of the file, or if a shorter file has its name
+        now.
+        """
         try:
             with open_events(self.path) as file:
                 if opened_size(file) < self.size:
@@ -235,13 +240,13 @@ class EventFile:
 
 
 def _file_size(path: Path) -> int:
-    """Bytes; none when it is no file."""
-    found = stat_events(path)
-    return found.size if found is not None and found.is_file else 0
+    """Return the size in bytes; 0 if it is not a file."""
+    events = stat_events(path)
+    return events.size if events is not None and events.is_file else 0
 
 
 def _take_lines(maker: BlockMaker, lines: list[bytes], at: int, first_end: int) -> None:
-    """Hand whole lines to the maker; the first begins `at`. One that was too long to be kept comes empty."""
+    """Pass complete lines to the block maker; the first begins `at`. A line that was too long comes empty."""
     for number, line in enumerate(lines):
         end = at + len(line) + 1 if number else first_end
         head = _OURS.match(line)

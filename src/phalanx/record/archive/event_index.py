@@ -1,10 +1,10 @@
-"""The index beside a file of events: `events-00000.index`, a head and then records of one size, appended.
+"""The index of an event file: `events-00000.index`, a head followed by records of one size, appended.
 
-The writer adds a block's records when the block is full, so a kill costs the index one block and the events nothing.
-A reader believes no record that does not fit the events beside it (their first line, their length, its check sum),
-and reads the events themselves where none does: without its index a run looks the same, only later.
+The writer appends a block's records when the block is full, so a kill costs the index one block and the events
+nothing. A reader accepts only records that match the event file (its first line, its length, the record's checksum),
+and reads the events where no record is valid: without its index a run looks the same, but loads more slowly.
 
-The records are blocks (blocks.py). A reader makes blocks of what no index covers (event_file.py).
+The records are blocks (blocks.py). A reader makes blocks of the ranges that no index covers (event_file.py).
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ SUFFIX = ".index"
 VERSION = 1
 HEAD_BYTES = 4 * BLOCK.itemsize
 SIZE = BLOCK.itemsize
-MOST_RECORDS = 2**17  # 33 million steps; a part of a rank's events has a few thousand
-SIGNATURE = 256  # bytes of the first event that tell one file from another
+MOST_RECORDS = 2**17  # 33 million steps; a part of a rank's events has a few thousand records
+SIGNATURE = 256  # bytes of the first event that identify the event file
 
 
 class IndexWriter:
-    """Writes the index of one file of events while that is written. Never raises: a run needs no index.
+    """Writes the index of an event file while that is written. Never raises, since a run needs no index.
 
-    Of events that go into their host's file (`stream`), it goes into the index beside that.
+    For events that go into their host's file (`stream`), the records go into the index of that file.
     """
 
     def __init__(self, events: Path, inode: int, *, stream: HostStream | None = None) -> None:
         self._events = events
-        self._inode = inode  # of the file that is written: another may get its name
+        self._inode = inode  # of the file that is written: another file may get its name
         self._stream = stream
         self._into: HostStream | None = None
-        self._tail = b""  # the last records of a host's index
-        self._is_torn = False  # a record in that is not whole: which of those behind it are read, readers find out
+        self._tail = b""  # the last records of the index in a host's file
+        self._is_torn = False  # True after a torn record there; readers decide which of the following records are valid
         self._file = -1
-        self._lines: list[tuple[Mapping[str, Any], int]] = []  # not yet known to be on the disk
+        self._lines: list[tuple[Mapping[str, Any], int]] = []  # events that may not be on disk yet
         self._maker: BlockMaker | None = None
 
     def add(self, event: Mapping[str, Any], length: int) -> None:
-        """An event that will be written with the next flush."""
+        """Add an event that the next flush will write."""
         self._lines.append((event, length))
 
     def flushed(self, end: int) -> None:
-        """All that was added is in the file now, and ends at `end`."""
+        """Record that all added events are in the file now, and end at `end`."""
         at = end - sum(length for _, length in self._lines)
         maker = self._maker
-        if maker is None or maker.end != at:  # the first, or somebody else wrote in between
+        if maker is None or maker.end != at:  # the first event, or another process wrote in between
             if maker is not None:
                 maker.cut()
                 self._write_records(maker)
@@ -82,7 +82,7 @@ class IndexWriter:
             self._write_records(maker)
 
     def spoil(self) -> None:
-        """Where the lines landed is not known: readers will have to look."""
+        """Drop events whose position in the file is unknown; readers will read that range."""
         self._lines.clear()
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class IndexWriter:
                 self._file = _open_prepared(self._events)
             size = os.fstat(self._file).st_size
             if data and os.write(self._file, data) != len(data):
-                os.ftruncate(self._file, size)  # a full disk: whole records or none
+                os.ftruncate(self._file, size)  # a full disk: complete records or none
         except OSError:
             pass
 
@@ -120,9 +120,10 @@ class IndexWriter:
         if self._into is None:
             self._into = events.open_index()
             data = _make_head(events.first_bytes(SIGNATURE)) + data
-        events.forget_block()  # a process that is killed here leaves a table that says: look into the index
+        events.forget_block()  # if the process is killed here, the table directs readers to the index
         done, self._is_torn = 0, True
-        while done < len(data):  # a full disk leaves a torn record: those behind it are refused, and the events read
+        # A full disk leaves a torn record: readers reject those behind it and read the events.
+        while done < len(data):
             done += self._into.write(data[done:])
         self._is_torn = was_torn
         if not was_torn:
@@ -131,7 +132,7 @@ class IndexWriter:
 
 
 def _open_prepared(events: Path) -> int:
-    """The index opened for appending, with a head that fits the events and no torn record at its end."""
+    """Open the index for appending, with a head that matches the events and no torn record at its end."""
     file = os.open(events.with_suffix(SUFFIX), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     size, head = os.fstat(file).st_size, _make_head(_first_bytes(events, SIGNATURE))
     if size < HEAD_BYTES or _read_head(os.pread(file, HEAD_BYTES, 0), events) != _series_names():
@@ -155,17 +156,17 @@ def _make_head(first: bytes) -> bytes:
 
 
 def _head_check(head: Mapping[str, Any]) -> int:
-    """Of the head itself: a name with a changed letter would be a series that is not there."""
+    """Return the checksum of the head: a series name with a changed letter would be a nonexistent series."""
     return zlib.crc32(json.dumps({name: head[name] for name in ("phalanx.index", "length", "crc", "names")}).encode())
 
 
 def _read_head(data: bytes, events: Path) -> list[str] | None:
-    """The names of the columns; None when this is no index of these events."""
+    """Return the names of the columns; None if this is not an index of these events."""
     try:
         head = json.loads(data)
         length, names = int(head["length"]), head["names"]
         fits = head["phalanx.index"] == VERSION and 0 < length <= SIGNATURE and isinstance(names, list)
-        fits = fits and head.get("check", _head_check(head)) == _head_check(head)  # none before 0.7
+        fits = fits and head.get("check", _head_check(head)) == _head_check(head)  # no `check` before 0.7
         if fits and len(names) <= COLUMNS and head["crc"] == zlib.crc32(_first_bytes(events, length)):
             return [str(name) for name in names]
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
@@ -183,39 +184,39 @@ def _first_bytes(path: Path, length: int) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
-    """What is believed of an index: blocks in the order of the file, no two overlapping, and places in them."""
+    """The valid content of an index: blocks in the order of the file, without overlaps, and places within them."""
 
     blocks: NDArray[np.void]
     places: NDArray[np.void]  # offset, length, kind, step
-    columns: dict[str, int]  # where each series stands in the blocks
-    refused: int = 0  # records that were not believed
-    trouble: str = ""  # why there is no index at all; empty when there is, or when nobody wrote one
+    columns: dict[str, int]  # position of each series in the blocks
+    refused: int = 0  # number of invalid records
+    trouble: str = ""  # the reason why the index is unusable; empty if it is usable or absent
 
 
 EMPTY = Index(blocks=np.zeros(0, BLOCK), places=np.zeros(0, PLACES["places"].base), columns={})
 
 
 def read_index(events: Path) -> Index:
-    """The index of a file of events."""
+    """Read the index of an event file."""
     try:
         with open_events(events.with_suffix(SUFFIX)) as file:
             head = file.read(HEAD_BYTES)
-            # Not simply "at most so many": Python would first ask for the memory of them all.
+            # Limited by the file size: Python would first allocate memory for the maximum.
             data = file.read(min(opened_size(file), MOST_RECORDS * SIZE))
     except FileNotFoundError:
         return EMPTY
     except OSError as error:
         return Index(blocks=EMPTY.blocks, places=EMPTY.places, columns={}, trouble=error.strerror or "unreadable")
     names = _read_head(head, events)
-    found = stat_events(events)  # asked now: events are written before what is told of them
-    size = found.size if found is not None else 0
+    events_stat = stat_events(events)  # after reading the index: events are written before their index records
+    size = events_stat.size if events_stat is not None else 0
     if names is None:
         return Index(blocks=EMPTY.blocks, places=EMPTY.places, columns={}, trouble="it belongs to other events")
     records = np.frombuffer(data, BLOCK, count=len(data) // SIZE)
     good = record_checks(records) == records["check"] if len(records) else np.zeros(0, bool)
     good &= (records["start"] < records["end"]) & (records["end"] <= size)
     blocks = take_blocks(records, good & (records["type"] == BLOCK_TYPE))
-    # Blocks that begin before an earlier one ends are left out, and counted.
+    # Blocks that begin before the end of an earlier one are dropped and counted.
     reached = np.concatenate([[np.uint64(0)], np.maximum.accumulate(blocks["end"])])[: len(blocks)]
     fits = blocks["start"] >= reached
     blocks, twice = (blocks, 0) if fits.all() else (take_blocks(blocks, fits), int((~fits).sum()))
@@ -225,27 +226,27 @@ def read_index(events: Path) -> Index:
     return Index(blocks=blocks, places=_believed_places(lists, blocks), columns=columns, refused=refused)
 
 
-TAIL = 4  # records at the end of an index of which one is a block: the others are places of rare events
+TAIL = 4  # at least one of the last 4 records is a block: the others are places of rare events
 
 
 def newest_blocks(folder: str, ranks: Sequence[int]) -> NDArray[np.void]:
-    """The newest block with steps in the index of each of these ranks; zeros (no steps) where none is believed.
+    """Return the newest block with steps of each of these ranks; zeros (no steps) where no valid one exists.
 
-    Of ranks that share files, by the tables of their hosts; of the others one small read each, less than a tenth of a
-    millisecond. The columns are those of this version.
+    For ranks in host files the blocks come from the rank tables; each other rank costs one small read, less than a
+    tenth of a millisecond. The columns are those of this version.
     """
-    found = np.zeros(len(ranks), BLOCK)
+    newest = np.zeros(len(ranks), BLOCK)
     known, blocks = table_blocks(folder, ranks)
     if len(blocks):
-        found.view(f"V{SIZE}")[known] = blocks
-        wrong = ~_are_newest(found)
-        # Zeros say that a rank has no block; anything else that is none is damage, and its index is read.
-        known &= ~(wrong & found.view(np.uint8).reshape(len(found), SIZE).any(axis=1))
-        found[wrong] = np.zeros(1, BLOCK)
-    rest = np.flatnonzero(~known)
-    if len(rest):
-        found[rest] = _newest_by_indexes(folder, [ranks[at] for at in rest.tolist()])
-    return found
+        newest.view(f"V{SIZE}")[known] = blocks
+        wrong = ~_are_newest(newest)
+        # All zeros mean that a rank has no block; any other invalid entry is damage, and its index is read.
+        known &= ~(wrong & newest.view(np.uint8).reshape(len(newest), SIZE).any(axis=1))
+        newest[wrong] = np.zeros(1, BLOCK)
+    unknown_places = np.flatnonzero(~known)
+    if len(unknown_places):
+        newest[unknown_places] = _newest_by_indexes(folder, [ranks[at] for at in unknown_places.tolist()])
+    return newest
 
 
 def _newest_by_indexes(folder: str, ranks: Sequence[int]) -> NDArray[np.void]:
@@ -256,7 +257,7 @@ def _newest_by_indexes(folder: str, ranks: Sequence[int]) -> NDArray[np.void]:
 
 
 def _are_newest(records: NDArray[np.void]) -> NDArray[np.bool_]:
-    """Which of them are blocks with steps."""
+    """Return a mask of the records that are valid blocks with steps."""
     good = record_checks(records) == records["check"]
     return np.asarray(
         good & (records["type"] == BLOCK_TYPE) & (records["steps"] > 0) & (records["start"] < records["end"])
@@ -264,26 +265,27 @@ def _are_newest(records: NDArray[np.void]) -> NDArray[np.bool_]:
 
 
 def newest_in_tails(tails: Sequence[bytes]) -> NDArray[np.void]:
-    """The newest block with steps among the last records of each index; zeros where there is none."""
-    whole = (tail[: len(tail) // SIZE * SIZE].rjust(TAIL * SIZE, b"\0") for tail in tails)
-    records = np.frombuffer(b"".join(whole), BLOCK).reshape(len(tails), TAIL)
+    """Return the newest block with steps among the last records of each index; zeros if there is none."""
+    padded_tails = (tail[: len(tail) // SIZE * SIZE].rjust(TAIL * SIZE, b"\0") for tail in tails)
+    records = np.frombuffer(b"".join(padded_tails), BLOCK).reshape(len(tails), TAIL)
     good = _are_newest(records.reshape(-1)).reshape(records.shape)
-    found = np.zeros(len(tails), BLOCK)
+    blocks = np.zeros(len(tails), BLOCK)
     rows = np.flatnonzero(good.any(axis=1))
     newest = TAIL - 1 - np.argmax(good[rows, ::-1], axis=1)
-    found[rows] = records[rows, newest]
-    return found
+    blocks[rows] = records[rows, newest]
+    return blocks
 
 
 def _read_tail(path: str) -> bytes:
-    """The last records of an index; fewer where it has fewer."""
+    """Return the last records of an index."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)  # as `open_regular`, quicker
+        # like `open_regular`, but faster
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return b""
     try:
-        found = os.fstat(file)
-        count = (found.st_size - HEAD_BYTES) // SIZE if stat.S_ISREG(found.st_mode) else 0
+        file_stat = os.fstat(file)
+        count = (file_stat.st_size - HEAD_BYTES) // SIZE if stat.S_ISREG(file_stat.st_mode) else 0
         return os.pread(file, min(count, TAIL) * SIZE, HEAD_BYTES + max(0, count - TAIL) * SIZE) if count > 0 else b""
     except OSError:
         return b""
@@ -292,13 +294,13 @@ def _read_tail(path: str) -> bytes:
 
 
 def _believed_places(lists: NDArray[np.void], blocks: NDArray[np.void]) -> NDArray[np.void]:
-    """The places of rare events, each inside a block that was believed."""
+    """Return the places of rare events that lie inside a valid block."""
     counts = np.minimum(lists["listed"], LISTED)
-    taken = np.arange(LISTED) < counts[:, None]
-    found = lists["places"][taken]
+    used = np.arange(LISTED) < counts[:, None]
+    places = lists["places"][used]
     if not len(blocks):
-        return np.asarray(found[:0])
-    ends = np.minimum(found["offset"], np.uint64(2**63)) + found["length"]
-    block = np.searchsorted(blocks["start"], found["offset"], side="right") - 1
+        return np.asarray(places[:0])
+    ends = np.minimum(places["offset"], np.uint64(2**63)) + places["length"]
+    block = np.searchsorted(blocks["start"], places["offset"], side="right") - 1
     inside = (block >= 0) & (ends <= blocks["end"][block])
-    return np.asarray(found[inside])
+    return np.asarray(places[inside])

@@ -1,6 +1,6 @@
-"""The history of a run: curves, meshes and events from its folder, while it grows and after.
+"""The history of a run: curves, meshes and events from its folder, while the run grows and afterwards.
 
-Nothing is loaded whole. Long stretches are drawn from blocks (blocks.py), short ones from the events themselves.
+No file is loaded completely. Long ranges are drawn from blocks (blocks.py), short ones from the events themselves.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from phalanx.units import plural
 
 __all__ = ["Curve", "Damage", "Mesh", "RunHistory", "list_runs", "run_in"]
 
-RAW_STEPS = 16_384  # of a curve that are drawn from the events: 10 MB, parsed in about 0.2 s
+RAW_STEPS = 16_384  # steps of a curve that are drawn from the events: 10 MB, parsed in about 0.2 s
 RAW_MESH_STEPS = 32_768  # of all ranks together
 MOST_POINTS = 20_000
-MOST_HELD_BYTES = 32 * 2**20  # of indexes that stay in memory: 100 ranks of 100,000 steps
-MOST_DIGEST_BYTES = 96 * 2**20  # of means for meshes: 1,200 such ranks; those beyond are read again for each mesh
-MOST_SCAN_BYTES = 256 * 2**20  # read by one mesh of ranks without an index, about 4 s
+MOST_HELD_BYTES = 32 * 2**20  # indexes in memory: 100 ranks of 100,000 steps
+MOST_DIGEST_BYTES = 96 * 2**20  # means for meshes: 1,200 such ranks; further ranks are read again for each mesh
+MOST_SCAN_BYTES = 256 * 2**20  # bytes that one mesh may read of ranks without an index, about 4 s
 MOST_SUPERVISOR = 50_000
-MANY_RANKS = 1024  # beyond it, meshes are of some ranks, evenly spread, and not of all
+MANY_RANKS = 1024  # with more ranks, meshes show some of them, evenly spread
 SAMPLE_RANKS = 256
-GLANCE_RANKS = 4096  # whose newest blocks are read at once: 10 MB
+GLANCE_RANKS = 4096  # ranks whose newest blocks are read at once: 10 MB
 LOOK_RANKS, LOOK_BYTES = 16, 8 * 2**20
 FEW, FEW_S = 10, 5.0  # steps and seconds that a killed rank may not have written
 T = TypeVar("T")
@@ -47,7 +47,9 @@ TOO_LONG = "not read for the mesh: without an index, and too long to be read for
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """One series of one rank, an entry per bucket of steps: its first step, the time of its last, and its values."""
+    """One series of one rank in buckets of steps: the first step of each bucket, the time of its last step, and its
+    values.
+    """
 
     name: str
     unit: str
@@ -60,8 +62,11 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """One series of the ranks: means, `values[row][column]`; `ranks` has the rank of each row, `step` the first step of
-    each column. Of more than MANY_RANKS ranks, some, evenly spread."""
+    """One series of many ranks: the mean `values[row][column]`.
+
+    `ranks` has the rank of each row, `step` the first step of each column. With more than MANY_RANKS ranks, a sample
+    of them, evenly spread.
+    """
 
     name: str
     unit: str
@@ -72,26 +77,27 @@ class Mesh:
 
 
 class RunHistory:
-    """Reads a run as far as it is asked for. Not for several threads at once."""
+    """Reads a run on demand, only as far as needed. Not thread-safe."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.ranks: tuple[int, ...] = ()
-        self.sample: tuple[int, ...] = ()  # those that meshes show: all, or of very many some, evenly spread
-        self.witness = 0  # the lowest rank that has a record: it speaks for the run
+        self.sample: tuple[int, ...] = ()  # ranks that meshes show: all, or an evenly spread sample of very many
+        # The observer: the lowest rank that has a record. Its events represent the run.
+        self.witness = 0
         self._parts: dict[int, list[int]] = {}
         self._files: OrderedDict[int, RankFile] = OrderedDict()
         self._cache = RowCache()
         self._starts: tuple[Start, ...] = ()
         self._starts_known = False  # since the last refresh
-        self._fresh: set[int] = set()  # ranks looked at since the last refresh
+        self._fresh: set[int] = set()  # ranks refreshed since the last refresh of the history
         self._digests: dict[int, Digest] = {}
         self._digested_bytes = 0
         self._newest: dict[tuple[str, ...], dict[str, NDArray[np.float64]]] = {}  # since the last refresh
-        self._answers: dict[Hashable, Any] = {}  # what was worked out since the last refresh
-        self._checked: set[int] = set()  # digests known to be current since the last refresh
+        self._answers: dict[Hashable, Any] = {}  # results of `once` since the last refresh
+        self._checked: set[int] = set()  # ranks whose digests are known to be current since the last refresh
         self._budget = MOST_SCAN_BYTES
-        self._held: dict[int, int] = {}  # bytes of each
+        self._held: dict[int, int] = {}  # bytes in memory, by rank
         self._troubles: dict[int, Counter[str]] = {}
         self._supervisor = EventReader(run.supervisor)
         self._reported: list[Event] = []
@@ -99,13 +105,13 @@ class RunHistory:
 
     @classmethod
     def open(cls, run: Run) -> RunHistory:
-        """The history of a run; any folder has one, `damage` says what is missing."""
+        """Open the history of a run; it works for any folder, and `damage` lists what is missing."""
         history = cls(run)
         history.refresh()
         return history
 
     def refresh(self) -> bool:
-        """Look for what is new; whether there was anything. Ranks beside the first are read when they are asked for."""
+        """Look for new data; return True if there was any. Ranks other than the observer are read on demand."""
         self._parts = self.run.event_parts()
         new, self.ranks = tuple(self._parts) != self.ranks, tuple(self._parts)
         self.sample = spread_ranks(self.ranks, SAMPLE_RANKS) if len(self.ranks) > MANY_RANKS else self.ranks
@@ -120,17 +126,18 @@ class RunHistory:
         return (bool(self.ranks) and self._rank_file(self._rank_or_witness(None)).changed) or new or bool(reported)
 
     def once(self, question: Hashable, work_out: Callable[[], T]) -> T:
-        """What follows from this history, worked out once between two refreshes however often it is asked for."""
+        """Compute a value derived from this history at most once between two refreshes."""
         if question not in self._answers:
             self._answers[question] = work_out()
-        found: T = self._answers[question]
-        return found
+        answer: T = self._answers[question]
+        return answer
 
     def _membership_starts(self) -> tuple[Start, ...]:
-        """Where the memberships began, by rank 0, which is in all of them: that undoes steps of ranks that left, too.
+        """Return the starts of the memberships, from the events of rank 0, which is in all of them.
 
-        (By the witness, where rank 0 has no record.) It is not read for this where no index covers it: then it is as
-        it was known before.
+        A membership that starts earlier also undoes steps of ranks that had left. If rank 0 has no record, the
+        observer's events are used. They are not read for this where no index covers them: then the starts are as known
+        before.
         """
         known = self._files[self.witness] if self.witness in self._fresh else None
         if not self._starts_known and known is not None and known.unread <= MOST_BYTES:
@@ -143,10 +150,10 @@ class RunHistory:
         return self._starts
 
     def _rank_file(self, rank: int) -> RankFile:
-        """A rank's events, looked at once between two refreshes."""
+        """Return a rank's events, refreshed once between two refreshes of the history."""
         file = self._files.pop(rank, None) or RankFile(self.run.events(rank), self._parts[rank], self._cache)
         self._files[rank] = file
-        if rank != self.witness:  # that one does those steps again itself
+        if rank != self.witness:  # the observer's own events repeat the undone steps
             file.know_starts(self._membership_starts())
         if rank not in self._fresh:
             file.refresh()
@@ -159,44 +166,44 @@ class RunHistory:
         return self.witness if rank is None else rank
 
     def _forget_oldest(self) -> None:
-        """Drop the ranks that nobody has asked for the longest; what was wrong with them is remembered."""
-        held = sum(self._held.values())
-        while held > MOST_HELD_BYTES and len(self._files) > 1:
-            rank, gone = self._files.popitem(last=False)
+        """Drop the least recently used ranks from memory, but remember their troubles."""
+        held_bytes = sum(self._held.values())
+        while held_bytes > MOST_HELD_BYTES and len(self._files) > 1:
+            rank, dropped = self._files.popitem(last=False)
             self._fresh.discard(rank)
-            held -= self._held.pop(rank)
-            self._troubles[rank] = gone.troubles()
+            held_bytes -= self._held.pop(rank)
+            self._troubles[rank] = dropped.troubles()
 
     @property
     def first_step(self) -> int | None:
-        """The first step on record."""
+        """The first recorded step; None if there is none."""
         return self._edge_step("first")
 
     @property
     def last_step(self) -> int | None:
-        """The last step on record."""
+        """The last recorded step; None if there is none."""
         return self._edge_step("last")
 
     def _edge_step(self, which: str) -> int | None:
         if not self.ranks:
             return None
-        kept = self._rank_file(self._rank_or_witness(None)).kept()
-        stay = kept.blocks["steps"] > 0
+        kept_blocks = self._rank_file(self._rank_or_witness(None)).kept()
+        stay = kept_blocks.blocks["steps"] > 0
         if not stay.any():
             return None
         if which == "first":
-            return int(kept.blocks["first"][stay][0])
-        return int(np.minimum(kept.blocks["last"], kept.below - 1)[stay][-1])
+            return int(kept_blocks.blocks["first"][stay][0])
+        return int(np.minimum(kept_blocks.blocks["last"], kept_blocks.below - 1)[stay][-1])
 
     # ---- numbers over time -------------------------------------------------------------------------------------------
 
     def names(self) -> tuple[str, ...]:
-        """The series that this run has."""
+        """Return the series that this run has."""
         if not self.ranks:
             return ()
         counts = self._rank_file(self._rank_or_witness(None)).kept().blocks["series"]["count"].sum(axis=0)
-        found = [series.name for number, series in enumerate(SERIES) if counts[number]]
-        return (*found, MFU) if "tokens_per_s" in found and self._mfu_scales() else tuple(found)
+        names = [series.name for number, series in enumerate(SERIES) if counts[number]]
+        return (*names, MFU) if "tokens_per_s" in names and self._mfu_scales() else tuple(names)
 
     def curve(
         self,
@@ -207,27 +214,29 @@ class RunHistory:
         last: int | None = None,
         points: int = 800,
     ) -> Curve:
-        """A series of a rank (the witness's, unless told) from step `first` to `last`, in at most `points` buckets."""
+        """Return a series of a rank (default: the observer) from step `first` to `last`, in at most
+        `points` buckets.
+        """
         column = self._series_column(name)
         spans = Spans.none()
         if (rank := self._rank_or_witness(rank)) in self._parts:
             spans = self._column_spans(self._rank_file(rank), column, _step_span(first, last), raw_steps=RAW_STEPS)
-        found = bucket_spans(spans, max(1, min(points, MOST_POINTS)))
-        scale = self._series_scale(name, found.first)
+        buckets = bucket_spans(spans, max(1, min(points, MOST_POINTS)))
+        scale = self._series_scale(name, buckets.first)
         return Curve(
             name=name,
             unit=unit_of(name),
-            step=tuple(found.first.tolist()),
-            t=tuple(found.t.tolist()),
-            low=_values_or_none(found.low * scale),
-            high=_values_or_none(found.high * scale),
-            mean=_values_or_none(found.mean * scale),
+            step=tuple(buckets.first.tolist()),
+            t=tuple(buckets.t.tolist()),
+            low=_values_or_none(buckets.low * scale),
+            high=_values_or_none(buckets.high * scale),
+            mean=_values_or_none(buckets.mean * scale),
         )
 
     def by_step(
         self, names: Sequence[str] = (), *, rank: int | None = None, first: int | None = None, last: int | None = None
     ) -> dict[str, list[float | int | None]]:
-        """Columns of a rank with a row per recorded step, `step` first; None where a series has no value."""
+        """Return columns of a rank with a row per recorded step, `step` first; None where a series has no value."""
         low, high = self.first_step, self.last_step
         chosen = tuple(names) or self.names()
         columns: dict[str, list[float | int | None]] = {"step": [], **{name: [] for name in chosen}}
@@ -236,67 +245,67 @@ class RunHistory:
         low, high = max(low, low if first is None else first), min(high, high if last is None else last)
         for begin in range(low, high + 1, RAW_STEPS):  # a longer curve would be drawn from means of blocks
             end = min(begin + RAW_STEPS - 1, high)
-            found = {}
+            values_by_step = {}
             for name in chosen:
                 curve = self.curve(name, rank=rank, first=begin, last=end, points=RAW_STEPS)
-                found[name] = dict(zip(curve.step, curve.mean, strict=True))
-            steps = sorted(set().union(*found.values()))
+                values_by_step[name] = dict(zip(curve.step, curve.mean, strict=True))
+            steps = sorted(set().union(*values_by_step.values()))
             columns["step"] += steps
             for name in chosen:
-                columns[name] += [found[name].get(step) for step in steps]
+                columns[name] += [values_by_step[name].get(step) for step in steps]
         return columns
 
     def mesh(self, name: str, *, columns: int = 120, first: int | None = None, last: int | None = None) -> Mesh:
-        """A series of all ranks in at most `columns` columns.
+        """Return a series of all ranks in at most `columns` columns.
 
-        Where a step was done again in a block, the undone one is in that block's mean too: of one column among many.
+        If a step was repeated within a block, that block's mean includes the undone step.
         """
         return self.meshes((name,), columns=columns, first=first, last=last)[0]
 
     def meshes(
         self, names: Sequence[str], *, columns: int = 120, first: int | None = None, last: int | None = None
     ) -> tuple[Mesh, ...]:
-        """Several series, rank by rank: the events of a rank are read once for all of them."""
-        asked = [self._series_column(name) for name in names]
+        """Return several series of all ranks; the events of each rank are read once for all of them."""
+        series_columns = [self._series_column(name) for name in names]
         self._budget = MOST_SCAN_BYTES
         span = _step_span(first, last)
-        rows = [[self._mesh_row(rank, column, span) for column in asked] for rank in self.sample]
+        rows = [[self._mesh_row(rank, column, span) for column in series_columns] for rank in self.sample]
         return tuple(
             self._make_mesh(name, [row[number] for row in rows], columns=columns) for number, name in enumerate(names)
         )
 
     @property
     def is_sampled(self) -> bool:
-        """Whether there are so many ranks that meshes show some of them only."""
+        """True if there are so many ranks that meshes show a sample of them."""
         return len(self.sample) < len(self.ranks)
 
     def newest(self, *names: str) -> dict[str, NDArray[np.float64]]:
-        """Means of series over the newest steps (at most 256) of every rank, in the order of `ranks`, by indexes alone.
+        """Return means over the newest steps (at most 256) of every rank, in the order of `ranks`, from indexes alone.
 
-        NaN for a rank without an index. For very many ranks: 16,384 of them take about half a second.
+        NaN for a rank without an index. Made for very many ranks: 16,384 of them take about half a second.
         """
         if names in self._newest:
             return self._newest[names]
         columns = [self._series_column(name) for name in names]
         parts = []
         for begin in range(0, len(self.ranks), GLANCE_RANKS):
-            some = self.ranks[begin : begin + GLANCE_RANKS]
-            blocks = newest_blocks(str(self.run.path), some)
+            ranks = self.ranks[begin : begin + GLANCE_RANKS]
+            blocks = newest_blocks(str(self.run.path), ranks)
             series = blocks["series"][:, columns]
             parts.append(np.where(series["count"] > 0, series["mean"], np.nan).astype(np.float64))
-        found = np.concatenate(parts) if parts else np.zeros((0, len(names)))
-        self._newest[names] = {name: found[:, number] for number, name in enumerate(names)}
+        means = np.concatenate(parts) if parts else np.zeros((0, len(names)))
+        self._newest[names] = {name: means[:, number] for number, name in enumerate(names)}
         return self._newest[names]
 
     def _make_mesh(self, name: str, rows: Sequence[Spans], *, columns: int) -> Mesh:
-        found = columns_of(rows, max(1, min(columns, MOST_POINTS)))
-        scale = self._series_scale(name, found.first)
-        values = tuple(_values_or_none(row * scale) for row in found.values)
-        step, t = tuple(found.first.tolist()), tuple(found.t.tolist())
+        mesh_columns = columns_of(rows, max(1, min(columns, MOST_POINTS)))
+        scale = self._series_scale(name, mesh_columns.first)
+        values = tuple(_values_or_none(row * scale) for row in mesh_columns.values)
+        step, t = tuple(mesh_columns.first.tolist()), tuple(mesh_columns.t.tolist())
         return Mesh(name=name, unit=unit_of(name), ranks=self.sample, step=step, t=t, values=values)
 
     def _mesh_row(self, rank: int, column: int, span: tuple[int, int]) -> Spans:
-        """One rank's row of a mesh."""
+        """Return one rank's row of a mesh."""
         raw_steps = RAW_MESH_STEPS // len(self.sample)
         digest = self._digests.get(rank)
         if digest is None or not self._is_current(rank, digest):
@@ -312,7 +321,7 @@ class RunHistory:
         return self._column_spans(self._rank_file(rank), column, span, raw_steps=raw_steps)
 
     def _is_current(self, rank: int, digest: Digest) -> bool:
-        """Whether a digest is of the files as they were at the last refresh, or are now."""
+        """Return True if a digest matches the files as they were at the last refresh, or as they are now."""
         if rank not in self._checked and digest.stamp == self._rank_stamp(rank):
             self._checked.add(rank)
         return rank in self._checked
@@ -333,20 +342,20 @@ class RunHistory:
         return digest
 
     def _column_spans(self, file: RankFile, column: int, span: tuple[int, int], *, raw_steps: int) -> Spans:
-        """A series as spans of steps: of one event each where they are few, of one block each where they are many."""
-        kept = file.kept()
-        blocks = kept.blocks
+        """Return a series as spans of steps: one per event if there are few steps, one per block if there are many."""
+        kept_blocks = file.kept()
+        blocks = kept_blocks.blocks
         inside = (blocks["last"] >= span[0]) & (blocks["first"] <= span[1])
         numbers = np.flatnonzero(inside)
         if int(blocks["steps"][numbers].sum()) <= raw_steps:
             return join_spans([Spans.of_rows(file.rows(int(number)), column, span) for number in numbers])
-        cut = numbers[kept.is_cut[numbers]][: RAW_STEPS // 256]
+        cut = numbers[kept_blocks.is_cut[numbers]][: RAW_STEPS // 256]
         parts = [Spans.of_rows(file.rows(int(number)), column, span).merged() for number in cut]
         inside[cut] = False
-        return join_spans([Spans.of_blocks(blocks, column, kept.below, inside), *parts])
+        return join_spans([Spans.of_blocks(blocks, column, kept_blocks.below, inside), *parts])
 
     def _series_column(self, name: str) -> int:
-        """Where a series stands."""
+        """Return the column of a series; raise UserError for an unknown name."""
         if name == MFU:
             return COLUMN["tokens_per_s"]
         if name not in COLUMN:
@@ -356,90 +365,95 @@ class RunHistory:
         return COLUMN[name]
 
     def _series_scale(self, name: str, first: NDArray[np.int64]) -> NDArray[np.float64]:
-        """What to multiply each bucket of a series with, by its first step."""
+        """Return the factor for each bucket of a series, by its first step."""
         if name != MFU:
             return np.ones(len(first))
         scales = self._mfu_scales()
         begins = np.array([begin for begin, _ in scales], dtype=np.int64)
         per_token = np.array([float("nan"), *(scale for _, scale in scales)])
-        found: NDArray[np.float64] = per_token[np.searchsorted(begins, first, side="right")]
-        return found
+        factors: NDArray[np.float64] = per_token[np.searchsorted(begins, first, side="right")]
+        return factors
 
     def _mfu_scales(self) -> tuple[tuple[int, float], ...]:
-        """First step of each layout, and its MFU at one token per second: by its own plan and devices."""
-        from phalanx.record.account.memberships import layout_spans  # it reads a history
+        """Return the first step of each layout, and its MFU at one token per second, by its own plan and devices."""
+        from phalanx.record.account.memberships import layout_spans  # imported here because it imports this module
 
         try:
             changed = self.run.plan_json.stat().st_mtime_ns
         except OSError:
             changed = 0
-        formed = sum(one["event"] == "epoch" for one in self._reported)
-        stamp = changed, formed, len(self.events("run_start")), self.last_step is None
+        memberships = sum(event["event"] == "epoch" for event in self._reported)
+        stamp = changed, memberships, len(self.events("run_start")), self.last_step is None
         if stamp != self._plan_seen[0]:
-            known = [(one.first, one.mfu_per_token) for one in layout_spans(self.run, self)]
-            made = tuple((first, scale if scale is not None else float("nan")) for first, scale in known)
-            self._plan_seen = stamp, made if any(scale == scale for _, scale in made) else ()
+            known = [(span.first, span.mfu_per_token) for span in layout_spans(self.run, self)]
+            scales = tuple((first, scale if scale is not None else float("nan")) for first, scale in known)
+            self._plan_seen = stamp, scales if any(scale == scale for _, scale in scales) else ()
         return self._plan_seen[1]
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def events(self, *kinds: str, rank: int | None = None) -> list[Event]:
-        """The rare events of a rank, oldest first: of these kinds, or all but step, monitor and peers."""
+        """Return the rare events of a rank, oldest first: of these kinds, or all but step, monitor and peers."""
         return self._rank_file(rank).events(kinds) if (rank := self._rank_or_witness(rank)) in self._parts else []
 
     def supervisor(self) -> list[Event]:
-        """What the supervisor wrote."""
+        """Return the events of the coordinator."""
         return list(self._reported)
 
     def latest(self, kind: str, rank: int | None = None) -> Event | None:
-        """The last event of a kind."""
+        """Return the last event of a kind."""
         return self._rank_file(rank).latest(kind) if (rank := self._rank_or_witness(rank)) in self._parts else None
 
     def steps(self, rank: int, first: int, last: int) -> Iterator[Event]:
-        """The step events of a short range, those that stayed."""
+        """Return the step events of a short range that stayed."""
         return self._rank_file(rank).steps(first, last) if rank in self._parts else iter(())
 
     def steps_with(self, kind: str, rank: int | None = None) -> tuple[int, ...]:
-        """The steps for which a rank has an event of a rare kind, without reading them."""
-        found = self._rank_file(rank).steps_with(kind) if (rank := self._rank_or_witness(rank)) in self._parts else ()
-        return tuple(sorted(step for step in found if step >= 0))
+        """Return the steps for which a rank has an event of a rare kind, without reading the events."""
+        steps = self._rank_file(rank).steps_with(kind) if (rank := self._rank_or_witness(rank)) in self._parts else ()
+        return tuple(sorted(step for step in steps if step >= 0))
 
     def at_step(self, kind: str, step: int, rank: int | None = None) -> Event | None:
-        """The newest event of a rare kind for a step."""
+        """Return the newest event of a rare kind for a step."""
         return (
             self._rank_file(rank).at_step(kind, step) if (rank := self._rank_or_witness(rank)) in self._parts else None
         )
 
     def damage(self) -> list[Damage]:
-        """What cannot be read, as far as the run was looked at; nothing is left out silently."""
+        """Return everything that could not be read in the parts of the run read so far."""
         for rank, file in self._files.items():
             self._troubles[rank] = file.troubles() | self._troubles.get(rank, Counter())
         start = self.latest("run_start") or {}
-        found = folder_damage(self.run, self.ranks)
-        found += supervisor_damage(self.run, self.ranks, generation=integer(start, "epoch") or 0)
-        found += of_ranks(self._troubles)
+        problems = folder_damage(self.run, self.ranks)
+        problems += supervisor_damage(self.run, self.ranks, generation=integer(start, "epoch") or 0)
+        problems += of_ranks(self._troubles)
         skipped = self._supervisor.skipped
-        if self.run.status().get("state") in ENDED:  # nobody is going to write more
+        # No process will complete the last line.
+        if self.run.status().get("state") in ENDED:
             torn = {rank: Counter({TORN: file.torn}) for rank, file in self._files.items() if file.torn}
-            found += [*of_ranks(torn), *of_ranks(self._short_records())]
+            problems += [*of_ranks(torn), *of_ranks(self._short_records())]
             skipped += self._supervisor.is_torn
         if skipped:
-            what = "lines that are no events"
-            found.append(Damage(where=self.run.supervisor.name, what=what, count=skipped))
-        return found
+            message = "lines that are no events"
+            problems.append(Damage(where=self.run.supervisor.name, what=message, count=skipped))
+        return problems
 
     def look(self) -> None:
-        """Read ranks so that `damage` tells of them: few of them, and as much as takes a tenth of a second."""
-        left = LOOK_BYTES
+        """Read the first ranks so that `damage` covers them: at most LOOK_RANKS, as much as takes a
+        tenth of a second.
+        """
+        remaining_bytes = LOOK_BYTES
         for rank in self.ranks[:LOOK_RANKS]:
             file = self._rank_file(rank)
-            if (unread := file.unread) <= left:
-                left -= unread
+            if (unread := file.unread) <= remaining_bytes:
+                remaining_bytes -= unread
                 file.kept()
 
     def _short_records(self) -> dict[int, Counter[str]]:
-        """Ranks of the last membership whose record ends long before the others', of those that were looked at."""
-        reported = next((one for one in reversed(self._reported) if one["event"] == "epoch"), {})
+        """Return the ranks of the last membership whose record ends long before the others', among those
+        read so far.
+        """
+        reported = next((event for event in reversed(self._reported) if event["event"] == "epoch"), {})
         world = integer(reported, "world") or self.run.world() or 0
         ends = {rank: file.end for rank, file in self._files.items() if rank < world and file.unread <= MOST_BYTES}
         last, last_s = (max((end[which] for end in ends.values()), default=0) for which in (0, 1))
@@ -451,7 +465,7 @@ class RunHistory:
 
 
 def spread_ranks(ranks: Sequence[int], count: int) -> tuple[int, ...]:
-    """At most `count` of the ranks, evenly spread, the first among them.
+    """Return at most `count` of the ranks, evenly spread, including the first.
 
     >>> spread_ranks(range(10), 4)
     (0, 2, 5, 7)

@@ -1,4 +1,6 @@
-"""The numbers of a run that are drawn over time: which field of which event, and its unit."""
+"""The series of a run: which fields of which events are drawn over time, their units, and their
+reduction to buckets.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 class Series:
     """A numeric field of a frequent event. The unit is empty for counts and ratios."""
 
-    name: str  # as RunHistory.curve knows it
+    name: str  # the name used by RunHistory.curve
     event: str
     field: str
     unit: str
@@ -31,7 +33,7 @@ def _monitor_series(field: str, unit: str = "", *, name: str = "") -> Series:
     return Series(name=name or field, event="monitor", field=field, unit=unit)
 
 
-# The order is that of the columns of index files, which name them: add at the end.
+# The order is that of the columns in index files, which contain their names: add new series at the end.
 SERIES = (
     _step_series("loss", "nats/token"),
     _step_series("tokens", "tokens"),
@@ -54,7 +56,7 @@ SERIES = (
     _step_series("collective_s", "s"),
     _step_series("collective_bytes", "bytes"),
     _monitor_series("utilization"),
-    # `memory_bytes` of a step is the most so far, this is what is used at the moment.
+    # `memory_bytes` of a step event is the peak so far; this is the current use.
     _monitor_series("memory_bytes", "bytes", name="memory_used_bytes"),
     _monitor_series("memory_limit_bytes", "bytes"),
     _monitor_series("memory_pressure"),
@@ -66,12 +68,12 @@ SERIES = (
     _step_series("core_wait_s", "s"),
 )
 COLUMN = {series.name: number for number, series in enumerate(SERIES)}
-MFU = "mfu"  # not recorded: derived from tokens/s and the plan
-FREQUENT = ("step", "monitor", "peers")  # kinds whose places in the file are not kept one by one
-# Kinds that came after the first indexes were written: add at the end. An older index has their events among those of
-# unknown kinds, where they are looked for too (`blocks.kind_bits`).
+MFU = "mfu"  # not recorded: computed from tokens/s and the plan
+FREQUENT = ("step", "monitor", "peers")  # kinds whose places in the file are not indexed one by one
+# Kinds added after the first indexes were written: add new ones at the end. An older index counts their events as
+# unknown kinds, so they are looked for there too (`blocks.kind_bits`).
 LATER = ("memory", "communicators", "compile_check", "regroup", "exchange", "peer")
-# Every kind a rank writes (docs/events.md), in the order of bits in index files: no place may change.
+# Every kind that a rank writes (docs/events.md), in the order of bits in index files: the order must not change.
 KINDS = (
     *FREQUENT,
     "ready",
@@ -88,11 +90,11 @@ KINDS = (
 
 
 def unit_of(name: str) -> str:
-    """The unit of a series; empty where it has none or is not known."""
+    """Return the unit of a series; empty if it has none or is unknown."""
     return SERIES[COLUMN[name]].unit if name in COLUMN else ""
 
 
-# ---- many values in few buckets: no peak is lost between two pixels --------------------------------------------------
+# ---- buckets: reduce many values without losing peaks ----------------------------------------------------------------
 
 
 Floats = NDArray[np.float64]
@@ -101,11 +103,11 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spans:
-    """A series cut into stretches of steps: of one event each, or of a block of them."""
+    """A series as spans of steps: one per event, or one per block."""
 
     first: Integers
     last: Integers
-    t: Floats  # at the end
+    t: Floats  # at the end of the span
     low: Floats
     high: Floats
     total: Floats
@@ -113,38 +115,40 @@ class Spans:
 
     @classmethod
     def none(cls) -> Spans:
-        """A series that is not there."""
-        whole, real = np.zeros(0, np.int64), np.zeros(0)
-        return cls(first=whole, last=whole, t=real, low=real, high=real, total=real, count=whole)
+        """Return an empty series."""
+        no_steps, no_values = np.zeros(0, np.int64), np.zeros(0)
+        return cls(
+            first=no_steps, last=no_steps, t=no_values, low=no_values, high=no_values, total=no_values, count=no_steps
+        )
 
     @classmethod
     def of_rows(cls, rows: Rows, column: int, span: tuple[int, int]) -> Spans:
-        """One for each event that has the number."""
+        """Return a span for each event that has the number."""
         values = rows.values[:, column]
-        taken = ~np.isnan(values) & (rows.step >= span[0]) & (rows.step <= span[1])
-        step, value = rows.step[taken], values[taken]
+        used = ~np.isnan(values) & (rows.step >= span[0]) & (rows.step <= span[1])
+        step, value = rows.step[used], values[used]
         count = np.ones(len(step), np.int64)
-        return cls(first=step, last=step, t=rows.t[taken], low=value, high=value, total=value, count=count)
+        return cls(first=step, last=step, t=rows.t[used], low=value, high=value, total=value, count=count)
 
     def merged(self) -> Spans:
-        """All of it as one."""
+        """Return all spans merged into one."""
         if len(self.first) < 2:
             return self
-        whole = {"count": self.count.sum(), "total": self.total.sum(), "low": self.low.min(), "high": self.high.max()}
-        whole |= {"first": self.first[0], "last": self.last[-1], "t": self.t[-1]}
-        return Spans(**{name: np.array([value]) for name, value in whole.items()})
+        fields = {"count": self.count.sum(), "total": self.total.sum(), "low": self.low.min(), "high": self.high.max()}
+        fields |= {"first": self.first[0], "last": self.last[-1], "t": self.t[-1]}
+        return Spans(**{name: np.array([value]) for name, value in fields.items()})
 
     @classmethod
     def of_blocks(cls, blocks: NDArray[np.void], column: int, below: Integers, inside: NDArray[np.bool_]) -> Spans:
-        """One for each block `inside` that has the number; its steps end where they were undone."""
+        """Return a span for each block `inside` that has the number; its steps end where they were undone."""
         known = blocks["series"][:, column]
-        taken = inside & (known["count"] > 0)
-        known = known[taken]
+        used = inside & (known["count"] > 0)
+        known = known[used]
         count = known["count"].astype(np.int64)
         return cls(
-            first=blocks["first"][taken],
-            last=np.minimum(blocks["last"], below - 1)[taken],
-            t=blocks["t_last"][taken],
+            first=blocks["first"][used],
+            last=np.minimum(blocks["last"], below - 1)[used],
+            t=blocks["t_last"][used],
             low=known["low"].astype(np.float64),
             high=known["high"].astype(np.float64),
             total=known["mean"].astype(np.float64) * count,
@@ -165,7 +169,7 @@ class Buckets:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """A mesh: `values[row, column]`, NaN where nothing is known."""
+    """A mesh: `values[row, column]`, NaN where unknown."""
 
     first: Integers
     t: Floats
@@ -173,19 +177,22 @@ class Columns:
 
 
 def join_spans(parts: Sequence[Spans]) -> Spans:
-    """All spans in order of their steps."""
+    """Return all spans in order of their steps."""
     if not parts:
         return Spans.none()
-    if len(parts) == 1 and (parts[0].first[1:] >= parts[0].first[:-1]).all():  # as of most ranks: a mesh has thousands
+    # The usual case, worth a shortcut: a mesh has thousands of ranks.
+    if len(parts) == 1 and (parts[0].first[1:] >= parts[0].first[:-1]).all():
         return parts[0]
     fields = ("first", "last", "t", "low", "high", "total", "count")
-    whole = {name: np.concatenate([getattr(part, name) for part in parts]) for name in fields}
-    order = np.argsort(whole["first"], kind="stable")
-    return Spans(**{name: values[order] for name, values in whole.items()})
+    joined = {name: np.concatenate([getattr(spans, name) for spans in parts]) for name in fields}
+    order = np.argsort(joined["first"], kind="stable")
+    return Spans(**{name: values[order] for name, values in joined.items()})
 
 
 def bucket_spans(spans: Spans, points: int) -> Buckets:
-    """At most `points` buckets of equally many steps, empty ones left out; each span its own where there are few."""
+    """Return at most `points` buckets of equally many steps, without empty ones; if there are few spans, one bucket
+    each.
+    """
     if not len(spans.first):
         empty = np.zeros(0)
         return Buckets(first=spans.first, t=empty, low=empty, high=empty, mean=empty)
@@ -204,7 +211,7 @@ def bucket_spans(spans: Spans, points: int) -> Buckets:
 
 
 def columns_of(rows: Sequence[Spans], most: int) -> Columns:
-    """The rows over common columns of equally many steps, none narrower than the widest span."""
+    """Return the rows over common columns of equally many steps, none narrower than the median span of any row."""
     known = [row for row in rows if len(row.first)]
     if not known:
         return Columns(first=np.zeros(0, np.int64), t=np.zeros(0), values=np.zeros((len(rows), 0)))
@@ -221,7 +228,7 @@ def columns_of(rows: Sequence[Spans], most: int) -> Columns:
 
 
 def _row_means(row: Spans, edges: Integers) -> Floats:
-    """Means of one row, a span counted where its middle is."""
+    """Return the means of one row; a span counts in the column of its middle step."""
     column = np.searchsorted(edges, (row.first + row.last) // 2, side="right") - 1
     count = len(edges) - 1
     inside = (column >= 0) & (column < count)

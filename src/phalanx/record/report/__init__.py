@@ -1,1 +1,1 @@
-"""A run told to people: on a terminal, as HTML and Markdown, live, and beside another one."""
+"""Reports of a run: on a terminal, as HTML and Markdown, live, and compared with another run."""

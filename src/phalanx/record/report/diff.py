@@ -1,4 +1,4 @@
-"""What differs between two runs, plans or jobs: settings, cluster, layout, prediction, and what was measured."""
+"""The differences between two runs, plans or jobs: settings, cluster, layout, prediction, and measured results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_carbon, format_count, format_energy, format_money, format_seconds
 
-ROUNDING = 1e-9  # relative: the same plan made twice
-NEAR = 20  # steps behind a loss that is compared
-WIDEST = 44  # characters of a value in the table
+ROUNDING = 1e-9  # relative: plans that were computed twice may differ by this much
+NEAR = 20  # steps averaged for a loss that is compared
+WIDEST = 44  # maximum characters of a value in the table
 
-# A plan holds a job under the names of its fields; the file has others for these (tests/record/page/test_diff.py).
+# A plan contains a job with the names of its Python fields; the job file has other names for these
+# (tests/record/page/test_diff.py).
 SPELLING = {("data", "paths"): "path", ("checkpoint", "asynchronous"): "async"}
 
 Value = Any  # a JSON value
@@ -30,7 +31,7 @@ Value = Any  # a JSON value
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """One of the two; what it does not have is empty."""
+    """One side of the comparison; empty where it has no data."""
 
     name: str
     kind: str  # run, plan or job
@@ -41,7 +42,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One value that is not the same; None where a side has none."""
+    """One value that differs; None where a side has none."""
 
     JSON_PROPERTIES: ClassVar = ("change",)
 
@@ -52,36 +53,36 @@ class Difference:
 
     @property
     def change(self) -> float | None:
-        """b over a, less one; None where they are no numbers."""
-        one, other = number({"": self.a}, ""), number({"": self.b}, "")
-        return other / one - 1.0 if one and other is not None else None
+        """b over a, minus one; None unless both are numbers and a is not 0."""
+        a_number, b_number = number({"": self.a}, ""), number({"": self.b}, "")
+        return b_number / a_number - 1.0 if a_number and b_number is not None else None
 
 
 def of_plan(name: str, plan: Mapping[str, Value]) -> Side:
-    """A plan, as `phalanx plan --json` prints it."""
+    """Return the side of a plan, as `phalanx plan --json` prints it."""
     return Side(name=name, kind="plan", settings=at(plan, "job"), plan=plan, results={})
 
 
 def of_job(name: str, job: Mapping[str, Value]) -> Side:
-    """A job with every value resolved."""
-    settings = json.loads(json.dumps(job, default=str))  # as a plan's JSON holds it: lists, no tuples
+    """Return the side of a job with every value resolved."""
+    settings = json.loads(json.dumps(job, default=str))  # lists instead of tuples, as in the JSON of a plan
     return Side(name=name, kind="job", settings=settings, plan={}, results={})
 
 
 def of_runs(a: Run, b: Run) -> tuple[Side, Side]:
-    """Two runs, measured up to where both have come."""
-    one, other = _Measured(a), _Measured(b)
-    return one.side(other), other.side(one)
+    """Return the sides of two runs, measured up to the last step that both have reached."""
+    measured_a, measured_b = _Measured(a), _Measured(b)
+    return measured_a.side(measured_b), measured_b.side(measured_a)
 
 
 def of_run(run: Run) -> Side:
-    """A run beside a plan or a job: only what those have too."""
+    """Return the side of a run for comparison with a plan or a job: only what those have too."""
     plan = run.plan()
     return Side(name=str(run.path), kind="run", settings=at(plan, "job"), plan=plan, results={})
 
 
 def compare_sides(a: Side, b: Side, *, within: float = 0.0) -> list[Difference]:
-    """Everything that both could have and that is not the same; measured numbers may differ by the share `within`."""
+    """Return all values that differ among those both could have; measured numbers may differ by the share `within`."""
     sections: list[tuple[str, Mapping[str, Value], Mapping[str, Value], float]] = [
         ("settings", _as_in_file(a.settings), _as_in_file(b.settings), 0.0)
     ]
@@ -93,11 +94,13 @@ def compare_sides(a: Side, b: Side, *, within: float = 0.0) -> list[Difference]:
         ]
     if a.results and b.results:
         sections.append(("results", a.results, b.results, max(within, ROUNDING)))
-    return [one for section in sections for one in _differing_keys(*section)]
+    return [difference for section in sections for difference in _differing_keys(*section)]
 
 
 def _as_in_file(job: Mapping[str, Value]) -> dict[str, Value]:
-    """A job under the names of the job file, without the folder a corpus was built in: each machine has its own."""
+    """Return a job with the names of the job file, and without the folder of a built corpus, which each machine
+    chooses.
+    """
     spelt = {
         section: {SPELLING.get((section, name), name): value for name, value in settings.items()}
         if isinstance(settings, Mapping)
@@ -111,7 +114,7 @@ def _as_in_file(job: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _is_built(corpus: Value, paths: Value) -> bool:
-    """Whether the only dataset is that of the corpus, and nobody's choice."""
+    """Return True if the only dataset is the one built for the corpus, not one that the user chose."""
     if not (isinstance(corpus, str) and corpus and isinstance(paths, list) and len(paths) == 1):
         return False
     name = PurePath(paths[0]).name if isinstance(paths[0], str) else ""
@@ -121,12 +124,17 @@ def _is_built(corpus: Value, paths: Value) -> bool:
 def _differing_keys(
     section: str, a: Mapping[str, Value], b: Mapping[str, Value], within: float
 ) -> Iterator[Difference]:
-    one, other = dict(_flat_items(a)), dict(_flat_items(b))
-    for key in [*one, *(key for key in other if key not in one)]:
-        if {key in one, key in other} == {True, False} and (one.get(key) or other.get(key)) in ("", [], None):
-            continue  # a setting that the version of one side does not have, and that the other leaves empty
-        if not _same_values(one.get(key), other.get(key), within):
-            yield Difference(section=section, key=key, a=one.get(key), b=other.get(key))
+    a_values, b_values = dict(_flat_items(a)), dict(_flat_items(b))
+    for key in [*a_values, *(key for key in b_values if key not in a_values)]:
+        if {key in a_values, key in b_values} == {True, False} and (a_values.get(key) or b_values.get(key)) in (
+            "",
+            [],
+            None,
+        ):
+            # A setting that one version does not have, and that the other side leaves empty.
+            continue
+        if not _same_values(a_values.get(key), b_values.get(key), within):
+            yield Difference(section=section, key=key, a=a_values.get(key), b=b_values.get(key))
 
 
 def _flat_items(tree: Mapping[str, Value], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Value]]:
@@ -139,14 +147,14 @@ def _flat_items(tree: Mapping[str, Value], prefix: str = "", depth: int = 0) -> 
 
 
 def _same_values(a: Value, b: Value, within: float) -> bool:
-    one, other = number({"": a}, ""), number({"": b}, "")
-    if one is None or other is None:
+    a_number, b_number = number({"": a}, ""), number({"": b}, "")
+    if a_number is None or b_number is None:
         return bool(a == b)
-    return math.isclose(one, other, rel_tol=within, abs_tol=0.0)
+    return math.isclose(a_number, b_number, rel_tol=within, abs_tol=0.0)
 
 
 def _predicted_numbers(plan: Mapping[str, Value]) -> dict[str, Value]:
-    """The numbers a person compares plans by."""
+    """Return the numbers by which plans are compared."""
     prediction, bill, reliability = at(plan, "prediction"), at(plan, "bill"), at(plan, "reliability")
     usd = bill.get("usd")
     return {
@@ -170,7 +178,7 @@ def _predicted_numbers(plan: Mapping[str, Value]) -> dict[str, Value]:
 
 
 class _Measured:
-    """A run, opened."""
+    """The summary and history of one run."""
 
     def __init__(self, run: Run) -> None:
         self._history = RunHistory.open(run)
@@ -178,7 +186,7 @@ class _Measured:
         self._plan = run.plan()
 
     def side(self, other: _Measured) -> Side:
-        """With what it had reached where the other ends too."""
+        """Return the side of this run, with its losses where both runs have values."""
         results = self._result_values() | self._loss_values(other)
         return Side(name=self.summary.run, kind="run", settings=at(self._plan, "job"), plan=self._plan, results=results)
 
@@ -202,22 +210,22 @@ class _Measured:
         }
 
     def _loss_values(self, other: _Measured) -> dict[str, Value]:
-        last = [one for one in (self._history.last_step, other._history.last_step) if one is not None]
+        last = [last_step for last_step in (self._history.last_step, other._history.last_step) if last_step is not None]
         if len(last) < 2:
             return {}
         step = min(last)
-        found = {f"loss at step {step + 1:,}": self._loss_at(step)}
+        losses = {f"loss at step {step + 1:,}": self._loss_at(step)}
         tokens, per_step = min(self.summary.tokens, other.summary.tokens), self._tokens_per_step
         if per_step and other._tokens_per_step and per_step != other._tokens_per_step:
-            found[f"loss at {format_count(tokens)} tokens"] = self._loss_at(int(tokens / per_step) - 1)
-        return found
+            losses[f"loss at {format_count(tokens)} tokens"] = self._loss_at(int(tokens / per_step) - 1)
+        return losses
 
     @property
     def _tokens_per_step(self) -> float:
         return self.summary.tokens / self.summary.steps if self.summary.steps else 0.0
 
     def _loss_at(self, step: int) -> float | None:
-        """The mean over the last few steps up to one."""
+        """Return the mean loss over the last NEAR steps up to `step`."""
         near = self._history.curve("loss", first=max(0, step - NEAR + 1), last=max(0, step), points=1)
         return next(iter(near.mean), None)
 
@@ -226,13 +234,13 @@ class _Measured:
 
 
 def render_difference(a: Side, b: Side, found: Sequence[Difference]) -> str:
-    """Tables of what differs, by section."""
+    """Format the differences as tables, by section."""
     lines = [f"A  {a.kind} {printable(a.name)}", f"B  {b.kind} {printable(b.name)}"]
     if not found:
         return "\n".join([*lines, "", "no difference"])
-    for section in dict.fromkeys(one.section for one in found):
+    for section in dict.fromkeys(difference.section for difference in found):
         rows = [("", "A", "B", "")]
-        rows += [_difference_row(one) for one in found if one.section == section]
+        rows += [_difference_row(difference) for difference in found if difference.section == section]
         lines += ["", section.upper(), *(f"  {line}" for line in text_table(rows))]
     return "\n".join(lines)
 
@@ -252,7 +260,7 @@ def _shown_value(key: str, value: Value) -> str:
 
 
 def _shown_number(key: str, value: float, *, whole: bool) -> str:
-    """With the unit that the name ends in."""
+    """Format a number with the unit that its name ends in."""
     if key.endswith("_s") and not key.endswith("_per_s") and value:
         return format_seconds(value)
     if key.endswith("_bytes"):

@@ -1,4 +1,4 @@
-"""A report as one HTML file: nothing is fetched, nothing is run, every text of the run is escaped."""
+"""A report as one HTML file: it loads no other file, runs no script, and escapes every text of the run."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from phalanx.units import format_bytes, format_count, format_money, format_secon
 
 MOST_ROWS = 64  # ranks, incidents or checkpoints in a table
 MOST_SAMPLE = 4000
-MOST_UNBROKEN = 40  # characters of a cell that stay on one line of a narrow screen
+MOST_UNBROKEN = 40  # longer cells may wrap on a narrow screen
 STATES = ("created", "launching", "running", "done", "stopped", "failed", "interrupted")
 
 
 def render_html(report: RunReport, *, made: str) -> str:
-    """The whole file; `made` says by what and when, at the bottom."""
+    """Return the complete file; `made` is the footer, with the source and time of the report."""
     s = report.summary
     digest = base64.b64encode(hashlib.sha256(REPORT_CSS.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     sections = report_sections(s, report, most_rows=MOST_ROWS)
-    shown = [(one.title, "\n".join(_block_html(block) for block in one.blocks)) for one in sections]
-    learnt = [
+    shown = [(section.title, "\n".join(_block_html(block) for block in section.blocks)) for section in sections]
+    places = [
         place
         for place, (title, _) in enumerate(shown)
         if title in ("Prediction and measurement", "Layouts", "Learning")
     ]
-    shown.insert(1 + max(learnt, default=-1), ("Over the run", report_figures(report)))
+    shown.insert(1 + max(places, default=-1), ("Over the run", report_figures(report)))
     body = "\n".join(f"<section><h2>{title}</h2>\n{text}\n</section>" for title, text in shown if text)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -103,10 +103,10 @@ def _tiles_html(s: Summary) -> str:
             f"wall clock, {plural(s.starts, 'start')}" if s.starts > 1 else "wall clock",
         ),
     ]
-    made = [
+    tile_texts = [
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for value, name in tiles if value
     ]
-    return f'<div class="tiles">{"".join(made)}</div>'
+    return f'<div class="tiles">{"".join(tile_texts)}</div>'
 
 
 def _value_or_dash(value: float | None, show: Callable[[float], str]) -> str:
@@ -133,8 +133,8 @@ def _block_html(block: Block) -> str:
         case Paragraph():
             return f'<p class="quiet">{escape(block.text)}</p>'
         case Items():
-            kind = ' class="quiet"' if block.quiet else ""
-            return "".join(f"<p{kind}>{escape(text)}</p>" for text in block.texts)
+            attributes = ' class="quiet"' if block.quiet else ""
+            return "".join(f"<p{attributes}>{escape(text)}</p>" for text in block.texts)
         case Quote():
             return "".join(f"<pre>{escape(_lines_html(text))}</pre>" for text in block.texts)
 
@@ -164,18 +164,19 @@ def _cell_html(cell: Cell) -> str:
 
 
 def _lines_html(text: str) -> str:
-    """A text with its line breaks and without other control characters."""
+    """Return a text with its line breaks, without other control characters."""
     return "\n".join(printable(line, most=MOST_SAMPLE) for line in text[:MOST_SAMPLE].splitlines()[:60])
 
 
 # ---- plots -----------------------------------------------------------------------------------------------------------
 
 
-LIMIT_SEEN = 4.0  # times the most memory used, up to which the limit is drawn
+# The memory limit is drawn only up to this multiple of the largest use.
+LIMIT_SEEN = 4.0
 
 
 def report_figures(report: RunReport) -> str:
-    """Every curve that the run has, each with its words and its legend."""
+    """Return every curve that the run has, each with caption and legend."""
     s, curves = report.summary, report.curves
     drawn = [
         _curve_figure(report, "Loss", "", [_curve_line(curves, "loss", "training"), _evaluation_line(report)]),
@@ -204,14 +205,14 @@ def report_figures(report: RunReport) -> str:
 
 
 def _curve_line(curves: dict[str, Curve], name: str, label: str = "measured", style: str = "1") -> PlotLine | None:
-    one = curves.get(name)
-    if one is None:
+    curve = curves.get(name)
+    if curve is None:
         return None
-    return PlotLine(label=label, x=one.step, mean=one.mean, low=one.low, high=one.high, style=style)
+    return PlotLine(label=label, x=curve.step, mean=curve.mean, low=curve.low, high=curve.high, style=style)
 
 
 def _constant_line(curves: dict[str, Curve], value: float | None) -> PlotLine | None:
-    """A number, from the first step to the last."""
+    """Return a horizontal line from the first step to the last."""
     steps = next(iter(curves.values())).step if curves else ()
     if not value or not steps:
         return None
@@ -219,11 +220,11 @@ def _constant_line(curves: dict[str, Curve], value: float | None) -> PlotLine | 
 
 
 def _planned_line(layouts: Sequence[LayoutResult], pair: Callable[[LayoutResult], Pair]) -> PlotLine | None:
-    """The prediction over the steps, each layout's own."""
-    known = [(one, pair(one).predicted) for one in layouts]
+    """Return the prediction over the steps, each layout's own."""
+    known = [(layout, pair(layout).predicted) for layout in layouts]
     if not any(value for _, value in known):
         return None
-    x = tuple(step for one, _ in known for step in (one.first_step, one.last_step))
+    x = tuple(step for layout, _ in known for step in (layout.first_step, layout.last_step))
     mean = tuple(value or None for _, value in known for _ in range(2))
     return PlotLine(label="planned", x=x, mean=mean, style=PLANNED_STYLE)
 
@@ -241,7 +242,8 @@ def _memory_lines(report: RunReport) -> list[PlotLine | None]:
         _curve_line(report.curves, "memory_bytes", "most so far", "2"),
     ]
     limit, most = report.memory_limit_bytes, report.summary.memory_bytes.measured
-    if not limit or not most or limit > LIMIT_SEEN * most:  # far away, it would flatten all the rest
+    # A limit far above would flatten all other lines.
+    if not limit or not most or limit > LIMIT_SEEN * most:
         return [*lines, _planned_line(report.summary.layouts, lambda one: one.memory_bytes)]
     flat = _constant_line(report.curves, limit)
     return [
@@ -275,13 +277,13 @@ def _curve_figure(
 
 
 def _effective_figure(report: RunReport) -> str:
-    found = report.effective
-    if len(found.t) < 2:
+    effective = report.effective
+    if len(effective.t) < 2:
         return ""
-    hours = [(t - found.t[0]) for t in found.t]
+    hours = [(t - effective.t[0]) for t in effective.t]
     lines = [
-        PlotLine(label="cumulative", x=hours, mean=found.cumulative, style="1"),
-        PlotLine(label=found.window, x=hours, mean=found.last_hour, style="2"),
+        PlotLine(label="cumulative", x=hours, mean=effective.cumulative, style="1"),
+        PlotLine(label=effective.window, x=hours, mean=effective.last_hour, style="2"),
     ]
     title = "Effective training time"
     drawn = line_plot(title, lines, show=axis_format("share"), show_x=axis_format("s"), zero=True, most=1.0, times=True)

@@ -1,4 +1,4 @@
-"""A run as it goes: reads rank 0's events while they are written, so that watching costs the ranks nothing."""
+"""A live view of a run: reads rank 0's events while they are written, so that watching costs the ranks nothing."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from phalanx.record.run import Run
 from phalanx.record.run_lock import ENDED, is_run_over, last_written
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
-SLOW_GROUPS_S = 5.0  # process groups that took longer to make are worth a line
-RECENT = 20  # steps behind the rate and the time that is left
-# What the lines hold on which `remark_of_rank` has something to say.
+SLOW_GROUPS_S = 5.0  # process groups that took longer to make are reported
+RECENT = 20  # steps behind the rate and the remaining time
+# Lines without one of these texts give no remark in `remark_of_rank`, and are skipped unparsed.
 REMARKED = (
     *(b'"evaluate"', b'"checkpoint"', b'"memory"', b'"ready"', b'"remark"'),
     *(b'"communicators"', b'"compile_check"', b'"peer"'),
 )
-# Of a group of peers: what changes who learns with whom. Connections that end and return are not.
+# Of a group of peers: events that change who trains with whom. Connections that end and return are left out.
 TOLD_OF_PEERS = (
     *("joined", "left", "evicted", "rejoined", "no-majority", "no-answer", "forced", "dropped", "capped", "revoked"),
     *("aggregation", "harmful", "excluded", "doubtful-update", "gate", "doubtful-progress", "measured", "behind"),
     "caught-up",
 )
-# Their text does not name the peer.
+# Kinds whose text does not contain the peer's name.
 NAMED_PEERS = ("dropped", "capped", "revoked", "excluded", "doubtful-update", "doubtful-progress", "measured")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Where a run stands after its last step."""
+    """The state of a run after its last step."""
 
     step: int  # steps done
-    steps: int  # in all; 0 when not known
+    steps: int  # in total; 0 if unknown
     loss: float | None
     tokens_per_s: float | None
     left_s: float | None
@@ -50,7 +50,7 @@ class Progress:
     lr: float | None
 
     def line(self) -> str:
-        """One line for a person."""
+        """Format the progress in one line."""
         of = f"/{self.steps:,}" if self.steps else ""
         parts = [f"step {self.step:,}{of}"]
         parts += [f"loss {self.loss:.4f}"] if self.loss is not None else []
@@ -62,7 +62,7 @@ class Progress:
 
 
 class Follower:
-    """Turns new events into progress and remarks; ask it as often as you like."""
+    """Turns new events into progress and remarks; may be called at any rate."""
 
     def __init__(self, run: Run, *, steps: int, since_s: float) -> None:
         self._reader = EventReader(run.events(0))
@@ -74,7 +74,7 @@ class Follower:
         self.progress: Progress | None = None
 
     def read(self) -> list[str]:
-        """Look at what is new; the remarks worth a line of their own."""
+        """Read the new events and return their remarks, one line each."""
         remarks = self._incident_lines()
         for event in self._reader.read():
             if (number(event, "t") or 0.0) < self._since_s:
@@ -88,7 +88,7 @@ class Follower:
         return remarks
 
     def _incident_lines(self) -> list[str]:
-        """Failures, and how the run goes on."""
+        """Return the remarks on new events of the coordinator."""
         remarks = []
         for event in self._supervisor.read():
             if (number(event, "t") or 0.0) >= self._since_s:
@@ -102,20 +102,20 @@ class Follower:
         spent = sum(seconds for _, seconds in self._recent)
         done = (integer(event, "step") or 0) + 1
         rate = sum(tokens for tokens, _ in self._recent) / spent if spent else None
-        left = max(0, self._steps - done) * spent / len(self._recent) if self._recent and self._steps else None
+        remaining_s = max(0, self._steps - done) * spent / len(self._recent) if self._recent and self._steps else None
         self.progress = Progress(
             step=done,
             steps=self._steps,
             loss=number(event, "loss"),
             tokens_per_s=rate,
-            left_s=left,
+            left_s=remaining_s,
             memory_bytes=number(event, "memory_bytes"),
             lr=number(event, "lr"),
         )
 
 
 def remark_of_supervisor(event: Event) -> list[str]:
-    """Failures, how the run goes on, and hosts that join or are lost."""
+    """Return remarks on failures, recoveries, and hosts that join or are quarantined."""
     kind, host = event["event"], text(event, "host")
     if kind == "incident":
         return [f"step {integer(event, 'step') or 0:,}: failed: {incident_text(event)}"]
@@ -141,16 +141,16 @@ def remark_of_supervisor(event: Event) -> list[str]:
 
 
 def _rollback_line(event: Event) -> str:
-    """Where the run goes back to, and which checkpoints lie aside."""
-    given = event.get("set_aside")
-    steps = [step for step in given if isinstance(step, int)] if isinstance(given, list) else []
+    """Format the target of a roll-back, and the checkpoints that were set aside."""
+    recorded = event.get("set_aside")
+    steps = [step for step in recorded if isinstance(step, int)] if isinstance(recorded, list) else []
     aside = f"; checkpoints of step {', '.join(f'{step:,}' for step in steps)} are set aside" if steps else ""
-    found, target = integer(event, "step") or 0, integer(event, "target") or 0
-    return f"step {found:,}: roll-back to step {target:,}{aside}"
+    detected_step, target_step = integer(event, "step") or 0, integer(event, "target") or 0
+    return f"step {detected_step:,}: roll-back to step {target_step:,}{aside}"
 
 
 def _skipped_line(event: Event) -> list[str]:
-    """A line for a step that no rank took."""
+    """Return a line for a step that no rank took."""
     if event.get("skipped") is not True:
         return []
     step = integer(event, "step") or 0
@@ -158,7 +158,7 @@ def _skipped_line(event: Event) -> list[str]:
 
 
 def remark_of_rank(event: Event) -> list[str]:
-    """What a person wants to see pass by, apart from steps."""
+    """Return remarks on an event of a rank other than a step."""
     step = integer(event, "step") or 0
     if event["event"] == "evaluate":
         parts = [f"loss {event['loss']:.4f}"] if number(event, "loss") is not None else []
@@ -183,15 +183,19 @@ def remark_of_rank(event: Event) -> list[str]:
     if event["event"] == "ready":
         seconds = number(event, "seconds")
         at = f", continuing at step {step:,}" if step else ""
-        given = event.get("warnings")
-        noted = [printable(one) for one in given if isinstance(one, str)] if isinstance(given, list) else []
+        recorded = event.get("warnings")
+        noted = (
+            [printable(warning) for warning in recorded if isinstance(warning, str)]
+            if isinstance(recorded, list)
+            else []
+        )
         waited = f" after {format_seconds(seconds)}" if seconds else ""
-        return [*(f"warning: {one}" for one in noted), f"ranks ready{waited}{at}"]
+        return [*(f"warning: {warning}" for warning in noted), f"ranks ready{waited}{at}"]
     return []
 
 
 def _compile_check(event: Event) -> str:
-    """What the comparison of compiled and eager code found, and what it cost."""
+    """Format the result and cost of a comparison of compiled and eager code."""
     took_s, compile_s = number(event, "seconds") or 0.0, number(event, "compile_s") or 0.0
     cost = f"{format_seconds(took_s)}, {format_seconds(compile_s)} of it compiling"
     if event.get("passed") is None:
@@ -205,9 +209,13 @@ def _compile_check(event: Event) -> str:
 
 
 def _communicator_lines(event: Event) -> list[str]:
-    """How long the process groups took, where that is worth a line, and on which ranks the settings differ."""
-    given = event.get("differences")
-    lines = [f"warning: {printable(one)}" for one in given if isinstance(one, str)] if isinstance(given, list) else []
+    """Report slow creation of process groups, and ranks with different settings."""
+    recorded = event.get("differences")
+    lines = (
+        [f"warning: {printable(difference)}" for difference in recorded if isinstance(difference, str)]
+        if isinstance(recorded, list)
+        else []
+    )
     took_s = number(event, "seconds") or 0.0
     if took_s >= SLOW_GROUPS_S:
         lines.append(f"process groups made in {format_seconds(took_s)} ({text(event, 'backend')})")
@@ -215,7 +223,7 @@ def _communicator_lines(event: Event) -> list[str]:
 
 
 def _copies_text(event: Event) -> str:
-    """How the copies of the state in host memory are."""
+    """Describe the state of the in-memory checkpoints."""
     if event.get("is_skipped") is True:
         return f"in-memory checkpoint skipped: {text(event, 'trouble') or 'the last one is not safe yet'}"
     trouble = text(event, "trouble")
@@ -225,7 +233,7 @@ def _copies_text(event: Event) -> str:
 
 
 def _checkpoint_lines(event: Event, step: int) -> list[str]:
-    """A checkpoint has two events where it is written in the background: taken, and safe on the disk."""
+    """Report a checkpoint; one written in the background has two events: taken, and safe on disk."""
     if event.get("error"):
         return [f"step {step:,}: checkpoint NOT saved: {printable(event['error'])}"]
     blocked_s = number(event, "blocked_s")
@@ -236,20 +244,22 @@ def _checkpoint_lines(event: Event, step: int) -> list[str]:
 
 
 def checkpoint_cost(event: Event) -> str:
-    """Size and seconds of a checkpoint; before 0.7 only the size of rank 0's shards was recorded.
+    """Format size and seconds of a checkpoint; before 0.7 only the size of rank 0's shards was recorded.
 
     >>> checkpoint_cost({"bytes": 1e6, "total_bytes": 4e6, "seconds": 0.5}), checkpoint_cost({"bytes": 1e6})
     ('4.00 MB, 500 ms', '1.00 MB of rank 0')
     """
-    whole, own, seconds = (number(event, name) for name in ("total_bytes", "bytes", "seconds"))
-    parts = [format_bytes(whole)] if whole else [f"{format_bytes(own)} of rank 0"] if own else []
+    total_bytes, rank_bytes, seconds = (number(event, name) for name in ("total_bytes", "bytes", "seconds"))
+    parts = (
+        [format_bytes(total_bytes)] if total_bytes else [f"{format_bytes(rank_bytes)} of rank 0"] if rank_bytes else []
+    )
     return ", ".join([*parts, *([format_seconds(seconds)] if seconds else [])])
 
 
-# ---- watching: what is cheap at every look, what is dear now and then ------------------------------------------------
+# ---- watching: cheap reads at every look, costly ones now and then ---------------------------------------------------
 
 
-# The whole record is read again at most this often, and never for more than a twentieth of the time.
+# The complete record is read again at most this often, and for at most a twentieth of the time.
 LEAST_S = 2.0
 SHARE = 0.05
 OVER = (*ENDED, "interrupted")
@@ -257,11 +267,11 @@ OVER = (*ENDED, "interrupted")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """A run at one look."""
+    """The state of a run at one moment."""
 
     state: str
     progress: Progress | None
-    loss: tuple[float | None, ...]  # over the whole run
+    loss: tuple[float | None, ...]  # over all steps of the run
     tokens_per_s: tuple[float | None, ...]
     summary: Summary
     effective: Effective
@@ -271,13 +281,13 @@ class View:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more is to come."""
+        """True if the run has ended."""
         return self.state in OVER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _WholeRecord:
-    """What takes a look at the whole record."""
+    """The part of a view that needs the complete record."""
 
     summary: Summary
     effective: Effective
@@ -287,19 +297,19 @@ class _WholeRecord:
 
 
 class Watcher:
-    """Looks at a run again and again."""
+    """Reads a run repeatedly while it grows."""
 
     def __init__(self, run: Run, *, points: int = 120, clock: Callable[[], float] = time.time) -> None:
         self.run, self._points, self._clock = run, points, clock
         self._history = RunHistory.open(run)
-        # Read on from where they stopped: a long run has more of them than can be looked through twice a second.
+        # Readers that continue where they stopped: a long run has too many events to read them twice a second.
         self._rank, self._supervisor = EventReader(run.events(0)), EventReader(run.supervisor)
         self._changed_s = last_written(run)
         self._next_s = 0.0
         self._dear: _WholeRecord | None = None
 
     def look(self) -> View:
-        """What there is now."""
+        """Return the present view."""
         if self._history.refresh():
             self._changed_s = self._clock()
         state = str(self.run.status().get("state", "unknown"))
@@ -321,14 +331,14 @@ class Watcher:
         )
 
     def remarks(self) -> list[str]:
-        """What happened since the last time this was asked, a line each."""
+        """Return remarks on what happened since the last call, one line each."""
         new = [(event, remark_of_rank) for event in self._rank.stream(only=REMARKED)]
         new += [(event, remark_of_supervisor) for event in self._supervisor.stream()]
-        new.sort(key=lambda one: number(one[0], "t") or 0.0)
+        new.sort(key=lambda event_remark: number(event_remark[0], "t") or 0.0)
         return [line for event, remark in new for line in remark(event)]
 
     def _read_costly(self, *, force: bool) -> _WholeRecord:
-        """The ledger, the curves and all else that needs the whole record."""
+        """Read the ledger, the curves and all else that needs the complete record."""
         if self._dear is not None and not force and time.monotonic() < self._next_s:
             return self._dear
         began_s = time.monotonic()
@@ -349,7 +359,7 @@ class Watcher:
         if last is None:
             return None
         recent: list[Event] = list(self._history.steps(self._history.witness, max(0, last - RECENT + 1), last))
-        timed = [(number(one, "tokens") or 0.0, took) for one in recent if (took := seconds(one, "duration_s"))]
+        timed = [(number(event, "tokens") or 0.0, took) for event in recent if (took := seconds(event, "duration_s"))]
         spent_s, newest = sum(took for _, took in timed), recent[-1] if recent else {}
         steps = self._steps()
         return Progress(

@@ -1,4 +1,4 @@
-"""A report on a terminal of 100 columns, and as a page of Markdown for an issue or a wiki."""
+"""A report for a terminal of 100 columns, and as Markdown for an issue or a wiki."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from phalanx.record.run_settings import read_launch
 
 WIDTH = 100
 BAR_WIDTH = 24
-MOST_SAMPLE = 4000  # characters of a text that the model wrote
+MOST_SAMPLE = 4000  # characters of a text that the model generated
 
 
 # ---- a terminal ------------------------------------------------------------------------------------------------------
 
 
 def render_text(summary: Summary) -> str:
-    """The page: prediction beside measurement, what was learnt, time, ranks, incidents, cost, where everything is."""
+    """Return the report: predictions and measurements, losses, time, ranks, incidents, cost, and the run's folder."""
     head = report_headline(summary)
     lines = [f"{summary.run}: {head.state}, {head.progress}", *(f"  {line}" for line in head.message), head.subject]
     for section in report_sections(summary):
@@ -42,12 +42,15 @@ def render_text(summary: Summary) -> str:
         lines += ["", section.title.upper(), *(f"  {line}".rstrip() for line in body)]
     lines += ["", f"run folder: {summary.run}"]
     if summary.checkpoints and summary.state != "done":
-        lines.append(f"resume with: {resume_command(Path(summary.run))}")  # not wrapped: it is to be copied
+        # Not wrapped, so that it can be copied.
+        lines.append(f"resume with: {resume_command(Path(summary.run))}")
     return "\n".join(lines)
 
 
 def resume_command(run: Path) -> str:
-    """One peer of several is resumed alone, unless all of them were started here as a trial."""
+    """Return the command that resumes a run: `peers start` for one peer of several, unless all were started here as a
+    trial.
+    """
     try:
         launch = read_launch(run / "launch.json")
     except UserError:
@@ -89,7 +92,7 @@ def _text_cell(cell: Cell) -> str:
 
 
 def render_markdown(report: RunReport) -> str:
-    """The numbers of the HTML page without its plots."""
+    """Return the numbers of the HTML page without its plots."""
     head = report_headline(report.summary)
     why = f"\n\n> {markdown_text(' '.join(head.message))}" if head.message else ""
     opening = f"**{markdown_text(head.state)}**, {markdown_text(head.progress)}. {markdown_text(head.subject)}."

@@ -1,4 +1,4 @@
-"""Everything a report shows of a run, read once."""
+"""All data of a run that a report shows, read once."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CURVES = (
     "loss", "tokens_per_s", "mfu", "grad_norm", "noise_scale", "memory_bytes", "memory_used_bytes", "lr", "utilization",
     "power_w", "duration_s", "data_s", "wait_s", "compute_s",
 )  # fmt: skip
-POINTS = 400  # per curve: more than a plot of 640 pixels can tell apart
+POINTS = 400  # per curve: more than a plot 640 pixels wide can show
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedCheckpoint:
-    """One checkpoint."""
+    """The size and times of one checkpoint."""
 
     step: int
     t: float
@@ -33,12 +33,13 @@ class ReportedCheckpoint:
     seconds: float | None
     size_bytes: float | None
     error: str
-    is_whole: bool = False  # whether the size is of all ranks; of runs before 0.7 it is rank 0's part
+    # True if the size is of all ranks; in runs before 0.7 it is rank 0's part.
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
-    """A run as a report tells it."""
+    """The data of a report."""
 
     summary: Summary
     curves: dict[str, Curve]
@@ -48,11 +49,11 @@ class RunReport:
     effective: Effective
     scores: StragglerScores
     memory_limit_bytes: float | None
-    reasons: tuple[str, ...]  # of the plan: what it warned of
+    reasons: tuple[str, ...]  # warnings of the plan
 
 
 def read_run_report(run: Run, *, points: int = POINTS) -> RunReport:
-    """Read a run folder, in whatever state it is."""
+    """Read the report's data from a run folder, in whatever state the run is."""
     history = RunHistory.open(run)
     walked = walk_ledger(run, history)
     names = set(history.names())
@@ -70,7 +71,7 @@ def read_run_report(run: Run, *, points: int = POINTS) -> RunReport:
 
 
 def with_lost_processes(run: Run, summary: Summary) -> Summary:
-    """A run that says it goes on while nobody holds it has lost its processes."""
+    """Set the state to "interrupted" if the run's status is running but no process holds its lock."""
     if summary.state not in ("running", "launching") or run.is_held:
         return summary
     return replace(
@@ -82,30 +83,34 @@ def with_lost_processes(run: Run, summary: Summary) -> Summary:
 
 def _plan_warnings(run: Run) -> tuple[str, ...]:
     try:
-        given = run.plan().get("warnings")
+        warnings = run.plan().get("warnings")
     except PhalanxError:
         return ()
-    return tuple(printable(one) for one in given if isinstance(one, str))[:20] if isinstance(given, list) else ()
+    return (
+        tuple(printable(warning) for warning in warnings if isinstance(warning, str))[:20]
+        if isinstance(warnings, list)
+        else ()
+    )
 
 
 def _evaluation_points(history: RunHistory) -> tuple[tuple[int, float], ...]:
-    found = []
+    points = []
     for event in history.events("evaluate"):
         step, loss = integer(event, "step"), number(event, "loss")
         if step is not None and loss is not None:
-            found.append((step, loss))
-    return tuple(found)
+            points.append((step, loss))
+    return tuple(points)
 
 
 def saved_checkpoints(history: RunHistory) -> tuple[ReportedCheckpoint, ...]:
-    """The checkpoints of a run; taking one and committing it are two events of one step."""
-    found: dict[int, ReportedCheckpoint] = {}
+    """Return the checkpoints of a run; taking one and committing it are two events of one step."""
+    checkpoints: dict[int, ReportedCheckpoint] = {}
     for event in history.events("checkpoint"):
         step = integer(event, "step")
         if step is None:
             continue
-        before = found.get(step)
-        found[step] = ReportedCheckpoint(
+        before = checkpoints.get(step)
+        checkpoints[step] = ReportedCheckpoint(
             step=step,
             t=number(event, "t") or 0.0,
             blocked_s=_newer_value(number(event, "blocked_s"), before.blocked_s if before else None),
@@ -116,7 +121,7 @@ def saved_checkpoints(history: RunHistory) -> tuple[ReportedCheckpoint, ...]:
             is_whole=number(event, "total_bytes") is not None or (before is not None and before.is_whole),
             error=printable(event["error"]) if event.get("error") else "",
         )
-    return tuple(found.values())
+    return tuple(checkpoints.values())
 
 
 def _newer_value(value: float | None, before: float | None) -> float | None:
@@ -124,16 +129,18 @@ def _newer_value(value: float | None, before: float | None) -> float | None:
 
 
 def timeline_marks(history: RunHistory) -> tuple[PlotMark, ...]:
-    """Incidents and checkpoints, by step."""
-    found = []
+    """Return marks for incidents and checkpoints, by step."""
+    marks = []
     for event in history.supervisor():
         if event["event"] == "incident":
             step = integer(event, "step") or 0
-            found.append(PlotMark(x=step, kind="incident", text=f"step {step:,}: {incident_text(event)}"))
-    for one in saved_checkpoints(history):
-        what = f"NOT saved: {one.error}" if one.error else _duration_text(one)
-        found.append(PlotMark(x=one.step, kind="checkpoint", text=f"checkpoint of step {one.step:,}{what}"))
-    return tuple(found)
+            marks.append(PlotMark(x=step, kind="incident", text=f"step {step:,}: {incident_text(event)}"))
+    for checkpoint in saved_checkpoints(history):
+        outcome = f"NOT saved: {checkpoint.error}" if checkpoint.error else _duration_text(checkpoint)
+        marks.append(
+            PlotMark(x=checkpoint.step, kind="checkpoint", text=f"checkpoint of step {checkpoint.step:,}{outcome}")
+        )
+    return tuple(marks)
 
 
 def _duration_text(one: ReportedCheckpoint) -> str:

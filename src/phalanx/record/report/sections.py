@@ -1,6 +1,6 @@
-"""The sections of a report, once for all backends: tables, paragraphs, lists and quotes of plain texts.
+"""The sections of a report for all output formats: tables, paragraphs, lists and quotes of plain texts.
 
-render.py shows them on a terminal and as Markdown, html.py as a page, `phalanx watch` shows their `brief` lines.
+render.py shows them on a terminal and as Markdown, html.py as a page; `phalanx watch` shows their `brief` lines.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from phalanx.record.account.time_accounts import ACCOUNT_LABELS
 from phalanx.record.report.run_report import RunReport
 from phalanx.units import format_bytes, format_carbon, format_count, format_energy, format_money, format_seconds, plural
 
-MOST_ROWS = 16  # of a table; a page may show more
+MOST_ROWS = 16  # rows of a table; a page may show more
 UNKNOWN = "-"
-# Keys of `Cost.sources` as the table of costs calls them.
+# The keys of `Cost.sources` as named in the table of costs.
 SOURCE_NAMES = {"usd": "money", "energy_j": "energy", "kgco2e": "carbon", "projected": "at the end"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A bar in a cell: names and sizes of its parts, and the size of the whole cell. Markdown leaves it out."""
+    """A bar in a cell: names and sizes of its parts, and the size of the complete cell. Omitted in Markdown."""
 
     parts: tuple[tuple[str, float], ...]
     whole: float
@@ -34,7 +34,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColourKey:
-    """A name with its colour, where there are colours."""
+    """A name with its colour, where the output has colours."""
 
     name: str
 
@@ -44,7 +44,7 @@ Cell = str | Bar | ColourKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows of cells under a head; the columns in `right` are aligned to the right, the rows in `alarms` stand out."""
+    """Rows of cells under a head; columns in `right` are right-aligned, rows in `alarms` are highlighted."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -54,21 +54,21 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """One bar over the whole width of a page, by parts; only pages draw it."""
+    """One bar over the full width of a page, by parts; only HTML pages draw it."""
 
     parts: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paragraph:
-    """A sentence or more."""
+    """One or more sentences."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Items:
-    """Short texts, one per line; `quiet` ones are remarks on what stands above."""
+    """Short texts, one per line; `quiet` ones are remarks on the block above."""
 
     texts: tuple[str, ...]
     quiet: bool = False
@@ -76,7 +76,7 @@ class Items:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quote:
-    """Texts as somebody else wrote them."""
+    """Verbatim texts, such as the model's samples."""
 
     texts: tuple[str, ...]
 
@@ -86,7 +86,7 @@ Block = Table | Stack | Paragraph | Items | Quote
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BriefLine:
-    """What a screen of 24 lines has room for: a label, a text, and whether it is bad news."""
+    """One line for a screen of 24 lines: a label, a text, and True if it is bad news."""
 
     label: str
     text: str
@@ -95,7 +95,7 @@ class BriefLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A titled part of a report; one without blocks is not shown."""
+    """A titled part of a report; a section without blocks is not shown."""
 
     title: str
     blocks: tuple[Block, ...]
@@ -104,17 +104,17 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Headline:
-    """What a report begins with."""
+    """The first lines of a report."""
 
     name: str  # of the run folder
     state: str
     progress: str  # steps, tokens, time
     subject: str  # model, cluster, layout
-    message: tuple[str, ...]  # why it failed
+    message: tuple[str, ...]  # the reason of a failure
 
 
 def report_headline(s: Summary) -> Headline:
-    """The first lines of every report."""
+    """Return the first lines of a report."""
     done = f"{s.steps:,} of {plural(s.planned_steps, 'step')}" if s.planned_steps else plural(s.steps, "step")
     spent_s = wall_seconds(s)
     spent = f" in {format_seconds(spent_s)}" if spent_s else ""
@@ -131,8 +131,8 @@ def report_headline(s: Summary) -> Headline:
 
 
 def report_sections(s: Summary, report: RunReport | None = None, *, most_rows: int = MOST_ROWS) -> list[Section]:
-    """All sections that have something to say; `report` adds what takes a look at the whole record."""
-    found = [
+    """Return all sections that have content; `report` adds those that need the complete record."""
+    sections = [
         _measured_section(s),
         _layouts_section(s),
         _learning_section(s),
@@ -151,11 +151,11 @@ def report_sections(s: Summary, report: RunReport | None = None, *, most_rows: i
         Section(title="Warnings of the plan", blocks=_item_blocks(report.reasons) if report is not None else ()),
         damage_section(s, most_rows),
     ]
-    return [one for one in found if one.blocks]
+    return [section for section in sections if section.blocks]
 
 
 def wall_seconds(s: Summary) -> float | None:
-    """Seconds the run went on, by its ledger: neither pauses between launches nor leaps of a clock count."""
+    """Return the wall time of the run by its ledger, without pauses between launches and clock jumps."""
     return s.ledger.wall_s if s.ledger is not None and s.ledger.wall_s else s.wall_s
 
 
@@ -198,7 +198,7 @@ def _measured_section(s: Summary) -> Section:
 
 
 def _layouts_section(s: Summary) -> Section:
-    """Of a run that changed its layout: each with its own prediction."""
+    """Return the layouts of a run that changed its layout, each with its own prediction."""
     title = "Layouts"
     if len(s.layouts) < 2:
         return Section(title=title, blocks=())
@@ -208,7 +208,7 @@ def _layouts_section(s: Summary) -> Section:
         f"steps {newest.first_step + 1:,} to {newest.last_step + 1:,}."
     )
     head = ("steps", "ranks", "layout", "step", "tokens/s", "MFU", "memory")
-    rows = tuple(_layout_row(one) for one in s.layouts)
+    rows = tuple(_layout_row(layout_result) for layout_result in s.layouts)
     return Section(title=title, blocks=(Table(head=head, rows=rows, right=(1,)), Paragraph(text=caption)))
 
 
@@ -250,30 +250,30 @@ def _learning_section(s: Summary) -> Section:
 
 
 def spent_on(ledger: Ledger) -> list[tuple[str, float, float]]:
-    """Accounts that took 0.05 % of the time or more: name, seconds, share; largest first."""
+    """Return the accounts that took 0.05 % of the time or more: name, seconds, share; largest first."""
     spent = [(ACCOUNT_LABELS[name], took_s) for name, took_s in asdict(ledger.accounts).items()]
     shares = [(name, took_s, took_s / ledger.wall_s) for name, took_s in spent if ledger.wall_s]
-    return sorted((one for one in shares if one[2] >= 0.0005), key=lambda one: -one[1])
+    return sorted((account for account in shares if account[2] >= 0.0005), key=lambda account: -account[1])
 
 
 def time_section(s: Summary) -> Section:
-    """Every second in one account, largest first."""
-    title, found = "Where the time went", s.ledger
-    if found is None or not found.wall_s:
+    """Return the section of the ledger: every second in one account, largest first."""
+    title, ledger = "Where the time went", s.ledger
+    if ledger is None or not ledger.wall_s:
         return Section(title=title, blocks=())
-    spent = spent_on(found)
+    spent = spent_on(ledger)
     rows: list[tuple[Cell, ...]] = [
         (ColourKey(name=name), format_seconds(took_s), f"{share:.1%}", Bar(parts=((name, share),), whole=1.0))
         for name, took_s, share in spent
     ]
-    wall = format_seconds(found.wall_s)
-    caption = f"Effective training time: {found.effective:.1%} of {wall}, in steps that stayed, without compiling."
-    caption += f" The parts do not add up: {found.gap}." if found.gap else " The parts add up to the wall clock."
-    caption += f" But {found.jumped}." if found.jumped else ""
-    caption += f" {plural(found.steps_lost, 'step')} done and undone." if found.steps_lost else ""
+    wall = format_seconds(ledger.wall_s)
+    caption = f"Effective training time: {ledger.effective:.1%} of {wall}, in steps that stayed, without compiling."
+    caption += f" The parts do not add up: {ledger.gap}." if ledger.gap else " The parts add up to the wall clock."
+    caption += f" But {ledger.jumped}." if ledger.jumped else ""
+    caption += f" {plural(ledger.steps_lost, 'step')} done and undone." if ledger.steps_lost else ""
     brief = [BriefLine(label="time", text="  ".join(f"{name} {share:.1%}" for name, _, share in spent[:8]))]
-    if found.gap:
-        brief.append(BriefLine(label="", text=f"the parts do not add up: {found.gap}", is_alarm=True))
+    if ledger.gap:
+        brief.append(BriefLine(label="", text=f"the parts do not add up: {ledger.gap}", is_alarm=True))
     table = Table(head=("spent on", "time", "share", ""), rows=tuple(rows), right=(1, 2))
     stack = Stack(parts=tuple((name, took_s) for name, took_s, _ in spent))
     return Section(title=title, blocks=(stack, table, Paragraph(text=caption)), brief=tuple(brief))
@@ -283,24 +283,30 @@ def time_section(s: Summary) -> Section:
 
 
 def _ranks_section(s: Summary, report: RunReport | None, most_rows: int) -> Section:
-    known = [one for one in s.ranks if one.compute_s is not None]
+    known = [rank_time for rank_time in s.ranks if rank_time.compute_s is not None]
     if not known:
         return Section(title="Ranks", blocks=())
     score = report.scores.score if report is not None else {}
-    slowest = sorted(known, key=lambda one: (-score.get(one.rank, 0.0), -(one.compute_s or 0.0), one.rank))[:most_rows]
-    shown = sorted(slowest, key=lambda one: one.rank)
-    most = max((one.compute_s or 0.0) + (one.wait_s or 0.0) for one in known) or 1.0
+    slowest = sorted(
+        known, key=lambda rank_time: (-score.get(rank_time.rank, 0.0), -(rank_time.compute_s or 0.0), rank_time.rank)
+    )[:most_rows]
+    shown = sorted(slowest, key=lambda rank_time: rank_time.rank)
+    most = max((rank_time.compute_s or 0.0) + (rank_time.wait_s or 0.0) for rank_time in known) or 1.0
     head = ["rank", "place", "", "compute", "not computing", "share", "sent", "memory", "score"]
-    rows = [[*_rank_cells(one, most), f"{score[one.rank]:.2f}" if one.rank in score else UNKNOWN] for one in shown]
+    rows = [
+        [*_rank_cells(rank_time, most), f"{score[rank_time.rank]:.2f}" if rank_time.rank in score else UNKNOWN]
+        for rank_time in shown
+    ]
     absent = [8] if report is None else []
-    absent += [6] if all(one.bytes_sent is None for one in shown) else []  # counted where gradients are compressed
-    kept = [column for column in range(len(head)) if column not in absent]
-    slow = {one.rank for one in s.stragglers}
+    # Sent bytes are counted only where gradients are compressed.
+    absent += [6] if all(rank_time.bytes_sent is None for rank_time in shown) else []
+    columns = [column for column in range(len(head)) if column not in absent]
+    slow = {straggler.rank for straggler in s.stragglers}
     table = Table(
-        head=tuple(head[column] for column in kept),
-        rows=tuple(tuple(row[column] for column in kept) for row in rows),
-        right=(0, *range(3, len(kept))),
-        alarms=frozenset(number for number, one in enumerate(shown) if one.rank in slow),
+        head=tuple(head[column] for column in columns),
+        rows=tuple(tuple(row[column] for column in columns) for row in rows),
+        right=(0, *range(3, len(columns))),
+        alarms=frozenset(number for number, rank_time in enumerate(shown) if rank_time.rank in slow),
     )
     caption = "Means per step. Not computing: waiting for other ranks, stages, transfers or a core."
     caption += (
@@ -309,7 +315,7 @@ def _ranks_section(s: Summary, report: RunReport | None, most_rows: int) -> Sect
         else ""
     )
     caption += f" The {len(shown)} slowest of {plural(len(known), 'rank')}." if len(known) > len(shown) else ""
-    lines = [f"straggler: {one.text}; the others wait for it" for one in s.stragglers[:MOST_ROWS]]
+    lines = [f"straggler: {straggler.text}; the others wait for it" for straggler in s.stragglers[:MOST_ROWS]]
     if not lines and len(known) > 1:
         lines = ["no rank stands out: the work is balanced"]
     return Section(
@@ -332,7 +338,7 @@ def _rank_cells(one: RankTime, most: float) -> list[Cell]:
 
 
 def _imbalance_lines(s: Summary) -> list[str]:
-    """How unevenly the stages of a pipeline and the experts of a layer are loaded."""
+    """Describe the load imbalance of pipeline stages and of experts."""
     lines = []
     if s.stage_compute_s:
         slowest = max(s.stage_compute_s) / statistics.fmean(s.stage_compute_s) - 1.0
@@ -347,18 +353,18 @@ def _imbalance_lines(s: Summary) -> list[str]:
 
 
 def incident_section(s: Summary, most_rows: int = MOST_ROWS) -> Section:
-    """Failures and how the run went on."""
+    """Return the section of failures and recoveries."""
     title = "Incidents"
     if not s.incidents:
         return Section(title=title, blocks=())
     shown, rows = s.incidents[-most_rows:], []
-    for one in shown:
-        went = f"{plural(one.world, 'rank')}, from {one.source}" if one.world else "run ended"
-        back = f"{one.restored_step:,}" if one.restored_step is not None else UNKNOWN
-        where = f"rank {one.rank} on {one.host}"
-        rows.append((f"{one.step:,}", where, one.what, went, back, _seconds_text(one.recovery_s)))
+    for incident in shown:
+        went = f"{plural(incident.world, 'rank')}, from {incident.source}" if incident.world else "run ended"
+        back = f"{incident.restored_step:,}" if incident.restored_step is not None else UNKNOWN
+        where = f"rank {incident.rank} on {incident.host}"
+        rows.append((f"{incident.step:,}", where, incident.what, went, back, _seconds_text(incident.recovery_s)))
     head = ("step", "where", "what", "continued with", "back to step", "next step after")
-    lines = [f"step {one.step:,}: {one.finding}" for one in shown if one.finding]
+    lines = [f"step {incident.step:,}: {incident.finding}" for incident in shown if incident.finding]
     lines += [f"the last {len(shown)} of {len(s.incidents):,}"] if len(s.incidents) > len(shown) else []
     last = s.incidents[-1]
     took = f", next step after {format_seconds(last.recovery_s)}" if last.recovery_s is not None else ""
@@ -375,28 +381,29 @@ def _checkpoints_section(s: Summary, report: RunReport | None) -> Section:
     saved = report.saved if report is not None else ()
     if saved:
         rows = tuple(
-            (f"{one.step:,}", _seconds_text(one.blocked_s), _seconds_text(one.seconds), _bytes_text(one.size_bytes),
-             f"not saved: {one.error}" if one.error else "")
-            for one in saved[-12:]
+            (f"{checkpoint.step:,}", _seconds_text(checkpoint.blocked_s), _seconds_text(checkpoint.seconds),
+             _bytes_text(checkpoint.size_bytes), f"not saved: {checkpoint.error}" if checkpoint.error else "")
+            for checkpoint in saved[-12:]
         )  # fmt: skip
-        sized = [one.is_whole for one in saved[-12:] if one.size_bytes is not None]
+        sized = [checkpoint.is_whole for checkpoint in saved[-12:] if checkpoint.size_bytes is not None]
         size_head = "size" if all(sized) else "size of rank 0’s shards"
         head = ("step", "training waited", "written in", size_head, "")
         blocks.append(Table(head=head, rows=rows, right=(0, 1, 2, 3)))
     lines = [f"the last 12 of {len(saved):,}"] if len(saved) > 12 else []
     if s.checkpoints:
         size = f"{format_bytes(s.checkpoint_bytes)} of rank 0" if s.checkpoint_bytes else ""
-        size = f"{format_bytes(s.checkpoint_total_bytes)}" if s.checkpoint_total_bytes else size  # not before 0.7
+        # not recorded before 0.7
+        size = f"{format_bytes(s.checkpoint_total_bytes)}" if s.checkpoint_total_bytes else size
         took = f"written in {format_seconds(s.checkpoint_s)}" if s.checkpoint_s else ""
         steps = ", ".join(f"{step:,}" for step in s.checkpoints[-8:])
-        each = ", ".join(part for part in (size, took) if part)
+        each = ", ".join(fact for fact in (size, took) if fact)
         each = f"; each {each}" if each else ""
         lines.append(f"on disk: step{'s' if len(s.checkpoints) > 1 else ''} {steps}{each}")
     return Section(title="Checkpoints", blocks=(*blocks, *_item_blocks(lines)))
 
 
 def cost_rows(cost: Cost) -> list[tuple[str, str, str, str]]:
-    """Name, so far, projected, predicted, as texts; only what is known of at least one."""
+    """Return name, so far, projected and predicted cost as texts; only rows with at least one known value."""
     kinds: tuple[tuple[str, str, Callable[[float], str]], ...] = (
         ("money", "usd", format_money),
         ("energy", "energy_j", format_energy),
@@ -404,7 +411,7 @@ def cost_rows(cost: Cost) -> list[tuple[str, str, str, str]]:
     )
     rows = []
     for name, key, show in kinds:
-        values = [getattr(one, key) for one in (cost.so_far, cost.projected, cost.predicted)]
+        values = [getattr(amount, key) for amount in (cost.so_far, cost.projected, cost.predicted)]
         if any(value is not None for value in values):
             cells = [show(value) if value is not None else UNKNOWN for value in values]
             rows.append((name, cells[0], cells[1], cells[2]))
@@ -412,7 +419,7 @@ def cost_rows(cost: Cost) -> list[tuple[str, str, str, str]]:
 
 
 def cost_section(s: Summary) -> Section:
-    """Money, energy, carbon: so far, at the end, as planned."""
+    """Return the section of money, energy and carbon: so far, at the end, as planned."""
     title = "Cost, energy and carbon"
     rows = cost_rows(s.cost) if s.cost is not None else []
     if s.cost is None or not rows:
@@ -424,8 +431,10 @@ def cost_section(s: Summary) -> Section:
 
 
 def damage_section(s: Summary, most_rows: int = MOST_ROWS) -> Section:
-    """What of the record cannot be read."""
-    rows = tuple((printable(one.where), printable(one.what), f"{one.count:,}") for one in s.damage[:most_rows])
+    """Return the section of damage: the parts of the record that cannot be read."""
+    rows = tuple(
+        (printable(problem.where), printable(problem.what), f"{problem.count:,}") for problem in s.damage[:most_rows]
+    )
     blocks: tuple[Block, ...] = (Table(head=("where", "what", "count"), rows=rows, right=(2,)),) if rows else ()
     if s.unreadable_lines:
         blocks += _item_blocks([f"{plural(s.unreadable_lines, 'line')} of events could not be read"])
@@ -434,8 +443,8 @@ def damage_section(s: Summary, most_rows: int = MOST_ROWS) -> Section:
 
 
 def _item_blocks(texts: Iterable[str]) -> tuple[Block, ...]:
-    found = tuple(texts)
-    return (Items(texts=found),) if found else ()
+    items = tuple(texts)
+    return (Items(texts=items),) if items else ()
 
 
 def _error_text(pair: Pair) -> str:
