@@ -1,6 +1,6 @@
-"""Code that a job names, looked at without running it: is the file there, is it Python, does it have that name?
+"""Check the code that a job names without running it: the file exists, is Python, and defines the name.
 
-Ranks would find out too, but after the plan, the data and the start of every process.
+The ranks would find these mistakes too, but only after planning, preparing the data and starting every process.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from phalanx.io.files import open_regular
 from phalanx.io.packages import offered_points
 from phalanx.io.path_probes import is_folder, path_exists, resolve_path
 
-MAKE_NAMES = ("globals", "vars", "exec", "setattr")  # a module that calls one may have names nobody can read off it
-LONGEST_SOURCE = 4 << 20  # bytes; what is longer is left to the ranks
+# A module that uses one of these may define names that its source does not show.
+MAKE_NAMES = ("globals", "vars", "exec", "setattr")
+LONGEST_SOURCE = 4 << 20  # bytes; longer files are not checked
 
 
 def missing_code(name: str, folder: Path) -> tuple[str, str] | None:
-    """What is wrong with "file.py:name", "package.module:name" or "file.py", and the cure; None when nothing is seen.
+    """Return the problem with "file.py:name", "package.module:name" or "file.py", and its fix; None if none is found.
 
-    Of a package only the outermost part is sought: to look into it would run it.
+    Of a package only the top-level name is looked up, since looking further would run its code.
     """
     place, _, attribute = name.partition(":")
     if not place.endswith(".py"):
@@ -37,8 +38,8 @@ def missing_code(name: str, folder: Path) -> tuple[str, str] | None:
             source = file.read(LONGEST_SOURCE + 1)
     except (OSError, ValueError) as error:
         there = not isinstance(error, FileNotFoundError)
-        what = f"{path} cannot be read: {error}" if there else f"there is no file {path}"
-        return what, "name a file relative to the job file"
+        message = f"{path} cannot be read: {error}" if there else f"there is no file {path}"
+        return message, "name a file relative to the job file"
     if len(source) > LONGEST_SOURCE:
         return None
     try:
@@ -48,8 +49,8 @@ def missing_code(name: str, folder: Path) -> tuple[str, str] | None:
         return f"{path}:{error.lineno or 1}: is not Python: {error.msg}", "mend that line"
     except (ValueError, RecursionError, MemoryError) as error:
         return f"{path} is not Python: {error}", "name a file of Python source"
-    if lacking := _missing_import(body, resolve_path(path).parent):
-        line, top = lacking
+    if missing := _missing_import(body, resolve_path(path).parent):
+        line, top = missing
         return (
             f"{path}:{line}: imports {top}, which is neither installed here nor beside it",
             f"put {top}.py there, or install {top} where the ranks run",
@@ -62,7 +63,7 @@ def missing_code(name: str, folder: Path) -> tuple[str, str] | None:
 
 
 def missing_entry_point(name: str, group: str) -> tuple[str, str] | None:
-    """Whether no installed package offers `name` in a group of entry points, and the cure."""
+    """Return a problem and its fix if no installed package offers `name` in a group of entry points; None otherwise."""
 
     offered = {point.name for point in offered_points(group)}
     if name in offered:
@@ -75,9 +76,10 @@ def missing_entry_point(name: str, group: str) -> tuple[str, str] | None:
 
 
 def _missing_import(body: Iterable[ast.stmt], folder: Path) -> tuple[int, str] | None:
-    """Line and package of the first import that must fail, of those that begin the file.
+    """Return line and package of the first import that must fail, among those at the beginning of the file.
 
-    One inside `try` or `if` may be meant to fail, and any statement before an import may change where it looks.
+    An import inside `try` or `if` may be allowed to fail, and any other statement before an import may change the
+    search path.
     """
     for statement in body:
         if isinstance(statement, ast.Import):
@@ -92,7 +94,7 @@ def _missing_import(body: Iterable[ast.stmt], folder: Path) -> tuple[int, str] |
             return None
         for top in (name.partition(".")[0] for name in names):
             beside = path_exists(folder / f"{top}.py") or is_folder(folder / top)
-            if not (beside or top == "torch" or _is_installed(top)):  # training asks for torch itself
+            if not (beside or top == "torch" or _is_installed(top)):  # training checks torch itself
                 return statement.lineno, top
     return None
 
@@ -102,7 +104,7 @@ def _is_installed(top: str) -> bool:
 
 
 def _bound_names(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """Names that a module may have after these statements, on any path; "*" where it may have any."""
+    """Yield the names that a module may have after these statements, on any path; "*" if it may have any name."""
     for statement in body:
         for node in ast.walk(statement):
             if isinstance(node, ast.Global):

@@ -1,10 +1,10 @@
 """Values as JSON and back, by their declared types: plans, measurements, `--json`, answers of the dashboard.
 
-`json_values` and `json_text` are what everything is written with. A file that a person may keep, edit or get from a
-stranger is read by `from_json_values`: it names every mistake with its path, takes defaults for what an older version
-did not write yet, and reads null as infinity, which JSON has no word for and msgspec does not convert. What our own
-processes say to each other is read by msgspec (`from_message`), as the lines of events are (record/event_batches.py).
-Nothing is ever evaluated.
+Everything is written with `json_values` and `json_text`. A file that a person may edit or receive from elsewhere is
+read by `from_json_values`: it reports every mistake with its path, uses defaults for entries that an older version did
+not write, and reads null as infinity, which JSON cannot represent and msgspec does not convert. Messages between
+Phalanx processes are read by msgspec (`from_message`), as are event lines (record/event_batches.py). No content is
+ever evaluated as code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What `Annotated` says of a number or a text: the four words of msgspec.Meta that we use, without its import."""
+    """Bounds of a number or a text for `Annotated`: the four parameters of msgspec.Meta used here, without importing
+    it.
+    """
 
     ge: float | None = None
     gt: float | None = None
@@ -35,10 +37,10 @@ class Bounds:
 
 
 def json_values(value: Any) -> Any:
-    """A value as JSON can hold it: dataclasses become objects, infinities and NaN null, sets sorted lists.
+    """Convert a value to JSON types: dataclasses become objects, infinities and NaN null, sets sorted lists.
 
-    A dataclass may name properties that are written beside its fields, in a class variable `JSON_PROPERTIES`, and
-    fields that are left out while they hold their default, in `JSON_UNLESS_DEFAULT`: older documents stay as they are.
+    A dataclass may list properties to write in addition to its fields, in a class variable `JSON_PROPERTIES`, and
+    fields to omit while they have their default, in `JSON_UNLESS_DEFAULT`, so that older documents stay unchanged.
     """
     if value is None or isinstance(value, str | int):
         return value
@@ -52,9 +54,9 @@ def json_values(value: Any) -> Any:
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """One JSON document of a value as `json_values` would make it; compact without `indent`."""
+    """Return one JSON document of a value as `json_values` would convert it; compact without `indent`."""
     separators = None if indent is not None else (",", ":")
-    try:  # most values hold nothing that is not finite, and looking for it costs more than the rest
+    try:  # most values are finite, and checking that costs more than the rest
         return json.dumps(
             value, ensure_ascii=False, allow_nan=False, indent=indent, separators=separators, default=_simpler_value
         )
@@ -73,7 +75,7 @@ def _simpler_value(value: Any) -> Any:
         return {name: getattr(value, name) for name in (*names, *getattr(value, "JSON_PROPERTIES", ()))}
     if isinstance(value, set | frozenset):
         return sorted(value)
-    # numpy scalars and arrays, without importing numpy to ask
+    # numpy scalars and arrays, without importing numpy
     to_list = getattr(value, "tolist", None)
     return to_list() if callable(to_list) else str(value)
 
@@ -83,16 +85,17 @@ def _field_default(item: dataclasses.Field[Any]) -> Any:
 
 
 def from_message(kind: type[T], data: Any) -> T:
-    """The value of type `kind` that our own `json_values` described; raises ValueError for anything else."""
-    import msgspec  # 25 ms, which no plan needs
+    """Return the value of type `kind` from data of `json_values`; raise ValueError for anything else."""
+    # Imported here: it takes 25 ms, and no plan needs it.
+    import msgspec
 
     return msgspec.convert(data, kind, str_keys=True)
 
 
 def from_json_values(kind: type[T], data: Any, where: str = "plan", *, noun: str = "plan", fix: str = "") -> T:
-    """The value of type `kind` that `data` describes; raises UserError naming each entry that is wrong.
+    """Return the value of type `kind` that `data` describes; raise UserError with each wrong entry.
 
-    Bounds are declared with the type: `Annotated[float, Bounds(ge=0)]` is a finite number from 0.
+    Bounds are declared in the type: `Annotated[float, Bounds(ge=0)]` is a finite number of at least 0.
     """
     reader = _Reader(noun=noun, fix=fix or f"write the {noun} again with this version")
     value: T = reader.read(kind, data, where)
@@ -103,7 +106,7 @@ def from_json_values(kind: type[T], data: Any, where: str = "plan", *, noun: str
 
 @functools.cache
 def _entries(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Name of each field: its type, and whether a file may leave it out."""
+    """Return, for each field, its type and True if a file may omit it."""
     hints = typing.get_type_hints(kind, include_extras=True)
     missing = dataclasses.MISSING
     return {
@@ -114,14 +117,14 @@ def _entries(kind: Any) -> dict[str, tuple[Any, bool]]:
 
 
 class _Reader:
-    """Notes what is wrong and goes on, so that a person learns of all of it at once."""
+    """Reads values and collects all problems, so that a user sees them at once."""
 
     def __init__(self, *, noun: str, fix: str) -> None:
         self._noun, self._fix = noun, fix
         self.problems: list[Problem] = []
 
     def read(self, kind: Any, data: Any, where: str) -> Any:
-        """A value of a type; anything where a problem was noted."""
+        """Return a value of a type; an arbitrary value if a problem was noted."""
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
         if len(self.problems) >= MOST_UNKNOWN or kind is Any:
             return data
@@ -149,7 +152,7 @@ class _Reader:
             close = nearest(str(name), known)
             fix = f"did you mean {close}?" if close else self._fix
             self._note(f"{where}.{str(name)[:80]}", f"is not an entry of a {self._noun}", fix)
-        # A setting that did not exist yet when the file was written takes its default: old runs are resumed and read.
+        # A setting that did not exist when the file was written takes its default: old runs are resumed and read.
         if missing := [name for name, (_, optional) in known.items() if name not in data and not optional]:
             self._note(where, f"lacks {', '.join(missing)}", self._fix)
         values = {
@@ -160,9 +163,9 @@ class _Reader:
     def _union(self, arguments: tuple[Any, ...], data: Any, where: str) -> Any:
         if data is None and type(None) in arguments:
             return None
-        for one in arguments:
-            if isinstance(data, str) == (one is str or typing.get_origin(one) is typing.Literal):
-                return self.read(one, data, where)
+        for alternative in arguments:
+            if isinstance(data, str) == (alternative is str or typing.get_origin(alternative) is typing.Literal):
+                return self.read(alternative, data, where)
         return self._refuse(where, data, "another type")
 
     def _tuple(self, arguments: tuple[Any, ...], data: Any, where: str) -> Any:
@@ -172,10 +175,10 @@ class _Reader:
             return tuple(self.read(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(data))
         if len(data) != len(arguments):
             return self._refuse(where, data, f"a list of {len(arguments)}")
-        return tuple(self.read(one, item, where) for one, item in zip(arguments, data, strict=True))
+        return tuple(self.read(item_type, item, where) for item_type, item in zip(arguments, data, strict=True))
 
     def _bounded(self, kind: Any, meta: Bounds, data: Any, where: str) -> Any:
-        """A number, finite and within its bounds; or a text that is not too long."""
+        """Read a finite number within its bounds, or a text that is not too long."""
         if kind is str:
             good = isinstance(data, str) and len(data) <= meta.max_length
             return data if good else self._refuse(where, data, f"a text of at most {meta.max_length} characters")

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all; read only when they are regular, small enough and, where asked, text."""
+"""Write files atomically; read only regular files that are small enough and, where required, text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from phalanx.units import MIB
 if TYPE_CHECKING:
     import csv
 
-MOST_JSON_BYTES = 64 * MIB  # of a file of ours: plans of the largest jobs are below 1 MB
+MOST_JSON_BYTES = 64 * MIB  # of a file that Phalanx wrote: plans of the largest jobs are below 1 MB
 
 
 def write_text(path: Path, text: str, *, fix: str = "name a writable file") -> None:
-    """Replace a user's file; raises SystemFailure, or UserError for an impossible path, with `fix` as the remedy."""
+    """Replace a user's file; raise SystemFailure, or UserError for an impossible path, with `fix` as the remedy."""
     data = text.encode("utf-8")
     try:
         replace_bytes(path, data)
@@ -32,23 +32,24 @@ def write_text(path: Path, text: str, *, fix: str = "name a writable file") -> N
 
 
 def replace_text(path: Path, text: str) -> None:
-    """`replace_bytes` of a text."""
+    """Replace a file with a text, like `replace_bytes`."""
     replace_bytes(path, text.encode("utf-8"))
 
 
 def replace_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
-    """Put `data` in place of `path` through a flushed temporary file beside it; raises OSError, leaves nothing behind.
+    """Replace `path` by a flushed temporary file in the same folder; raise OSError and leave no temporary file behind.
 
-    `mode` are its rights, where the umask is not to give them. A pipe, a terminal or /dev/null is written into: a
-    rename would put a plain file in its place.
+    `mode` sets the permissions, in place of the umask's default. A pipe, a terminal or /dev/null is written to: a
+    rename would replace it with a plain file.
     """
     if path_exists(path) and not is_file(path):
         with errors_name(path):
             path.write_bytes(data)
         return
-    temporary = path.parent / f".phalanx-{os.urandom(8).hex()}.tmp"  # short: the name itself may be of full length
+    # short, because the target's name may have the maximum length
+    temporary = path.parent / f".phalanx-{os.urandom(8).hex()}.tmp"
     try:
-        with temporary.open("xb") as stream:  # with the mode the umask gives, which tempfile.mkstemp does not
+        with temporary.open("xb") as stream:  # with the mode from the umask, which tempfile.mkstemp ignores
             if mode is not None:
                 os.fchmod(stream.fileno(), mode)
             stream.write(data)
@@ -59,7 +60,7 @@ def replace_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno is not None:
-            # The file that the caller named: a failed write names no file, and a failed open the temporary one.
+            # Name the file of the caller: a failed write names no file, and a failed open the temporary one.
             error.filename, error.filename2 = str(path), None
         raise
 
@@ -70,29 +71,29 @@ MOST_BYTES = MIB  # the largest published job configurations are a few kB
 
 
 def shipped_text(module_file: str, name: str) -> str:
-    """A data file that ships with Phalanx, by the `__file__` of a module beside it and its name from there.
+    """Return a data file of the package, by the `__file__` of a module and the file's name relative to it.
 
-    importlib.resources would do, and takes a tenth of a short command: it imports tempfile, zipfile and random.
+    importlib.resources would take a tenth of the time of a short command: it imports tempfile, zipfile and random.
     """
     return Path(module_file).parent.joinpath(name).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spot:
-    """A line of a file of the run, from 1; line 0 means the file as a whole."""
+    """A line of a file of the run, from 1; line 0 means the complete file."""
 
     file: str
     line: int = 0
 
 
 class FileTooLargeError(ValueError):
-    """A file has more bytes than any of its kind should."""
+    """A file has more bytes than any file of its kind should have."""
 
 
 def open_regular(path: Path, *, buffering: int = 0, follow_links: bool = False) -> BinaryIO:
-    """A regular file for reading; raises OSError for anything else.
+    """Open a regular file for reading; raise OSError for anything else.
 
-    A pipe would be waited for for ever, and a link in a run folder may lead to a file that is not of the run.
+    Opening a pipe could block forever, and a link in a run folder may lead to a file outside the run.
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW))
     if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -102,7 +103,7 @@ def open_regular(path: Path, *, buffering: int = 0, follow_links: bool = False) 
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """All of a regular file; raises OSError for anything else, FileTooLargeError for one of more bytes."""
+    """Return all bytes of a regular file; raise OSError for other files, FileTooLargeError beyond `most_bytes`."""
     with open_regular(path, buffering=-1, follow_links=True) as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read() if size <= most_bytes else b""
@@ -113,7 +114,7 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
 
 
 def load_json(path: Path, most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """The value in a JSON file; raises OSError or ValueError, also when it is too large or nested too deeply."""
+    """Return the value in a JSON file; raise OSError, or ValueError also if it is too large or nested too deeply."""
     try:
         return json.loads(read_bounded(path, most_bytes).decode())
     except RecursionError as error:
@@ -121,7 +122,7 @@ def load_json(path: Path, most_bytes: int = MOST_JSON_BYTES) -> Any:
 
 
 def read_head(path: Path, most_bytes: int) -> bytes:
-    """The first bytes of a regular file, to tell its kind; none of a file that cannot be read."""
+    """Return the first bytes of a regular file, to detect its kind; empty if the file cannot be read."""
     try:
         with open_regular(path, follow_links=True) as file:
             return file.read(most_bytes)
@@ -130,7 +131,7 @@ def read_head(path: Path, most_bytes: int) -> bytes:
 
 
 def read_text(path: Path, *, noun: str = "file", most_bytes: int = MOST_BYTES) -> str:
-    """The text of a user's file. Raises UserError for anything that is not a small UTF-8 text file."""
+    """Return the text of a user's file; raise UserError unless it is a small UTF-8 text file."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -160,15 +161,15 @@ def read_failure(path: Path, error: OSError) -> PhalanxError:
     return UserError(problem) if error.errno in IMPOSSIBLE else SystemFailure(problem)
 
 
-MOST_COLUMNS = 512  # of a table in CSV: the widest published one that we read has 40
+MOST_COLUMNS = 512  # of a CSV table: the widest published one in use has 40
 
 
 def csv_columns(reader: csv.DictReader[str], where: str) -> list[str]:
-    """The columns a table's first line names; raises UserError where no person wrote so many, csv.Error for no CSV."""
+    """Return the columns in a table's first line; raise UserError if there are too many, csv.Error if it is not CSV."""
     names = list(reader.fieldnames or ())
     if len(names) > MOST_COLUMNS:
-        what = f"has {len(names):,} columns; at most {MOST_COLUMNS} are read"
-        raise mistake(f"{where}:1", what, fix="check that its lines end where they should")
+        message = f"has {len(names):,} columns; at most {MOST_COLUMNS} are read"
+        raise mistake(f"{where}:1", message, fix="check that its lines end where they should")
     return names
 
 
@@ -182,8 +183,8 @@ def _decode_text(raw: bytes, path: Path, noun: str) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
-        what = f"byte 0x{raw[error.start]:02x} is not UTF-8"
-        raise mistake(f"{path}:{line}", what, why=f"a {noun} is UTF-8 text", fix="save the file as UTF-8") from error
+        message = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+        raise mistake(f"{path}:{line}", message, why=f"a {noun} is UTF-8 text", fix="save the file as UTF-8") from error
 
 
 def _missing_file(path: Path, noun: str) -> UserError:

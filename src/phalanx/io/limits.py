@@ -1,7 +1,7 @@
-"""Largest counts that files and commands may ask for, in one table: a count beyond them is a typing mistake.
+"""Maximum counts that files and commands may request: a larger count is a typing mistake.
 
-Each is at least ten times what anything published uses, and small enough that what it sizes (a loop, an array, a
-search) ends. Sizes of files and of texts stand next to their readers.
+Each limit is at least ten times the largest published value, and small enough that the loop, array or search it sizes
+ends. Limits of file and text sizes are next to their readers.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ MAX_SEED = 2**63 - 1
 MAX_INNER_STEPS = 10_000  # of a peer between two exchanges; 500 in DiLoCo
 MAX_SHOWN_ROWS = 10_000  # of a table that a command prints
 
-# Any number of the command line, before the verb's own limits; whole numbers stay inside 64 bits.
+# Limit of any number on the command line, before the verb's own limits; whole numbers stay inside 64 bits.
 MAX_OPTION = 2**63 - 1

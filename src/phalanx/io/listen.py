@@ -1,4 +1,4 @@
-"""Where a server of ours listens: this machine alone, unless a token keeps strangers out."""
+"""Addresses on which Phalanx servers listen: this machine only, unless a token protects the server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST_TOKEN, MOST_TOKEN = 16, 1024  # characters
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """A host, as a name or in numbers, and a port; port 0 takes a free one."""
+    """A host, as a name or numeric address, and a port; port 0 selects a free one."""
 
     host: str
     port: int
@@ -30,7 +30,7 @@ class Address:
 
 
 def parse_address(text: str, *, where: str = "--listen") -> Address:
-    """`HOST:PORT`, `[HOST]:PORT`, or a port alone, which means this machine.
+    """Parse `HOST:PORT`, `[HOST]:PORT`, or a port alone, which means this machine.
 
     >>> str(parse_address("[::1]:80")), str(parse_address("9000"))
     ('[::1]:80', '127.0.0.1:9000')
@@ -49,7 +49,7 @@ def parse_address(text: str, *, where: str = "--listen") -> Address:
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether only this machine reaches a host that is named by its address, or as localhost; asks no name server.
+    """Return True if a host is a loopback address or localhost, which only this machine reaches; no DNS lookup.
 
     >>> [is_loopback_host(one) for one in ("127.0.0.2", "::1", "localhost", "10.0.0.1", "node7")]
     [True, True, True, False, False]
@@ -58,12 +58,14 @@ def is_loopback_host(host: str) -> bool:
 
 
 def is_loopback(address: Address, *, where: str = "--listen") -> bool:
-    """Whether only this machine reaches it."""
+    """Return True if only this machine can reach the address."""
     return _is_loopback(_resolve_address(address, where=where)[1])
 
 
 def open_socket(address: Address, *, guarded: bool, where: str = "--listen") -> socket.socket:
-    """A listening socket; raises UserError for an address that others reach while no token guards it."""
+    """Return a listening socket; raise UserError for an address that other machines reach while no token
+    protects it.
+    """
     family, numeric = _resolve_address(address, where=where)
     if not guarded and not _is_loopback(numeric):
         raise mistake(
@@ -76,26 +78,27 @@ def open_socket(address: Address, *, guarded: bool, where: str = "--listen") -> 
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((numeric, address.port))
-        listener.listen(128)  # here and not later: a port in use is found out before anything is printed
+        listener.listen(128)  # listen here, so that a port in use is reported before anything is printed
     except OSError as error:
         listener.close()
-        what = f"cannot listen there: {(error.strerror or str(error)).lower()}"
+        message = f"cannot listen there: {(error.strerror or str(error)).lower()}"
         fix = "end the program that has the port, or take a free one: 127.0.0.1:0"
         if error.errno == errno.EADDRNOTAVAIL:
-            what, fix = "no network interface of this machine has this address", f"listen on 0.0.0.0:{address.port}"
-        raise SystemFailure(Problem(where=f"{where} {address}", what=what, fix=fix)) from error
+            message, fix = "no network interface of this machine has this address", f"listen on 0.0.0.0:{address.port}"
+        raise SystemFailure(Problem(where=f"{where} {address}", what=message, fix=fix)) from error
     return listener
 
 
 def bound_address(listener: socket.socket) -> Address:
-    """Where a socket really listens."""
+    """Return the actual address of a listening socket."""
     host, port = listener.getsockname()[:2]
     return Address(host=host, port=port)
 
 
 def is_own_name(header: str) -> bool:
-    """Whether a Host header names this machine by a loopback name. A foreign name that resolves to us is an attack
-    (DNS rebinding).
+    """Return True if a Host header names this machine by a loopback name.
+
+    Any other name that resolves to this machine is a DNS rebinding attack.
 
     >>> is_own_name("localhost:9400"), is_own_name("evil.example:9400")
     (True, False)
@@ -108,7 +111,7 @@ def is_own_name(header: str) -> bool:
 
 
 def read_token(choice: str) -> str:
-    """`auto` makes a new one; otherwise the first line of a file."""
+    """Return a new token for `auto`; otherwise the first line of a file."""
     if choice == "auto":
         return secrets.token_urlsafe(24)
     try:
@@ -118,13 +121,13 @@ def read_token(choice: str) -> str:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise mistake(f"--token {choice}", f"cannot be read: {reason}", fix="name a file with a token") from error
     if not LEAST_TOKEN <= len(token) <= MOST_TOKEN or not token.isascii() or not token.isprintable():
-        what = f"its first line is no token: it takes {LEAST_TOKEN} to {MOST_TOKEN:,} ASCII characters"
-        raise mistake(f"--token {choice}", what, fix="--token auto makes one")
+        message = f"its first line is no token: it takes {LEAST_TOKEN} to {MOST_TOKEN:,} ASCII characters"
+        raise mistake(f"--token {choice}", message, fix="--token auto makes one")
     return token
 
 
 def kept_token(path: Path) -> str:
-    """The token in a file that only its owner reads; made if it is not there."""
+    """Return the token in a file that only its owner can read; create the file if it is missing."""
     if not path.exists():
         try:
             _keep_token(path, read_token("auto"))
@@ -134,20 +137,23 @@ def kept_token(path: Path) -> str:
 
 
 def _keep_token(path: Path, token: str) -> None:
-    """Whole or not at all: whoever is killed here leaves no empty file, which would be refused ever after."""
+    """Write a token file atomically: a process that is killed here leaves no empty file, which readers would always
+    refuse.
+    """
     aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    made = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        with os.fdopen(made, "w") as file:
+        with os.fdopen(descriptor, "w") as file:
             file.write(f"{token}\n")
             file.flush()
-            os.fsync(made)
+            os.fsync(descriptor)
         try:
             os.link(aside, path)
         except FileExistsError:
-            pass  # another launch was first: its token counts
+            pass  # another launch was first: its token is used
         except OSError:
-            os.replace(aside, path)  # a file system without links
+            # A file system without hard links.
+            os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
 
@@ -166,9 +172,11 @@ def _is_literal(name: str) -> bool:
 
 def _resolve_address(address: Address, *, where: str) -> tuple[int, str]:
     try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        what = f"the host is not known: {getattr(error, 'strerror', None) or error}"
-        raise mistake(f"{where} {address}", what, fix="name an address of this machine, such as 127.0.0.1") from error
-    family, _, _, _, name = found[0]
+        message = f"the host is not known: {getattr(error, 'strerror', None) or error}"
+        raise mistake(
+            f"{where} {address}", message, fix="name an address of this machine, such as 127.0.0.1"
+        ) from error
+    family, _, _, _, name = addresses[0]
     return family, str(name[0])

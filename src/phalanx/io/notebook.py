@@ -1,4 +1,4 @@
-"""Results as notebooks show them: tables as data frames, pages as HTML, and a one-line repr."""
+"""Results in notebooks: tables as data frames, pages as HTML, and a one-line repr."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 
 def as_frame(columns: Mapping[str, Sequence[object]], *, index: str = "") -> Any:
-    """A DataFrame with `index` as its index, or the arrays by name; pandas is never required.
+    """Return a DataFrame with `index` as its index, or the arrays by name if pandas is not installed.
 
     >>> "loss" in as_frame({"step": [0, 1], "loss": [2.5, None]}, index="step")
     True
     """
     import numpy as np
 
-    # None in a column of numbers is a value that is not known, which numpy and pandas both write as NaN.
+    # None in a column of numbers is an unknown value, which numpy and pandas represent as NaN.
     arrays = {
-        name: np.array([np.nan if one is None else one for one in values], dtype=_dtype(values))
+        name: np.array([np.nan if value is None else value for value in values], dtype=_dtype(values))
         for name, values in columns.items()
     }
     if find_spec("pandas") is None:
@@ -30,17 +30,17 @@ def as_frame(columns: Mapping[str, Sequence[object]], *, index: str = "") -> Any
 
 
 def _dtype(values: Sequence[object]) -> Any:
-    """Whole numbers stay whole; texts and mixtures are objects."""
-    known = [one for one in values if one is not None]
-    if all(isinstance(one, bool) for one in known) and len(known) == len(values):
+    """Return the dtype of a column: integers stay integers; texts and mixtures are objects."""
+    known = [value for value in values if value is not None]
+    if all(isinstance(value, bool) for value in known) and len(known) == len(values):
         return bool
-    if all(isinstance(one, int) for one in known) and len(known) == len(values):
+    if all(isinstance(value, int) for value in known) and len(known) == len(values):
         return "int64"
-    return float if all(isinstance(one, int | float) for one in known) else object
+    return float if all(isinstance(value, int | float) for value in known) else object
 
 
 def one_line_repr(value: object, page: str) -> str:
-    """The kind of a result and the first line of its page.
+    """Return the type of a result and the first line of its page.
 
     >>> one_line_repr(3, "three\\nlines")
     '<int: three>'
@@ -50,12 +50,12 @@ def one_line_repr(value: object, page: str) -> str:
 
 
 def text_as_html(page: str) -> str:
-    """A page of the terminal in its own columns."""
+    """Return a page of terminal output as HTML with its columns aligned."""
     return f"<pre>{escape(page)}</pre>"
 
 
 def document_as_html(document: str, *, height: int = 600) -> str:
-    """A whole HTML file inside a cell, with styles of its own and no way to reach the notebook around it."""
+    """Return a complete HTML document in a sandboxed frame: its styles and scripts cannot reach the notebook."""
     return (
         f'<iframe sandbox srcdoc="{escape(document, quote=True)}" '
         f'style="width: 100%; height: {height}px; border: 0"></iframe>'

@@ -1,8 +1,9 @@
-"""Paths that a person or a file names, probed without exceptions.
+"""Probes for paths from users and files that never raise.
 
-A path may be longer than any file system allows, hold a NUL byte, lead in a circle of links, or lie in a folder that
-may not be searched. pathlib raises for some of these, depending on the version of Python. Here nothing is found at such
-a path; reading or writing it then reports the reason (`io.files.read_text`, `io.files.write_text`).
+A path may be longer than any file system allows, contain a NUL byte, lead in a circle of links, or lie in a folder
+that may not be searched. pathlib raises for some of these, depending on the version of Python. The functions here
+report that nothing exists at such a path; reading or writing it then reports the reason (`io.files.read_text`,
+`io.files.write_text`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import os
 from pathlib import Path
 
 AnyPath = str | os.PathLike[str]
-MAX_SHOWN = 300  # characters of a path in a message: the longest that a file system takes have 4,096
+MAX_SHOWN = 300  # characters of a path in a message; the longest path that a file system accepts has 4,096
 
-# No file can have such a path: the call is wrong. With other errors the machine is (permissions, devices, networks).
+# Errors of a path that no file can have: the call is wrong. Other errors are the machine's (permissions, devices,
+# networks).
 IMPOSSIBLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ)
 
 
 def path_exists(path: AnyPath) -> bool:
-    """Return whether anything is found at `path`.
+    """Return True if anything exists at `path`.
 
     >>> path_exists("/"), path_exists("9" * 5000), path_exists("a\\0b")
     (True, False, False)
@@ -28,17 +30,17 @@ def path_exists(path: AnyPath) -> bool:
 
 
 def is_file(path: AnyPath) -> bool:
-    """Return whether a regular file is found at `path`."""
+    """Return True if a regular file exists at `path`."""
     return os.path.isfile(path)
 
 
 def is_folder(path: AnyPath) -> bool:
-    """Return whether a folder is found at `path`."""
+    """Return True if a folder exists at `path`."""
     return os.path.isdir(path)
 
 
 def resolve_path(path: AnyPath) -> Path:
-    """Return the absolute path without links, or only the absolute path where the links cannot be followed."""
+    """Return the absolute path with links resolved, or the plain absolute path if the links cannot be followed."""
     try:
         return Path(path).resolve()
     except (OSError, RuntimeError, ValueError):  # RuntimeError: a circle of links, until Python 3.13
@@ -46,7 +48,7 @@ def resolve_path(path: AnyPath) -> Path:
 
 
 def unreachable(path: AnyPath) -> str:
-    """Return why nothing can be looked up at `path`, or an empty text where something may or may not be there.
+    """Return the reason why `path` cannot be looked up; empty if it exists or may exist.
 
     >>> unreachable("9" * 5000), unreachable("a\\0b"), unreachable("absent")
     ('is not a possible path: File name too long', 'is not a possible path: it holds a NUL byte', '')
@@ -63,13 +65,13 @@ def unreachable(path: AnyPath) -> str:
 
 
 def os_reason(error: OSError, verb: str = "looked up") -> str:
-    """Return a clause on a failed call of the system: an impossible path, or what went wrong with a possible one."""
+    """Return a clause about a failed system call: an impossible path, or the error of a possible one."""
     reason = error.strerror or str(error)
     return f"is not a possible path: {reason}" if error.errno in IMPOSSIBLE else f"cannot be {verb}: {reason}"
 
 
 def shown_path(path: AnyPath) -> str:
-    """Return a path as a message shows it: cut in the middle, where file systems allow no path so long.
+    """Return a path as shown in a message: shortened in the middle if no file system allows a path so long.
 
     >>> len(shown_path("9" * 5000)), shown_path("job.toml")
     (300, 'job.toml')

@@ -1,4 +1,4 @@
-"""The one style sheet of a report: calm, light and dark as the reader's system has it, and fit to print."""
+"""The style sheet of reports: light and dark according to the reader's system, and suitable for print."""
 
 from __future__ import annotations
 

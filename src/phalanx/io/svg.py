@@ -1,6 +1,6 @@
-"""SVG: its elements; and plots, a band from least to most, a line through the means, marks on the same axis.
+"""SVG elements and plots: a band from minimum to maximum, a line through the means, marks on the same axis.
 
-Colours come from classes that the page's one style sheet knows, so a plot follows light and dark.
+Colours come from classes in the page's style sheet, so a plot follows light and dark mode.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from phalanx.units import format_bytes, format_count, format_seconds
 
 WIDTH, HEIGHT = 640, 220
 LEFT, RIGHT, TOP, BOTTOM = 62, 10, 12, 28
-LETTER_WIDTH = 6.5  # of most letters of a tick
+# Average width in pixels of a character of a tick label.
+LETTER_WIDTH = 6.5
 TICKS = 5
-PLANNED_STYLE = "planned"  # the style of what was predicted
-MOST_MARKS = 200  # drawn; more are thinned
+PLANNED_STYLE = "planned"  # the style of predicted values
+MOST_MARKS = 200  # drawn marks; more are thinned
 
 Value = float | None
 
 
 def svg_element(name: str, content: str = "", **attributes: object) -> str:
-    """One element. Attributes are escaped, `content` is SVG already; `class_` means class, `text_anchor` text-anchor.
+    """Return one element. Attributes are escaped, `content` is SVG; `class_` stands for class, `text_anchor` for
+    text-anchor.
 
     >>> svg_element("rect", class_="part a", x=1.04, width=10)
     '<rect class="part a" x="1.0" width="10"/>'
@@ -38,36 +40,38 @@ def svg_element(name: str, content: str = "", **attributes: object) -> str:
 
 
 def standalone_svg(svg: str) -> str:
-    """With our style sheet inside, for a file that no page surrounds."""
+    """Return the plot with the style sheet inside, for a file without a surrounding page."""
     style = f'<style>{REPORT_CSS.replace("<", "")}</style><rect width="100%" height="100%" fill="var(--card, #fff)"/>'
     return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(">", f">{style}", 1)
 
 
 def stacked_svgs(pictures: Sequence[str]) -> str:
-    """Plots of `line_plot`, one below the other, as one element."""
+    """Return plots of `line_plot`, one below the other, as one element."""
     placed = [
-        one.replace("<svg ", f'<svg y="{place * HEIGHT}" width="{WIDTH}" height="{HEIGHT}" ', 1)
-        for place, one in enumerate(pictures)
+        picture.replace("<svg ", f'<svg y="{place * HEIGHT}" width="{WIDTH}" height="{HEIGHT}" ', 1)
+        for place, picture in enumerate(pictures)
     ]
     box = f"0 0 {WIDTH} {HEIGHT * len(pictures)}"
     return svg_element("svg", "\n".join(placed), viewBox=box, role="img")
 
 
 def coloured_bar(parts: Sequence[tuple[str, float]], *, colours: Sequence[str], height: int = 26) -> str:
-    """One horizontal bar of named parts in colours of its own, for pages without our style sheet."""
-    whole, left, drawn = sum(size for _, size in parts) or 1.0, 0.0, []
+    """Return a horizontal bar of named parts with explicit colours, for pages without the report's style sheet."""
+    total, x, drawn = sum(size for _, size in parts) or 1.0, 0.0, []
     for index, (name, size) in enumerate(parts):
-        width, colour = WIDTH * size / whole, colours[index % len(colours)]
+        width, colour = WIDTH * size / total, colours[index % len(colours)]
         title = svg_element("title", escape(name))
-        drawn.append(svg_element("rect", title, x=left, y=0, width=width, height=height, fill=colour))
-        left += width
+        drawn.append(svg_element("rect", title, x=x, y=0, width=width, height=height, fill=colour))
+        x += width
     box = f"0 0 {WIDTH} {height}"
     return svg_element("svg", "".join(drawn), viewBox=box, width=WIDTH, height=height, role="img")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlotLine:
-    """One series; `low` and `high` are its band, empty for none. `style` is 1, 2, … for a colour, "planned" dashed."""
+    """One series; `low` and `high` are its band, empty for none. `style` is 1, 2, … for a colour, "planned" for
+    dashed.
+    """
 
     label: str
     x: Sequence[float]
@@ -80,7 +84,7 @@ class PlotLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlotMark:
-    """A moment on the axis: kind is incident, checkpoint or epoch."""
+    """A mark on the x axis; kind is incident, checkpoint or epoch."""
 
     x: float
     kind: str
@@ -89,7 +93,7 @@ class PlotMark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlotScale:
-    """From values to pixels."""
+    """A linear mapping from values to pixels."""
 
     low: float
     high: float
@@ -104,7 +108,7 @@ class PlotScale:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinePlot:
-    """A plot as a value, for whoever draws it: `to_svg` here, io/png_plot.py as PNG."""
+    """The data of a plot, drawn as SVG by `to_svg` and as PNG by io/png_plot.py."""
 
     title: str
     lines: Sequence[PlotLine]
@@ -118,15 +122,15 @@ class LinePlot:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to draw."""
+        """True if there is nothing to draw."""
         return not any(len(line.x) and _line_values(line) for line in self.lines if line.style != PLANNED_STYLE)
 
     def scales(self) -> tuple[PlotScale, PlotScale]:
-        """Of both axes."""
+        """Return the scales of both axes."""
         return _plot_scales(self.lines)
 
     def to_svg(self) -> str:
-        """An SVG element; empty when there is nothing to draw."""
+        """Return the plot as an SVG element; empty if there is nothing to draw."""
         return line_plot(self.title, self.lines, show=self.show, show_x=self.show_x)
 
 
@@ -155,10 +159,10 @@ def line_plot(
     rough: bool = False,
     times: bool = False,
 ) -> str:
-    """An SVG element; empty when there is nothing to draw.
+    """Return a plot as an SVG element; empty if there is nothing to draw.
 
-    `zero` begins the axis at 0, `most` is on it; `rough` cuts off the outermost hundredth, such as a step that
-    compiled; `times` are seconds on the other axis.
+    `zero` begins the y axis at 0, `most` is included in it; `rough` cuts off the outermost hundredth, such as a step
+    that compiled; `times` means that x is in seconds.
     """
     if not any(_line_values(line) for line in lines if line.style != PLANNED_STYLE):
         return ""
@@ -175,7 +179,7 @@ def line_plot(
 
 
 def _spoken_text(line: PlotLine, show: Callable[[float], str]) -> str:
-    """For whoever cannot see it."""
+    """Return a description of a line for screen readers."""
     known = [value for value in line.mean if value is not None and _is_drawable(value)]
     return f"{line.label} from {show(known[0])} to {show(known[-1])}"
 
@@ -189,17 +193,17 @@ def _line_values(line: PlotLine) -> list[float]:
 
 
 def _value_range(values: Sequence[float], *, kept: Sequence[float], zero: bool, rough: bool) -> tuple[float, float]:
-    """Of sorted values, and some that must be seen."""
+    """Return the range of sorted values; `kept` are values that must be inside."""
     cut = len(values) // 100 + 1 if rough and len(values) >= 20 else 0
     low, high = min(values[cut], *kept, math.inf), max(values[-1 - cut], *kept, -math.inf)
     if zero:
         low = min(0.0, low)
-    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-    return (low if zero and low == 0.0 else low - room), high + room
+    padding = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    return (low if zero and low == 0.0 else low - padding), high + padding
 
 
 def round_ticks(low: float, high: float, count: int = TICKS) -> list[float]:
-    """Round numbers in a range.
+    """Return round numbers in a range.
 
     >>> round_ticks(0.0, 10.0), round_ticks(0.13, 0.52)
     ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [0.2, 0.3, 0.4, 0.5])
@@ -216,7 +220,7 @@ def round_ticks(low: float, high: float, count: int = TICKS) -> list[float]:
 
 
 def time_ticks(low: float, high: float) -> list[float]:
-    """Round times in a range of seconds.
+    """Return round times in a range of seconds.
 
     >>> time_ticks(0.0, 1500.0)
     [0.0, 300.0, 600.0, 900.0, 1200.0, 1500.0]
@@ -239,7 +243,7 @@ def _draw_axes(
         parts.append(f'<text class="tick y" x="{LEFT - 6}" y="{y + 3.5:.1f}">{escape(show(value))}</text>')
     for value in (time_ticks if times else round_ticks)(x_scale.low, x_scale.high):
         label = show_x(value)
-        x = min(x_scale.at(value), WIDTH - len(label) * LETTER_WIDTH / 2)  # the last one would be cut at the edge
+        x = min(x_scale.at(value), WIDTH - len(label) * LETTER_WIDTH / 2)  # the last label would be cut off at the edge
         parts.append(f'<text class="tick x" x="{x:.1f}" y="{HEIGHT - 8}">{escape(label)}</text>')
     base = HEIGHT - BOTTOM
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
@@ -249,13 +253,15 @@ def _draw_axes(
 def _draw_marks(marks: Sequence[PlotMark], x_scale: PlotScale) -> list[str]:
     every = max(1, math.ceil(len(marks) / MOST_MARKS))
     parts = []
-    for one in marks[::every]:
-        if not x_scale.low <= one.x <= x_scale.high:
+    for mark in marks[::every]:
+        if not x_scale.low <= mark.x <= x_scale.high:
             continue
-        x = f"{x_scale.at(one.x):.1f}"
-        top = TOP if one.kind == "incident" else HEIGHT - BOTTOM - 7
-        head = f'<line class="mark {escape(one.kind, quote=True)}" x1="{x}" x2="{x}" y1="{top}" y2="{HEIGHT - BOTTOM}">'
-        parts.append(f"{head}<title>{escape(one.text)}</title></line>")
+        x = f"{x_scale.at(mark.x):.1f}"
+        top = TOP if mark.kind == "incident" else HEIGHT - BOTTOM - 7
+        head = (
+            f'<line class="mark {escape(mark.kind, quote=True)}" x1="{x}" x2="{x}" y1="{top}" y2="{HEIGHT - BOTTOM}">'
+        )
+        parts.append(f"{head}<title>{escape(mark.text)}</title></line>")
     return parts
 
 
@@ -276,7 +282,7 @@ def _draw_line(line: PlotLine, x_scale: PlotScale, y_scale: PlotScale) -> list[s
 
 
 def _draw_paths(xs: Sequence[float], ys: Sequence[Value], x_scale: PlotScale, y_scale: PlotScale) -> list[str]:
-    """A path for every stretch without a hole."""
+    """Return a path for every stretch without missing values."""
     stretches: list[list[str]] = [[]]
     for x, y in zip(xs, ys, strict=False):
         if y is None or not _is_drawable(y):
@@ -300,27 +306,27 @@ def _draw_band(line: PlotLine, x_scale: PlotScale, y_scale: PlotScale) -> list[s
 
 
 def stacked_bar(parts: Sequence[tuple[str, float]], *, height: int = 26) -> str:
-    """One horizontal bar of shares, each in the class of its name."""
-    whole = sum(share for _, share in parts)
-    if whole <= 0.0:
+    """Return a horizontal bar of shares, each in the CSS class of its name."""
+    total = sum(share for _, share in parts)
+    if total <= 0.0:
         return ""
     drawn, x = [], 0.0
     for name, share in parts:
-        width = share / whole * WIDTH
+        width = share / total * WIDTH
         kind = escape(name.replace(" ", "-"), quote=True)
-        title = f"<title>{escape(name)} {share / whole:.1%}</title>"
+        title = f"<title>{escape(name)} {share / total:.1%}</title>"
         drawn.append(
             f'<rect class="part {kind}" x="{x:.2f}" y="0" width="{width:.2f}" height="{height}">{title}</rect>'
         )
         x += width
-    spoken = escape(", ".join(f"{name} {share / whole:.1%}" for name, share in parts), quote=True)
+    spoken = escape(", ".join(f"{name} {share / total:.1%}" for name, share in parts), quote=True)
     box = f'viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none"'
     head = f'<svg {box} role="img" aria-label="{spoken}" class="stack">'
     return "\n".join([head, *drawn, "</svg>"])
 
 
 def _short_seconds(value: float) -> str:
-    """Without digits that say nothing: 5 min, not 5.00 min."""
+    """Format seconds without trailing zeros: 5 min, not 5.00 min."""
     if not value:
         return "0"
     size, _, unit = format_seconds(value).partition(" ")
@@ -328,7 +334,7 @@ def _short_seconds(value: float) -> str:
 
 
 def axis_format(unit: str) -> Callable[[float], str]:
-    """How values of a unit are written on an axis."""
+    """Return the function that formats values of a unit on an axis."""
     if unit == "bytes":
         return format_bytes
     if unit == "s":

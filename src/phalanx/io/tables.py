@@ -11,20 +11,20 @@ from phalanx.io.values import printable
 from phalanx.io.visible import one_line
 
 TICKS = "▁▂▃▄▅▆▇█"
-MOST_DRAWN = 1e300  # a larger value is a damaged one, and would make sums infinite
-# What Markdown or the HTML inside it would take for its own.
+MOST_DRAWN = 1e300  # a larger value is damage, and would make sums infinite
+# Characters with a meaning in Markdown or in HTML inside it.
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&!])")
 
 
 def text_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent: int = 0) -> list[str]:
-    """Columns padded to their widest cell; the columns in `right` are aligned to the right. A row stays one line.
+    """Return lines of columns padded to their widest cell; columns in `right` are right-aligned. Each row is one line.
 
     >>> text_table([("a", "1"), ("bb", "20")], right=(1,))
     ['a    1', 'bb  20']
     """
     if not rows:
         return []
-    rows = [[one_line(cell) for cell in row] for row in rows]  # a line break in a cell would begin a row of its own
+    rows = [[one_line(cell) for cell in row] for row in rows]  # a line break in a cell would begin another row
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -37,9 +37,9 @@ def text_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), in
 
 
 def folded_table(rows: Sequence[Sequence[str]], *, left: int = 1, width: int | None = None) -> str:
-    """Columns as wide as their widest cell; the first `left` to the left, the others to the right.
+    """Return columns as wide as their widest cell; the first `left` are left-aligned, the others right-aligned.
 
-    Where that is wider than `width`, the columns come in blocks below each other, each with the first column again.
+    If the table is wider than `width`, its columns are split into blocks below each other, each with the first column.
 
     >>> print(folded_table([("a", "one", "two"), ("b", "1", "2")], width=6))
     a  one
@@ -57,7 +57,7 @@ def folded_table(rows: Sequence[Sequence[str]], *, left: int = 1, width: int | N
 
 
 def _column_blocks(widths: Sequence[int], width: int | None) -> Iterator[list[int]]:
-    """The first column and as many others as fit, at least one, until all were."""
+    """Yield the first column with as many others as fit, at least one, until all columns were yielded."""
     block, used = [0], widths[0]
     for column in range(1, len(widths)):
         if width is not None and len(block) > 1 and used + 2 + widths[column] > width:
@@ -70,7 +70,7 @@ def _column_blocks(widths: Sequence[int], width: int | None) -> Iterator[list[in
 
 @dataclass(frozen=True, slots=True)
 class HtmlCell:
-    """A cell that is HTML already, and the class it is shown in."""
+    """A cell of HTML code, with its CSS class."""
 
     html: str
     style: str = ""
@@ -82,21 +82,22 @@ def html_table(
     head: Sequence[str | HtmlCell] = (),
     alarms: Collection[int] = (),
 ) -> str:
-    """A table of HTML. Texts are escaped; rows whose numbers are in `alarms` have the class of that name.
+    """Return an HTML table. Texts are escaped; rows whose numbers are in `alarms` have the class `alarm`.
 
     >>> html_table([["a<b", HtmlCell("<b>1</b>", "n")]])
     '<table><tbody><tr><td>a&lt;b</td><td class="n"><b>1</b></td></tr></tbody></table>'
     """
 
-    from html import escape  # its table of entities takes longer than the rest of this file
+    # Imported here: its table of entities takes longer than the rest of this file.
+    from html import escape
 
     def style_attribute(style: str) -> str:
         return f' class="{escape(style, quote=True)}"' if style else ""
 
     def line(tag: str, cells: Sequence[str | HtmlCell], style: str = "") -> str:
-        made = [one if isinstance(one, HtmlCell) else HtmlCell(escape(one)) for one in cells]
+        html_cells = [cell if isinstance(cell, HtmlCell) else HtmlCell(escape(cell)) for cell in cells]
         scope = ' scope="col"' if tag == "th" else ""
-        shown = "".join(f"<{tag}{scope}{style_attribute(one.style)}>{one.html}</{tag}>" for one in made)
+        shown = "".join(f"<{tag}{scope}{style_attribute(cell.style)}>{cell.html}</{tag}>" for cell in html_cells)
         return f"<tr{style_attribute(style)}>{shown}</tr>"
 
     top = f"<thead>{line('th', head)}</thead>" if head else ""
@@ -105,7 +106,7 @@ def html_table(
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown; its cells are Markdown already.
+    """Return a Markdown table; the cells must be Markdown.
 
     >>> print(markdown_table(("a", "b"), [("1", "2")]))
     | a | b |
@@ -117,7 +118,7 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown_text(text: object, *, most: int = 500) -> str:
-    r"""A stranger's text that stays text in Markdown.
+    r"""Escape an untrusted text so that it stays plain text in Markdown.
 
     >>> markdown_text("a|b <script> [x](y)")
     'a\\|b \\<script\\> \\[x\\](y)'
@@ -126,7 +127,7 @@ def markdown_text(text: object, *, most: int = 500) -> str:
 
 
 def text_bar(share: float, width: int) -> str:
-    """A bar of eighths of a character.
+    """Return a bar with a resolution of an eighth of a character.
 
     >>> text_bar(0.5, 4), text_bar(0.3, 4)
     ('██', '█▎')
@@ -136,7 +137,7 @@ def text_bar(share: float, width: int) -> str:
 
 
 def two_part_bar(first: float, second: float, width: int) -> str:
-    """Two shares of a whole, behind each other.
+    """Return a bar of two shares, one after the other.
 
     >>> two_part_bar(0.5, 0.25, 8)
     '████░░'
@@ -146,7 +147,7 @@ def two_part_bar(first: float, second: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float | None], room: int, *, from_zero: bool = False) -> str:
-    """A line of small bars, the newest at the right; `from_zero` draws heights above 0 instead of above the least.
+    """Return a line of small bars, the newest at the right; heights start at the minimum, or at 0 with `from_zero`.
 
     >>> sparkline([1.0, 2.0, None, 3.0], 4)
     '▁▄ █'
@@ -160,8 +161,8 @@ def sparkline(values: Sequence[float | None], room: int, *, from_zero: bool = Fa
         return ""
     low = 0.0 if from_zero else min(known)
     span = max(known) - low
-    heights = [None if one is None else math.ceil(8 * (one - low) / span) if span else 0 for one in means]
-    return "".join(" " if one is None else TICKS[max(0, one - 1)] for one in heights)
+    heights = [None if value is None else math.ceil(8 * (value - low) / span) if span else 0 for value in means]
+    return "".join(" " if height is None else TICKS[max(0, height - 1)] for height in heights)
 
 
 def _mean_of(values: Sequence[float | None]) -> float | None:

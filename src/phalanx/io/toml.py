@@ -1,7 +1,7 @@
-"""TOML files that anybody may have written, with the line of every key; and plain values written as TOML.
+"""Read untrusted TOML files with the line of every key, and write plain values as TOML.
 
-tomllib gives the values, a scanner of our own gives the lines: it walks the text once, follows strings, arrays and
-tables, and judges nothing except depth. On text that is not TOML it stops, and tomllib says what is wrong.
+tomllib parses the values. A scanner in this file finds the lines: it walks the text once, follows strings, arrays and
+tables, and checks nothing but depth. On text that is not TOML it stops, and tomllib reports the error.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ _PLACE = re.compile(r"\s*\(at line (\d+), column (\d+)\)$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TomlFile:
-    """A parsed TOML file: `table` holds the values, `lines` the line of each key path."""
+    """A parsed TOML file: `table` has the values, `lines` the line of each key path."""
 
     path: Path
     table: dict[str, object]
     lines: Mapping[KeyPath, int]
 
     def where(self, *key: str | int) -> str:
-        """`file:line` of a key such as ("accelerator", 1, "name"), of its table when it is absent, or just the file."""
+        """Return `file:line` of a key such as ("accelerator", 1, "name"), or of its table if it is absent, or just the
+        file.
+        """
         for length in range(len(key), 0, -1):
             if key[:length] in self.lines:
                 return f"{self.path}:{self.lines[key[:length]]}"
@@ -61,7 +63,7 @@ class TomlFile:
 
 
 def read_toml(path: Path, *, noun: str = "file") -> TomlFile:
-    """Parse a TOML file. Raises UserError, with the line, for anything that is not a small and shallow one."""
+    """Parse a TOML file; raise UserError with the line unless it is small, shallow and valid."""
     text = read_text(path, noun=noun)
     try:
         lines, table = _parse_text(text)
@@ -84,20 +86,20 @@ def _parse_text(text: str) -> tuple[dict[KeyPath, int], dict[str, object]]:
 
 
 def _too_deep(where: str, noun: str) -> UserError:
-    what, why = f"nests deeper than {MOST_DEPTH} levels", f"no {noun.removesuffix(' file')} needs more than 3"
-    return mistake(where, what, why=why, fix="flatten the tables")
+    message, reason = f"nests deeper than {MOST_DEPTH} levels", f"no {noun.removesuffix(' file')} needs more than 3"
+    return mistake(where, message, why=reason, fix="flatten the tables")
 
 
 def _syntax_error(path: Path, text: str, message: str) -> UserError:
     place = _PLACE.search(message)
     where = f"{path}:{place.group(1)}" if place else f"{path}:{text.count(chr(10)) + 1}"
-    what = _PLACE.sub("", message).removesuffix(" (at end of document)")
+    reason = _PLACE.sub("", message).removesuffix(" (at end of document)")
     lines = text.split("\n")
     date = _DATE.search(lines[int(place.group(1)) - 1]) if place else None
-    if date:  # tomllib speaks of newlines when the month is 13
+    if date:  # tomllib complains about newlines if the month is 13
         return mistake(where, f"{date.group(1)} is no date", fix="a date is  YYYY-MM-DD, as 2026-12-31")
     fix = 'a line is  key = value  or  [section]; text needs quotes, as name = "first-run"'
-    return mistake(where, f"is not TOML: {what[:1].lower()}{what[1:200]}", fix=fix)
+    return mistake(where, f"is not TOML: {reason[:1].lower()}{reason[1:200]}", fix=fix)
 
 
 # ---- the line of every key -------------------------------------------------------------------------------------------
@@ -112,11 +114,11 @@ class TooDeep(Exception):
 
 
 class _Lost(Exception):
-    """This is not TOML; tomllib will say where."""
+    """The text is not TOML; tomllib reports the position."""
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """The line of every key, tables and array elements included.
+    """Return the line of every key, including tables and array elements.
 
     >>> key_lines("a = 1\\n[b]\\nc.d = [{e = 2}]\\n")[("b", "c", "d", 0, "e")]
     3
@@ -128,7 +130,7 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 
 
 def split_key(text: str) -> tuple[str, ...] | None:
-    """The parts of a dotted key, or None when the text is not one.
+    """Return the parts of a dotted key, or None if the text is not one.
 
     >>> split_key('parallel . "tensor"')
     ('parallel', 'tensor')
@@ -145,10 +147,11 @@ def split_key(text: str) -> tuple[str, ...] | None:
 @dataclass(kw_only=True, slots=True)
 class _Scanner:
     text: str
-    starts: list[int]  # offset of the first character of line 2, 3, ...
+    starts: list[int]  # offsets of the first characters of lines 2, 3, …
     at: int = 0
     lines: dict[KeyPath, int] = field(default_factory=dict)
-    elements: dict[KeyPath, int] = field(default_factory=dict)  # array of tables -> index of its newest element
+    # for each array of tables, the index of its newest element
+    elements: dict[KeyPath, int] = field(default_factory=dict)
 
     def document(self) -> None:
         prefix: KeyPath = ()
@@ -180,7 +183,9 @@ class _Scanner:
         return path
 
     def newest(self, path: KeyPath) -> KeyPath:
-        """Inside an array of tables, keys belong to its newest element."""
+        """Return the path of the newest element of an array of tables, which keys below its header belong to; else the
+        path.
+        """
         return (*path, self.elements[path]) if path in self.elements else path
 
     def pair(self, prefix: KeyPath, *, depth: int) -> None:
@@ -250,7 +255,8 @@ class _Scanner:
 
     def inline_table(self, path: KeyPath, *, depth: int) -> None:
         self.at += 1
-        self.skip(_BLANK)  # newlines are not TOML 1.0 here, but tomllib is the judge of that
+        # TOML 1.0 allows no newlines here; tomllib reports them.
+        self.skip(_BLANK)
         while not self.text.startswith("}", self.at):
             self.pair(path, depth=depth + 1)
             self.skip(_BLANK)
@@ -262,10 +268,10 @@ class _Scanner:
         self.at += 1
 
     def token(self, pattern: re.Pattern[str]) -> None:
-        found = pattern.match(self.text, self.at)
-        if found is None:
+        match = pattern.match(self.text, self.at)
+        if match is None:
             raise _Lost
-        self.at = found.end()
+        self.at = match.end()
 
     def expect(self, literal: str) -> None:
         if not self.text.startswith(literal, self.at):
@@ -273,8 +279,8 @@ class _Scanner:
         self.at += len(literal)
 
     def skip(self, pattern: re.Pattern[str]) -> None:
-        found = pattern.match(self.text, self.at)
-        self.at = found.end() if found else self.at
+        match = pattern.match(self.text, self.at)
+        self.at = match.end() if match else self.at
 
     def line(self) -> int:
         return bisect_right(self.starts, self.at) + 1
@@ -288,7 +294,7 @@ class _Scanner:
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
-    """A table of scalars, lists and one level of sections; None, which TOML lacks, is left out.
+    """Return a table of scalars, lists and one level of sections as TOML; None, which TOML lacks, is left out.
 
     >>> print(to_toml({"name": "a", "data": {"seed": 0, "path": ["x"]}, "cost": {"pue": None}}))
     name = "a"
@@ -312,13 +318,10 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but for DEL and for characters beyond 16 bits, which stay as they are.
+        # JSON's escapes are TOML's too, except for DEL and for characters beyond 16 bits, which stay as they are.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
     return "[" + ", ".join(_value(item) for item in value) + "]"
-
-
-# Moved.

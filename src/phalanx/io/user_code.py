@@ -1,6 +1,6 @@
-"""Code of the user's own, named as "file.py:name" or "package.module:name": found, run, and blamed for its own faults.
+"""User code named as "file.py:name" or "package.module:name": load it, run it, and attribute its errors to it.
 
-Whoever calls this has the consent of the person at the keyboard: importing a file runs it.
+The caller must have the user's consent: importing a file runs it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from types import ModuleType
 from phalanx.errors import UserError, mistake, nearest
 from phalanx.io.path_probes import is_file, resolve_path
 
-_neighbour_folders: set[str] = set()  # that `find_neighbours` put on sys.path
+_neighbour_folders: set[str] = set()  # folders that `find_neighbours` added to sys.path
 NAME_PATTERN = r"[^:\x00-\x1f]{1,1024}(:[A-Za-z_][A-Za-z0-9_]{0,255})?"
 
 
 def absolute_code(name: str, base: Path) -> str:
-    """ "file.py:name" with the file as an absolute path, taken from `base`; a package's name stays.
+    """Return "file.py:name" with the file as an absolute path relative to `base`; the name of a package is unchanged.
 
     >>> absolute_code("rules.py:mine", Path("/jobs")), absolute_code("acme.rules:mine", Path("/jobs"))
     ('/jobs/rules.py:mine', 'acme.rules:mine')
@@ -31,31 +31,31 @@ def absolute_code(name: str, base: Path) -> str:
 
 
 def load_user_object(name: str, *, folder: Path) -> object:
-    """What "file.py:name" names, the file sought from `folder`; a name without `:` is the module as a whole.
+    """Return the object that "file.py:name" names, with the file relative to `folder`; without `:`, the module.
 
-    The file is run anew at each call, so that an edited one counts. Raises UserError, with the line of the user's own
-    code where that is at fault.
+    The file is run again at each call, so that edits take effect. Raises UserError, with the line of the user's code
+    if that is at fault.
     """
     place, _, attribute = name.partition(":")
     module = _run_file(folder / place, name) if place.endswith(".py") else _import_package(place, name)
     if not attribute:
         return module
     if not hasattr(module, attribute):
-        close = nearest(attribute, [one for one in vars(module) if not one.startswith("__")])
+        close = nearest(attribute, [member for member in vars(module) if not member.startswith("__")])
         raise mistake(name, f"{place} has no {attribute}", fix=f"did you mean {close}?" if close else "")
     return getattr(module, attribute)
 
 
 def find_neighbours(path: Path) -> None:
-    """Let a file import the files beside it, as a script can; what is installed goes first.
+    """Let a file import the files in its folder, as a script can; installed packages take precedence.
 
-    Neighbours of an earlier file are forgotten: one of the same name in another folder is another module, and one that
-    was edited counts as it is now.
+    Modules of an earlier file's folder are removed: a module of the same name in another folder is a different one,
+    and an edited one must be loaded again.
     """
     for name, module in list(sys.modules.items()):
         if not name.startswith("phalanx") and _folder_of(module) in _neighbour_folders:
             del sys.modules[name]
-    sys.path[:] = [one for one in sys.path if one not in _neighbour_folders]
+    sys.path[:] = [path_entry for path_entry in sys.path if path_entry not in _neighbour_folders]
     _neighbour_folders.clear()
     folder = str(resolve_path(path).parent)
     if folder not in sys.path:
@@ -70,14 +70,14 @@ def _folder_of(module: ModuleType) -> str:
 def _run_file(path: Path, name: str) -> ModuleType:
     if not is_file(path):
         raise mistake(name, f"there is no file {path}", fix="write it as file.py:name, relative to the job file")
-    # Two files of one name in two folders are two modules.
+    # Files of the same name in two folders are two modules.
     key = f"phalanx_user_{path.stem}_{hashlib.sha256(str(resolve_path(path)).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(key, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     find_neighbours(path)
-    sys.modules[key] = module  # dataclasses of the user's look themselves up there
+    sys.modules[key] = module  # dataclasses in user code look their module up there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -95,7 +95,7 @@ def _import_package(place: str, name: str) -> ModuleType:
 
 
 def user_code_error(name: str, what: str, error: BaseException, *, fix: str = "") -> UserError:
-    """The fault of somebody else's code, at the last line of it that ran."""
+    """Return the error for a fault in user code, at the last of its lines that ran."""
     if isinstance(error, ModuleNotFoundError) and error.name and not fix:
         top = error.name.partition(".")[0]
         fix = f"put {top}.py beside the file that imports it, or install {top} where the ranks run"
@@ -103,11 +103,11 @@ def user_code_error(name: str, what: str, error: BaseException, *, fix: str = ""
 
 
 def _is_import_machinery(file: str) -> bool:
-    """Frames of Python's own import, and of ours that asked for it: nobody's code is at fault there."""
+    """Return True for frames of Python's import system and of this module, which are never at fault."""
     return file.startswith("<frozen importlib") or file in (importlib.__file__, __file__)
 
 
 def last_line(error: BaseException) -> str:
-    """file:line where an exception was raised, or "" where no file of anybody's was at work."""
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not _is_import_machinery(one.filename)]
+    """Return file:line where an exception was raised; empty if no frame belongs to a file of code."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_import_machinery(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,4 +1,4 @@
-"""Values out of files that anybody may have written: numbers are finite, tables are tables, texts are printable."""
+"""Values from untrusted files: numbers are finite, tables are tables, texts are printable."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-MOST_TEXT = 500  # characters of a stranger's text that a person is shown
+MOST_TEXT = 500  # characters of an untrusted text that are shown
 
 
 def number(data: Mapping[str, Any], name: str) -> float | None:
-    """A finite number, or None.
+    """Return a finite number, or None.
 
     >>> number({"a": 1}, "a"), number({"a": float("nan")}, "a"), number({"a": True}, "a"), number({}, "a")
     (1.0, None, None, None)
@@ -19,35 +19,35 @@ def number(data: Mapping[str, Any], name: str) -> float | None:
 
 
 def finite(value: object) -> float | None:
-    """A value that is a finite number, or None."""
+    """Return the value if it is a finite number, or None."""
     if value is None:
         return None
-    if type(value) is float:  # nearly all of them: the rest takes twice as long
+    if type(value) is float:  # nearly all values are floats: the other checks take twice as long
         return value if math.isfinite(value) else None
     if not isinstance(value, int) or isinstance(value, bool):
         return None
     try:
         known = float(value)
-    except OverflowError:  # an integer of 400 digits is JSON too
+    except OverflowError:  # an integer of 400 digits is valid JSON
         return None
     return known if math.isfinite(known) else None
 
 
 def integer(data: Mapping[str, Any], name: str) -> int | None:
-    """A whole number of at most 63 bits, or None."""
+    """Return an integer of at most 63 bits, or None."""
     value = data.get(name)
     known = isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
     return value if known else None
 
 
 def seconds(data: Mapping[str, Any], name: str, *, most: float = 30 * 86400.0) -> float | None:
-    """A duration that can be one: not negative, and below 30 days."""
+    """Return a credible duration, or None: not negative, and at most `most` seconds (30 days)."""
     value = number(data, name)
     return value if value is not None and 0.0 <= value <= most else None
 
 
 def at(data: Any, *path: str) -> Mapping[str, Any]:
-    """A nested table; empty when it is not there."""
+    """Return a nested table; empty if it is missing."""
     here = data
     for name in path:
         here = here.get(name) if isinstance(here, Mapping) else None
@@ -55,13 +55,13 @@ def at(data: Any, *path: str) -> Mapping[str, Any]:
 
 
 def text(data: Mapping[str, Any], name: str) -> str:
-    """A text on one line without control characters; empty when there is none."""
+    """Return a text on one line without control characters; empty if it is missing."""
     value = data.get(name)
     return printable(value) if isinstance(value, str) else ""
 
 
 def printable(value: object, *, most: int = MOST_TEXT) -> str:
-    r"""A stranger's text as a terminal may show it: no escapes, no line breaks, no overlong lines.
+    r"""Return an untrusted text that is safe on a terminal: no escapes, no line breaks, not too long.
 
     >>> printable("a\x1b[2Jb\nc")
     'a [2Jb c'

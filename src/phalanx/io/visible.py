@@ -1,8 +1,8 @@
-r"""Texts that others wrote, for a terminal: what would act instead of being read is spelt out.
+r"""Untrusted texts for a terminal: control characters are replaced by their escapes.
 
-Escape sequences clear screens and set titles, and bidirectional controls turn the order of letters around
-(CVE-2021-42574). Both are outside what Unicode calls printable, as str.isprintable knows it; letters of every script
-and every width of space stay.
+Escape sequences clear screens and set titles, and bidirectional controls reverse the order of letters
+(CVE-2021-42574). Unicode, and so str.isprintable, counts neither as printable. Letters of every script and spaces of
+every width stay.
 """
 
 from __future__ import annotations
@@ -10,32 +10,32 @@ from __future__ import annotations
 import re
 import unicodedata
 
-# All that may have to be spelt out: everything but line breaks, tabs, and the printable ranges of nearly all texts.
+# Candidates for escaping: everything but line breaks, tabs, and the printable ranges of nearly all texts.
 _SUSPECT = re.compile(r"[^\n\t -~¡-¬®-ͷ]")
 
 
 def visible(text: str) -> str:
-    r"""The text with every character that is not printable as `\xNN` or `\uNNNN`; line breaks and tabs stay.
+    r"""Return the text with every unprintable character as `\xNN` or `\uNNNN`; line breaks and tabs stay.
 
     >>> print(visible("a\x1b[2Jb\x9bc\u202ed"), visible("µ · – ö 漢"))
     a\x1b[2Jb\x9bc\u202ed µ · – ö 漢
     """
     if text.isprintable():
         return text
-    return _SUSPECT.sub(lambda found: _spelt_out(found[0]) if _is_control(found[0]) else found[0], text)
+    return _SUSPECT.sub(lambda match: _spelt_out(match[0]) if _is_control(match[0]) else match[0], text)
 
 
 def visible_json(text: str) -> str:
-    r"""JSON that means the same: only its strings hold such characters, and there `\uNNNN` stands for them.
+    r"""Return equivalent JSON: unprintable characters, which only occur in its strings, are written as `\uNNNN`.
 
     >>> print(visible_json('{"a": "b\x9bc"}'))
     {"a": "b\u009bc"}
     """
-    return _SUSPECT.sub(lambda found: _json_escape(found[0]) if _is_control(found[0]) else found[0], text)
+    return _SUSPECT.sub(lambda match: _json_escape(match[0]) if _is_control(match[0]) else match[0], text)
 
 
 def one_line(text: str) -> str:
-    r"""A name: also line breaks and tabs are spelt out.
+    r"""Return a text on one line: line breaks and tabs are escaped as well.
 
     >>> print(one_line("a\nb"))
     a\nb
@@ -53,6 +53,6 @@ def _spelt_out(char: str) -> str:
 
 
 def _json_escape(char: str) -> str:
-    """As JSON writes it: beyond 16 bits as two."""
+    """Return a character as JSON escape; beyond 16 bits as two escapes."""
     raw = char.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{raw[at : at + 2].hex()}" for at in range(0, len(raw), 2))

@@ -1,4 +1,4 @@
-"""Errors of files that cannot be written: the file, the reason, the space that is needed and free, and the remedy."""
+"""Errors of files that cannot be written: the file, the reason, the space needed and free, and the remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.io.path_probes import IMPOSSIBLE, AnyPath, is_file, is_folder, os_r
 from phalanx.units import format_bytes
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-# Errors of the machine or of a path, never of the program: they are printed as such wherever they come up.
+# Errors of the machine or of a path, never of the program: they are reported as such wherever they occur.
 ENVIRONMENT = (
     *NO_SPACE,
     *IMPOSSIBLE,
@@ -35,7 +35,7 @@ ENVIRONMENT = (
 def write_failure(
     path: AnyPath, error: OSError, *, needed_bytes: int | None = None, fix: str = "", verb: str = "written"
 ) -> PhalanxError:
-    """Return the error to raise for a file or folder that was not written; a UserError where no path is so."""
+    """Return the error to raise for a file or folder that was not written; a UserError for an impossible path."""
     problem = Problem(
         where=shown_path(path), what=os_reason(error, verb), why=_circumstances(path, error, needed_bytes), fix=fix
     )
@@ -44,7 +44,7 @@ def write_failure(
 
 @contextmanager
 def errors_name(path: AnyPath) -> Iterator[None]:
-    """Put `path` into an OSError that names no file: those of an open file's `write` and `flush` name none."""
+    """Set `path` in an OSError without a file name, as raised by an open file's `write` and `flush`."""
     try:
         yield
     except OSError as error:
@@ -54,18 +54,19 @@ def errors_name(path: AnyPath) -> Iterator[None]:
 
 
 def free_bytes(path: AnyPath) -> float | None:
-    """Return the bytes that this user may still write at `path` or next to where it would be; None if unknown."""
+    """Return the bytes that this user may still write at `path` or in its nearest existing folder; None if unknown."""
     place = Path(path)
     if path_exists(place) and not (is_file(place) or is_folder(place)):
-        return None  # a device or pipe: the file system that holds its name says nothing of it
+        # A device or pipe: the file system with its name does not limit it.
+        return None
     for folder in (place, *place.parents):
         try:
-            found = os.statvfs(folder)
+            fs_stat = os.statvfs(folder)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError):
             return None
-        return float(found.f_bavail * found.f_frsize)
+        return float(fs_stat.f_bavail * fs_stat.f_frsize)
     return None
 
 

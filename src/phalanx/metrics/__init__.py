@@ -1,1 +1,1 @@
-"""A run's numbers for other people's tools: Prometheus, OTLP, TensorBoard, MLflow, W&B. Reads the run folder only."""
+"""Export of a run's metrics to Prometheus, OTLP, TensorBoard, MLflow and W&B. Only the run folder is read."""

@@ -1,7 +1,8 @@
-"""The one table of exported series: OpenTelemetry name and UCUM unit, Prometheus name, labels, and where it comes from.
+"""The table of exported series: OpenTelemetry name and UCUM unit, Prometheus name, labels, and source.
 
-Names follow OpenTelemetry where it has one (`hw.*`, `process.*`); it has none for training, so `train.*` is ours.
-The Prometheus name is derived by OpenTelemetry's own rules, so both ways into Prometheus lead to the same series.
+Names follow OpenTelemetry where it defines one (`hw.*`, `process.*`); it has none for training, so the `train.*` names
+are defined here. The Prometheus name is derived by OpenTelemetry's rules, so an export by scraping and one by OTLP
+give the same series.
 """
 
 from __future__ import annotations
@@ -10,26 +11,28 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Literal
 
-# UCUM -> the word Prometheus puts at the end of a name; a unit in braces is a remark and adds none.
+# UCUM unit -> the suffix of a Prometheus name. A unit in braces is an annotation and adds no suffix.
 WORDS = {"s": "seconds", "By": "bytes", "J": "joules", "W": "watts", "Cel": "celsius", "g": "grams", "1": "ratio"}
 WORDS |= {"USD": "usd", "{token}/s": "per_second"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """One series. `field` is the field of the event it is read from; empty where it is computed (`source` says how)."""
+    """One exported series. `field` is the event field it is read from; empty if it is computed (`source` names the
+    module).
+    """
 
     name: str
     unit: str
     help: str
-    source: str  # the event it comes from, or the module that computes it
+    source: str  # the kind of event it comes from, or the module that computes it
     field: str = ""
-    labels: tuple[str, ...] = ()  # beside `run`
+    labels: tuple[str, ...] = ()  # in addition to `run`
     kind: Literal["gauge", "counter"] = "gauge"
 
     @property
     def prometheus(self) -> str:
-        """The name in the exposition.
+        """The series' name in the Prometheus exposition.
 
         >>> Metric(name="train.step.duration", unit="s", help="", source="step").prometheus
         'train_step_duration_seconds'
@@ -54,7 +57,7 @@ def _monitor_metric(name: str, unit: str, field: str, help_: str, *labels: str) 
     return Metric(name=name, unit=unit, field=field, help=help_, source="monitor", labels=labels)
 
 
-# Of rank 0's newest step: the same on every rank, or about the whole batch.
+# Of rank 0's newest step: equal on every rank, or about the global batch.
 STEP = (
     _step_metric("train.loss", "{nat}", "loss", "loss of the newest step, nats per token"),
     _step_metric("train.grad.norm", "", "grad_norm", "norm of the whole gradient before clipping"),
@@ -73,7 +76,7 @@ RANK_STEP = (
     _step_metric("train.data.duration", "s", "data_s", "time the rank waited for its batch in the newest step", *RANK),
 )
 
-# Of every rank's newest monitor event. OpenTelemetry names a GPU's memory and a process's differently.
+# Of every rank's newest monitor event. OpenTelemetry has different names for the memory of a GPU and of a process.
 GPU = (
     _monitor_metric("hw.gpu.utilization", "1", "utilization", "share of the GPU that was active", *DEVICE),
     _monitor_metric("hw.gpu.memory.usage", "By", "memory_bytes", "GPU memory in use", *RANK),
@@ -238,7 +241,7 @@ RUN_ENERGY = Metric(
     labels=("horizon",),
 )
 
-# The plan's numbers beside the measured ones; `field` is the key in plan.json.
+# The plan's numbers, for comparison with the measured ones; `field` is the key in plan.json.
 PREDICTED = tuple(
     Metric(name=name, unit=unit, help=help_, source="plan.json", field=field)
     for name, unit, field, help_ in (
@@ -263,5 +266,5 @@ METRICS: tuple[Metric, ...] = (
 
 
 def grafana_dashboard() -> str:
-    """Its JSON, as Grafana imports it (Dashboards, New, Import)."""
+    """Return the Grafana dashboard as JSON for import (Dashboards, New, Import)."""
     return resources.files("phalanx.metrics").joinpath("grafana.json").read_text(encoding="utf-8")

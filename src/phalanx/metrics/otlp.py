@@ -1,4 +1,4 @@
-"""OTLP over HTTP, with OpenTelemetry's own SDK: every push carries every series of the table with its labels."""
+"""Export over OTLP/HTTP with OpenTelemetry's SDK: every push sends every series of the table with its labels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 10.0
 
 
 class OtlpPusher:
-    """Pushes the newest numbers at every call of `push`."""
+    """Sends the newest values at every call of `push`."""
 
     def __init__(self, readings: Readings, url: str) -> None:
         require_library("opentelemetry.exporter.otlp.proto.http.metric_exporter", extra="otlp", what="--otlp")
@@ -26,7 +26,7 @@ class OtlpPusher:
         from opentelemetry.sdk.metrics.export import InMemoryMetricReader
         from opentelemetry.sdk.resources import Resource
 
-        # Its exporter logs every attempt with a traceback's worth of detail; what came of it is ours to tell.
+        # The exporter logs every failed attempt at length; `push` reports the result instead.
         logger = logging.getLogger("opentelemetry.exporter")
         logger.propagate = False
         logger.addHandler(logging.NullHandler())
@@ -34,8 +34,9 @@ class OtlpPusher:
         self._url = _metrics_endpoint(url)
         self._points: dict[str, list[MetricPoint]] = {}
         self._exporter = OTLPMetricExporter(endpoint=self._url, timeout=TIMEOUT_S)
-        self._reader = InMemoryMetricReader()  # asked by us: the SDK's own thread would push when it likes
-        # No detectors: they read the environment and the command line.
+        # Read by `push` only: the SDK's periodic reader would push from a thread at its own times.
+        self._reader = InMemoryMetricReader()
+        # No resource detectors: they read the environment and the command line.
         resource = Resource({"service.name": "phalanx", "phalanx.run": readings.run.name})
         self._provider = MeterProvider(metric_readers=[self._reader], resource=resource, shutdown_on_exit=False)
         meter = self._provider.get_meter("phalanx")
@@ -48,21 +49,22 @@ class OtlpPusher:
 
         def observed(_: object) -> Iterable[Any]:
             run = {"run": self._readings.run.name}
-            for one in self._points.get(metric.name, ()):
-                yield Observation(one.value, run | dict(zip(metric.labels, one.labels, strict=True)))
+            for point in self._points.get(metric.name, ()):
+                yield Observation(point.value, run | dict(zip(metric.labels, point.labels, strict=True)))
 
         return observed
 
     def push(self) -> None:
-        """Send everything; raises SystemFailure when nobody takes it."""
+        """Send all series; raise SystemFailure if the collector does not accept them."""
         from opentelemetry.sdk.metrics.export import MetricExportResult
 
         self._points = {}
-        for one in self._readings.points():
-            self._points.setdefault(one.metric.name, []).append(one)
+        for point in self._readings.points():
+            self._points.setdefault(point.metric.name, []).append(point)
         data = self._reader.get_metrics_data()
         if data is not None and self._exporter.export(data) is not MetricExportResult.SUCCESS:
-            where = f"--otlp {urlsplit(self._url).hostname}"  # not the whole: an address may hold a password
+            # Only the host name: the URL may contain a password.
+            where = f"--otlp {urlsplit(self._url).hostname}"
             what = f"the collector did not take the metrics within {TIMEOUT_S:g} s"
             raise SystemFailure(Problem(where=where, what=what, fix="start it, or correct the address"))
 
@@ -75,7 +77,7 @@ class OtlpPusher:
 
 
 def _metrics_endpoint(url: str) -> str:
-    """The address of the metrics; a collector's base URL is enough."""
+    """Return the URL of the metrics endpoint; the base URL of a collector is completed."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise mistake("--otlp", f"{url[:80]!r} is not a URL", fix="write it as http://127.0.0.1:4318")

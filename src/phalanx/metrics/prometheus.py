@@ -1,7 +1,7 @@
-"""/metrics: a run's numbers for a Prometheus server, from a process or thread of our own; the ranks pay nothing.
+"""/metrics: a run's metrics for a Prometheus server, from a separate process or thread; the ranks are not slowed down.
 
-It listens on this machine alone unless a token guards it, answers GET and HEAD of one path, and believes no Host header
-but loopback names (a page in a browser could otherwise reach it under a name that resolves to 127.0.0.1).
+Without a token it listens on this machine only, and accepts only loopback names in the Host header, because a web page
+could otherwise reach it under a name that resolves to 127.0.0.1. It answers GET and HEAD of one path.
 """
 
 from __future__ import annotations
@@ -27,61 +27,63 @@ if TYPE_CHECKING:
 
 
 PATH = "/metrics"
-MOST_REQUESTS = 16  # at once; a Prometheus server sends one
-REQUEST_S = 10.0  # a client that sends or reads slower than this is hung up on
+MOST_REQUESTS = 16  # at the same time; a Prometheus server sends one
+REQUEST_S = 10.0  # a client that sends or reads more slowly is disconnected
 NEED = "Prometheus metrics"
 
 
 class RunCollector:
-    """prometheus_client's custom collector: asked at every scrape, one at a time."""
+    """The custom collector for prometheus_client; computes the metrics at every scrape, one scrape at a time."""
 
     def __init__(self, readings: Readings) -> None:
         self._readings = readings
         self._lock = threading.Lock()
 
     def describe(self) -> Iterable[Any]:
-        """Nothing: asked at registration, where a value would cost a read of the whole run."""
+        """Return no descriptions: this is called at registration, where a value would need a read of the
+        complete run.
+        """
         return ()
 
     def collect(self) -> Iterator[Any]:
-        """Every metric that has a value."""
+        """Yield every metric that has a value."""
         with self._lock:
             points = self._readings.points()
         yield from metric_families(points, run=printable(self._readings.run.name))
 
 
 def metric_families(points: Iterable[MetricPoint], *, run: str) -> Iterator[Any]:
-    """Points as prometheus_client's metric families, in the order of the table."""
+    """Convert points to prometheus_client's metric families, in the order of the table."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     by_name: dict[str, list[MetricPoint]] = {}
-    for one in points:
-        by_name.setdefault(one.metric.name, []).append(one)
+    for point in points:
+        by_name.setdefault(point.metric.name, []).append(point)
     for metric in METRICS:
         if metric.name in by_name:
             make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = make(metric.prometheus, metric.help, labels=("run", *metric.labels))
-            for one in by_name[metric.name]:
-                family.add_metric((run, *one.labels), one.value)
+            for point in by_name[metric.name]:
+                family.add_metric((run, *point.labels), point.value)
             yield family
 
 
 def make_registry(readings: Readings) -> CollectorRegistry:
-    """A registry of our own: nothing of this process, nothing of other libraries."""
+    """Return a new registry with only the run's metrics, without those of this process or of other libraries."""
     require_library("prometheus_client", extra="metrics", what=NEED)
     from prometheus_client import CollectorRegistry
 
-    made = CollectorRegistry(auto_describe=False)
-    made.register(RunCollector(readings))
-    return made
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(RunCollector(readings))
+    return registry
 
 
 def exposition_text(readings: Readings) -> str:
-    """The text a Prometheus server would get now."""
-    made = make_registry(readings)
+    """Return the text that a Prometheus server would receive now."""
+    registry = make_registry(readings)
     from prometheus_client import generate_latest
 
-    return str(generate_latest(made), "utf-8")
+    return str(generate_latest(registry), "utf-8")
 
 
 class MetricsServer:
@@ -90,25 +92,25 @@ class MetricsServer:
     def __init__(
         self, readings: Readings, listen: Address, *, token: str | None = None, where: str = "--listen"
     ) -> None:
-        made = make_registry(readings)
+        registry = make_registry(readings)
         listener = open_socket(listen, guarded=token is not None, where=where)
         self.address = bound_address(listener)
-        self._server = _Server(self.address, made, token)
+        self._server = _Server(self.address, registry, token)
         self._server.socket.close()
         self._server.socket = listener
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
 
     @property
     def url(self) -> str:
-        """What to put into a browser or a scrape configuration."""
+        """The address for a browser or a scrape configuration."""
         return f"http://{self.address}{PATH}"
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start the server thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop answering; at once."""
+        """Stop the server immediately."""
         if self._thread.is_alive():
             self._server.shutdown()
         self._server.server_close()
@@ -123,7 +125,7 @@ class MetricsServer:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # a client that hangs must not hold up the end of a run
+    block_on_close = False  # a client that hangs must not delay the end of a run
 
     def __init__(self, address: Address, made: CollectorRegistry, token: str | None) -> None:
         super().__init__((address.host, 0), _Handler, bind_and_activate=False)
@@ -132,21 +134,23 @@ class _Server(ThreadingHTTPServer):
         self._places = threading.BoundedSemaphore(MOST_REQUESTS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, if one of the places is free."""
+        """Answer in a separate thread if fewer than MOST_REQUESTS are running; otherwise close the connection."""
         if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """As the base class does, and give the place back."""
+        """Answer as the base class does, and release the slot."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news: nothing of it belongs on a person's terminal."""
+        """Print nothing: a client that disconnects is normal, and its traceback would disturb the
+        training's terminal.
+        """
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -154,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_S
 
     def do_GET(self) -> None:
-        """/metrics, or why not."""
+        """Answer with the metrics, or with the reason of a refusal."""
         refused = self._refusal_of()
         if refused is not None:
             self._send_answer(*refused)
@@ -164,7 +168,8 @@ class _Handler(BaseHTTPRequestHandler):
 
             encode, kind = choose_encoder(self.headers.get("Accept", ""))
             body = encode(self.server.registry)
-        except Exception as error:  # a damaged run must not end the thread, nor print into the training's terminal
+        # A damaged run must neither end the thread nor print into the training's terminal.
+        except Exception as error:
             first = (str(error).splitlines() or [""])[0]
             self._send_answer(500, f"the run cannot be read: {type(error).__name__}: {first}")
             return
@@ -174,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refusal_of(self) -> tuple[int, str] | None:
         token = self.server.token
-        # A token is stronger than a name, and a server that others reach may have many names.
+        # A token is stronger than a host name, and a server that other machines reach may have many names.
         if token is None and not is_own_name(self.headers.get("Host", "")):
             return 421, "this server does not go by that name; use the address it printed"
         if token is not None and not self._has_token(token):
@@ -201,31 +206,32 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def version_string(self) -> str:
-        """No versions for strangers."""
+        """Return a name without versions, which would help an attacker."""
         return "phalanx"
 
     def log_message(self, *_: object) -> None:
-        """Silent: a scrape every 15 s is no news."""
+        """Log nothing: a scrape every 15 s is normal."""
 
 
-# ---- while `phalanx train` runs: as the job's [telemetry] says -------------------------------------------------------
+# ---- during `phalanx train`, as the job's [telemetry] configures it --------------------------------------------------
 
 
-TOKEN_FILE = "metrics-token"  # in a run folder
+TOKEN_FILE = "metrics-token"  # in the run folder
 WHERE = "telemetry.listen"
 
 
 def check_served(telemetry: Telemetry) -> None:
-    """Before a run folder is made: the library that `telemetry.prometheus` takes."""
+    """Check, before the run folder is created, that the library for `telemetry.prometheus` is installed."""
     if telemetry.prometheus:
         require_library("prometheus_client", extra="metrics", what="telemetry.prometheus")
 
 
 @contextmanager
 def serve_metrics(run: Run, telemetry: Telemetry, *, tell: Callable[[str], None]) -> Iterator[None]:
-    """With `telemetry.prometheus`, serve /metrics of a run as long as the context is open; `tell` is told where.
+    """Serve /metrics of a run inside the context if `telemetry.prometheus` is set; `tell` prints the address.
 
-    Where others reach the address, a token is asked for: it is kept in the run folder, readable by its owner alone.
+    If other machines can reach the address, a token is required; it is stored in the run folder, readable only by its
+    owner.
     """
     if not telemetry.prometheus:
         yield

@@ -1,4 +1,4 @@
-"""A run's numbers at this moment, from its folder: read what is new, give every series of the table its value."""
+"""The present values of all metrics of a run, from its folder; each reading reads only what is new."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ from phalanx.record.archive.history import RunHistory
 from phalanx.record.events import Event
 from phalanx.record.run import Run
 
-SELDOM_S = 15.0  # what costs more than a look at the newest events is worked out at most this often …
-SELDOM_SHARE = 0.05  # … and for at most this share of the time
-MOST_READ = 2048  # ranks looked at for the aggregates, evenly spread: a look takes 3 ms each
-TOKEN_POINTS = 2000  # buckets over which the tokens are added up
+# Values that need more than the newest events are computed at most this often, and for at most this share of the time.
+SELDOM_S = 15.0
+SELDOM_SHARE = 0.05
+# Ranks read for the aggregates, evenly spread: each takes 3 ms.
+MOST_READ = 2048
+TOKEN_POINTS = 2000  # buckets over which the tokens are summed
 
 
-MOST_RANKS = 64  # ranks with series of their own; of more, three aggregates take their place
-MOST_LABEL = 100  # characters: labels come from files that anybody may have written
+MOST_RANKS = 64  # ranks with their own series; with more ranks, three aggregates replace them
+MOST_LABEL = 100  # characters: labels come from files that may have been edited
 SPREAD: dict[str, Callable[[list[float]], float]] = {"min": min, "median": statistics.median, "max": max}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricPoint:
-    """A value of a metric; `labels` in the order of the metric's own."""
+    """A value of a metric; `labels` are in the order of the metric's labels."""
 
     metric: Metric
     labels: tuple[str, ...]
@@ -44,7 +46,7 @@ class MetricPoint:
 
 
 def metric_points(metric: Metric, value: float | None, **labels: object) -> Iterator[MetricPoint]:
-    """The point, or nothing where the value is not known or cannot be."""
+    """Yield a point; nothing if the value is unknown or not finite."""
     if value is not None and math.isfinite(value):
         texts = tuple(printable(labels.get(name, ""), most=MOST_LABEL) for name in metric.labels)
         yield MetricPoint(metric=metric, labels=texts, value=float(value))
@@ -52,7 +54,7 @@ def metric_points(metric: Metric, value: float | None, **labels: object) -> Iter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankValue:
-    """What one rank measured, and by which means."""
+    """A value that one rank measured, and its source."""
 
     rank: int
     value: float
@@ -62,42 +64,50 @@ class RankValue:
 def points_by_rank(
     metric: Metric, values: Iterable[RankValue], *, hosts: Mapping[int, str], most_ranks: int = MOST_RANKS
 ) -> Iterator[MetricPoint]:
-    """A point per rank; beyond `most_ranks` the label `rank` is `min`, `median` and `max` instead."""
+    """Yield a point per rank; with more than `most_ranks`, the label `rank` is `min`, `median` and `max` instead."""
     known = list(values)
     if len(known) <= most_ranks:
-        for one in known:
-            yield from metric_points(metric, one.value, rank=one.rank, host=hosts.get(one.rank, ""), source=one.source)
+        for rank_value in known:
+            yield from metric_points(
+                metric,
+                rank_value.value,
+                rank=rank_value.rank,
+                host=hosts.get(rank_value.rank, ""),
+                source=rank_value.source,
+            )
         return
     for name, of in SPREAD.items():
-        yield from metric_points(metric, of([one.value for one in known]), rank=name, source=known[0].source)
+        yield from metric_points(
+            metric, of([rank_value.value for rank_value in known]), rank=name, source=known[0].source
+        )
 
 
 class Readings:
-    """Ask `points` as often as you like; not from two threads at once."""
+    """Reads the values of a run; call `points` at any rate, but not from two threads at once."""
 
     def __init__(self, run: Run, *, most_ranks: int = MOST_RANKS, clock: Callable[[], float] = time.monotonic) -> None:
         self.run = run
         self._history = RunHistory.open(run)
         self._most_ranks = most_ranks
         self._from_events, self._many = Seldom(clock), Seldom(clock)
-        self._tokens, self._counted = 0.0, -1  # tokens of the steps up to that one
+        self._tokens, self._counted = 0.0, -1  # tokens of the steps up to `_counted`
 
     def points(self) -> list[MetricPoint]:
-        """Every series that has a value now."""
+        """Return every series that has a value now."""
         self._history.refresh()
         plan = plan_of(self.run)
         there = rank_places(plan, self._history.supervisor())
-        # Ranks of the newest membership: one that was left behind would show its last numbers for ever.
+        # Only ranks of the newest membership: a rank that was dropped would show its last values forever.
         supervised = self._history.supervisor()
-        world = next((integer(one, "world") for one in reversed(supervised) if one["event"] == "epoch"), None)
+        world = next((integer(event, "world") for event in reversed(supervised) if event["event"] == "epoch"), None)
         ranks = tuple(rank for rank in self._history.ranks if world is None or rank < world)
-        found = [*self._run_points(plan, ranks), *self._newest_points(plan, len(ranks)), *rare_points(self._history)]
+        points = [*self._run_points(plan, ranks), *self._newest_points(plan, len(ranks)), *rare_points(self._history)]
         if len(ranks) > self._most_ranks:
-            found += self._many.points(lambda: self._by_rank(plan, there, _spread_ranks(ranks)))
+            points += self._many.points(lambda: self._by_rank(plan, there, _spread_ranks(ranks)))
         else:
-            found += self._by_rank(plan, there, ranks)
+            points += self._by_rank(plan, there, ranks)
         limit = self._most_ranks
-        return found + self._from_events.points(
+        return points + self._from_events.points(
             lambda: list(event_points(self._history, self.run, hosts=there.hosts, most_ranks=limit))
         )
 
@@ -112,15 +122,18 @@ class Readings:
         yield from metric_points(names.PLANNED, integer(at(plan, "duration"), "steps"))
         yield from metric_points(names.TOKENS, self._learnt_tokens(last))
         yield from metric_points(names.RANKS, len(ranks))
-        yield from metric_points(names.INCIDENTS, sum(one["event"] == "incident" for one in supervised))
-        yield from metric_points(names.DAMAGE, sum(one.count for one in self._history.damage()))
+        yield from metric_points(names.INCIDENTS, sum(event["event"] == "incident" for event in supervised))
+        yield from metric_points(names.DAMAGE, sum(damage.count for damage in self._history.damage()))
         for metric in names.PREDICTED:
             table, _, key = metric.field.partition(".")
             yield from metric_points(metric, number(at(plan, table), key))
 
     def _learnt_tokens(self, last: int | None) -> float:
-        """Tokens of the steps that stayed. While a run makes up for undone steps the count stands still: a counter
-        that fell would look like a fresh start to Prometheus, which then counts everything once more."""
+        """Return the tokens of the steps that stayed.
+
+        While a run repeats undone steps the value does not grow: a counter that fell would look like a restart to
+        Prometheus, which would then count everything again.
+        """
         if last is not None and last != self._counted:
             self._counted = last
             curve = self._history.curve("tokens", points=TOKEN_POINTS)
@@ -151,7 +164,9 @@ class Readings:
     def _metric_points(
         self, metric: names.Metric, events: Mapping[int, Event], there: RankPlaces
     ) -> Iterator[MetricPoint]:
-        """One field of every rank's newest event; `energy_j` has its source in `energy_source`, and so on."""
+        """Yield one field of every rank's newest event; the source of a field such as `energy_j` is in
+        `energy_source`.
+        """
         stem = metric.field.removesuffix("_j")
         values = [
             RankValue(rank=rank, value=value, source=text(event, f"{stem}_source"))
@@ -162,7 +177,7 @@ class Readings:
 
 
 class Seldom:
-    """Points that are kept for a while, since they cost much to work out."""
+    """Caches points that are expensive to compute."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -170,7 +185,7 @@ class Seldom:
         self._due: float | None = None
 
     def points(self, make: Callable[[], list[MetricPoint]]) -> list[MetricPoint]:
-        """The kept ones, or new ones if it is time."""
+        """Return the cached points, or new ones if they are due."""
         now = self._clock()
         if self._due is None or now >= self._due:
             self._kept = make()
@@ -179,7 +194,7 @@ class Seldom:
 
 
 def _spread_ranks(ranks: Sequence[int]) -> Sequence[int]:
-    """At most MOST_READ of them.
+    """Return at most MOST_READ of the ranks, evenly spread.
 
     >>> list(_spread_ranks(range(5000)))[:4], len(_spread_ranks(range(2048)))
     ([0, 3, 6, 9], 2048)
@@ -188,7 +203,7 @@ def _spread_ranks(ranks: Sequence[int]) -> Sequence[int]:
 
 
 def plan_of(run: Run) -> Mapping[str, Any]:
-    """plan.json; empty when it is missing or damaged."""
+    """Return plan.json; empty if it is missing or damaged."""
     try:
         return run.plan()
     except PhalanxError:
@@ -206,16 +221,16 @@ def _plan_labels(plan: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-# ---- events that come now and then: checkpoints, evaluations, timelines, pings ---------------------------------------
+# ---- rare events: checkpoints, evaluations, timelines, pings ---------------------------------------------------------
 
 
 MOST_COLLECTIVES = 64  # pairs of operation and group
-MOST_PAIRS = 16  # neighbours of one rank: two per axis of the mesh, and some more
+MOST_PAIRS = 16  # neighbours of one rank: two per axis of the mesh, and a few more
 PERCENTILES = (("50", "p50_s"), ("99", "p99_s"))
 
 
 def rare_points(history: RunHistory) -> list[MetricPoint]:
-    """Those of rank 0."""
+    """Return the points of rank 0's rare events."""
     evaluated = history.latest("evaluate") or {}
     return [
         *metric_points(names.EVALUATION, number(evaluated, "loss")),
@@ -225,7 +240,7 @@ def rare_points(history: RunHistory) -> list[MetricPoint]:
 
 
 def _checkpoint_points(events: list[Event]) -> Iterator[MetricPoint]:
-    """The newest of each phase; older records tell the phases apart by what they hold."""
+    """Yield the points of the newest checkpoint, per phase; in older records the fields distinguish the phases."""
     good = [event for event in reversed(events) if not event.get("error")]
     staged = next((event for event in good if number(event, "blocked_s") is not None), {})
     saved = next((event for event in good if number(event, "seconds") is not None), {})
@@ -237,44 +252,44 @@ def _checkpoint_points(events: list[Event]) -> Iterator[MetricPoint]:
 
 
 def _collective_points(event: Mapping[str, Any]) -> Iterator[MetricPoint]:
-    """Summed by operation and group: a record may hold one of them several times, an exposition may not."""
+    """Yield sums by operation and group: a record may contain a pair several times, an exposition may not."""
     seconds: dict[tuple[str, str], float] = {}
     sizes: dict[tuple[str, str], float] = {}
-    for one in _mappings_of(event.get("collectives")):
-        key = (text(one, "op"), text(one, "group"))
+    for collective in _mappings_of(event.get("collectives")):
+        key = (text(collective, "op"), text(collective, "group"))
         if key in seconds or len(seconds) < MOST_COLLECTIVES:
-            seconds[key] = seconds.get(key, 0.0) + (number(one, "seconds") or 0.0)
-            sizes[key] = sizes.get(key, 0.0) + (number(one, "bytes") or 0.0)
+            seconds[key] = seconds.get(key, 0.0) + (number(collective, "seconds") or 0.0)
+            sizes[key] = sizes.get(key, 0.0) + (number(collective, "bytes") or 0.0)
     for op, group in seconds:
         yield from metric_points(names.COLLECTIVE, seconds[op, group], op=op, group=group)
         yield from metric_points(names.COLLECTIVE_SIZE, sizes[op, group], op=op, group=group)
 
 
 def peer_points(history: RunHistory, ranks: Sequence[int], *, most_ranks: int) -> Iterator[MetricPoint]:
-    """A pair each; of many ranks, per axis the median of the medians and the worst of the rest."""
+    """Yield the points of each pair of ranks; with many ranks, per axis the median of the medians and the worst p99."""
     pairs: dict[tuple[int, int, str], Mapping[str, Any]] = {}
     for rank in ranks:
-        for one in _mappings_of((history.latest("peers", rank) or {}).get("pairs"))[:MOST_PAIRS]:
-            peer = integer(one, "peer")
+        for pair in _mappings_of((history.latest("peers", rank) or {}).get("pairs"))[:MOST_PAIRS]:
+            peer = integer(pair, "peer")
             if peer is not None:
-                pairs[rank, peer, text(one, "axis")] = one
+                pairs[rank, peer, text(pair, "axis")] = pair
     if len(ranks) > most_ranks:
         yield from _axis_points(pairs)
         return
-    for (rank, peer, axis), one in pairs.items():
+    for (rank, peer, axis), pair in pairs.items():
         for percentile, field in PERCENTILES:
             yield from metric_points(
-                names.PEER_RTT, number(one, field), src=rank, dst=peer, axis=axis, percentile=percentile
+                names.PEER_RTT, number(pair, field), src=rank, dst=peer, axis=axis, percentile=percentile
             )
-        yield from metric_points(names.PEER_LOST, number(one, "lost"), src=rank, dst=peer, axis=axis)
+        yield from metric_points(names.PEER_LOST, number(pair, "lost"), src=rank, dst=peer, axis=axis)
 
 
 def _axis_points(pairs: Mapping[tuple[int, int, str], Mapping[str, Any]]) -> Iterator[MetricPoint]:
     for axis in sorted({axis for *_, axis in pairs})[:MOST_PAIRS]:
-        here = [one for (*_, named), one in pairs.items() if named == axis]
-        usual = [value for one in here if (value := number(one, "p50_s")) is not None]
-        worst = [value for one in here if (value := number(one, "p99_s")) is not None]
-        lost = sum(number(one, "lost") or 0.0 for one in here)
+        here = [pair for (*_, named), pair in pairs.items() if named == axis]
+        usual = [value for pair in here if (value := number(pair, "p50_s")) is not None]
+        worst = [value for pair in here if (value := number(pair, "p99_s")) is not None]
+        lost = sum(number(pair, "lost") or 0.0 for pair in here)
         labels = {"src": "all", "dst": "all", "axis": axis}
         yield from metric_points(names.PEER_RTT, statistics.median(usual) if usual else None, **labels, percentile="50")
         yield from metric_points(names.PEER_RTT, max(worst, default=None), **labels, percentile="99")
@@ -282,17 +297,17 @@ def _axis_points(pairs: Mapping[tuple[int, int, str], Mapping[str, Any]]) -> Ite
 
 
 def _mappings_of(value: object) -> list[Mapping[str, Any]]:
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
-# ---- what takes the whole run to know: goodput, ledger, stragglers, cost ---------------------------------------------
+# ---- computed from the complete record: goodput, ledger, stragglers, cost --------------------------------------------
 
 
 T = TypeVar("T")
 
 
 def event_points(history: RunHistory, run: Run, *, hosts: Mapping[int, str], most_ranks: int) -> Iterator[MetricPoint]:
-    """All of them; what a damaged record cannot tell is left out."""
+    """Yield all of these points; those that a damaged record does not allow are left out."""
     walked = _value_or_none(lambda: walk_ledger(run, history))
     if walked is not None:
         yield from _time_points(walked)
@@ -312,9 +327,9 @@ def _time_points(walked: LedgerWalk) -> Iterator[MetricPoint]:
 
 
 def _cost_points(run: Run, history: RunHistory, book: Ledger) -> Iterator[MetricPoint]:
-    found = _value_or_none(lambda: run_cost(run, history, book))
-    for horizon in ("so_far", "projected", "predicted") if found is not None else ():
-        amount = getattr(found, horizon)
+    cost = _value_or_none(lambda: run_cost(run, history, book))
+    for horizon in ("so_far", "projected", "predicted") if cost is not None else ():
+        amount = getattr(cost, horizon)
         yield from metric_points(names.COST, amount.usd, horizon=horizon)
         yield from metric_points(names.CARBON, None if amount.kgco2e is None else 1000 * amount.kgco2e, horizon=horizon)
         yield from metric_points(names.RUN_ENERGY, amount.energy_j, horizon=horizon)

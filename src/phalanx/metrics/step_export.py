@@ -1,7 +1,7 @@
-"""The steps of a run, one row each, for tools that draw curves: TensorBoard, MLflow, W&B.
+"""Export of a run's steps, one row each, to tools that draw curves: TensorBoard, MLflow, W&B.
 
-An export may be repeated: a small file beside it says how far it came, and only what is new is written. Where a run
-went back and did steps again, the sink is told first; what it can do about the undone ones is its own affair.
+An export may be repeated: a small file in its folder holds the position reached, and only new steps are written. If a
+run went back and repeated steps, the sink is informed first and undoes what it can.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.record.run_files import read_json
 
-CHUNK = 1000  # steps read and written at a time
+CHUNK = 1000  # steps read and written at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRow:
-    """What is known after a step: `step` counts steps done, `values` goes by OpenTelemetry name."""
+    """The values after a step: `step` counts steps done, `values` are by OpenTelemetry name."""
 
     step: int
     t: float  # Unix seconds
@@ -37,15 +37,15 @@ class StepRow:
 
 
 class TrackerSink(Protocol):
-    """Where rows go."""
+    """The target of an export."""
 
     where: Path
 
     def go_back(self, step: int) -> None:
-        """Rows of more than `step` steps done that were written before are undone."""
+        """Undo rows written before with more than `step` steps done."""
 
     def write(self, rows: Sequence[StepRow]) -> None:
-        """Take at least one row; the first call opens whatever has to be opened."""
+        """Write at least one row; the first call opens the target."""
 
     def __enter__(self) -> TrackerSink: ...
 
@@ -56,7 +56,7 @@ class TrackerSink(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportCursor:
-    """How far an export came: the last step event and evaluation; `identity` is the sink's name for the run."""
+    """The position of an export: the last step event and evaluation; `identity` is the sink's id of the run."""
 
     step: int = -1
     t: float = 0.0
@@ -65,7 +65,7 @@ class ExportCursor:
 
     @classmethod
     def read(cls, path: Path) -> ExportCursor:
-        """From its file; a missing or damaged one means from the beginning."""
+        """Read the position from its file; start at the beginning if the file is missing or damaged."""
         try:
             data = read_json(path)
         except PhalanxError:
@@ -79,18 +79,18 @@ class ExportCursor:
         )
 
     def keep(self, path: Path) -> None:
-        """Into its file."""
+        """Write the position to its file."""
         data = {"step": self.step, "t": self.t, "evaluated_t": self.evaluated_t, "identity": self.identity}
         write_text(path, json.dumps(data) + "\n", fix="name a writable folder")
 
 
 def cursor_path(folder: Path, run: Run) -> Path:
-    """The file that says how far the export of a run into a folder came."""
+    """Return the file with the position of a run's export into a folder."""
     return folder / f".phalanx-{run.name}.json"
 
 
 class StepExporter:
-    """Writes what is new at every call of `export`."""
+    """Writes the new steps of a run to a sink at every call of `export`."""
 
     def __init__(self, run: Run, sink: TrackerSink, *, every: int = 1) -> None:
         self._history = RunHistory.open(run)
@@ -99,10 +99,10 @@ class StepExporter:
         self._every = every
         self._path = cursor_path(sink.where, run)
         self._cursor = ExportCursor.read(self._path)
-        self.written = 0  # rows
+        self.written = 0  # number of rows
 
     def export(self) -> None:
-        """Bring the sink up to date."""
+        """Write all steps that the sink does not have yet."""
         self._history.refresh()
         last, first = self._history.last_step, self._history.first_step
         if last is None or first is None:
@@ -133,14 +133,14 @@ class StepExporter:
         self._cursor.keep(self._path)
 
     def _first_to_export(self, first: int, last: int) -> int:
-        """The first step that was not exported: its event is younger than the last that was."""
+        """Return the first step that was not exported: its event is younger than the last exported one."""
         if self._cursor.step < first:
             return first
         low, high = first, min(last, self._cursor.step) + 1
         while low < high:
             middle = (low + high) // 2
-            found = self._history.steps(self._history.witness, middle, min(last, middle + CHUNK))
-            event = next(iter(found), {})
+            events = self._history.steps(self._history.witness, middle, min(last, middle + CHUNK))
+            event = next(iter(events), {})
             low, high = (middle + 1, high) if (number(event, "t") or 0.0) <= self._cursor.t else (low, middle)
         return low
 
@@ -149,9 +149,9 @@ class StepExporter:
         if step is None or t is None:
             return None
         known = {metric.name: number(event, metric.field) for metric in names.STEP}
-        # The layout that did this step: a run may have had several.
-        found = next((one for one in reversed(self._segments) if one.first <= step), None)
-        rate, scale = number(event, "tokens_per_s"), (found.mfu_per_token if found is not None else None)
+        # The layout that did this step: a run may have several.
+        segment = next((segment for segment in reversed(self._segments) if segment.first <= step), None)
+        rate, scale = number(event, "tokens_per_s"), (segment.mfu_per_token if segment is not None else None)
         known[names.MFU.name] = rate * scale if rate is not None and rate >= 0.0 and scale is not None else None
         return StepRow(step=step + 1, t=t, values={name: value for name, value in known.items() if value is not None})
 
@@ -163,7 +163,7 @@ class StepExporter:
 
 
 def make_folder(folder: str) -> Path:
-    """The folder, made if need be; raises SystemFailure when it cannot be."""
+    """Return the folder, created if missing; raise SystemFailure if it cannot be created."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def make_folder(folder: str) -> Path:
 
 
 def require_library(module: str, *, extra: str, what: str) -> None:
-    """Import a library, or raise UserError with the pip command."""
+    """Import a library; raise UserError with the pip command if it is missing."""
     try:
         import_module(module)
     except ImportError as error:

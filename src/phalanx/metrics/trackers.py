@@ -1,4 +1,6 @@
-"""Steps of a run as TensorBoard events, in an MLflow file store, and as an offline W&B run, by their own libraries."""
+"""Steps of a run as TensorBoard events, in an MLflow file store, and as an offline W&B run, written by their
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ from phalanx.record.run import Run
 
 
 class TensorBoardSink:
-    """Tags are OpenTelemetry names with a slash, so that `train/loss` is grouped; undone steps are purged."""
+    """Writes TensorBoard events. Tags are OpenTelemetry names with a slash, so `train/loss` is grouped; undone steps
+    are purged.
+    """
 
     def __init__(self, run: Run, folder: Path) -> None:
         self.where = folder
         self._folder = folder / run.name
-        self._writer: Any = None  # an export without news leaves no empty file behind
+        self._writer: Any = None  # opened on first use: an export without new steps leaves no empty file
 
     def _open_tracker(self) -> Any:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -28,15 +32,15 @@ class TensorBoardSink:
         return EventFileWriter(str(self._folder))
 
     def go_back(self, step: int) -> None:
-        """TensorBoard drops what it read of later steps when it meets this mark."""
+        """Write a session mark, at which TensorBoard drops the later steps it has read."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self._writer = self._writer or self._open_tracker()
         mark = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(step=step + 1, session_log=mark))  # it purges from this step on
+        self._writer.add_event(Event(step=step + 1, session_log=mark))  # TensorBoard purges from this step on
 
     def write(self, rows: Sequence[StepRow]) -> None:
-        """One summary per row."""
+        """Write one summary per row."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -57,7 +61,7 @@ class TensorBoardSink:
 
 
 def tensorboard_tag(name: str) -> str:
-    """A name as TensorBoard and W&B group it.
+    """Return a name in the form that TensorBoard and W&B group.
 
     >>> tensorboard_tag("train.grad.norm")
     'train/grad.norm'
@@ -66,22 +70,22 @@ def tensorboard_tag(name: str) -> str:
 
 
 def open_tensorboard(run: Run, folder: str) -> TensorBoardSink:
-    """A sink for one run; several runs may share a folder."""
+    """Open a sink for one run; several runs may share a folder."""
     require_library("tensorboard.summary.writer.event_file_writer", extra="tensorboard", what="--tensorboard")
     return TensorBoardSink(run, make_folder(folder))
 
 
-# ---- MLflow: one MLflow run per run of ours, taken up again ----------------------------------------------------------
+# ---- MLflow: one MLflow run per Phalanx run, continued by later exports ----------------------------------------------
 
 
 EXPERIMENT = "phalanx"
-MOST_BATCH = 1000  # metrics of one call: MLflow's own limit
-MOST_PARAMETERS = 100  # likewise, and of what a job has
+MOST_BATCH = 1000  # metrics per call: MLflow's limit
+MOST_PARAMETERS = 100  # parameters per call: MLflow's limit
 MOST_VALUE = 500  # characters of a parameter
 
 
 class MlflowSink:
-    """Metrics by OpenTelemetry name. MLflow cannot take a value back: a step done again is there twice."""
+    """Writes metrics by OpenTelemetry name. MLflow cannot delete a value: a repeated step is there twice."""
 
     def __init__(self, run: Run, folder: Path) -> None:
         from mlflow.tracking import MlflowClient
@@ -91,9 +95,9 @@ class MlflowSink:
         path = cursor_path(folder, run)
         cursor = ExportCursor.read(path)
         self._id = cursor.identity if self._knows_run(cursor.identity) else self._begin_run(run)
-        # Without a run of ours there, an older cursor is about a store that was deleted.
-        kept = cursor if self._id == cursor.identity else ExportCursor()
-        replace(kept, identity=self._id).keep(path)
+        # If the run is not in the store, an older cursor refers to a store that was deleted.
+        valid_cursor = cursor if self._id == cursor.identity else ExportCursor()
+        replace(valid_cursor, identity=self._id).keep(path)
 
     def _knows_run(self, identity: str) -> bool:
         from mlflow.exceptions import MlflowException
@@ -104,27 +108,27 @@ class MlflowSink:
             return False
 
     def _begin_run(self, run: Run) -> str:
-        found = self._client.get_experiment_by_name(EXPERIMENT)
-        experiment = found.experiment_id if found else self._client.create_experiment(EXPERIMENT)
-        made = self._client.create_run(experiment, run_name=run.name)
+        existing = self._client.get_experiment_by_name(EXPERIMENT)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(EXPERIMENT)
+        created = self._client.create_run(experiment, run_name=run.name)
         for name, value in _job_parameters(run):
-            self._client.log_param(made.info.run_id, name, value)
-        return str(made.info.run_id)
+            self._client.log_param(created.info.run_id, name, value)
+        return str(created.info.run_id)
 
     def go_back(self, step: int) -> None:
-        """Nothing can be done: MLflow keeps every value, and shows the newest of a step last."""
+        """Do nothing: MLflow keeps every value, and shows the newest of a step last."""
 
     def write(self, rows: Sequence[StepRow]) -> None:
-        """In batches as large as MLflow allows."""
+        """Write the rows in batches of at most MLflow's limit."""
         from mlflow.entities import Metric
 
-        found: list[Any] = [
+        metrics: list[Any] = [
             Metric(key=name, value=value, timestamp=int(row.t * 1000), step=row.step)
             for row in rows
             for name, value in row.values.items()
         ]
-        for first in range(0, len(found), MOST_BATCH):
-            self._client.log_batch(self._id, metrics=found[first : first + MOST_BATCH])
+        for first in range(0, len(metrics), MOST_BATCH):
+            self._client.log_batch(self._id, metrics=metrics[first : first + MOST_BATCH])
 
     def __enter__(self) -> MlflowSink:
         return self
@@ -134,7 +138,7 @@ class MlflowSink:
 
 
 def _job_parameters(run: Run) -> list[tuple[str, str]]:
-    """The job, flat: model.name, batch.sequences and so on."""
+    """Return the job as flat parameters: model.name, batch.sequences and so on."""
     flat = [
         (f"{section}.{key}", value)
         for section, table in at(plan_of(run), "job").items()
@@ -145,28 +149,28 @@ def _job_parameters(run: Run) -> list[tuple[str, str]]:
 
 
 def open_mlflow(run: Run, folder: str) -> MlflowSink:
-    """A sink for one run; several runs may share a folder."""
-    # Read when MLflow is imported, and there is no other way to say so: no usage statistics over the network, and yes,
-    # the file store is meant.
+    """Open a sink for one run; several runs may share a folder."""
+    # Environment variables, because MLflow reads them on import and offers no other way: send no usage statistics over
+    # the network, and permit the file store.
     os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_ALLOW_FILE_STORE="true")
     require_library("mlflow.tracking", extra="mlflow", what="--mlflow")
     return MlflowSink(run, make_folder(folder))
 
 
-# ---- W&B without network: DIR/wandb/offline-run-…; `wandb sync` uploads it -------------------------------------------
+# ---- W&B offline: DIR/wandb/offline-run-…, which `wandb sync` uploads ------------------------------------------------
 
 
 STEP = "train/step"
-MOST_ID = 64  # characters, as W&B has it
+MOST_ID = 64  # characters, W&B's limit
 
 
 class WandbSink:
-    """Each export is an offline run with the same id, which W&B joins when they are synced."""
+    """Writes each export as an offline run with the same id; W&B joins them when they are synced."""
 
     def __init__(self, run: Run, folder: Path) -> None:
         self.where = folder
         self._source = run
-        self._run: Any = None  # an export without news leaves no empty W&B run behind
+        self._run: Any = None  # opened on first use: an export without new steps leaves no empty W&B run
 
     def _open_tracker(self) -> Any:
         import wandb
@@ -177,11 +181,11 @@ class WandbSink:
             console="off",
             disable_git=True,
             save_code=False,
-            x_disable_meta=True,  # neither host names nor command lines nor the environment
+            x_disable_meta=True,  # no host names, command lines or environment variables
             x_disable_stats=True,
             x_save_requirements=False,
         )
-        made = wandb.init(
+        wandb_run = wandb.init(
             project="phalanx",
             name=self._source.name,
             id=self._source.name[-MOST_ID:],
@@ -189,16 +193,16 @@ class WandbSink:
             config=dict(at(plan_of(self._source), "job")),
             settings=settings,
         )
-        # W&B's own step only grows; ours goes back with the run, so it is an axis of its own.
-        made.define_metric(STEP)
-        made.define_metric("*", step_metric=STEP)
-        return made
+        # W&B's step only grows; a Phalanx run may go back, so its step is a separate axis.
+        wandb_run.define_metric(STEP)
+        wandb_run.define_metric("*", step_metric=STEP)
+        return wandb_run
 
     def go_back(self, step: int) -> None:
-        """Nothing can be done: W&B keeps every row, and a step done again is there twice."""
+        """Do nothing: W&B keeps every row, so a repeated step is there twice."""
 
     def write(self, rows: Sequence[StepRow]) -> None:
-        """One W&B row per step."""
+        """Write one W&B row per step."""
         self._run = self._run or self._open_tracker()
         for row in rows:
             self._run.log(
@@ -215,8 +219,9 @@ class WandbSink:
 
 
 def open_wandb(run: Run, folder: str) -> WandbSink:
-    """A sink for one run; several runs may share a folder."""
-    os.environ["WANDB_ERROR_REPORTING"] = "false"  # read when W&B is imported: not even its crashes go over the network
+    """Open a sink for one run; several runs may share a folder."""
+    # Read when W&B is imported: its crash reports must not be sent over the network either.
+    os.environ["WANDB_ERROR_REPORTING"] = "false"
     require_library("wandb", extra="wandb", what="--wandb")
     return WandbSink(run, make_folder(folder))
 

@@ -1,1 +1,1 @@
-"""The dashboard over run folders: a read-only web server. Only this folder imports starlette and uvicorn."""
+"""The dashboard over run folders: a read-only web server. Only this package imports starlette and uvicorn."""

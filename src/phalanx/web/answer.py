@@ -1,4 +1,4 @@
-"""Values as JSON answers: nothing that JSON cannot hold, and no path of this machine."""
+"""Build JSON answers: values that JSON can represent, and no paths of this machine."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from phalanx.record.archive.history import Damage
 from phalanx.web.run_store import NotYetError
 
 Json = dict[str, Any]
-MOST_TOLD = 100  # damaged things in one answer
+MOST_TOLD = 100  # problems in one answer
 
 
 class AnswerParts:
-    """Reads an answer piece by piece: a piece that fails is left out and told of, the others are still given."""
+    """Reads an answer in parts: a part that fails is left out and listed in `damage`, and the rest is
+    still returned.
+    """
 
     def __init__(self) -> None:
         self.damage: list[Json] = []
 
     def read(self, where: str, work: Callable[[], Any], otherwise: Any = None) -> Any:
-        """What `work` gives, or `otherwise`."""
+        """Return the result of `work`, or `otherwise` if it raises."""
         try:
             return work()
-        except Exception as error:  # everything in a run folder may be damaged in ways nobody thought of
+        except Exception as error:  # a damaged run folder can cause any exception
             self.add(where, _error_text(error))
             return otherwise
 
     def add(self, where: str, what: str, count: int = 1) -> None:
-        """Note something that is missing or damaged, once: several pieces of an answer may need the same file."""
-        for one in self.damage:
-            if (one["where"], one["what"]) == (where, what):
-                one["count"] = max(one["count"], count)
+        """Record a missing or damaged item once: several parts of an answer may need the same file."""
+        for item in self.damage:
+            if (item["where"], item["what"]) == (where, what):
+                item["count"] = max(item["count"], count)
                 return
         self.damage.append({"where": where, "what": what, "count": count})
 
     def note(self, found: Sequence[Damage]) -> None:
-        """Take over what a RunHistory says is damaged."""
-        for one in found[:MOST_TOLD]:
-            self.add(one.where, one.what, one.count)
+        """Record the damage that a RunHistory found."""
+        for item in found[:MOST_TOLD]:
+            self.add(item.where, item.what, item.count)
         if len(found) > MOST_TOLD:
             self.add("", "more is damaged in the same way", len(found) - MOST_TOLD)
 
 
 def _error_text(error: Exception) -> str:
-    """In words that name no path of the machine: of a foreign exception only its kind."""
+    """Describe an error without any path of the machine: of an exception from other libraries only its type."""
     if isinstance(error, PhalanxError):
         return error.problems[0].what[:300]
     if isinstance(error, NotYetError):
@@ -55,10 +57,12 @@ def _error_text(error: Exception) -> str:
 
 
 def encode_answer(value: Any, *, root: Path) -> bytes:
-    """One JSON document; infinities and NaN become null, the root's own path is cut from every text."""
+    """Return the value as one JSON document; infinities and NaN become null, and the root's path is removed from
+    texts.
+    """
     text = json_text(value)
     for path in {str(root.absolute()), str(root.resolve())}:
         if len(path) > 1:
             text = text.replace(json_text(path)[1:-1] + "/", "")
-    # "replace": a lone surrogate, which a damaged line may hold, has no UTF-8.
+    # "replace": a lone surrogate, which a damaged line may contain, has no UTF-8 encoding.
     return text.encode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""The dashboard as one ASGI application: the page's files, the API, and the guard in front of both."""
+"""The dashboard as an ASGI application: the page's files, the API, and the guard in front of both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from phalanx.web.run_store import RunStore
 from phalanx.web.scaling_views import scaling_routes
 
 STATIC = Path(__file__).with_name("static")
-# Our own table: a machine's may call JavaScript plain text, which browsers refuse to run beside nosniff.
+# Not the system's MIME table, which may map JavaScript to plain text; with nosniff, browsers refuse to run that.
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -33,7 +33,7 @@ TYPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccessPolicy:
-    """Who may come in: the names the server goes by, and a key if there is one."""
+    """The conditions of access: the server's host names, and a key if there is one."""
 
     hosts: frozenset[str]
     literals: bool = False
@@ -41,30 +41,30 @@ class AccessPolicy:
 
 
 def create_app(store: RunStore, hub: NewsHub, *, door: AccessPolicy, complain: Callable[[str], None]) -> RequestGuard:
-    """Everything behind the guard."""
+    """Return the application with page, API and scaling pages behind the request guard."""
     files = _static_files()
 
     async def page(request: Request) -> Response:
         name = request.path_params.get("path", "index.html")
         return await _serve_file(files.get(name), request) if name in files else _empty_response()
 
-    found = [
+    routes = [
         Route("/", page),
         Route("/static/{path:path}", page),
         *api_routes(store, hub, complain=complain),
         *scaling_routes(store),
     ]
-    inner = Starlette(routes=found, exception_handlers={404: _not_found, 405: _not_found})
+    inner = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_found})
     inner.router.redirect_slashes = False  # an address has one spelling
     return RequestGuard(inner, hosts=door.hosts, literals=door.literals, key=door.key)
 
 
 def _static_files() -> dict[str, Path]:
-    """The page's files by their names. What is not in this table is not served, whatever a path looks like."""
+    """Return the page's files by name; only these are served, whatever path is requested."""
     if not STATIC.is_dir():
         return {}
-    found = (path for path in STATIC.rglob("*") if path.suffix in TYPES and path.is_file() and not path.is_symlink())
-    return {path.relative_to(STATIC).as_posix(): path for path in found}
+    files = (path for path in STATIC.rglob("*") if path.suffix in TYPES and path.is_file() and not path.is_symlink())
+    return {path.relative_to(STATIC).as_posix(): path for path in files}
 
 
 async def _serve_file(path: Path | None, request: Request) -> Response:
@@ -72,7 +72,8 @@ async def _serve_file(path: Path | None, request: Request) -> Response:
         return _empty_response()
     body = await to_thread.run_sync(path.read_bytes)
     tag = f'"{hashlib.sha256(body).hexdigest()[:24]}"'
-    headers = {"etag": tag, "cache-control": "no-cache"}  # asked for again each time: an upgrade shows at once
+    # revalidated by the browser each time, so that an upgrade shows immediately
+    headers = {"etag": tag, "cache-control": "no-cache"}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     return Response(body, headers=headers, media_type=TYPES[path.suffix])

@@ -1,4 +1,4 @@
-"""What the training specification says of a run, while it grows and afterwards, and what its rules say."""
+"""The views of rules: the verdicts of the training specification on a run, and the text of a rule."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ OTHER = "waivers and the specification itself"
 
 
 def read_verdicts(store: RunStore, run: Run, *, wait_s: float) -> Verdicts:
-    """The newest verdicts on a run; raises NotYetError when they take longer than `wait_s`."""
+    """Return the newest verdicts on a run; raise NotYetError if they take longer than `wait_s`."""
     turns, over = store.checks.turns(run), not state_of(run)[1]
-    asked = (run_stamp(run), turns.number)
-    found: Verdicts = store.memo.get(("check", run.name), asked, turns.take, wait_s=wait_s, now=over)
-    return found
+    mark = (run_stamp(run), turns.number)
+    verdicts: Verdicts = store.memo.get(("check", run.name), mark, turns.take, wait_s=wait_s, now=over)
+    return verdicts
 
 
 def verdicts_if_known(store: RunStore, run: Run) -> Verdicts | None:
-    """`verdicts`, or None while they are worked out."""
+    """Return the verdicts, or None while they are being computed."""
     try:
         return read_verdicts(store, run, wait_s=PATIENCE_S)
     except NotYetError:
@@ -37,28 +37,28 @@ def verdicts_if_known(store: RunStore, run: Run) -> Verdicts | None:
 
 
 def findings_view(store: RunStore, name: str) -> Json:
-    """Every verdict, by group; beside them the plan's warnings and who was shut out."""
+    """Return every verdict by group, with the plan's warnings and the hosts that were quarantined."""
     parts, run = AnswerParts(), store.run(name)
-    found = parts.read("check", lambda: verdicts_if_known(store, run))
-    report = report_dict(found.report) if found is not None else {}
+    verdicts = parts.read("check", lambda: verdicts_if_known(store, run))
+    report = report_dict(verdicts.report) if verdicts is not None else {}
     listed = report.pop("findings", [])
-    said = run_remarks(store, name, parts)
+    remarks = run_remarks(store, name, parts)
     return {
-        **_check_standing(found, parts),
+        **_check_standing(verdicts, parts),
         "report": {key: value for key, value in report.items() if key not in ("target", "unmapped", "notes")},
         "groups": _finding_groups(listed, run.path),
-        "remarks": said,
+        "remarks": remarks,
         "damage": parts.damage,
     }
 
 
 def counts_view(store: RunStore, name: str) -> Json:
-    """The counts alone, for the head of every page of a run."""
+    """Return only the counts, for the header of every page of a run."""
     parts, run = AnswerParts(), store.run(name)
-    found = parts.read("check", lambda: verdicts_if_known(store, run))
-    report = report_dict(found.report) if found is not None else {"counts": {}, "errors": 0}
+    verdicts = parts.read("check", lambda: verdicts_if_known(store, run))
+    report = report_dict(verdicts.report) if verdicts is not None else {"counts": {}, "errors": 0}
     return {
-        **_check_standing(found, parts),
+        **_check_standing(verdicts, parts),
         "counts": report["counts"],
         "errors": report["errors"],
         "damage": parts.damage,
@@ -66,8 +66,8 @@ def counts_view(store: RunStore, name: str) -> Json:
 
 
 def _check_standing(found: Verdicts | None, parts: AnswerParts) -> Json:
-    """Whether there is an answer; `settled` is false while a better one is worked out."""
-    broken = any(one["where"] == "check" for one in parts.damage)
+    """Return if verdicts are available and final; `settled` is false while newer ones are being computed."""
+    broken = any(problem["where"] == "check" for problem in parts.damage)
     return {
         "available": found is not None,
         "settled": broken or (found is not None and found.is_settled),
@@ -76,16 +76,18 @@ def _check_standing(found: Verdicts | None, parts: AnswerParts) -> Json:
 
 
 def _finding_groups(listed: Sequence[Json], folder: Path) -> list[Json]:
-    """Findings under the names of their groups, in the order of the specification."""
-    own = {one["group"]: "your own rules" for one in listed if one.get("origin")}
-    titles = {**GROUPS, "SPC": OTHER, **own}
-    kept = [_finding_view(one, folder) for one in listed[:MOST_FINDINGS]]
-    by_group = {group: [one for one in kept if one["group"] == group] for group in titles}
-    return [{"group": key, "title": titles[key], "findings": found} for key, found in by_group.items() if found]
+    """Group findings by their rule group, in the order of the specification."""
+    own_groups = {finding["group"]: "your own rules" for finding in listed if finding.get("origin")}
+    titles = {**GROUPS, "SPC": OTHER, **own_groups}
+    shown = [_finding_view(finding, folder) for finding in listed[:MOST_FINDINGS]]
+    by_group = {group: [finding for finding in shown if finding["group"] == group] for group in titles}
+    return [
+        {"group": key, "title": titles[key], "findings": findings} for key, findings in by_group.items() if findings
+    ]
 
 
 def _finding_view(one: Json, folder: Path) -> Json:
-    """A finding as the page shows it: no control characters, and no path but those inside the run."""
+    """Return a finding as the page shows it: without control characters and without paths outside the run."""
     cleaned = {key: printable(value) if isinstance(value, str) else value for key, value in one.items()}
     path = Path(one["file"]) if one["file"] else None
     inside = path is not None and path.is_relative_to(folder)
@@ -98,18 +100,18 @@ def _finding_view(one: Json, folder: Path) -> Json:
 
 
 def rule_view(name: str) -> Json:
-    """A rule's own words; raises UserError for a name that is none."""
-    found = find_rule(name)
+    """Return a rule's texts and limits; raise UserError for an unknown name."""
+    rule = find_rule(name)
     return {
         "edition": EDITION,
-        "id": found.id,
-        "slug": found.slug,
-        "group": GROUPS.get(found.group, OTHER),
-        "severity": found.severity,
-        **{key: getattr(found, key).strip() for key in TEXTS},
-        "limits": [_limit_view(key, one) for key, one in found.limits.items()],
-        "references": [{"text": one.text, "mark": one.mark} for one in found.references],
-        "evidence": {"requires": found.requires, "uses": found.uses},
+        "id": rule.id,
+        "slug": rule.slug,
+        "group": GROUPS.get(rule.group, OTHER),
+        "severity": rule.severity,
+        **{key: getattr(rule, key).strip() for key in TEXTS},
+        "limits": [_limit_view(key, limit) for key, limit in rule.limits.items()],
+        "references": [{"text": reference.text, "mark": reference.mark} for reference in rule.references],
+        "evidence": {"requires": rule.requires, "uses": rule.uses},
     }
 
 

@@ -1,4 +1,4 @@
-"""The ranks: all of them over time, and one of them with its peers."""
+"""The views of details: all ranks over time, one rank with its peers, one step, and the plan of a run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MOST_PEERS = 4096  # of an axis
 
 
 class NoRankError(Exception):
-    """The run has no such rank."""
+    """The run does not have this rank."""
 
 
 def mesh_view(store: RunStore, name: str, *, series: str, columns: int, first: int | None, last: int | None) -> Json:
-    """One series of every rank; a row per rank, a column per range of steps."""
+    """Return one series of every rank: a row per rank, a column per range of steps."""
     parts, run = AnswerParts(), store.run(name)
     plan = parts.read("plan.json", run.plan, {})
     with store.history(name) as history:
@@ -54,7 +54,7 @@ def mesh_view(store: RunStore, name: str, *, series: str, columns: int, first: i
 
 
 def rank_view(store: RunStore, name: str, number_: int) -> Json:
-    """One rank: where it stands, who it talks to, and its newest numbers. Raises NoRankError."""
+    """Return one rank: its place, its peers, and its newest numbers. Raises NoRankError."""
     parts, run = AnswerParts(), store.run(name)
     plan = parts.read("plan.json", run.plan, {})
     with store.history(name) as history:
@@ -80,46 +80,46 @@ _LATEST = ("step", "monitor", "peers")
 
 
 def rank_peers(rank: int, layout: Mapping[str, Any], world: int) -> dict[str, list[int]]:
-    """Ranks that differ from this one on a single axis, by axis; axes of one are left out.
+    """Return the ranks that differ from this one on a single axis, by axis; axes of size 1 are left out.
 
     >>> rank_peers(5, {"tensor": 2, "data": 4}, 8)
     {'tensor': [4, 5], 'data': [1, 3, 5, 7]}
     """
-    found, stride = {}, 1
+    peers, stride = {}, 1
     for axis in AXES:
         size = max(1, integer(layout, axis) or 1)
         if size > 1:
             first = rank - rank // stride % size * stride
             members = range(first, first + size * stride, stride)
-            found[axis] = [one for one in members[:MOST_PEERS] if one < world]
+            peers[axis] = [member for member in members[:MOST_PEERS] if member < world]
         stride *= size
-    return found
+    return peers
 
 
 def _latency_rows(event: Event) -> list[Json]:
     pairs = event.get("pairs")
-    found = []
-    for one in pairs if isinstance(pairs, list) else ():
-        if isinstance(one, dict) and (peer := integer(one, "peer")) is not None:
-            times = {key: number(one, key) for key in ("p50_s", "p99_s")}
-            counts = {key: integer(one, key) for key in ("count", "lost")}
-            found.append({"peer": peer, "axis": text(one, "axis"), **times, **counts})
-    return found
+    rows = []
+    for pair in pairs if isinstance(pairs, list) else ():
+        if isinstance(pair, dict) and (peer := integer(pair, "peer")) is not None:
+            times = {key: number(pair, key) for key in ("p50_s", "p99_s")}
+            counts = {key: integer(pair, key) for key in ("count", "lost")}
+            rows.append({"peer": peer, "axis": text(pair, "axis"), **times, **counts})
+    return rows
 
 
 def _event_numbers(event: Event) -> Json:
-    """The numbers and short texts of an event; lists and whatever a stranger put there stay out."""
-    found: Json = {}
+    """Return the numbers and texts of an event; lists and tables are left out."""
+    numbers: Json = {}
     for key in event:
         value = event[key]
         if isinstance(value, bool):
-            found[key] = value
+            numbers[key] = value
         elif isinstance(value, str):
-            found[key] = text(event, key)
+            numbers[key] = text(event, key)
         elif isinstance(value, int | float):
-            whole = integer(event, key)
-            found[key] = number(event, key) if whole is None else whole
-    return found
+            whole_number = integer(event, key)
+            numbers[key] = number(event, key) if whole_number is None else whole_number
+    return numbers
 
 
 # ---- one step: the predicted timeline above the measured one ---------------------------------------------------------
@@ -130,21 +130,23 @@ MOST_COLLECTIVES = 200
 
 
 def step_view(store: RunStore, name: str, *, rank: int, step: int | None) -> Json:
-    """The timeline of a step that was recorded: the one asked for, the nearest to it, or the newest."""
+    """Return a recorded timeline: of the requested step, of the nearest one to it, or of the newest."""
     parts, run = AnswerParts(), store.run(name)
     plan = parts.read("plan.json", run.plan, {})
     with store.history(name) as history:
-        taken = parts.read("timelines", lambda: history.steps_with("timeline", rank), ())
+        recorded_steps = parts.read("timelines", lambda: history.steps_with("timeline", rank), ())
         event = None
-        if taken:
-            nearest = taken[-1] if step is None else min(taken, key=lambda one: abs(one - step))
+        if recorded_steps:
+            nearest = (
+                recorded_steps[-1] if step is None else min(recorded_steps, key=lambda candidate: abs(candidate - step))
+            )
             event = parts.read("timeline", lambda: history.at_step("timeline", nearest, rank))
         parts.note(parts.read("events", history.damage, ()))
-        if event is not None:  # the step may have been done in another layout than the newest
+        if event is not None:  # the layout of this step may differ from the newest one
             plan = parts.read("plan.json", lambda: plan_at_step(run, history, integer(event, "step")), plan)
     guess = parts.read("prediction", lambda: predicted_spans(plan, rank), []) if plan else []
     return {
-        "available": taken,
+        "available": recorded_steps,
         "rank": rank,
         "step": None if event is None else integer(event, "step"),
         "measured": None if event is None else _measured_step(parts, event),
@@ -161,41 +163,44 @@ def _measured_step(parts: AnswerParts, event: Event) -> Json:
 
 def _span_rows(spans: Sequence[StepSpan]) -> list[Json]:
     names = ("kind", "name", "start_s", "duration_s", "bytes", "group")
-    return [{name: getattr(one, name) for name in names} for one in spans[:MOST_SPANS]]
+    return [{name: getattr(span, name) for name in names} for span in spans[:MOST_SPANS]]
 
 
 def _collective_rows(event: Event | None) -> list[Json]:
-    found: Any = (event or {}).get("collectives")
-    rows = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    collectives: Any = (event or {}).get("collectives")
+    rows = [row for row in collectives if isinstance(row, dict)] if isinstance(collectives, list) else []
     return [
-        {"op": text(one, "op"), "group": text(one, "group"), "count": integer(one, "count")}
-        | {name: number(one, name) for name in ("seconds", "bytes")}
-        for one in rows[:MOST_COLLECTIVES]
+        {"op": text(row, "op"), "group": text(row, "group"), "count": integer(row, "count")}
+        | {name: number(row, name) for name in ("seconds", "bytes")}
+        for row in rows[:MOST_COLLECTIVES]
     ]
 
 
-# ---- the plan of a run: what was chosen, what was not, and why -------------------------------------------------------
+# ---- the plan of a run: the chosen layout, its alternatives, and the reasons -----------------------------------------
 
 
-# Parts of plan.json as they are. Not the job: it holds paths of the machine that trains.
+# Parts of plan.json that are passed on unchanged. Not the job: it contains paths of the training machine.
 PASSED = ("layout", "prediction", "memory", "mapping", "rank_order", "duration", "reliability", "bill", "search")
 LISTED = ("alternatives", "pareto", "warnings")
 MOST_REMARKS = 200
 
 
 def plan_view(store: RunStore, name: str) -> Json:
-    """Layout, prediction, memory and the alternatives."""
+    """Return layout, prediction, memory and alternatives of a run's plan."""
     parts, run = AnswerParts(), store.run(name)
-    found = parts.read("plan.json", run.plan, {})
-    lists = {key: found.get(key) if isinstance(found.get(key), list) else [] for key in LISTED}
+    plan = parts.read("plan.json", run.plan, {})
+    lists = {key: plan.get(key) if isinstance(plan.get(key), list) else [] for key in LISTED}
     return {
-        "layout_name": text(launch_of(run), "layout") or short_layout(found.get("layout")),
-        "model": text(at(found, "job", "model"), "name"),
-        "cluster": {key: at(found, "cluster").get(key) for key in ("name", "source", "domains", "domain_devices")},
-        **{key: found.get(key) for key in PASSED},
-        "pareto": [_named_value(one) for one in lists["pareto"]],
-        "alternatives": [_named_value(one) for one in lists["alternatives"]],
-        "reasons": [*_search_lines(at(found, "search")), *(one for one in lists["warnings"] if isinstance(one, str))],
+        "layout_name": text(launch_of(run), "layout") or short_layout(plan.get("layout")),
+        "model": text(at(plan, "job", "model"), "name"),
+        "cluster": {key: at(plan, "cluster").get(key) for key in ("name", "source", "domains", "domain_devices")},
+        **{key: plan.get(key) for key in PASSED},
+        "pareto": [_named_value(layout_entry) for layout_entry in lists["pareto"]],
+        "alternatives": [_named_value(alternative) for alternative in lists["alternatives"]],
+        "reasons": [
+            *_search_lines(at(plan, "search")),
+            *(warning for warning in lists["warnings"] if isinstance(warning, str)),
+        ],
         "damage": parts.damage,
     }
 
@@ -213,7 +218,7 @@ def _named_value(one: Any) -> Any:
 
 
 def short_layout(layout: Any) -> str:
-    """A layout in a few letters; empty when it is none."""
+    """Return a layout's short name; empty if it is not a valid layout."""
     try:
         return Layout(**layout).short
     except Exception:  # a plan of another version, or a damaged one
@@ -221,21 +226,23 @@ def short_layout(layout: Any) -> str:
 
 
 def run_remarks(store: RunStore, name: str, parts: AnswerParts) -> list[Json]:
-    """The warnings of a run's plan, and the places that were shut out while it went on."""
+    """Return the warnings of a run's plan, and the hosts that were quarantined during the run."""
     run = store.run(name)
     warnings = parts.read("plan.json", run.plan, {}).get("warnings")
     with store.history(name) as history:
         shut_out = [
-            one for one in parts.read("supervisor.jsonl", history.supervisor, []) if one["event"] == "quarantine"
+            event for event in parts.read("supervisor.jsonl", history.supervisor, []) if event["event"] == "quarantine"
         ]
-    found = [
-        _remark_view("plan", one) for one in (warnings if isinstance(warnings, list) else ()) if isinstance(one, str)
+    remarks = [
+        _remark_view("plan", warning)
+        for warning in (warnings if isinstance(warnings, list) else ())
+        if isinstance(warning, str)
     ]
-    found += [_remark_view("run", f"{text(one, 'host')}: {one.get('reason')}") for one in shut_out]
-    return found[:MOST_REMARKS]
+    remarks += [_remark_view("run", f"{text(event, 'host')}: {event.get('reason')}") for event in shut_out]
+    return remarks[:MOST_REMARKS]
 
 
 def _remark_view(source: str, rendered: str) -> Json:
-    """A problem as it was written: what is wrong in its first line, then why and what to do."""
+    """Split a rendered problem into its first line, the problem itself, and hints: the reason and the fix."""
     what, *hints = [printable(line) for line in rendered.splitlines() if line.strip()] or [""]
     return {"source": source, "level": "warning", "what": what, "hints": [hint.strip() for hint in hints]}

@@ -1,4 +1,4 @@
-"""The addresses of the API: parameters in, a view called in a thread, JSON out; errors as {"error": text}."""
+"""The endpoints of the API: parse the parameters, call a view in a thread, return JSON; errors as {"error": text}."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from phalanx.web.run_store import NotYetError, RunStore
 
 MOST_POINTS = 4000
 MOST_COLUMNS = 500
-MOST_NAMES = 40  # series or runs in one question
-MOST_STEP = 2**53  # whole numbers that JavaScript can count to
+MOST_NAMES = 40  # series or runs per request
+MOST_STEP = 2**53  # the largest range of integers that JavaScript represents exactly
 
 View = Callable[..., Any]
 
 
 class BadRequestError(Exception):
-    """The question is wrong; answered with 400."""
+    """The request is invalid; answered with status 400."""
 
 
 class QueryParameters:
-    """The parameters of a question; every one is bounded, and an unknown one is a mistake."""
+    """The query parameters of a request; each has bounds, and unknown parameters are an error."""
 
     def __init__(self, given: Mapping[str, str], *known: str) -> None:
         unknown = [name for name in given if name not in known]
@@ -41,7 +41,7 @@ class QueryParameters:
         self._given = given
 
     def whole(self, name: str, default: int | None, *, least: int = 0, most: int = MOST_STEP) -> int | None:
-        """A whole number from `least` to `most`; empty and absent are the default."""
+        """Return an integer from `least` to `most`; the default if it is empty or absent."""
         text = self._given.get(name, "")
         if not text:
             return default
@@ -51,19 +51,19 @@ class QueryParameters:
         return int(text)
 
     def listed(self, name: str) -> list[str]:
-        """Names between commas, each once; at least one."""
-        found = list(dict.fromkeys(part for part in self._given.get(name, "").split(",") if part))
-        if not found or len(found) > MOST_NAMES:
-            raise BadRequestError(f"{name} takes 1 to {MOST_NAMES} names between commas, not {len(found)}")
-        return found
+        """Return a comma-separated list of distinct names, at least one."""
+        names = list(dict.fromkeys(entry for entry in self._given.get(name, "").split(",") if entry))
+        if not names or len(names) > MOST_NAMES:
+            raise BadRequestError(f"{name} takes 1 to {MOST_NAMES} names between commas, not {len(names)}")
+        return names
 
     def text(self, name: str, default: str) -> str:
-        """A short text."""
+        """Return a short text, cut to 100 characters; the default if it is empty or absent."""
         return self._given.get(name, "")[:100] or default
 
 
 def api_routes(store: RunStore, hub: NewsHub, *, complain: Callable[[str], None]) -> list[Route]:
-    """All addresses below /api."""
+    """Return all routes below /api."""
     base = "/api/runs/{name}"
     context = ApiContext(store=store, complain=complain)
     tell = partial(_json_route, context)
@@ -87,11 +87,11 @@ def api_routes(store: RunStore, hub: NewsHub, *, complain: Callable[[str], None]
     ]
 
 
-# ---- questions -------------------------------------------------------------------------------------------------------
+# ---- requests --------------------------------------------------------------------------------------------------------
 
 
 def _run_only_view(view: View) -> View:
-    """A view that takes nothing but the run."""
+    """Wrap a view whose only parameter is the run."""
 
     def ask(store: RunStore, request: Request) -> Any:
         QueryParameters(request.query_params)
@@ -177,7 +177,7 @@ def _stream_route(context: ApiContext, hub: NewsHub, path: str) -> Route:
             return context.sorry(request, error)
         if hub.is_full:
             return _json_response(503, context.encode({"error": "too many pages listen already; close some"}))
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # proxies must not hold news back
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # proxies must not buffer the stream
         if request.method == "HEAD":
             return Response(headers=headers, media_type="text/event-stream")
         news = hub.stream(request.path_params["name"], request.headers.get("last-event-id", ""))
@@ -188,17 +188,17 @@ def _stream_route(context: ApiContext, hub: NewsHub, path: str) -> Route:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ApiContext:
-    """Where answers are made: the runs, and whom to tell of a fault of our own."""
+    """The objects that endpoints need: the runs, and the function that reports internal errors."""
 
     store: RunStore
     complain: Callable[[str], None]
 
     def encode(self, value: Any) -> bytes:
-        """As JSON."""
+        """Return a value as JSON bytes."""
         return encode_answer(value, root=self.store.root)
 
     def sorry(self, request: Request, error: Exception) -> Response:
-        """Why there is no answer."""
+        """Return the error answer; internal errors are also reported in the server's terminal."""
         status, text = _error_reason(error)
         if status == 500:
             self.complain(f"phalanx web: {request.url.path}: {type(error).__name__}: {error}")
@@ -216,7 +216,7 @@ def _error_reason(error: Exception) -> tuple[int, str]:
         return 404, error.problems[0].what
     if isinstance(error, NoRankError):
         return 404, str(error)
-    # By its kind alone: its text may hold what should not leave the machine.
+    # Only the type: the message may contain data that must not leave the machine.
     return 500, f"this could not be worked out ({type(error).__name__}); the server's terminal says more"
 
 

@@ -1,4 +1,4 @@
-"""Live news of runs as server-sent events: one watch per run looks at its files, however many listen."""
+"""Live updates of runs as server-sent events: one watch per run polls its files, for any number of clients."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from phalanx.web.run_views import mark_count, plan_of, run_progress
 
 POLL_S = 0.5
 KEEP_ALIVE_S = 15.0
-MOST_STREAMS = 64  # a browser opens at most six per server, so ten people at once
+MOST_STREAMS = 64  # a browser opens at most six per server, so this is enough for ten users
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunNews:
-    """How a run stands."""
+    """The state of a run that clients are updated on."""
 
     progress: Json
     marks: int
@@ -28,24 +28,24 @@ class RunNews:
 
     @property
     def id(self) -> str:
-        """What a browser sends back as Last-Event-ID when it comes again."""
+        """The id that a browser sends back as Last-Event-ID when it reconnects."""
         return f"{self.progress.get('step') or 0}-{self.marks}"
 
 
 def read_news(store: RunStore, name: str) -> RunNews:
-    """Look at a run; damage leaves holes, never an error."""
+    """Read the state of a run; damaged parts are left out, never an error."""
     parts, run = AnswerParts(), store.run(name)
     state, live = state_of(run)
     with store.history(name) as history:
         now = parts.read("steps", lambda: run_progress(run, plan_of(run), history), {"state": state, "live": live})
         marks = parts.read("marks", lambda: mark_count(history), 0)
-    # Silence alone ends nothing: a step may take minutes. `live` says what is thought of it.
+    # Silence alone does not end a run: a step may take minutes. `live` has the server's judgement.
     return RunNews(progress=now, marks=marks, is_over=state not in GOING)
 
 
 @dataclass(slots=True)
 class _Watch:
-    """What is known of a run, and the task that keeps knowing it."""
+    """The newest known state of a run, and the task that updates it."""
 
     listeners: int = 0
     news: RunNews | None = None
@@ -55,7 +55,7 @@ class _Watch:
 
 
 class NewsHub:
-    """Hands out streams. Every method runs in the server's event loop."""
+    """Distributes updates to streams. Every method runs in the server's event loop."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
@@ -65,15 +65,17 @@ class NewsHub:
 
     @property
     def is_full(self) -> bool:
-        """Whether another stream would be one too many."""
+        """True if no further stream is accepted."""
         return self._streams >= MOST_STREAMS or self._closing.is_set()
 
     def close(self) -> None:
-        """End all streams, so that the server can go."""
+        """End all streams, so that the server can stop."""
         self._closing.set()
 
     async def stream(self, name: str, last_id: str = "") -> AsyncIterator[bytes]:
-        """Server-sent events of a run until it is over; `last_id` is the last one that the client had before."""
+        """Yield server-sent events of a run until it is over; `last_id` is the last id that the client received
+        before.
+        """
         self._streams += 1
         watch = self._join_watch(name)
         try:
@@ -105,7 +107,7 @@ class NewsHub:
                 return
 
     def _stream_message(self, event: str, data: Json, news: RunNews) -> bytes:
-        """One server-sent event; JSON has no raw line breaks, so the data is always one line."""
+        """Return one server-sent event; JSON contains no raw line breaks, so the data is always one line."""
         return b"event: %s\nid: %s\ndata: %s\n\n" % (
             event.encode(),
             news.id.encode(),
@@ -113,7 +115,7 @@ class NewsHub:
         )
 
     async def _next_news(self, watch: _Watch, sent: RunNews | None) -> RunNews | None:
-        """News other than those told, or None when it is time for a sign of life or to go."""
+        """Return news that differ from those sent, or None when a keep-alive is due or the hub is closing."""
         async with watch.changed:
             try:
                 async with asyncio.timeout(KEEP_ALIVE_S):
@@ -144,14 +146,15 @@ class NewsHub:
 
     async def _look_once(self, name: str, watch: _Watch) -> None:
         try:
-            seen = await to_thread.run_sync(_run_stamp, self._store, name)
-            if seen == watch.seen and watch.news is not None:
+            stamp = await to_thread.run_sync(_run_stamp, self._store, name)
+            if stamp == watch.seen and watch.news is not None:
                 return
             news = await to_thread.run_sync(read_news, self._store, name)
-        except Exception:  # deleted under our eyes: whoever listens is told that it is over
-            seen, news = None, RunNews(progress={"state": "deleted", "live": False}, marks=0, is_over=True)
+        # The run was deleted: clients receive that it is over.
+        except Exception:
+            stamp, news = None, RunNews(progress={"state": "deleted", "live": False}, marks=0, is_over=True)
         async with watch.changed:
-            watch.seen, watch.news = seen, news
+            watch.seen, watch.news = stamp, news
             watch.changed.notify_all()
 
 
@@ -161,6 +164,6 @@ def _run_stamp(store: RunStore, name: str) -> tuple[Any, ...]:
 
 
 def _marks_of(last_id: str) -> int:
-    """The count of marks in an id of ours; -1 for anything else."""
+    """Return the count of marks in an event id; -1 if it is not a valid id."""
     _, _, count = last_id.partition("-")
     return int(count) if count.isascii() and count.isdigit() and len(count) < 12 else -1

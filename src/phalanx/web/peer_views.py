@@ -1,4 +1,4 @@
-"""Peers of a run on slow links: who they are, how their links are, what they contributed, and the rounds."""
+"""The view of peers on slow links: their identity, links, contributions, and rounds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from phalanx.web.answer import AnswerParts, Json
 from phalanx.web.run_store import RunStore
 from phalanx.web.run_views import plan_of
 
-MOST_ROUNDS = 400  # newest ones, in one answer
+MOST_ROUNDS = 400  # newest rounds in one answer
 MOST_PEERS = 200
 MOST_HAPPENED = 200
 LINK = ("latency_s", "up_mbps", "down_mbps", "sent_bytes", "received_bytes")
 
 
 def peers_view(store: RunStore, name: str) -> Json:
-    """What this peer's record says of all peers. Other peers keep records of their own."""
+    """Return this peer's record about all peers. Each peer keeps a separate record."""
     parts, run = AnswerParts(), store.run(name)
     plan = plan_of(run)
     sync = at(plan, "job", "sync")
@@ -29,27 +29,27 @@ def peers_view(store: RunStore, name: str) -> Json:
         parts.note(parts.read("events", history.damage, ()))
     status_file = run.path / "peers" / "status.json"
     status = parts.read("peers/status.json", lambda: read_json(status_file), {}) if status_file.exists() else {}
-    drawn = [_round_row(one) for one in rounds]
+    drawn = [_round_row(event) for event in rounds]
     peers = _known_peers(rounds, happened, status if isinstance(status, dict) else {})
     return {
         "mode": text(sync, "mode"),
         "codec": text(sync, "codec"),
         "inner_steps": integer(sync, "inner_steps") if text(sync, "mode") in ("diloco", "quorum") else None,
         "planned_utilisation": _planned_utilisation(plan),
-        # With a delay training goes on during an exchange, and its seconds say nothing of waiting.
+        # With a delay, training continues during an exchange, so its seconds are not waiting time.
         "utilisation": None if integer(sync, "delay_steps") else _utilisation(drawn),
-        "bytes_sent": sum(one["bytes_sent"] or 0 for one in drawn),
-        "bytes_received": sum(one["bytes_received"] or 0 for one in drawn),
+        "bytes_sent": sum(row["bytes_sent"] or 0 for row in drawn),
+        "bytes_received": sum(row["bytes_received"] or 0 for row in drawn),
         "rounds_in_all": len(drawn),
         "peers": peers[:MOST_PEERS],
         "rounds": drawn[-MOST_ROUNDS:],
-        "happened": [_happened_row(one) for one in happened if text(one, "text")][-MOST_HAPPENED:],
+        "happened": [_happened_row(event) for event in happened if text(event, "text")][-MOST_HAPPENED:],
         "damage": parts.damage,
     }
 
 
 def _planned_utilisation(plan: Json) -> float | None:
-    """Of a plan on a cluster of sites."""
+    """Return the utilisation in the plan of a cluster of sites; None for other plans."""
     sites = at(plan, "sites")
     rows, chosen = sites.get("rows"), integer(sites, "chosen")
     if not isinstance(rows, list) or chosen is None or not 0 <= chosen < len(rows):
@@ -58,12 +58,12 @@ def _planned_utilisation(plan: Json) -> float | None:
 
 
 def _utilisation(rounds: Sequence[Json]) -> float | None:
-    """Share of the time between the first and the last exchange in which none was waited for."""
-    timed = [one for one in rounds if one["t"] is not None and one["kind"] != "meet"]
+    """Return the share of the time between the first and the last exchange without waiting for an exchange."""
+    timed = [row for row in rounds if row["t"] is not None and row["kind"] != "meet"]
     if len(timed) < 2:
         return None
     wall_s = timed[-1]["t"] - timed[0]["t"]
-    waited_s = sum(one["seconds"] or 0.0 for one in timed[1:])
+    waited_s = sum(row["seconds"] or 0.0 for row in timed[1:])
     return max(0.0, 1.0 - waited_s / wall_s) if wall_s > 0 else None
 
 
@@ -77,49 +77,56 @@ def _round_row(event: Event) -> Json:
         "seconds": seconds(event, "seconds"),
         "bytes_sent": number(event, "bytes_sent"),
         "bytes_received": number(event, "bytes_received"),
-        "members": [printable(str(one))[:64] for one in _listed(event.get("members"))][:MOST_PEERS],
-        "dropped": {printable(key)[:64]: printable(str(why))[:200] for key, why in _table(event, "dropped").items()},
+        "members": [printable(str(member))[:64] for member in _listed(event.get("members"))][:MOST_PEERS],
+        "dropped": {
+            printable(key)[:64]: printable(str(reason))[:200] for key, reason in _table(event, "dropped").items()
+        },
     }
 
 
 def _known_peers(rounds: Sequence[Event], happened: Sequence[Event], status: Json) -> list[Json]:
-    """Every peer that anything was said of, those of the last round first; `status` is how its group stands now."""
+    """Return every recorded peer, those of the last round first; `status` is the present state of the group."""
     newest = rounds[-1] if rounds else {}
-    present = {str(one) for one in _listed(newest.get("members"))}
+    present = {str(member) for member in _listed(newest.get("members"))}
     credit = _table(newest, "credit")
-    found: dict[str, Json] = {}
+    rows_by_peer: dict[str, Json] = {}
 
     def entry(peer: str) -> Json:
         blank = {"id": printable(peer)[:64], "name": "", "is_self": False, "client_only": False, "share": None}
-        return found.setdefault(peer, {**blank, **dict.fromkeys(LINK), "rounds": 0, "dropped": 0})
+        return rows_by_peer.setdefault(peer, {**blank, **dict.fromkeys(LINK), "rounds": 0, "dropped": 0})
 
-    for one in rounds:
-        for peer in _listed(one.get("members")):
+    for event_shares in rounds:
+        for peer in _listed(event_shares.get("members")):
             entry(str(peer))["rounds"] += 1
-        for peer in _table(one, "dropped"):
+        for peer in _table(event_shares, "dropped"):
             entry(peer)["dropped"] += 1
-    for one in happened:
-        if peer := text(one, "peer"):
-            _take_link(entry(peer), one)
-    for one in _listed(status.get("members")):
-        if isinstance(one, dict) and (peer := text(one, "id")):
-            _take_link(entry(peer), one)
-            found[peer]["is_self"] = peer == text(status, "id")
-    shares = next((one for event in reversed(rounds) if (one := _table(event, "shares"))), {})
+    for event_shares in happened:
+        if peer := text(event_shares, "peer"):
+            _take_link(entry(peer), event_shares)
+    for event_shares in _listed(status.get("members")):
+        if isinstance(event_shares, dict) and (peer := text(event_shares, "id")):
+            _take_link(entry(peer), event_shares)
+            rows_by_peer[peer]["is_self"] = peer == text(status, "id")
+    shares = next((event_shares for event in reversed(rounds) if (event_shares := _table(event, "shares"))), {})
     for peer in present if shares else ():
-        found[peer]["share"] = number(shares, peer) or 0.0  # who averages nothing is not in it
-    whole = sum(number(credit, peer) or 0.0 for peer in credit)
+        rows_by_peer[peer]["share"] = number(shares, peer) or 0.0  # a peer that averages nothing is not in the shares
+    total_credit = sum(number(credit, peer) or 0.0 for peer in credit)
     rows = []
-    for peer, row in found.items():
-        part = number(credit, peer) or 0.0
+    for peer, row in rows_by_peer.items():
+        peer_credit = number(credit, peer) or 0.0
         rows.append(
-            {**row, "present": peer in present, "credit": part, "credit_share": part / whole if whole else None}
+            {
+                **row,
+                "present": peer in present,
+                "credit": peer_credit,
+                "credit_share": peer_credit / total_credit if total_credit else None,
+            }
         )
     return sorted(rows, key=lambda row: (not row["present"], row["name"] or row["id"]))
 
 
 def _take_link(row: Json, said: Mapping[str, Any]) -> None:
-    """Newer words about a peer over older ones."""
+    """Update a peer's row with newer facts about it."""
     if name := text(said, "name"):
         row["name"] = printable(name)[:64]
     for key in LINK:
@@ -145,4 +152,4 @@ def _listed(value: Any) -> list[Any]:
 
 def _table(event: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = event.get(key)
-    return {str(name): one for name, one in value.items()} if isinstance(value, dict) else {}
+    return {str(name): item for name, item in value.items()} if isinstance(value, dict) else {}

@@ -1,7 +1,7 @@
-"""What every request must pass before the dashboard looks at it, and the headers every answer carries.
+"""The checks that every request must pass before it reaches the dashboard, and the headers of every answer.
 
-A page that a person visits elsewhere can make their browser send requests here. Four things stop it from reading
-anything: the name it calls us by (Host), where it says it comes from (Origin, Sec-Fetch-Site), a token where one is
+A web page open in a user's browser can make it send requests to this server. Four things prevent such a page from
+reading anything: the host name of the request (Host), its declared origin (Origin, Sec-Fetch-Site), a token if one is
 set, and headers that forbid other sites to embed an answer.
 """
 
@@ -26,7 +26,7 @@ MOST_TARGET_BYTES = 4096  # of a path with its query
 MOST_HEADER_BYTES = 16 * 2**10
 METHODS = ("GET", "HEAD")
 COOKIE_AGE_S = 30 * 86400
-PATH_CHARACTERS = "/%:@!$&'()*+,;=~"  # that stay as they are, with letters, digits and -._
+PATH_CHARACTERS = "/%:@!$&'()*+,;=~"  # left unquoted, with letters, digits and -._
 
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -44,7 +44,7 @@ HEADERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """What is said instead of an answer."""
+    """A refused request: status, text and headers of the answer."""
 
     status: int
     text: str
@@ -52,33 +52,33 @@ class Refusal:
 
 
 class AccessKey:
-    """A token: whoever shows it comes in. A browser keeps a digest of it as a cookie, never the token."""
+    """A token that grants access. A browser stores a digest of it as a cookie, never the token."""
 
     def __init__(self, token: str, *, port: int) -> None:
         self._token = token.encode()
         self._digest = hmac.new(self._token, b"phalanx dashboard cookie", hashlib.sha256).hexdigest().encode()
-        # Cookies know no ports: two dashboards on one machine need two names.
+        # Cookies ignore ports: two dashboards on one machine need two names.
         self._name = f"phalanx-{port}".encode()
 
     def is_token(self, shown: bytes) -> bool:
-        """Compared in constant time."""
+        """Compare with the token in constant time."""
         return hmac.compare_digest(shown, self._token)
 
     def is_held(self, headers: MutableMapping[bytes, bytes]) -> bool:
-        """Whether a request carries the token or the cookie."""
+        """Return True if a request carries the token or the cookie."""
         kind, _, shown = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() == b"bearer" and self.is_token(shown.strip()):
             return True
-        pairs = (part.strip().partition(b"=") for part in headers.get(b"cookie", b"").split(b";"))
+        pairs = (pair.strip().partition(b"=") for pair in headers.get(b"cookie", b"").split(b";"))
         return any(name == self._name and hmac.compare_digest(value, self._digest) for name, _, value in pairs)
 
     def cookie(self) -> bytes:
-        """The header that lets a browser come back."""
+        """Return the cookie header with which a browser regains access."""
         return b"%s=%s; Path=/; Max-Age=%d; HttpOnly; SameSite=Strict" % (self._name, self._digest, COOKIE_AGE_S)
 
 
 class RequestGuard:
-    """Wraps the application. `hosts` are the names we go by; `literals`: any address in numbers is one, too."""
+    """Wraps the application. `hosts` are the server's names; with `literals`, any numeric address is accepted too."""
 
     def __init__(self, app: App, *, hosts: frozenset[str], literals: bool, key: AccessKey | None) -> None:
         self._app = app
@@ -90,7 +90,7 @@ class RequestGuard:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
-            return None  # we speak no WebSocket
+            return None  # WebSocket is not supported
         headers = dict(reversed(scope["headers"]))
         refusal = self._refusal_of(scope, headers) or self._lock_refusal(scope, headers)
         if refusal is not None:
@@ -114,7 +114,7 @@ class RequestGuard:
         return None
 
     def _is_ours(self, host: str) -> bool:
-        # Any port: an ssh tunnel may end on another one, and a rebound name is wrong whatever its port.
+        # On any port: an ssh tunnel may end on another one, and a rebound name is wrong on every port.
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -127,12 +127,12 @@ class RequestGuard:
         pairs = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         shown = [value for name, value in pairs if name == "token"]
         if shown and self._key.is_token(shown[0].encode()):
-            # Out of the address bar at once: addresses end up in histories and screenshots.
+            # Redirect to remove the token from the address bar: addresses end up in histories and screenshots.
             rest = urlencode([pair for pair in pairs if pair[0] != "token"])
             where = (_local_path(scope.get("raw_path") or b"/") + (f"?{rest}" if rest else "")).encode("ascii")
             cookie = (b"set-cookie", self._key.cookie())
             if headers.get(b"sec-fetch-site") == b"cross-site":
-                # A link in a chat: browsers keep a strict cookie from a redirect that another site began.
+                # A link in a chat: browsers do not send a strict cookie on a redirect that another site began.
                 return Refusal(status=200, text="one moment", headers=((b"refresh", b"0; url=" + where), cookie))
             return Refusal(status=303, text="", headers=((b"location", where), cookie))
         if self._key.is_held(headers):
@@ -142,7 +142,7 @@ class RequestGuard:
 
 
 def seal_answer(send: Send) -> Send:
-    """`send`, with our headers on every answer."""
+    """Wrap `send` so that every answer has the security headers."""
 
     async def with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -153,7 +153,9 @@ def seal_answer(send: Send) -> Send:
 
 
 def _local_path(raw: bytes) -> str:
-    r"""A path on this server, whatever a request calls its path: browsers read //x, /\x and a tab in between as a host.
+    r"""Return a path on this server for any requested path: browsers read
+
+    x, /\x and a tab in between as a host.
 
     >>> _local_path(rb"/\evil.example/a"), _local_path(b"/a%20b")
     ('/evil.example/a', '/a%20b')
@@ -176,7 +178,7 @@ def _same_origin(headers: MutableMapping[bytes, bytes], host: str) -> bool:
         f"https://{host.lower()}",
     ):
         return False
-    # A link on another page may lead here (navigate); its scripts, images and frames may not ask.
+    # A link on another page may lead here (navigate); its scripts, images and frames may not send requests.
     site, mode = headers.get(b"sec-fetch-site", b"none"), headers.get(b"sec-fetch-mode", b"")
     is_visit = mode == b"navigate" and headers.get(b"sec-fetch-dest", b"document") == b"document"
     return site in (b"none", b"same-origin") or is_visit

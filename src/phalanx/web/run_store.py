@@ -1,4 +1,4 @@
-"""Answers that take long to work out: kept, and worked out again in the background once the run has grown."""
+"""The runs that a dashboard shows, and a cache of slow answers that are recomputed in the background as runs grow."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from phalanx.record.run_lock import is_run_over
 from phalanx.rules.live_check import LiveCheck, Verdicts
 
 MOST_ANSWERS = 512
-# An answer that took a second is made anew at most every ten: a run that grows costs a tenth of a core.
+# An answer that took one second is recomputed at most every ten: a growing run costs a tenth of a core.
 REST = 10.0
 LEAST_REST_S = 1.0
-MOST_WORKERS = 1  # the work is Python: a second thread would only take turns with the first, and with the requests
+# The work is Python code: a second thread would only compete with the first one and with the requests.
+MOST_WORKERS = 1
 
 
 class NotYetError(Exception):
-    """The answer is still being worked out, or the server is closing; ask again."""
+    """The answer is still being computed, or the server is closing; ask again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,21 +52,24 @@ class _Answer:
 
 
 class AnswerMemo:
-    """Keeps answers by key. Whoever asks first waits; whoever asks while it is made anew gets the one before."""
+    """Caches answers by key. The first request waits; later requests get the previous answer while a new one is
+    computed.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._changed = threading.Condition()  # guards everything below
+        self._changed = threading.Condition()  # guards all attributes below
         self._answers: OrderedDict[Hashable, _Answer] = OrderedDict()
-        self._orders: OrderedDict[Hashable, _Order] = OrderedDict()  # not begun yet; the last one is next
+        self._orders: OrderedDict[Hashable, _Order] = OrderedDict()  # not started yet; the last one is next
         self._busy: set[Hashable] = set()
         self._workers = 0
         self._closed = False
 
     def get(self, key: Hashable, mark: Hashable, work: Callable[[], Any], *, wait_s: float, now: bool = False) -> Any:
-        """The answer for `key`; raises what `work` raised. `mark` tells whether what it was made of has changed.
+        """Return the answer for `key`; raise the exception that `work` raised. `mark` changes when the source data has
+        changed.
 
-        With `now`, an answer that changed is waited for, too: of a run that is over, the last word counts.
+        With `now`, a changed answer is waited for as well: for a run that is over, the final answer matters.
         """
         until_s = self._clock() + wait_s
         with self._changed:
@@ -75,17 +79,18 @@ class AnswerMemo:
                     self._place_order(key, _Order(mark=mark, work=work))
                 if answer is not None and (answer.mark == mark or not now):
                     break
-                left_s = until_s - self._clock()
-                if left_s <= 0 or self._closed:
+                remaining_s = until_s - self._clock()
+                if remaining_s <= 0 or self._closed:
                     raise NotYetError
-                self._changed.wait(left_s)
+                self._changed.wait(remaining_s)
             self._answers.move_to_end(key)
         if answer.error is not None:
-            raise answer.error.with_traceback(None)  # or every raise would add to the same one
+            # otherwise every raise would extend the traceback of the same exception
+            raise answer.error.with_traceback(None)
         return answer.value
 
     def close(self) -> None:
-        """Let everybody go who waits; nothing more is begun."""
+        """Release all waiting requests, and start no more work."""
         with self._changed:
             self._closed = True
             self._orders.clear()
@@ -97,12 +102,12 @@ class AnswerMemo:
         return now or self._clock() - answer.at_s >= max(LEAST_REST_S, REST * answer.took_s)
 
     def _place_order(self, key: Hashable, order: _Order) -> None:
-        # What was asked for last is looked at by somebody now; a long list of runs may wait.
+        # The newest request comes first, because a user is waiting for it; a long list of runs may wait.
         self._orders[key] = order
         self._orders.move_to_end(key)
         if self._workers < MOST_WORKERS:
             self._workers += 1
-            # A daemon: Ctrl-C does not wait for an answer nobody is going to read.
+            # A daemon thread: Ctrl-C does not wait for an answer that no client will read.
             threading.Thread(target=self._work_off, daemon=True, name="phalanx-memo").start()
 
     def _work_off(self) -> None:
@@ -126,39 +131,41 @@ class AnswerMemo:
         began_s = self._clock()
         try:
             value = order.work()
-        except Exception as caught:  # a damaged run: whoever asked says so
+        except Exception as caught:  # a damaged run: raised again in the request
             error = caught
         now_s = self._clock()
         return _Answer(mark=order.mark, value=value, error=error, took_s=now_s - began_s, at_s=now_s)
 
 
-# ---- runs that are being judged: how far the log of each is read, a bounded turn at a time ---------------------------
+# ---- verdicts on runs: the position in the log of each, read in bounded turns ----------------------------------------
 
-MOST_CHECKS = 8  # runs whose logs are read on; one that makes room is read again from its start
+MOST_CHECKS = 8  # runs whose logs are open; a run that is dropped is read again from its start
 
 
 class Checks:
-    """Runs that are being judged: where the reading of each log stands."""
+    """The open log readers of runs that are being checked."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of the table
+        self._lock = threading.Lock()  # guards the table
         self._open: OrderedDict[tuple[str, int], LogReader] = OrderedDict()
 
     def turns(self, run: Run) -> LogReader:
-        """Of one run; another run of the same name, in a new folder, begins afresh."""
+        """Return the reader of a run; a run of the same name in a new folder gets a new reader."""
         key = (run.name, run.path.stat().st_ino)
         with self._lock:
-            found = self._open.get(key)
-            if found is None:
-                found = self._open[key] = LogReader(run)
+            reader = self._open.get(key)
+            if reader is None:
+                reader = self._open[key] = LogReader(run)
             self._open.move_to_end(key)
             while len(self._open) > MOST_CHECKS:
                 self._open.popitem(last=False)
-        return found
+        return reader
 
 
 class LogReader:
-    """Reads a log a turn at a time; `number` changes while there is more to read, so that the next question goes on."""
+    """Reads a log in bounded turns; `number` changes while there is more to read, so that the next
+    request continues.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -167,28 +174,28 @@ class LogReader:
         self.number = 0
 
     def take(self) -> Verdicts:
-        """One turn: some of the log, or all that is new."""
+        """Read one turn, a part of the log or all that is new, and return the verdicts."""
         with self._lock:
-            if self._check is None:  # opens files: not before somebody waits for it
+            if self._check is None:  # created on first use, because it opens files
                 self._check = LiveCheck(self._run)
-            found = self._check.look()
-            if not found.is_settled:
+            verdicts = self._check.look()
+            if not verdicts.is_settled:
                 self.number += 1
-            return found
+            return verdicts
 
 
-# ---- the runs a dashboard shows: found by name under one folder, opened once, read on as they grow -------------------
+# ---- the runs of a dashboard: found by name in one folder, opened once, refreshed as they grow -----------------------
 
 
-MOST_OPEN = 24  # histories; ten runs beside each other, and some that were just looked at
-FRESH_S = 0.4  # the files of other ranks than 0, which the mark does not show, are read on at most this often
+MOST_OPEN = 24  # open histories: ten runs for comparison, and some viewed before
+FRESH_S = 0.4  # The files of ranks other than 0 do not affect the mark; they are read at most this often.
 
 Mark = tuple[tuple[int, int], ...]
 
 
 @dataclass(slots=True)
 class _Opened:
-    folder_id: int  # inode: a run that was deleted and made again is another one
+    folder_id: int  # inode: a run that was deleted and created again is a different one
     history: RunHistory | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     mark: Mark = ()
@@ -196,7 +203,7 @@ class _Opened:
 
 
 class RunStore:
-    """Opens runs; safe to use from many threads."""
+    """Opens runs by name; thread-safe."""
 
     def __init__(self, root: Path, *, only: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self.root = root
@@ -209,20 +216,20 @@ class RunStore:
 
     @property
     def title(self) -> str:
-        """What the folder is called, without where it is."""
+        """The folder's name, without its path."""
         return self._only or resolve_path(self.root).name
 
     @property
     def is_one_run(self) -> bool:
-        """Whether a single run is shown: what lies beside it in its folder is nobody's business."""
+        """True if a single run is shown, and other runs in its folder are hidden."""
         return bool(self._only)
 
     def runs(self) -> list[Run]:
-        """Newest first."""
+        """Return the runs, newest first."""
         return [self.run(self._only)] if self._only else list_runs(self.root)
 
     def run(self, name: str) -> Run:
-        """A run by its name; raises UserError for a name that is none, or leads elsewhere."""
+        """Return a run by its name; raise UserError if the name is invalid, unknown, or a link."""
         if self._only and name != self._only:
             raise _unknown_run(name)
         try:
@@ -232,15 +239,16 @@ class RunStore:
 
     @contextmanager
     def history(self, name: str) -> Iterator[RunHistory]:
-        """The history of a run, read up to now; nobody else uses it meanwhile."""
+        """Lock and return the history of a run, read up to now."""
         run = self.run(name)
         opened = self._shelf_place(run)
         with opened.lock:
             yield self._read_history(run, opened)
 
     def _read_history(self, run: Run, opened: _Opened) -> RunHistory:
-        now = run_stamp(run)  # before reading: whoever keeps an answer under this mark has at least what it stands for
-        if opened.history is None:  # takes a second for a large run, in which only those who want it wait
+        now = run_stamp(run)  # Before reading: an answer cached under this mark contains at least that much.
+        # Takes a second for a large run; only requests for this run wait.
+        if opened.history is None:
             opened.history = RunHistory.open(run)
         elif now == opened.mark and self._clock() - opened.read_s < FRESH_S:
             return opened.history
@@ -250,16 +258,16 @@ class RunStore:
         return opened.history
 
     def _shelf_place(self, run: Run) -> _Opened:
-        """The run's place on the shelf; those that nobody looked at for longest make room."""
+        """Return the run's entry; the least recently used runs are dropped."""
         folder_id = os.stat(run.path).st_ino
         with self._lock:
-            found = self._opened.get(run.name)
-            if found is None or found.folder_id != folder_id:
-                found = self._opened[run.name] = _Opened(folder_id=folder_id)
+            entry = self._opened.get(run.name)
+            if entry is None or entry.folder_id != folder_id:
+                entry = self._opened[run.name] = _Opened(folder_id=folder_id)
             self._opened.move_to_end(run.name)
             while len(self._opened) > MOST_OPEN:
                 self._opened.popitem(last=False)
-        return found
+        return entry
 
 
 def _unknown_run(name: str) -> UserError:
@@ -270,40 +278,40 @@ GOING = ("created", "launching", "running")
 
 
 def state_of(run: Run) -> tuple[str, bool]:
-    """What the run says of itself, and whether it really goes on."""
+    """Return the state in the run's status, and True if the run is really going."""
     state = text(run.status(), "state") or "unknown"
     return state, state in GOING and not is_run_over(run)
 
 
 def run_stamp(run: Run) -> Mark:
-    """Changes whenever the run has grown: size and time of the files that every run keeps writing."""
+    """Return size and time of the files that every run keeps writing; the result changes whenever the run has grown."""
     files = (run.events(0), run.supervisor, run.path / "status.json", run.plan_json, run.path / "launch.json")
     return tuple(_file_stamp(path) for path in files)
 
 
 def _file_stamp(path: Path) -> tuple[int, int]:
-    found = stat_events(path)
-    return (found.size, found.mtime_ns) if found is not None else (0, 0)
+    file_stat = stat_events(path)
+    return (file_stat.size, file_stat.mtime_ns) if file_stat is not None else (0, 0)
 
 
 def open_run_store(path: str | Path) -> RunStore:
-    """A folder of runs, or one run; raises UserError when it is neither."""
+    """Open a folder of runs, or one run; raise UserError if it is neither."""
     folder = Path(path)
     if is_file(folder / "plan.json"):
-        whole = resolve_path(folder)
-        store = RunStore(whole.parent, only=whole.name)
-        store.run(whole.name)
+        run_path = resolve_path(folder)
+        store = RunStore(run_path.parent, only=run_path.name)
+        store.run(run_path.name)
         return store
     if not is_folder(folder):
         try:
-            open_run(folder)  # knows the near misses
+            open_run(folder)  # raises with suggestions of similar names
         except UserError as error:
-            what = error.problems[0].what.replace("such run", "such folder of runs")
-            raise mistake(str(folder), what, fix=error.problems[0].fix) from error
+            message = error.problems[0].what.replace("such run", "such folder of runs")
+            raise mistake(str(folder), message, fix=error.problems[0].fix) from error
     return RunStore(folder)
 
 
-# ---- what takes a walk over all steps to know: made once for all who ask, kept until the run grows -------------------
+# ---- results that need a walk over all steps: computed once for all requests, cached until the run grows -------------
 
 
 EFFECTIVE_POINTS = 400
@@ -311,23 +319,25 @@ EFFECTIVE_POINTS = 400
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunAccount:
-    """A run as told at its end: the summary, with ledger and bill, and the effective training time over the run."""
+    """The final results of a run: the summary with ledger and cost, and the effective training time over the run."""
 
     summary: Summary
     effective: Effective
 
 
 def run_account(store: RunStore, run: Run, *, wait_s: float) -> RunAccount:
-    """The story of a run; raises NotYetError when it takes longer than `wait_s`, and is there the next time."""
+    """Return the results of a run; raise NotYetError if they take longer than `wait_s`, and cache them for the next
+    request.
+    """
     over = not state_of(run)[1]
-    found: RunAccount = store.memo.get(
+    account: RunAccount = store.memo.get(
         ("story", run.name), run_stamp(run), lambda: _account_of(run), wait_s=wait_s, now=over
     )
-    return found
+    return account
 
 
 def account_soon(store: RunStore, run: Run, *, wait_s: float) -> RunAccount | None:
-    """`run_account`, or None while it is being worked out."""
+    """Return `run_account`, or None while it is being computed."""
     try:
         return run_account(store, run, wait_s=wait_s)
     except NotYetError:
@@ -335,7 +345,7 @@ def account_soon(store: RunStore, run: Run, *, wait_s: float) -> RunAccount | No
 
 
 def _account_of(run: Run) -> RunAccount:
-    # A history of its own: a walk over 100,000 steps takes seconds, in which the page must be able to draw.
+    # A separate history: a walk over 100,000 steps takes seconds, during which the page must be able to draw.
     history = RunHistory.open(run)
     walked = walk_ledger(run, history)
     summary = summarize_run(run, history, walked)

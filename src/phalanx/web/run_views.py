@@ -1,4 +1,4 @@
-"""What several answers share: the plan's numbers, where ranks stand, how a run goes."""
+"""The views of runs: the list of runs, one run with curves and marks, comparisons, ledger and cost."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from phalanx.units import plural
 from phalanx.web.answer import AnswerParts, Json
 from phalanx.web.run_store import NotYetError, RunAccount, RunStore, account_soon, run_account, run_stamp, state_of
 
-RECENT = 20  # steps behind the rate and the time that is left
+RECENT = 20  # steps behind the rate and the remaining time
 
 
 def plan_of(run: Run) -> Json:
-    """plan.json; empty when it is missing or damaged."""
+    """Return plan.json; empty if it is missing or damaged."""
     try:
         return run.plan()
-    except Exception:  # whoever needs to say so reads it with Parts
+    except Exception:  # views that must report the error read the plan with AnswerParts
         return {}
 
 
 def launch_of(run: Run) -> Json:
-    """launch.json; empty when it is missing or damaged."""
+    """Return launch.json; empty if it is missing or damaged."""
     try:
         return run.launch()
     except Exception:
@@ -46,17 +46,17 @@ def launch_of(run: Run) -> Json:
 
 
 def total_steps(plan: Json, history: RunHistory) -> int:
-    """Steps the run is to take; 0 when not known."""
+    """Return the number of steps that the run is to take; 0 if unknown."""
     start = history.latest("run_start") or {}
     return integer(start, "steps") or integer(at(plan, "duration"), "steps") or 0
 
 
 def run_progress(run: Run, plan: Json, history: RunHistory) -> Json:
-    """Where a run stands after its newest step."""
+    """Return the state of a run after its newest step."""
     state, live = state_of(run)
     last, steps = history.last_step, total_steps(plan, history)
     recent = [] if last is None else list(history.steps(history.witness, max(0, last - RECENT + 1), last))
-    timed = [(number(one, "tokens") or 0.0, spent) for one in recent if (spent := seconds(one, "duration_s"))]
+    timed = [(number(event, "tokens") or 0.0, spent) for event in recent if (spent := seconds(event, "duration_s"))]
     spent = sum(took for _, took in timed)
     done = 0 if last is None else last + 1
     return {
@@ -72,25 +72,25 @@ def run_progress(run: Run, plan: Json, history: RunHistory) -> Json:
 
 
 def curve_json(curve: Curve) -> Json:
-    """A curve as the page draws it."""
+    """Return a curve in the form that the page draws."""
     names = ("unit", "step", "t", "low", "high", "mean")
     return {name: getattr(curve, name) for name in names}
 
 
 def has_peers(plan: Json) -> bool:
-    """Whether a run's job trains with peers; jobs without [sync] do not mention it."""
+    """Return True if the run's job trains with peers; a job without [sync] has no such table."""
     return text(at(plan, "job", "sync"), "mode") not in ("", "every-step", None)
 
 
 def tokens_per_step(plan: Json) -> float | None:
-    """Of the whole global batch, as planned."""
+    """Return the planned tokens of the global batch."""
     return number(at(plan, "job", "batch"), "global_tokens")
 
 
-# ---- the list of runs: a row each, cheap enough for hundreds of them -------------------------------------------------
+# ---- the list of runs: one row each, cheap enough for hundreds of runs -----------------------------------------------
 
 
-# Seconds a list may take to work out what it does not know yet; the rest is null until the next time.
+# Seconds that a list may compute what is not cached yet; the rest is null until the next request.
 LIST_PATIENCE_S = 2.0
 WHAT = ("model", "job", "cluster", "layout", "world", "started")
 WHERE = ("step", "steps", "loss", "tokens_per_s", "mfu", "incidents", "damage")
@@ -98,12 +98,12 @@ EMPTY = dict.fromkeys((*WHAT, *WHERE, "effective", "usd"))
 
 
 def runs_view(store: RunStore) -> Json:
-    """Every run under the root. `settled` is false while some numbers are still being worked out."""
+    """Return every run under the root. `settled` is false while some numbers are still being computed."""
     until_s = time.monotonic() + LIST_PATIENCE_S
-    found = store.runs()
-    # Where all of them stand before what any of them cost: that takes longer, and is less waited for.
-    passes = [[_within_time(run, partial(work, store), until_s) for run in found] for work in (_run_now, _run_spent)]
-    rows = [_run_row(run, now, spent) for run, now, spent in zip(found, *passes, strict=True)]
+    runs = store.runs()
+    # The state of all runs before the cost of any: the cost takes longer, and is less urgent.
+    passes = [[_within_time(run, partial(work, store), until_s) for run in runs] for work in (_run_now, _run_spent)]
+    rows = [_run_row(run, now, spent) for run, now, spent in zip(runs, *passes, strict=True)]
     return {"root": store.title, "runs": rows, "settled": None not in (*passes[0], *passes[1])}
 
 
@@ -114,25 +114,25 @@ def _run_row(run: Run, now: Json | None, spent: Json | None) -> Json:
 
 
 def _within_time(run: Run, work: Callable[[Run, float], Json], until_s: float) -> Json | None:
-    """What `work` finds, or None when that takes too long."""
+    """Return the result of `work`, or None if it takes too long."""
     try:
         return work(run, max(0.0, until_s - time.monotonic()))
     except NotYetError:
         return None
-    except Exception:  # one run that cannot be read, or that goes away meanwhile, must not hide the others
+    except Exception:  # one run that is unreadable or deleted meanwhile must not hide the others
         return {"damage": 1}
 
 
 def _run_now(store: RunStore, run: Run, wait_s: float) -> Json:
     over = not state_of(run)[1]
-    found: Json = store.memo.get(
+    row: Json = store.memo.get(
         ("row", run.name), run_stamp(run), lambda: _run_standing(store, run), wait_s=wait_s, now=over
     )
-    return found
+    return row
 
 
 def _run_spent(store: RunStore, run: Run, wait_s: float) -> Json:
-    """Dollars, the share of the time that was of use, and of a run that is over its mean rates."""
+    """Return US dollars, the effective share of the time, and the mean rates of a run that is over."""
     summary = run_account(store, run, wait_s=wait_s).summary
     means = {"tokens_per_s": summary.tokens_per_s.measured, "mfu": summary.mfu.measured}
     spent = {"effective": summary.effective_time.measured, "usd": summary.cost.usd if summary.cost else None}
@@ -140,7 +140,7 @@ def _run_spent(store: RunStore, run: Run, wait_s: float) -> Json:
 
 
 def _run_standing(store: RunStore, run: Run) -> Json:
-    """What the run is, and where it stands."""
+    """Return the description and the present state of a run."""
     parts, going = AnswerParts(), state_of(run)[1]
     plan, launch = parts.read("plan.json", run.plan, {}), launch_of(run)
     with store.history(run.name) as history:
@@ -158,39 +158,42 @@ def _run_standing(store: RunStore, run: Run) -> Json:
         "step": now.get("step"),
         "steps": now.get("steps") or integer(at(plan, "duration"), "steps"),
         "loss": now.get("loss"),
-        # As it goes now; once it is over, `_run_spent` tells what it came to.
+        # The present rate; once the run is over, `_run_spent` returns the mean.
         "tokens_per_s": now.get("tokens_per_s") if going else None,
         "mfu": measured_mfu(plan, now.get("tokens_per_s") or None) if going else None,
-        "incidents": sum(one.get("event") == "incident" for one in supervisor),
+        "incidents": sum(event.get("event") == "incident" for event in supervisor),
         "damage": len(parts.damage),
     }
 
 
-# ---- one run: summary, curves, marks on their time axis; several beside each other -----------------------------------
+# ---- one run: summary, curves, marks on their time axis; comparison of several ---------------------------------------
 
 
-MOST_MARKS = 2000  # of a kind; the newest
-PATIENCE_S = 1.0  # for the story of a run; without it, what is quickly known
+MOST_MARKS = 2000  # of each kind; the newest
+PATIENCE_S = 1.0  # for the account of a run; without it, only values that are quick to compute
 MOST_RANKS = 256  # rows of the summary's table
 
 
 def run_view(store: RunStore, name: str) -> Json:
-    """Everything about a run that is one number or one line. `settled` is false while some are still worked out."""
-    parts, found = AnswerParts(), store.run(name)
-    plan = parts.read("plan.json", found.plan, {})
-    launch = parts.read("launch.json", found.launch, {})
-    parts.read("status.json", partial(read_json, found.path / "status.json"))
-    account = parts.read("summary", partial(account_soon, store, found, wait_s=PATIENCE_S))
+    """Return the summary of a run: all single numbers and texts. `settled` is false while some are being computed."""
+    parts, run = AnswerParts(), store.run(name)
+    plan = parts.read("plan.json", run.plan, {})
+    launch = parts.read("launch.json", run.launch, {})
+    parts.read("status.json", partial(read_json, run.path / "status.json"))
+    account = parts.read("summary", partial(account_soon, store, run, wait_s=PATIENCE_S))
     with store.history(name) as history:
-        now = parts.read("steps", lambda: run_progress(found, plan, history), {})
-        names = parts.read("series", lambda: [{"name": one, "unit": unit_of(one)} for one in history.names()], [])
-        summary = account.summary if account else parts.read("summary", lambda: summarize_briefly(found, history))
+        now = parts.read("steps", lambda: run_progress(run, plan, history), {})
+        names = parts.read(
+            "series", lambda: [{"name": series, "unit": unit_of(series)} for series in history.names()], []
+        )
+        summary = account.summary if account else parts.read("summary", lambda: summarize_briefly(run, history))
         parts.note(parts.read("events", history.damage, ()))
         ranks = len(history.ranks)
     if account is not None and not now.get("live"):
-        # A torn last line is damage only once nobody can complete it: the walk counts it, a history waits for its end.
+        # A torn last line is damage only if no process can complete it: the ledger's walk counts it, the history
+        # waits.
         count = account.summary.ledger.unreadable_lines if account.summary.ledger else 0
-        if count and not any("line" in one["what"] for one in parts.damage):
+        if count and not any("line" in problem["what"] for problem in parts.damage):
             parts.add("events", "lines that are no events", count)
     return {
         "name": name,
@@ -203,25 +206,27 @@ def run_view(store: RunStore, name: str) -> Json:
         "damage": parts.damage,
         "launched": number(launch, "started"),
         "live": bool(now.get("live")),
-        "settled": account is not None or any(one["where"] == "summary" for one in parts.damage),
+        "settled": account is not None or any(problem["where"] == "summary" for problem in parts.damage),
     }
 
 
 def curves_view(
     store: RunStore, name: str, *, names: Sequence[str], rank: int, first: int | None, last: int | None, points: int
 ) -> Json:
-    """Some series of one rank; `missing` are those this run does not have."""
+    """Return some series of one rank; `missing` are those that the run does not have."""
     parts = AnswerParts()
     with store.history(name) as history:
         known = set(parts.read("series", history.names, ()))
-        found = {
-            one: parts.read(one, partial(_curve_view, history, one, rank=rank, first=first, last=last, points=points))
-            for one in names
-            if one in known
+        curves = {
+            series: parts.read(
+                series, partial(_curve_view, history, series, rank=rank, first=first, last=last, points=points)
+            )
+            for series in names
+            if series in known
         }
         span = {"first_step": history.first_step, "last_step": history.last_step}
-    drawn = {one: curve for one, curve in found.items() if curve is not None}
-    missing = [one for one in names if one not in drawn]
+    drawn = {series: curve for series, curve in curves.items() if curve is not None}
+    missing = [series for series in names if series not in drawn]
     tokens = tokens_per_step(plan_of(store.run(name)))
     return {"curves": drawn, "missing": missing, "tokens_per_step": tokens, **span, "damage": parts.damage}
 
@@ -231,51 +236,57 @@ def _curve_view(history: RunHistory, name: str, *, rank: int, first: int | None,
 
 
 def marks_view(store: RunStore, name: str) -> Json:
-    """What happened between steps, with its place on the axes."""
-    parts, found = AnswerParts(), store.run(name)
+    """Return the events between steps, with their positions on the axes."""
+    parts, run = AnswerParts(), store.run(name)
     with store.history(name) as history:
         count = parts.read("marks", lambda: mark_count(history), 0)
         saved = parts.read("checkpoints", lambda: _checkpoint_marks(history.events("checkpoint")), [])
-        seen = parts.read("evaluations", lambda: [_evaluation_mark(one) for one in history.events("evaluate")], [])
+        evaluations = parts.read(
+            "evaluations", lambda: [_evaluation_mark(event) for event in history.events("evaluate")], []
+        )
         supervisor = parts.read("supervisor.jsonl", history.supervisor, [])
         launches = parts.read("starts", lambda: history.events("run_start"), [])
         parts.note(parts.read("events", history.damage, ()))
-    formed = [one for one in supervisor if one["event"] == "epoch"] or launches
-    restored = {integer(one, "epoch"): integer(one, "step") for one in supervisor if one["event"] == "restore"}
-    fallen = [one for one in supervisor if one["event"] == "incident"]
-    rest = {
-        "incidents": parts.read("incidents", lambda: _incident_marks(store, found, fallen), []) if fallen else [],
+    memberships = [event for event in supervisor if event["event"] == "epoch"] or launches
+    restored = {integer(event, "epoch"): integer(event, "step") for event in supervisor if event["event"] == "restore"}
+    incidents = [event for event in supervisor if event["event"] == "incident"]
+    marks = {
+        "incidents": parts.read("incidents", lambda: _incident_marks(store, run, incidents), []) if incidents else [],
         "checkpoints": saved[-MOST_MARKS:],
-        "evaluations": seen[-MOST_MARKS:],
-        "epochs": parts.read("epochs", lambda: [_generation_mark(one, restored) for one in formed], [])[-MOST_MARKS:],
+        "evaluations": evaluations[-MOST_MARKS:],
+        "epochs": parts.read("epochs", lambda: [_generation_mark(event, restored) for event in memberships], [])[
+            -MOST_MARKS:
+        ],
     }
-    return {"count": count, **rest, "damage": parts.damage}
+    return {"count": count, **marks, "damage": parts.damage}
 
 
 def mark_count(history: RunHistory) -> int:
-    """Changes whenever `marks_view` does, without reading every event."""
-    # A checkpoint counts once when it is taken, and once more when it is safe.
+    """Return a number that changes whenever `marks_view` does, without reading every event."""
+    # A checkpoint counts once when it is taken, and once more when it is safely stored.
     rare = sum(len(history.steps_with(kind)) for kind in ("evaluate", "run_start", "checkpoint", "checkpoint"))
     newest = history.latest("checkpoint") or {}
     underway = bool(newest) and number(newest, "seconds") is None and not newest.get("error")
-    return rare - underway + sum(one.get("event") in ("incident", "epoch") for one in history.supervisor())
+    return rare - underway + sum(event.get("event") in ("incident", "epoch") for event in history.supervisor())
 
 
 def _incident_marks(store: RunStore, found: Run, fallen: Sequence[Event]) -> list[Json]:
     account = account_soon(store, found, wait_s=PATIENCE_S)
-    after = {(one.t, one.rank): one for one in account.summary.incidents} if account else {}
+    after = {(incident.t, incident.rank): incident for incident in account.summary.incidents} if account else {}
     marked = []
     for event in fallen[-MOST_MARKS:]:
-        one = after.get((number(event, "t") or 0.0, integer(event, "rank") or 0))
-        what = {"rank": integer(event, "rank"), "host": text(event, "host")}
-        came = {key: getattr(one, key, None) for key in ("world", "source", "restored_step", "recovery_s")}
-        came["lost_steps"] = max(0, one.step - one.restored_step) if one and one.restored_step is not None else None
-        marked.append({**_event_place(event), "text": printable(incident_text(event)), **what, **came})
+        incident = after.get((number(event, "t") or 0.0, integer(event, "rank") or 0))
+        place = {"rank": integer(event, "rank"), "host": text(event, "host")}
+        recovery = {key: getattr(incident, key, None) for key in ("world", "source", "restored_step", "recovery_s")}
+        recovery["lost_steps"] = (
+            max(0, incident.step - incident.restored_step) if incident and incident.restored_step is not None else None
+        )
+        marked.append({**_event_place(event), "text": printable(incident_text(event)), **place, **recovery})
     return marked
 
 
 def _checkpoint_marks(events: Sequence[Event]) -> list[Json]:
-    """One mark per checkpoint: when it was safe, or taken where that is all that is known."""
+    """Return one mark per checkpoint: when it was safe, or when it was taken if no more is known."""
     by_step: dict[int, Json] = {}
     for event in events:
         step = integer(event, "step")
@@ -291,8 +302,8 @@ def _checkpoint_marks(events: Sequence[Event]) -> list[Json]:
 def _checkpoint_mark(event: Event) -> Json:
     seconds, size = number(event, "seconds"), number(event, "bytes")
     error, cost = text(event, "error"), checkpoint_cost(event)
-    what = f"checkpoint NOT saved: {error}" if error else "checkpoint saved" if cost else "checkpoint taken"
-    words = what + (f" ({cost})" if cost and not error else "")
+    outcome = f"checkpoint NOT saved: {error}" if error else "checkpoint saved" if cost else "checkpoint taken"
+    words = outcome + (f" ({cost})" if cost and not error else "")
     return {**_event_place(event), "text": words, "seconds": seconds, "bytes": size, "error": error or None}
 
 
@@ -324,10 +335,12 @@ def _event_place(event: Event) -> Json:
 
 
 def compare_view(store: RunStore, names: Sequence[str], *, name: str, points: int) -> Json:
-    """One series of several runs, with the tokens each had seen."""
+    """Return one series of several runs, with the tokens that each had processed."""
     parts = AnswerParts()
-    found = [parts.read(one, partial(_compared_run, store, one, name=name, points=points)) for one in names]
-    runs = {one["run"]: one for one in found if one is not None}
+    compared = [
+        parts.read(run_name, partial(_compared_run, store, run_name, name=name, points=points)) for run_name in names
+    ]
+    runs = {row["run"]: row for row in compared if row is not None}
     return {"name": name, "unit": unit_of(name), "runs": runs, "damage": parts.damage}
 
 
@@ -344,7 +357,7 @@ def _compared_run(store: RunStore, run_name: str, *, name: str, points: int) -> 
 
 
 def _tokens_seen(tokens: Curve | None, drawn: Curve) -> list[float | None]:
-    """Tokens up to the end of each bucket: mean per step times the steps in it."""
+    """Return the tokens up to the end of each bucket: the mean per step times the number of its steps."""
     if tokens is None or tokens.step != drawn.step:
         return [None] * len(drawn.step)
     width = max((after - before for before, after in zip(tokens.step, tokens.step[1:], strict=False)), default=1)
@@ -352,7 +365,7 @@ def _tokens_seen(tokens: Curve | None, drawn: Curve) -> list[float | None]:
     return list(accumulate((mean or 0.0) * count for mean, count in zip(tokens.mean, steps, strict=True)))
 
 
-# ---- where the time and the money went -------------------------------------------------------------------------------
+# ---- time and cost ---------------------------------------------------------------------------------------------------
 
 
 NO_CURVE: Mapping[str, Any] = {"t": (), "cumulative": (), "last_hour": (), "window_s": None}
@@ -360,27 +373,27 @@ NO_LEDGER: Mapping[str, Any] = {"wall_s": None, "accounts": {}, "closes": None, 
 NO_BILL: Mapping[str, Any] = {"so_far": Amount(), "projected": Amount(), "predicted": Amount(), "sources": {}}
 
 
-# A walk over 100,000 steps takes about 4 s of one core; a longer one is asked for again.
+# A walk over 100,000 steps takes about 4 s of one core; for a longer run the page asks again.
 LEDGER_PATIENCE_S = 15.0
 
 
 def ledger_view(store: RunStore, name: str) -> Json:
-    """Every second of the run in one account, with what reports call it, and effective training time over the run."""
+    """Return every second of the run by account, with labels, and the effective training time over the run."""
     parts, run = AnswerParts(), store.run(name)
     account = parts.read("ledger", lambda: account_soon(store, run, wait_s=LEDGER_PATIENCE_S))
-    book = account.summary.ledger.to_json() if account and account.summary.ledger else dict(NO_LEDGER)
-    share = book.pop("effective", None)
+    ledger = account.summary.ledger.to_json() if account and account.summary.ledger else dict(NO_LEDGER)
+    share = ledger.pop("effective", None)
     curve = {key: getattr(account.effective, key) for key in NO_CURVE} if account else NO_CURVE
-    answer = {**book, "labels": ACCOUNT_LABELS, "effective_share": share, "effective": curve}
+    answer = {**ledger, "labels": ACCOUNT_LABELS, "effective_share": share, "effective": curve}
     return {**answer, **_settled_state(parts, account)}
 
 
 def cost_view(store: RunStore, name: str) -> Json:
-    """Dollars, energy and carbon, so far and to the end, and where each number comes from."""
+    """Return US dollars, energy and carbon, so far and projected, with the source of each number."""
     parts, run = AnswerParts(), store.run(name)
     account = parts.read("cost", lambda: account_soon(store, run, wait_s=LEDGER_PATIENCE_S))
     bill = account.summary.cost if account else None
-    known = {one.name: getattr(bill, one.name) for one in fields(bill)} if bill else {}
+    known = {field.name: getattr(bill, field.name) for field in fields(bill)} if bill else {}
     return {**NO_BILL, **known, **_settled_state(parts, account)}
 
 

@@ -1,6 +1,6 @@
-"""Pages of scaling laws: the sweeps in the folder of runs, and the fit of each with its pictures.
+"""Pages of scaling laws: the sweeps in the folder of runs, and the fit of each with its plots.
 
-Made on the server and without a script: text, and pictures that are files of their own.
+Rendered on the server without scripts: text, and plots as separate files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.routing import Route
 from phalanx.errors import PhalanxError
 from phalanx.web.run_store import NotYetError, RunStore
 
-TABLE = "points.csv"  # what phalanx scale sweep writes
+TABLE = "points.csv"  # written by phalanx scale sweep
 MOST_SWEEPS = 200
 WAIT_S = 20.0
 PICTURES = {
@@ -32,7 +32,7 @@ PICTURES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitPage:
-    """A fitted sweep as the page shows it; `problem` where no law can be fitted to it."""
+    """A fitted sweep as the page shows it; `problem` is set if no law can be fitted to it."""
 
     text: str = ""
     pictures: Mapping[str, str]
@@ -40,7 +40,7 @@ class FitPage:
 
 
 def scaling_routes(store: RunStore) -> list[Route]:
-    """All addresses below /scaling."""
+    """Return all routes below /scaling."""
 
     async def listing(request: Request) -> Response:
         return _html_page("Scaling laws", await to_thread.run_sync(_list_body, store), up="")
@@ -51,21 +51,21 @@ def scaling_routes(store: RunStore) -> list[Route]:
         if table is None:
             return _html_page("Scaling laws", "<p>There is no sweep of this name here.</p>", status=404)
         try:
-            found = await to_thread.run_sync(fit_page, store, name, table)
+            page = await to_thread.run_sync(fit_page, store, name, table)
         except NotYetError:
             return _html_page(name, "<p>The law is still being fitted; load this page again in a moment.</p>", 503)
-        return _html_page(name, _fit_body(name, found))
+        return _html_page(name, _fit_body(name, page))
 
     async def picture(request: Request) -> Response:
         name, file = request.path_params["name"], request.path_params["picture"]
         table = (await to_thread.run_sync(find_sweeps, store)).get(name)
         try:
-            found = None if table is None else await to_thread.run_sync(fit_page, store, name, table)
+            page = None if table is None else await to_thread.run_sync(fit_page, store, name, table)
         except NotYetError:
-            found = None
-        if found is None or file not in found.pictures:
+            page = None
+        if page is None or file not in page.pictures:
             return Response("", 404, media_type="text/plain")
-        return Response(found.pictures[file], headers={"cache-control": "no-cache"}, media_type="image/svg+xml")
+        return Response(page.pictures[file], headers={"cache-control": "no-cache"}, media_type="image/svg+xml")
 
     return [
         Route("/scaling", listing, methods=["GET"]),
@@ -75,23 +75,23 @@ def scaling_routes(store: RunStore) -> list[Route]:
 
 
 def find_sweeps(store: RunStore) -> dict[str, Path]:
-    """The tables of sweeps in the folder, by the names of their folders; none where one run alone is shown."""
+    """Return the tables of sweeps in the folder, by folder name; empty if a single run is shown."""
     if store.is_one_run:
         return {}
     try:
-        folders = sorted(one for one in store.root.iterdir() if one.is_dir() and not one.is_symlink())
+        folders = sorted(folder for folder in store.root.iterdir() if folder.is_dir() and not folder.is_symlink())
     except OSError:
         return {}
-    return {one.name: one / TABLE for one in folders if (one / TABLE).is_file()} if folders else {}
+    return {folder.name: folder / TABLE for folder in folders if (folder / TABLE).is_file()} if folders else {}
 
 
 def fit_page(store: RunStore, name: str, table: Path) -> FitPage:
-    """The fit of a table, kept until the table changes."""
+    """Return the fit of a table, cached until the table changes."""
     stamp = table.stat()
-    found: FitPage = store.memo.get(
+    page: FitPage = store.memo.get(
         ("scaling", name), (stamp.st_size, stamp.st_mtime_ns), lambda: _fit_table(table), wait_s=WAIT_S, now=True
     )
-    return found
+    return page
 
 
 def _fit_table(table: Path) -> FitPage:
@@ -101,11 +101,13 @@ def _fit_table(table: Path) -> FitPage:
     from phalanx.scale.points import TableOptions, read_points
 
     try:
-        # A sweep's own table counts all parameters, and 6·N·D.
+        # The table of a sweep counts all parameters, and FLOPs as 6·N·D.
         points = read_points(table, TableOptions(params_counted="total", flops_counted="6nd"))
         fit = fit_law(points)
     except PhalanxError as error:
-        return FitPage(pictures={}, problem="; ".join(f"{one.what} {one.why}".strip() for one in error.problems[:3]))
+        return FitPage(
+            pictures={}, problem="; ".join(f"{problem.what} {problem.why}".strip() for problem in error.problems[:3])
+        )
     return FitPage(text=fit_text(fit), pictures=fit_plots(fit, points))
 
 
@@ -130,19 +132,21 @@ def _fit_body(name: str, found: FitPage) -> str:
         if file in found.pictures
     )
     blocks = found.text.strip("\n").split("\n\n")
-    texts = "".join(f'<pre class="{_block_class(one)}">{escape(one)}</pre>' for one in blocks)
+    texts = "".join(f'<pre class="{_block_class(block)}">{escape(block)}</pre>' for block in blocks)
     return f"{pictures}{texts}"
 
 
 def _block_class(block: str) -> str:
-    """A table keeps its lines and scrolls sideways on a narrow screen; sentences are wrapped."""
+    """Return the CSS class of a block: a table keeps its lines and scrolls on a narrow screen; sentences
+    are wrapped.
+    """
     is_table = sum(len(re.findall(r"\S {2,}(?=\S)", line)) >= 2 for line in block.splitlines()) >= 2
     return "table" if is_table else "sentences"
 
 
 def _html_page(title: str, body: str, status: int = 200, *, up: str = "../") -> Response:
-    """A page; `up` leads to the dashboard's root, which need not be the server's."""
-    styles = "".join(f'<link rel="stylesheet" href="{up}static/css/{one}.css">' for one in ("base", "parts", "pages"))
+    """Return an HTML page; `up` is the relative path to the dashboard's root, which may differ from the server's."""
+    styles = "".join(f'<link rel="stylesheet" href="{up}static/css/{name}.css">' for name in ("base", "parts", "pages"))
     text = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         'content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'

@@ -1,4 +1,4 @@
-"""Runs the dashboard's server until it is told to stop."""
+"""Run the dashboard's server until it is stopped, and determine the host names it accepts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from phalanx.web.event_stream import NewsHub
 from phalanx.web.request_guard import MOST_HEADER_BYTES
 from phalanx.web.run_store import RunStore
 
-LOOK_S = 10.0  # a client has this long, and at most twice this, to finish a request or to take what was sent
-KEEP_ALIVE_S = 8  # less than a look: quiet connections end politely
+LOOK_S = 10.0  # a client has this long, at most twice this, to finish a request or to receive sent data
+KEEP_ALIVE_S = 8  # less than LOOK_S: idle connections end regularly
 MOST_CONNECTIONS = 512
-SHUTDOWN_S = 1  # for answers that are on their way
+SHUTDOWN_S = 1  # for answers that are being sent
 
 
 def serve_dashboard(
     listener: socket.socket, store: RunStore, *, door: AccessPolicy, complain: Callable[[str], None]
 ) -> None:
-    """Answer until SIGINT or SIGTERM, which takes its usual course afterwards."""
-    # A walk over a long run holds the interpreter; a request that reads ten files waits for a turn ten times. Turns of
-    # 1 ms instead of 5 keep those waits short.
+    """Serve until SIGINT or SIGTERM, which is then handled as usual."""
+    # A walk over a long run holds the interpreter lock; a request that reads ten files waits for it ten times. A
+    # switch interval of 1 ms instead of 5 ms keeps these waits short.
     sys.setswitchinterval(0.001)
     asyncio.run(serving(listener, store, door=door, complain=complain))
 
@@ -44,13 +44,13 @@ async def serving(
     complain: Callable[[str], None],
     stop: threading.Event | None = None,
 ) -> None:
-    """`serve` inside an event loop; also ends when `stop` is set."""
+    """Run the server inside an event loop; ends also if `stop` is set."""
     hub = NewsHub(store)
     server = uvicorn.Server(_server_config(create_app(store, hub, door=door, complain=complain)))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not task.done() and not server.should_exit and not (stop is not None and stop.is_set()):
         await asyncio.sleep(0.05)
-    # uvicorn waits for open answers, and a stream never ends by itself.
+    # uvicorn waits for open answers, and a stream does not end by itself.
     server.should_exit = True
     hub.close()
     store.memo.close()
@@ -76,7 +76,7 @@ def _server_config(app: Any) -> uvicorn.Config:
 
 
 def _watched_protocol(**settings: Any) -> H11Protocol:
-    """A connection that is looked at now and then: uvicorn itself waits for a slow client for ever."""
+    """Create a connection that is checked regularly: uvicorn itself waits forever for a slow client."""
     protocol = H11Protocol(**settings)
     protocol.loop.call_later(LOOK_S, _drop_idle_client, protocol, _Seen(cycle=None, pending=0, idle=True))
     return protocol
@@ -84,15 +84,15 @@ def _watched_protocol(**settings: Any) -> H11Protocol:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Seen:
-    """A connection as it was at the last look."""
+    """The state of a connection at the last check."""
 
     cycle: object  # the newest request, compared by identity
-    pending: int  # bytes the client has not taken
+    pending: int  # bytes that the client has not received
     idle: bool  # no request is being answered
 
 
 def _drop_idle_client(protocol: H11Protocol, before: _Seen) -> None:
-    """Drop a client that finished no request, or took no byte, between two looks."""
+    """Drop a client that finished no request, or received no byte, between two checks."""
     transport = protocol.transport
     if transport is None or protocol not in protocol.connections:
         return
@@ -101,21 +101,21 @@ def _drop_idle_client(protocol: H11Protocol, before: _Seen) -> None:
     is_stuck = 0 < before.pending <= now.pending
     is_silent = before.idle and now.idle and before.cycle is now.cycle and not pending
     if is_stuck or is_silent:
-        transport.abort()  # close() would wait for the bytes to be taken
+        transport.abort()  # close() would wait until the client has received the data
         return
     protocol.loop.call_later(LOOK_S, _drop_idle_client, protocol, now)
 
 
-# ---- the names a browser may call the dashboard by -------------------------------------------------------------------
+# ---- host names of the dashboard -------------------------------------------------------------------------------------
 
 
 DEFAULT = "127.0.0.1:8337"
 
 
 def allowed_hosts(bound: Address, *, asked: str = "") -> frozenset[str]:
-    """Names of a server that listens there, `asked` to by that name.
+    """Return the host names of a server bound to an address; `asked` is the name given by the user.
 
-    A foreign name that resolves to us is an attack (DNS rebinding).
+    Any other name that resolves to this server is a DNS rebinding attack.
     """
     if _numeric_address(bound).is_loopback:
         return LOOPBACK_NAMES | {bound.host}
@@ -124,7 +124,7 @@ def allowed_hosts(bound: Address, *, asked: str = "") -> frozenset[str]:
 
 
 def is_any(bound: Address) -> bool:
-    """Whether the socket listens on every address of the machine."""
+    """Return True if the socket listens on every address of the machine."""
     return _numeric_address(bound).is_unspecified
 
 
