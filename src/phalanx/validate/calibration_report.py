@@ -1,4 +1,6 @@
-"""Calibration from a user's own measurements: a table of steps, or a run folder; and the file it leaves."""
+"""Calibration of the cost model from a user's measurements, a table of steps or a run folder; and the calibration
+file.
+"""
 
 from __future__ import annotations
 
@@ -32,50 +34,54 @@ from phalanx.validate.throughput_table import number, read_table
 
 VERSION = 1
 # Steps of one system and one program scatter less around their calibrated prediction than the rows of a published
-# table, which mix machines and versions (validate.SCATTER_SHARE).
+# table, which mix machines and versions (throughput_score.SCATTER_SHARE).
 OWN_SCATTER_SHARE = 0.3
-LEAST_STEPS = 3  # steps of a run after warm-up
-WARM_UP_SHARE = 0.2  # first share of a run's steps that is left out: compilation, caches, allocator
+LEAST_STEPS = 3  # minimum steps of a run after warm-up
+WARM_UP_SHARE = 0.2  # first share of a run's steps, left out because of compilation, caches and allocator
 LARGEST_EVENTS_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationReport:
-    """What was fitted, on how much, and what it changed."""
+    """The result of a calibration: source, number of measurements, factors, and median errors before and after."""
 
     version: int
     source: str
     measurements: int
-    skipped: int  # measured rows that could not be priced
+    skipped: int  # measured rows that could not be predicted
     scalars: Calibration
     median_error_before: float
     median_error_after: float
 
 
 def calibrate_table(path: Path) -> CalibrationReport:
-    """Scalars for the one system whose measured steps a table holds."""
+    """Fit calibration factors to a table with measured steps of one system."""
     rows = tuple(row for row in read_table(path).rows if (number(row, "step_s") or 0.0) > 0)
     if not rows:
         fix = "fill in step_s (seconds per optimizer step) for three to five runs"
         raise mistake(str(path), "has no measured step_s", fix=fix)
-    found = predict_rows(rows)
-    if not found.priced.size:
-        raise mistake(str(path), f"has no row that can be priced: {found.reason[0]}", fix="see docs/validation.md")
-    measured = np.array([number(rows[index], "step_s") or np.nan for index in found.priced])
-    low, high = step_interval(found.cases, found.times, found.frameworks)
-    skipped = len(rows) - found.priced.size
-    return _fit_report(str(path), found.times, measured, OWN_SCATTER_SHARE * np.log(high / low) / 2.0, skipped=skipped)
+    predictions = predict_rows(rows)
+    if not predictions.priced.size:
+        raise mistake(
+            str(path), f"has no row that can be priced: {predictions.reason[0]}", fix="see docs/validation.md"
+        )
+    measured = np.array([number(rows[index], "step_s") or np.nan for index in predictions.priced])
+    low, high = step_interval(predictions.cases, predictions.times, predictions.frameworks)
+    skipped = len(rows) - predictions.priced.size
+    return _fit_report(
+        str(path), predictions.times, measured, OWN_SCATTER_SHARE * np.log(high / low) / 2.0, skipped=skipped
+    )
 
 
 def calibrate_run(folder: Path) -> CalibrationReport:
-    """Scalars from a run folder: `plan.json` and the step durations in its `events*.jsonl`."""
+    """Fit calibration factors to a run folder: `plan.json` and the step durations in its `events*.jsonl`."""
     plan_file = folder / "plan.json"
     if not is_file(plan_file):
         raise mistake(str(folder), "has no plan.json", fix="name a run folder, or a CSV table of measured steps")
     planned = Plan.from_json(read_text(plan_file, noun="plan"), where=str(plan_file))
     durations = _newest_layout(folder) or list(_step_durations(folder))
-    kept = durations[int(len(durations) * WARM_UP_SHARE) :]
-    if len(kept) < LEAST_STEPS:
+    settled_s = durations[int(len(durations) * WARM_UP_SHARE) :]
+    if len(settled_s) < LEAST_STEPS:
         raise mistake(
             str(folder),
             f"has {plural(len(durations), 'measured step')}, and calibration needs {LEAST_STEPS} after warm-up",
@@ -83,13 +89,14 @@ def calibrate_run(folder: Path) -> CalibrationReport:
         )
     question, _ = request.request_from_job(planned.job, planned.cluster)
     _, times, _ = price_layouts(question, [planned.layout])
-    return _fit_report(str(folder), times, np.array([statistics.median(kept)]), np.array([0.0]))
+    return _fit_report(str(folder), times, np.array([statistics.median(settled_s)]), np.array([0.0]))
 
 
 def _newest_layout(folder: Path) -> list[float]:
-    """Durations of the steps that the plan's own layout did, of a run that had several; else nothing.
+    """Return the durations of the steps in the plan's layout, of a run that had several layouts; otherwise an empty
+    list.
 
-    Raises UserError when it did none: the newest layout is one that nobody planned, as after a lost rank.
+    Raises UserError if the plan's layout did no step: the newest layout was not planned, as after a lost rank.
     """
     run = Run(path=folder)
     history = RunHistory.open(run)
@@ -97,7 +104,7 @@ def _newest_layout(folder: Path) -> list[float]:
     if len(known) < 2:
         return []
     newest = run.plan()
-    planned = [one for one in known if one.plan == newest]
+    planned = [span for span in known if span.plan == newest]
     if not planned:
         raise mistake(
             str(folder),
@@ -106,13 +113,13 @@ def _newest_layout(folder: Path) -> list[float]:
             fix="name a run that trained as planned",
         )
     piece = planned[-1]
-    found = (seconds(one, "duration_s") for one in history.steps(history.witness, piece.first, piece.last))
-    return [one for one in found if one]
+    durations = (seconds(event, "duration_s") for event in history.steps(history.witness, piece.first, piece.last))
+    return [duration_s for duration_s in durations if duration_s]
 
 
 def _step_durations(folder: Path) -> Iterator[float]:
-    """Step durations in the order of the first rank's events; torn or foreign lines are skipped."""
-    for path in [found for found in sorted(folder.glob("events*.jsonl")) if is_file(found)][:1]:
+    """Yield step durations in the order of the first rank's events; invalid lines are skipped."""
+    for path in [path for path in sorted(folder.glob("events*.jsonl")) if is_file(path)][:1]:
         if path.stat().st_size > LARGEST_EVENTS_BYTES:
             raise mistake(str(path), f"is larger than {LARGEST_EVENTS_BYTES:,} bytes", fix="name a shorter run")
         for line in raw_lines(path):
@@ -139,7 +146,7 @@ def _fit_report(
 
 
 def write_calibration(path: Path, report: CalibrationReport) -> None:
-    """The calibration file, whole or not at all."""
+    """Write the calibration file atomically."""
     write_text(path, json_text(report, indent=1) + "\n")
 
 
@@ -153,7 +160,7 @@ MEANING = {
 
 
 def calibration_text(report: CalibrationReport) -> str:
-    """What a person reads."""
+    """Format a calibration report for a terminal."""
     rows = [(name, f"{getattr(report.scalars, name):.3f}", MEANING[name]) for name in GROUPS]
     lines = [
         f"{plural(report.measurements, 'measurement')} from {report.source}",

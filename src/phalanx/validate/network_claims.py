@@ -1,4 +1,4 @@
-"""Read a table of network claims: source, quantity, value, unit, conditions."""
+"""Read a table of network claims (source, quantity, value, unit, conditions), and judge computed numbers against it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ MOST_ROWS = 100_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """One claim. `conditions` that say "same" are those of the row above, with what follows."""
+    """One claim of the table. `conditions` that begin with "same" are those of the row above, plus what follows."""
 
     line: int
     source: str
     quantity: str
-    value: float | None  # None: the cell is no number
+    value: float | None  # None: the cell is not a number
     unit: str
     conditions: str
-    rounding: float = 0.0  # half of the last digit that is printed; 0 where that says nothing
+    rounding: float = 0.0  # half of the last printed digit; 0 if the digits do not show the precision
 
 
 def is_network_table(path: Path) -> bool:
-    """Whether a file's header is that of network claims; False for anything that cannot be read."""
+    """Return True if a file has the header of network claims; False also if it cannot be read."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             header = file.readline(4096)
@@ -44,7 +44,7 @@ def is_network_table(path: Path) -> bool:
 
 
 def read_claims(path: Path) -> tuple[Claim, ...]:
-    """The rows of a file, or a UserError that says what is wrong with it."""
+    """Return the claims in a file; raise UserError with the problem if it is not a valid table."""
     reader = csv.DictReader(io.StringIO(read_text(path, noun="CSV file", most_bytes=LARGEST_BYTES), newline=""))
     try:
         names = [name.strip().lower() for name in csv_columns(reader, str(path))]
@@ -79,7 +79,9 @@ def _read_claim(raw: dict[str, str], line: int, before: Claim | None) -> Claim:
     conditions = cells["conditions"]
     first, _, rest = conditions.partition(",")
     if first.strip().lower() == "same" and before is not None:
-        conditions = ", ".join(part for part in (before.conditions, rest.strip()) if part)
+        conditions = ", ".join(
+            conditions_part for conditions_part in (before.conditions, rest.strip()) if conditions_part
+        )
     return Claim(
         line=line,
         source=cells["source"],
@@ -92,12 +94,14 @@ def _read_claim(raw: dict[str, str], line: int, before: Claim | None) -> Claim:
 
 
 def _half_digit(text: str) -> float:
-    """Half of the last digit: 6.1 stands for 6.05 to 6.15, and 85 for 84.5 to 85.5; a single digit may be a count."""
+    """Return half of the last digit: 6.1 stands for 6.05 to 6.15, and 85 for 84.5 to 85.5; a single digit may be a
+    count.
+    """
     digits = text.replace(",", "").replace("_", "").lstrip("+-")
-    whole, point, part = digits.partition(".")
-    if not (whole + part).isdecimal() or (not point and len(whole) < 2):
+    integer_digits, point, decimals = digits.partition(".")
+    if not (integer_digits + decimals).isdecimal() or (not point and len(integer_digits) < 2):
         return 0.0
-    return 0.5 * 10.0 ** -len(part)
+    return 0.5 * 10.0 ** -len(decimals)
 
 
 def _cell_number(text: str) -> float | None:
@@ -108,7 +112,7 @@ def _cell_number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# Numbers out of the words of a row.
+# ---- numbers in the texts of a row -----------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -122,18 +126,18 @@ _NUMBER = r"\d[\d,_]*(?:\.\d+)?"
 
 
 class NotStated(Exception):
-    """A row's words leave out something that its quantity depends on."""
+    """A row's texts lack something that its quantity depends on."""
 
 
 def stated(value: T | None, what: str) -> T:
-    """A value that was found, or NotSaid."""
+    """Return the value; raise NotStated if it is None or 0."""
     if value is None or value == 0:
         raise NotStated(what)
     return value
 
 
 def count_before(text: str, noun: str) -> int | None:
-    """The number before a noun: digits, with K or M for thousands and millions, or a word.
+    """Return the number before a noun: digits, with K or M for thousands and millions, or a word.
 
     >>> (
     ...     count_before("2 tiers, 8 planes x 100G", "planes?"),
@@ -144,17 +148,17 @@ def count_before(text: str, noun: str) -> int | None:
     >>> count_before("75K-GPU job", "GPUs?"), count_before("131,072 hosts", "hosts?")
     (75000, 131072)
     """
-    found = re.search(rf"({_NUMBER}|\b(?:{'|'.join(_WORDS)}))([KM]?)[ -](?:{noun})\b", text, re.IGNORECASE)
-    if found is None:
+    match = re.search(rf"({_NUMBER}|\b(?:{'|'.join(_WORDS)}))([KM]?)[ -](?:{noun})\b", text, re.IGNORECASE)
+    if match is None:
         return None
-    word = found[1].lower()
+    word = match[1].lower()
     if word in _WORDS:
         return _WORDS[word]
-    return round(float(re.sub(r"[,_]", "", word)[:15]) * _THOUSANDS[found[2].upper()])
+    return round(float(re.sub(r"[,_]", "", word)[:15]) * _THOUSANDS[match[2].upper()])
 
 
 def pair_before(text: str, after: str) -> tuple[int, int] | None:
-    """Two numbers with an x between them, before what `after` matches.
+    """Return two numbers with an x between them, before what `after` matches.
 
     >>> (
     ...     pair_before("64x800G switches", "G"),
@@ -163,28 +167,28 @@ def pair_before(text: str, after: str) -> tuple[int, int] | None:
     ... )
     ((64, 800), (32, 32), None)
     """
-    found = re.search(rf"(\d+) ?[x×] ?(\d+)(?:{after})", text)
-    return (_whole_number(found[1]), _whole_number(found[2])) if found else None
+    match = re.search(rf"(\d+) ?[x×] ?(\d+)(?:{after})", text)
+    return (_whole_number(match[1]), _whole_number(match[2])) if match else None
 
 
 def number_matching(text: str, pattern: str) -> float | None:
-    """The first group of a pattern as a number."""
-    found = re.search(pattern, text)
-    return float(found[1].replace(",", "")) if found else None
+    """Return the first group of a pattern as a number."""
+    match = re.search(pattern, text)
+    return float(match[1].replace(",", "")) if match else None
 
 
 def size_bytes(text: str) -> float | None:
-    """The first size with a binary unit.
+    """Return the first size with a binary unit, in bytes.
 
     >>> size_bytes("8x H200 128KiB torch"), size_bytes("4x8 B200 16 GiB; measured")
     (131072.0, 17179869184.0)
     """
-    found = _SIZE.search(text)
-    return float(found[1]) * _UNITS[found[2]] if found else None
+    match = _SIZE.search(text)
+    return float(match[1]) * _UNITS[match[2]] if match else None
 
 
 def without_size(text: str) -> str:
-    """The text with its first size left out: rows that differ only there are one series."""
+    """Return the text without its first size: rows that differ only in their size form one series."""
     return _SIZE.sub("", text, count=1)
 
 
@@ -192,12 +196,12 @@ def _whole_number(digits: str) -> int:
     return int(re.sub(r"\D", "", digits)[:15] or "0")
 
 
-# What became of a row.
+# ---- outcomes --------------------------------------------------------------------------------------------------------
 
 
 Status = Literal["reproduced", "range", "calibrated", "not attempted"]
 
-# A published figure is rounded, and "12 %" stands for 12.5: what counts as the same number.
+# Published figures are rounded, and "12 %" may stand for 12.5: numbers this close count as equal.
 TOLERANCE = 0.05
 _RANGE = re.compile(r"any value ([\d.]+)-([\d.]+) agrees")
 _LEAST = re.compile(r"accept >=\s*([\d.]+)")
@@ -205,21 +209,21 @@ _LEAST = re.compile(r"accept >=\s*([\d.]+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimOutcome:
-    """Our number beside the row's, or the reason why there is none."""
+    """A computed number compared with the row's value, or the reason why there is none."""
 
     row: Claim
     status: Status
     ours: float | None = None
-    error: float | None = None  # ours / theirs - 1; their unit where theirs is 0
-    tolerance: float | None = None  # none where the row itself says what agrees, and of a range
-    within: bool | None = None  # the tolerance, the range the row itself allows, or `between`
-    between: tuple[float, float] | None = None  # our numbers over what is not published
-    note: str = ""  # how it was computed, or why not
+    error: float | None = None  # ours / theirs - 1; in the row's unit if the row's value is 0
+    tolerance: float | None = None  # None if the row states what agrees, and for a range
+    within: bool | None = None  # True if within the tolerance, the range that the row allows, or `between`
+    between: tuple[float, float] | None = None  # computed numbers over the plausible values of an unpublished input
+    note: str = ""  # the method, or the reason for skipping
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeededSimulation:
-    """What a row needs simulated, and what that costs. Rows with the same key share one simulation."""
+    """A simulation that a row needs, and its cost. Rows with the same key share one simulation."""
 
     key: Hashable
     cpu_s: float
@@ -227,14 +231,14 @@ class NeededSimulation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimContext:
-    """What a reader may look at beside its row. Other rows' values serve only to fit two points of a system."""
+    """Data for readers in addition to the row. Values of other rows serve only to fit two points of a system."""
 
     rows: tuple[Claim, ...]
-    simulate: bool = False  # everything, whatever it costs
-    allowed: frozenset[Hashable] = frozenset()  # simulations that are cheap enough without being asked for
+    simulate: bool = False  # run all simulations, whatever they cost
+    allowed: frozenset[Hashable] = frozenset()  # simulations that are cheap enough to run without a request
 
     def refuses(self, one: NeededSimulation) -> str:
-        """Why a simulation is not run, or nothing."""
+        """Return the reason why a simulation is not run; empty if it is."""
         if self.simulate or one.key in self.allowed:
             return ""
         return f"needs --simulate: about {max(one.cpu_s, 1):,.0f} s of CPU"
@@ -252,14 +256,16 @@ def reproduced(
     tolerance: float = TOLERANCE,
     inverse: bool = False,
 ) -> ClaimOutcome:
-    """A number computed without the row's value; `inverse` judges 1/ours, as the time behind a rate."""
+    """Judge a number computed without the row's value; `inverse` judges 1/ours, such as the time behind a rate."""
     return _judge_claim(row, "reproduced", ours, note, tolerance, inverse=inverse)
 
 
 def ranged(row: Claim, ours: float, note: str, *, between: tuple[float, float]) -> ClaimOutcome:
-    """Numbers over what an unpublished input may be; `ours` is the middle one, or the end that the row names.
+    """Judge numbers over the plausible values of an unpublished input; `ours` is the middle one, or the end that the
+    row names.
 
-    The row lies among them or does not. That is weaker than a number that agrees: the wider, the weaker.
+    The row's value is inside the range or not. This is weaker evidence than a single number that agrees: the wider the
+    range, the weaker.
     """
     if row.value is None:
         return skipped(row, "its value is no number")
@@ -270,12 +276,12 @@ def ranged(row: Claim, ours: float, note: str, *, between: tuple[float, float]) 
 
 
 def calibrated(row: Claim, ours: float, note: str, *, tolerance: float = TOLERANCE) -> ClaimOutcome:
-    """A number of ours that was taken from this source: agreement is no evidence."""
+    """Return an outcome without a computed number."""
     return _judge_claim(row, "calibrated", ours, note, tolerance)
 
 
 def skipped(row: Claim, reason: str) -> ClaimOutcome:
-    """No number."""
+    """Return an outcome without a number."""
     return ClaimOutcome(row=row, status="not attempted", note=reason)
 
 
@@ -293,17 +299,19 @@ def _judge_claim(
     error = ours / row.value - 1 if row.value else ours
     judged = row.value / ours - 1 if inverse and ours else error
     within = abs(judged) <= tolerance + 1e-12 or abs(ours - row.value) <= row.rounding * (1 + 1e-9)
-    held: float | None = tolerance
-    if found := _RANGE.search(row.conditions):
-        held = None
-        within = float(found[1]) <= ours <= float(found[2])
-    elif found := _LEAST.search(row.conditions):
-        held = None
-        within = ours >= float(found[1])
-    return ClaimOutcome(row=row, status=status, ours=ours, error=error, tolerance=held, within=within, note=note)
+    shown_tolerance: float | None = tolerance
+    if match := _RANGE.search(row.conditions):
+        shown_tolerance = None
+        within = float(match[1]) <= ours <= float(match[2])
+    elif match := _LEAST.search(row.conditions):
+        shown_tolerance = None
+        within = ours >= float(match[1])
+    return ClaimOutcome(
+        row=row, status=status, ours=ours, error=error, tolerance=shown_tolerance, within=within, note=note
+    )
 
 
-# Rows that we read and do not attempt, with the reason.
+# ---- quantities that are recognized but not attempted, with the reason -----------------------------------------------
 
 
 REASONS = (

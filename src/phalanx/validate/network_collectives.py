@@ -1,4 +1,4 @@
-"""The machine a row's words describe, as NCCL would see it."""
+"""Readers for claims about NCCL: its machine as described in a row, its tables and choices, and bus bandwidths."""
 
 from __future__ import annotations
 
@@ -49,14 +49,16 @@ FAMILY_OF: Mapping[str, Family] = {
     "GB200": "blackwell",
     "GB300": "blackwell",
 }
-NIC_GBPS = 400.0  # per GPU, where a row with several nodes names none: the common NIC of Hopper and Blackwell boards
+NIC_GBPS = 400.0  # per GPU, if a row with several nodes names no NIC: the common NIC of Hopper and Blackwell boards
 MOST = 1 << 20
 _NODES = re.compile(r"\b(\d+) nodes? x (\d+) ([A-Z]+\d+)\b|\b(\d+) ?x ?(\d+) ([A-Z]+\d+)\b|\b(\d+)x ([A-Z]+\d+)\b")
 _RACK = re.compile(r"\bNVL(\d+)\b")
 
 
 def machine(text: str, *, nvls: bool = True) -> NcclSystem | None:
-    """`4 nodes x 8 B200 ... 8x400G`, `4x8 H100, 3.2T IB`, `8x H200` or `NVL72`; None where there is no such thing."""
+    """Parse `4 nodes x 8 B200 ... 8x400G`, `4x8 H100, 3.2T IB`, `8x H200` or `NVL72`; return None if
+    nothing matches.
+    """
     shape = _system_shape(text)
     if shape is None:
         return None
@@ -68,31 +70,31 @@ def machine(text: str, *, nvls: bool = True) -> NcclSystem | None:
 
 
 def _system_shape(text: str) -> tuple[int, int, str] | None:
-    if found := _NODES.search(text):
-        first = found[1] or found[4]
+    if match := _NODES.search(text):
+        first = match[1] or match[4]
         if first:
-            return int(first[:7]), int((found[2] or found[5])[:7]), found[3] or found[6]
-        return 1, int(found[7][:7]), found[8]
-    if found := _RACK.search(text):
-        return 1, int(found[1][:4]), "GB200"
+            return int(first[:7]), int((match[2] or match[5])[:7]), match[3] or match[6]
+        return 1, int(match[7][:7]), match[8]
+    if match := _RACK.search(text):
+        return 1, int(match[1][:4]), "GB200"
     return None
 
 
 def _nic_gbps(text: str, per_node: int) -> float:
-    if found := re.search(r"\b\d+x(\d+)G\b", text):
-        return float(found[1])
-    whole = number_matching(text, r"([\d.]+)T (?:IB|RoCE|EFA)")
-    return 1000.0 * whole / per_node if whole else NIC_GBPS
+    if match := re.search(r"\b\d+x(\d+)G\b", text):
+        return float(match[1])
+    host_terabits = number_matching(text, r"([\d.]+)T (?:IB|RoCE|EFA)")
+    return 1000.0 * host_terabits / per_node if host_terabits else NIC_GBPS
 
 
-# Rows about NCCL's own tables and choices.
+# ---- NCCL's tables and choices ---------------------------------------------------------------------------------------
 
 
 SAME = "a constant of our model, read in the same source"
 EXACT = 1e-3
 MIB = 2**20
-LARGEST_POWER = 50  # a pebibyte: beyond any message
-PER_NODE = 8  # where a row names only ranks
+LARGEST_POWER = 50  # a pebibyte: larger than any message
+PER_NODE = 8  # if a row names only the number of ranks
 BY_NODES: Mapping[str, Mapping[tables.Family, tables.Triple]] = {
     "LL max bandwidth": tables.LL_MOST_GB,
     "per-channel Ring LL128": tables.RING_LL128_CHANNEL_GB,
@@ -103,7 +105,7 @@ BY_NODES: Mapping[str, Mapping[tables.Family, tables.Triple]] = {
 
 
 def hop_latency(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
-    """Base, NVLink, PCI and network latency of a pair."""
+    """Compare base, NVLink, PCI and network latency of an algorithm and protocol."""
     hop, _latency, algorithm, protocol = row.quantity.split(" ")[:4]
     for known, of_hop in tables.LATENCY_US.items():
         for name, triple in of_hop.items():
@@ -113,7 +115,7 @@ def hop_latency(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
 
 
 def by_nodes(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
-    """Limits by family and number of nodes."""
+    """Compare limits by GPU family and number of nodes."""
     table, family = BY_NODES.get(row.quantity), _device_family(row.conditions)
     nodes = number_matching(row.conditions, r"(\d+) nodes?\b")
     if table is None or family is None or not nodes:
@@ -122,13 +124,13 @@ def by_nodes(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
 
 
 def efficiency(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
-    """Of sums in the switch."""
+    """Compare the efficiency of reductions in the switch (NVLS)."""
     family = _device_family(row.conditions)
     return None if family is None else calibrated(row, tables.NVLS_EFFICIENCY[family], SAME, tolerance=EXACT)
 
 
 def link_rate(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
-    """GB/s of one NVLink."""
+    """Compare GB/s of one NVLink."""
     sm = number_matching(row.conditions, r"sm(\d+)")
     if sm is None or sm < 80:
         return None
@@ -137,7 +139,7 @@ def link_rate(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
 
 
 def tree_correction(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
-    """c(S)."""
+    """Compare the correction factor of trees by message size, c(S)."""
     nbytes, name = number_matching(row.conditions, r"bytes (\d+)"), row.quantity.rpartition(" ")[2]
     for protocol, factors in tables.TREE_CORRECTION.items():
         if protocol == name and nbytes and nbytes >= 64:
@@ -147,19 +149,21 @@ def tree_correction(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
 
 
 def _device_family(text: str) -> tables.Family | None:
-    return next((one for one in tables.FAMILIES if text.lower().startswith(one)), None)
+    return next((family for family in tables.FAMILIES if text.lower().startswith(family)), None)
 
 
 def _ranked_system(row: Claim) -> NcclSystem | None:
-    """A system of ranks whose channels the row names; rows without them are about latency, where they do not count."""
+    """Return a system with the ranks and channels that the row names; rows about latency name no channels and need
+    none.
+    """
     ranks = count_before(row.conditions, "ranks?")
     per_node = count_before(row.conditions, "per node") or PER_NODE
     if not ranks or ranks % per_node:
         return None
-    found = re.search(r"(\d+) ch x ([\d.]+) GB/s", row.conditions)
-    speed = float(found[2]) if found else 24.0
-    ring = Channels(count=int(found[1]) if found else 16, inside_gb=speed, across_gb=speed)
-    named = (one for one in tables.FAMILIES if one in row.conditions.lower())
+    channels = re.search(r"(\d+) ch x ([\d.]+) GB/s", row.conditions)
+    speed = float(channels[2]) if channels else 24.0
+    ring = Channels(count=int(channels[1]) if channels else 16, inside_gb=speed, across_gb=speed)
+    named = (family_name for family_name in tables.FAMILIES if family_name in row.conditions.lower())
     family: tables.Family = next(named, "hopper")
     nodes = ranks // per_node
     amd = "AMD" in row.conditions
@@ -169,7 +173,7 @@ def _ranked_system(row: Claim) -> NcclSystem | None:
 
 
 def crossing(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
-    """The first power of two at which NCCL's model has the ring faster than the tree."""
+    """Compare the first power of two at which NCCL's model has the ring faster than the tree."""
     comm = _ranked_system(row)
     if comm is None:
         return None
@@ -181,13 +185,13 @@ def crossing(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
 
 
 def start_up(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
-    """Latency of one pair for a message of nothing."""
+    """Compare the latency of an algorithm and protocol for an empty message."""
     name, protocol = row.quantity.split(" ")[:2]
     comm = _ranked_system(row)
     if comm is None or protocol not in tables.PROTOCOLS:
         return None
     algorithm: tables.Algorithm = "Ring" if name == "ring" else "Tree"
-    chosen = next(one for one in tables.PROTOCOLS if one == protocol)
+    chosen = next(known for known in tables.PROTOCOLS if known == protocol)
     scale = {"ms": 1e-3, "us": 1.0, "s": 1e-6}.get(row.unit)
     if scale is None:
         return None
@@ -197,24 +201,24 @@ def start_up(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
 
 
 def last_of_pair(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
-    """The largest power of two for which NCCL takes the named pair before it takes another."""
-    found = re.search(r"using (\w+) (LL128|LL|Simple)", row.quantity)
+    """Compare the largest power of two for which NCCL takes the named pair before it takes another."""
+    pair = re.search(r"using (\w+) (LL128|LL|Simple)", row.quantity)
     known = machine(row.conditions)
-    if found is None or known is None or row.unit != "MiB":
+    if pair is None or known is None or row.unit != "MiB":
         return None
     sizes = (2.0**power for power in range(10, LARGEST_POWER))
 
     def holds(nbytes: float) -> bool:
         best = choose_pair(known, nbytes)
-        return (best.algorithm.lower(), best.protocol) == (found[1].lower(), found[2])
+        return (best.algorithm.lower(), best.protocol) == (pair[1].lower(), pair[2])
 
-    kept = list(takewhile(holds, sizes))
-    if not kept:
+    sizes_of_pair = list(takewhile(holds, sizes))
+    if not sizes_of_pair:
         return reproduced(row, 0.0, "network/nccl_choice: never takes it")
-    then = choose_pair(known, 2 * kept[-1])
-    pairs = len(possible_pairs(known, 2 * kept[-1]))
+    then = choose_pair(known, 2 * sizes_of_pair[-1])
+    pairs = len(possible_pairs(known, 2 * sizes_of_pair[-1]))
     note = f"network/nccl_choice; then {then.algorithm} {then.protocol} of {pairs} pairs"
-    return reproduced(row, kept[-1] / MIB, note, tolerance=EXACT)
+    return reproduced(row, sizes_of_pair[-1] / MIB, note, tolerance=EXACT)
 
 
 NCCL_READERS: tuple[tuple[str, ClaimReader], ...] = (
@@ -229,23 +233,24 @@ NCCL_READERS: tuple[tuple[str, ClaimReader], ...] = (
 )
 
 
-# Rows with a measured bus bandwidth of a collective.
-#
-# A series (the same system, operation and tool at three sizes or more from 16 MiB on) is fitted on its two ends, which
-# count as calibrated; the sizes between are held out. Below 16 MiB the range of the NCCL model is held against the row,
-# which it was fitted to among others. Everything else is NCCL's model, which knows nothing of the system
-# but its links: a prediction without any fit, meant for sizes from about 1 GiB on.
+# ---- measured bus bandwidth of a collective --------------------------------------------------------------------------
 
 
 GB = 1e9
-LARGE = 8 * 2**30  # where a row names no size, it means the plateau
+LARGE = 8 * 2**30  # the plateau, for a row that names no size
 MODEL_ERROR = 0.10
 SMALL = "the call and the range of small messages are fitted to this source among others"
 
 
 def bus_bandwidth(row: Claim, context: ClaimContext) -> ClaimOutcome | None:
-    """By the two ends of its series, or by NCCL's model."""
-    operation = next((one for one in OPERATIONS if one in row.quantity), None)
+    """Compare a bus bandwidth, computed from the two ends of its series or by NCCL's model.
+
+    A series (three or more sizes from 16 MiB on, of the same system, operation and tool) is fitted on its two ends,
+    which count as calibrated; the sizes between are held out. Below 16 MiB the row is compared with the range of the
+    NCCL model, which was fitted to it among others. Everything else is NCCL's model, which knows only the links of the
+    system: a prediction without any fit, meant for sizes from about 1 GiB on.
+    """
+    operation = next((name for name in OPERATIONS if name in row.quantity), None)
     if operation is None or row.unit != "GB/s":
         return None
     words = f"{row.quantity}; {row.conditions}"
@@ -264,33 +269,36 @@ def bus_bandwidth(row: Claim, context: ClaimContext) -> ClaimOutcome | None:
 
 
 def _small_message(row: Claim, comm: NcclSystem, operation: Operation, nbytes: float) -> ClaimOutcome:
-    """Below 16 MiB the range is what the model stands for, not its middle: the call depends on the network."""
-    found = expect_collective(comm, nbytes, operation=operation)
-    assert found is not None  # rings exist for every operation
-    low, high = (bus_bytes_per_s(comm, nbytes, one, operation=operation) / GB for one in (found.high_s, found.low_s))
-    ours = bus_bytes_per_s(comm, nbytes, found.seconds, operation=operation) / GB
-    held = row.value is not None and low <= row.value <= high
+    """Compare with the model's range, not its middle, below 16 MiB: the cost of a call depends on the network."""
+    expected = expect_collective(comm, nbytes, operation=operation)
+    assert expected is not None  # rings exist for every operation
+    low, high = (
+        bus_bytes_per_s(comm, nbytes, seconds, operation=operation) / GB
+        for seconds in (expected.high_s, expected.low_s)
+    )
+    gb_per_s = bus_bytes_per_s(comm, nbytes, expected.seconds, operation=operation) / GB
+    inside = row.value is not None and low <= row.value <= high
     note = f"{SMALL}; 80 % of systems: {low:.3g} to {high:.3g}"
-    return calibrated(row, ours, note, tolerance=found.high_s / found.seconds - 1 if held else 0.0)
+    return calibrated(row, gb_per_s, note, tolerance=expected.high_s / expected.seconds - 1 if inside else 0.0)
 
 
 def _claim_series(row: Claim, context: ClaimContext) -> tuple[Claim, ...]:
     key = (row.source, row.quantity, without_size(row.conditions))
     return tuple(
-        one
-        for one in context.rows
-        if (one.source, one.quantity, without_size(one.conditions)) == key and size_bytes(one.conditions)
+        claim
+        for claim in context.rows
+        if (claim.source, claim.quantity, without_size(claim.conditions)) == key and size_bytes(claim.conditions)
     )
 
 
 def _series_points(series: tuple[Claim, ...], operation: Operation, ranks: int) -> tuple[Point, ...]:
     share = wire_share(operation, ranks)
-    found = []
-    for one in series:
-        nbytes = size_bytes(one.conditions)
-        if nbytes and one.value and one.value > 0:
-            found.append(Point(nbytes=nbytes, seconds=share * nbytes / (one.value * GB)))
-    return tuple(found)
+    points = []
+    for claim in series:
+        nbytes = size_bytes(claim.conditions)
+        if nbytes and claim.value and claim.value > 0:
+            points.append(Point(nbytes=nbytes, seconds=share * nbytes / (claim.value * GB)))
+    return tuple(points)
 
 
 def _fitted_claim(
@@ -300,11 +308,11 @@ def _fitted_claim(
         fit = fit_points(picked, ranks=comm.ranks, nodes=comm.nodes, operation=operation)
     except UserError as error:
         return skipped(row, f"its series makes no fit: {error.problems[0].what}")
-    ours = fit.bus_bytes_per_s(nbytes) / GB
-    sizes = " and ".join(_size_name(one.nbytes) for one in picked)
+    gb_per_s = fit.bus_bytes_per_s(nbytes) / GB
+    sizes = " and ".join(_size_name(point.nbytes) for point in picked)
     if nbytes in (picked[0].nbytes, picked[1].nbytes):
-        return calibrated(row, ours, "one of the two points its series is fitted on")
-    return reproduced(row, ours, f"fitted on {sizes}", tolerance=allowed_error(nbytes), inverse=True)
+        return calibrated(row, gb_per_s, "one of the two points its series is fitted on")
+    return reproduced(row, gb_per_s, f"fitted on {sizes}", tolerance=allowed_error(nbytes), inverse=True)
 
 
 def _modelled_claim(row: Claim, comm: NcclSystem, operation: Operation, nbytes: float) -> ClaimOutcome | None:
@@ -312,17 +320,17 @@ def _modelled_claim(row: Claim, comm: NcclSystem, operation: Operation, nbytes: 
     best = _best_choice(comm, nbytes, operation, wanted)
     if best is None:
         return skipped(row, f"NCCL has no {wanted} for it")
-    # Rows computed from NCCL's model have its rounded rates and no filling; measured ones have the wire's.
+    # Rows computed from NCCL's model use its rounded rates and no pipeline fill; measured rows use the wire's.
     computed = "computed" in row.source
     seconds = best.seconds if computed else expected_s(comm, best, nbytes, operation=operation)
-    ours = bus_bytes_per_s(comm, nbytes, seconds, operation=operation) / GB
+    gb_per_s = bus_bytes_per_s(comm, nbytes, seconds, operation=operation) / GB
     picks = f"NCCL's model, no fit: {best.algorithm} {best.protocol}"
     logged = re.search(r"\balgo (\w+)", row.conditions)
     if logged is None:
-        return reproduced(row, ours, picks, tolerance=MODEL_ERROR)
+        return reproduced(row, gb_per_s, picks, tolerance=MODEL_ERROR)
     agrees = logged[1].lower() == best.algorithm.lower()
     note = f"{picks}, as logged" if agrees else f"{picks}, but {logged[1]} was logged"
-    return reproduced(row, ours, note, tolerance=MODEL_ERROR if agrees else 0.0)
+    return reproduced(row, gb_per_s, note, tolerance=MODEL_ERROR if agrees else 0.0)
 
 
 def _named_algorithm(quantity: str) -> str | None:
@@ -337,8 +345,8 @@ def _named_algorithm(quantity: str) -> str | None:
 def _best_choice(comm: NcclSystem, nbytes: float, operation: Operation, wanted: str | None) -> AlgorithmChoice | None:
     if wanted is None:
         return choose_pair(comm, nbytes, operation=operation)
-    found = [one for one in possible_pairs(comm, nbytes, operation=operation) if one.algorithm == wanted]
-    return min(found, key=lambda one: one.seconds, default=None)
+    choices = [choice for choice in possible_pairs(comm, nbytes, operation=operation) if choice.algorithm == wanted]
+    return min(choices, key=lambda choice: choice.seconds, default=None)
 
 
 def _size_name(nbytes: float) -> str:

@@ -1,4 +1,4 @@
-"""The fabric that a row's words describe: hosts, planes, ports, tiers."""
+"""Readers for claims about fabrics: the fabric described in a row, its sizes, failures and measured constants."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ from phalanx.validate.network_claims import (
 
 BOX_GBPS = 51_200  # the boxes of arXiv:2605.04333: 512 ports of 100G, 64 of 800G
 NIC_GBPS = 800.0
-MOST_NIC_GBPS = 1600  # `8x100G` up to here is a NIC in planes, `64x800G` beyond is a switch
-MOST_PORTS = 4096  # of one switch: none has more than 1,024
+MOST_NIC_GBPS = 1600  # `8x100G` up to this total is a NIC in planes, `64x800G` beyond it is a switch
+MOST_PORTS = 4096  # of one switch; no product has more than 1,024
 MOST_TIERS = 4
 HOSTS = r"(?:hosts?|NICs?|GPUs?)(?! per\b)"
 
 
 def words(row: Claim) -> str:
-    """Conditions first: where both name a number, they are the more exact."""
+    """Return the row's texts, conditions first: if both name a number, the conditions are more exact."""
     return f"{row.conditions}, {row.quantity}"
 
 
 def planes(row: Claim) -> int:
-    """Planes of a NIC; 1 where nothing is said."""
+    """Return the number of planes of a NIC; 1 if the row does not state it."""
     text = words(row)
-    found = count_before(text, "planes?")
-    if found is None and (nic := _nic_in_planes(text)):
-        found = nic[0]
-    if found is None and (speed := number_matching(text, r"(\d+)G plane")):
-        found = int(NIC_GBPS / speed) if 0 < speed <= NIC_GBPS else None
-    return found or 1
+    count = count_before(text, "planes?")
+    if count is None and (nic := _nic_in_planes(text)):
+        count = nic[0]
+    if count is None and (speed := number_matching(text, r"(\d+)G plane")):
+        count = int(NIC_GBPS / speed) if 0 < speed <= NIC_GBPS else None
+    return count or 1
 
 
 def said_planes(row: Claim) -> int:
-    """The same where it must be said."""
+    """Return the number of planes; raise NotStated if the row does not state it."""
     text = words(row)
     if not (count_before(text, "planes?") or _nic_in_planes(text) or number_matching(text, r"(\d+)G plane")):
         raise NotStated("how many planes")
@@ -74,7 +74,7 @@ def said_planes(row: Claim) -> int:
 
 
 def radix(row: Claim) -> int:
-    """Ports of a switch: said, or those of a 51.2T box at the speed of a port."""
+    """Return the number of ports of a switch: as stated, or those of a 51.2T box at the stated port speed."""
     text = words(row)
     ports = count_before(text, "ports?") or _number_after(text, r"(?:radix|k ?=) ?(\d+)")
     if not ports and (box := pair_before(text, "G")) and box[0] * box[1] > MOST_NIC_GBPS:
@@ -90,29 +90,29 @@ def radix(row: Claim) -> int:
 
 
 def tiers(row: Claim, *, default: int | None = None) -> int:
-    """One to four."""
-    found = count_before(words(row), "tiers?") or default
-    if found is None or not 1 <= found <= MOST_TIERS:
+    """Return the number of tiers, one to four."""
+    count = count_before(words(row), "tiers?") or default
+    if count is None or not 1 <= count <= MOST_TIERS:
         raise NotStated(f"how many tiers (1 to {MOST_TIERS})")
-    return found
+    return count
 
 
 def ratio(row: Claim) -> float:
-    """Oversubscription; 1 where nothing is said."""
+    """Return the oversubscription; 1 if the row does not state it."""
     return number_matching(row.conditions, r"(?<![\d-])(\d+(?:\.\d+)?):1\b") or 1.0
 
 
 def shape(row: Claim, *, default_tiers: int | None = None) -> ClosShape:
-    """Planes, tiers and oversubscription."""
+    """Return planes, tiers and oversubscription of a row."""
     return ClosShape(planes=planes(row), tiers=tiers(row, default=default_tiers), oversubscription=ratio(row))
 
 
 def fabric(row: Claim) -> Fabric:
-    """The fabric a row describes; full when it names no hosts."""
-    made, ports = shape(row, default_tiers=2), radix(row)
-    hosts = count_before(row.conditions, HOSTS) or most_hosts(ports, made)
-    # The speed of a NIC changes no count: any that the planes divide will do.
-    return size_fabric(hosts, 100.0 * made.planes, unnamed_switch(ports, 100.0), made)
+    """Return the fabric that a row describes, at its full size if the row names no hosts."""
+    clos, ports = shape(row, default_tiers=2), radix(row)
+    hosts = count_before(row.conditions, HOSTS) or most_hosts(ports, clos)
+    # The NIC's speed does not affect the counts: any speed that is divisible by the planes works.
+    return size_fabric(hosts, 100.0 * clos.planes, unnamed_switch(ports, 100.0), clos)
 
 
 def _port_gbps(text: str) -> float | None:
@@ -127,30 +127,30 @@ def _port_gbps(text: str) -> float | None:
 
 
 def _nic_in_planes(text: str) -> tuple[int, int] | None:
-    found = pair_before(text, "G")
-    return found if found and found[0] * found[1] <= MOST_NIC_GBPS else None
+    pair = pair_before(text, "G")
+    return pair if pair and pair[0] * pair[1] <= MOST_NIC_GBPS else None
 
 
 def _number_after(text: str, pattern: str) -> int | None:
-    found = re.search(pattern, text)
-    return int(found[1][:9]) if found else None
+    match = re.search(pattern, text)
+    return int(match[1][:9]) if match else None
 
 
-# Rows about the shape of a fabric: exact arithmetic.
+# ---- the shape of a fabric: exact arithmetic -------------------------------------------------------------------------
 
 
 EXACT = 1e-3  # exact values are printed with four digits
-SAMPLED = 0.02  # the rows' own Monte Carlo error
-MOST_UNITS = 10**8  # per link: a slip beyond, and an array of every load up to there
+SAMPLED = 0.02  # the Monte Carlo error of the rows themselves
+MOST_UNITS = 10**8  # units per link; more is a typing mistake, and loads up to this count fit in an array
 # The two ends of the comparison in arXiv:2605.04333 section 2: 8 planes on two tiers of 512x100G, one plane of 64x800G.
 MULTI_PLANE, MULTI_RADIX, SINGLE_RADIX = ClosShape(planes=8, tiers=2), 512, 64
 TIER_OF = {"NIC-T0": 0, "T0-T1": 1, "T1-T2": 2}
 
 
 def hosts(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """2·(k/2)^L."""
-    found = most_hosts(radix(row), shape(row))
-    return reproduced(row, found, "fabric/sizing", tolerance=EXACT)
+    """Compare the maximum number of hosts, 2·(k/2)^L."""
+    host_count = most_hosts(radix(row), shape(row))
+    return reproduced(row, host_count, "fabric/sizing", tolerance=EXACT)
 
 
 def _full_fabric(radix: int, shape: ClosShape) -> Fabric:
@@ -159,72 +159,72 @@ def _full_fabric(radix: int, shape: ClosShape) -> Fabric:
 
 
 def per_host_ratio(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Switches or optics per host of eight planes against one plane of so many tiers."""
+    """Compare switches or optics per host of eight planes with those of a single plane of several tiers."""
     against = count_before(row.quantity, "tiers?") or 3
     many = _full_fabric(MULTI_RADIX, MULTI_PLANE)
-    one = _full_fabric(SINGLE_RADIX, ClosShape(planes=1, tiers=against))
+    single = _full_fabric(SINGLE_RADIX, ClosShape(planes=1, tiers=against))
     if row.quantity.startswith("optics"):
-        ours = fabric_bill(many).optics_800g / many.hosts / (fabric_bill(one).optics_800g / one.hosts)
-        return reproduced(row, ours, "fabric/fabric_bill", tolerance=EXACT)
+        computed = fabric_bill(many).optics_800g / many.hosts / (fabric_bill(single).optics_800g / single.hosts)
+        return reproduced(row, computed, "fabric/fabric_bill", tolerance=EXACT)
     return reproduced(
-        row, many.switches / many.hosts / (one.switches / one.hosts), "fabric/fabric_bill", tolerance=EXACT
+        row, many.switches / many.hosts / (single.switches / single.hosts), "fabric/fabric_bill", tolerance=EXACT
     )
 
 
 def hops(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Switches on the longest path."""
-    made = size_fabric(64, 800.0, unnamed_switch(64, 800.0), ClosShape(planes=1, tiers=tiers(row)))
-    return reproduced(row, made.hops, "fabric/types", tolerance=EXACT)
+    """Compare the number of switches on the longest path."""
+    sized = size_fabric(64, 800.0, unnamed_switch(64, 800.0), ClosShape(planes=1, tiers=tiers(row)))
+    return reproduced(row, sized.hops, "fabric/types", tolerance=EXACT)
 
 
 def under_t0(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Ports of a T0 that go down."""
+    """Compare the number of ports of a T0 that lead to hosts."""
     return reproduced(row, split_t0(radix(row), 2, ratio(row))[0], "fabric/sizing", tolerance=EXACT)
 
 
 def uplink_loss(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Share of a T0's uplinks that one is."""
-    made = _full_fabric(radix(row), ClosShape(planes=planes(row), tiers=2))
-    return reproduced(row, 100 * failure_loss(made).t0_t1_link, "fabric/fabric_bill; the row is rounded")
+    """Compare the share of bandwidth lost with one uplink of a T0."""
+    sized = _full_fabric(radix(row), ClosShape(planes=planes(row), tiers=2))
+    return reproduced(row, 100 * failure_loss(sized).t0_t1_link, "fabric/fabric_bill; the row is rounded")
 
 
 def nic_loss(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Share of a NIC that a plane is."""
-    made = _full_fabric(SINGLE_RADIX, ClosShape(planes=said_planes(row), tiers=2))
-    return reproduced(row, 100 * failure_loss(made).nic_link, "fabric/fabric_bill; the row is rounded")
+    """Compare the share of a NIC's bandwidth lost with one plane."""
+    sized = _full_fabric(SINGLE_RADIX, ClosShape(planes=said_planes(row), tiers=2))
+    return reproduced(row, 100 * failure_loss(sized).nic_link, "fabric/fabric_bill; the row is rounded")
 
 
 def total(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Switches or links of a whole fabric."""
-    made = fabric(row)
-    boxes = {"switches": made.switches, "T0 switches": made.planes * made.t0, "T1 switches": made.planes * made.t1}
-    boxes["T2 switches"] = made.planes * made.t2
+    """Compare the switches or links of a complete fabric."""
+    sized = fabric(row)
+    boxes = {"switches": sized.switches, "T0 switches": sized.planes * sized.t0, "T1 switches": sized.planes * sized.t1}
+    boxes["T2 switches"] = sized.planes * sized.t2
     name = row.quantity.rpartition(" total")[0]
     if name in boxes:
         return reproduced(row, boxes[name], "fabric/sizing", tolerance=EXACT)
     tier = TIER_OF[name.split(" ")[0]]
-    links = tier_links(made)
+    links = tier_links(sized)
     if tier >= len(links):
-        raise NotStated(f"a fabric with {name}: it has {made.tiers} tiers")
+        raise NotStated(f"a fabric with {name}: it has {sized.tiers} tiers")
     return reproduced(row, links[tier], "fabric/fabric_bill", tolerance=EXACT)
 
 
 def per_host(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Switches or 800G-class optics for one NIC of a full fabric."""
-    made = _full_fabric(radix(row), shape(row))
-    whole = made.switches if row.quantity.startswith("switches") else fabric_bill(made).optics_800g
-    return reproduced(row, whole / made.hosts, "fabric/fabric_bill", tolerance=EXACT)
+    """Compare switches or 800G-class optics per NIC of a full fabric."""
+    sized = _full_fabric(radix(row), shape(row))
+    total_count = sized.switches if row.quantity.startswith("switches") else fabric_bill(sized).optics_800g
+    return reproduced(row, total_count / sized.hosts, "fabric/fabric_bill", tolerance=EXACT)
 
 
 def paths(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Paths between hosts under different T0s: over every T1 of every plane in two tiers."""
+    """Compare the paths between hosts under different T0s: one over each T1 of each plane, in two tiers."""
     if t1 := count_before(row.conditions, "T1s?"):
         return reproduced(row, planes(row) * t1, "planes x T1", tolerance=EXACT)
     return reproduced(row, fabric(row).paths, "fabric/types", tolerance=EXACT)
 
 
 def touched(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Chance that a connection has a path over one given T1."""
+    """Compare the probability that a connection has a path over one given T1."""
     text = words(row)
     entropy, ways = (
         stated(count_before(text, "EVs?"), "how many EVs"),
@@ -234,7 +234,7 @@ def touched(row: Claim, _: ClaimContext) -> ClaimOutcome:
 
 
 def link_load(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Balls into bins."""
+    """Compare the maximum link load, by the balls-into-bins model."""
     units = stated(
         count_before(row.conditions, "(?:units?|flows?|QPs?|EVs?|packets?) per link"), "how many units per link"
     )
@@ -245,28 +245,28 @@ def link_load(row: Claim, _: ClaimContext) -> ClaimOutcome:
 
 
 def spray_load(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """The busiest uplink of all T0s when every connection draws its paths at random.
+    """Compare the busiest uplink of all T0s if every connection draws its paths at random.
 
-    A T0-T1 link is counted once, as everywhere in the table and in `phalanx fabric decisions`: its way down is another
-    draw of the same kind, and the busiest of both ways 1 to 2 % higher.
+    A T0-T1 link is counted in one direction, as in the table and in `phalanx fabric decisions`: the other direction is
+    another draw of the same kind, and the busiest of both is 1 to 2 % higher.
     """
-    entropy, made = stated(count_before(row.conditions, "EVs?(?: per QP)?"), "how many EVs per QP"), fabric(row)
-    units = made.t0_down * entropy / made.planes / made.t0_up
+    entropy, sized = stated(count_before(row.conditions, "EVs?(?: per QP)?"), "how many EVs per QP"), fabric(row)
+    units = sized.t0_down * entropy / sized.planes / sized.t0_up
     if units > MOST_UNITS:
         raise NotStated(f"a load: {units:,.0f} units per link are none")
-    ours = max_to_mean(units, made.t0_up, groups=made.planes * made.t0)
-    return reproduced(row, ours, "fabric/loads over the uplinks of all T0s and planes")
+    computed = max_to_mean(units, sized.t0_up, groups=sized.planes * sized.t0)
+    return reproduced(row, computed, "fabric/loads over the uplinks of all T0s and planes")
 
 
 def idle_links(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Links on which nothing falls."""
+    """Compare the share of links without any flow."""
     units = stated(count_before(row.conditions, "(?:units?|flows?|QPs?) per link"), "how many units per link")
     scale = 100.0 if row.unit == "percent" else 1.0
     return reproduced(row, scale * idle_share(units), "fabric/loads", tolerance=SAMPLED)
 
 
 def late(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Chance that one of N transfers is late."""
+    """Compare the probability that at least one of N transfers is late."""
     text = words(row)
     chance = number_matching(text, r"p ?= ?([\d.]+(?:e-?\d+)?)(?!\d|\^)")
     if power := re.search(r"p ?= ?10\^-?(\d+)", text):
@@ -279,7 +279,7 @@ def late(row: Claim, _: ClaimContext) -> ClaimOutcome:
 
 
 def slowest(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """The harmonic number."""
+    """Compare the expected maximum over the mean of N times, the harmonic number."""
     text = words(row)
     flows = number_matching(text, r"N ?= ?([\d,]+)") or count_before(text, "(?:transfers?|flows?)")
     return reproduced(
@@ -306,24 +306,24 @@ FABRIC_READERS: tuple[tuple[str, ClaimReader], ...] = (
 )
 
 
-# Rows that we take as given: constants of our defaults, field rates, and what follows from them.
+# ---- values taken from sources: default constants, field rates, and what follows from them ---------------------------
 
 
 # arXiv:2605.04333 table 1: GB/s of a GPU's NIC.
 CLUSTER_GB = {"A": 100.0, "B": 100.0, "C": 50.0, "D": 50.0}
 REFERENCE = "mrc-131k"
-PEAK = 0.03  # what the design asks of the peak of a collective
+PEAK = 0.03  # relative tolerance required for the peak of a collective
 
 
 def latency(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Two links under one T0, four over a T1."""
+    """Compare the latency: two links under one T0, four over a T1."""
     links = 4 if "cross T1" in row.quantity else 2
     hop_s = parse_fabric(REFERENCE).hop_s
     return calibrated(row, 1e6 * (MRC.host_s + links * hop_s), "host_s and hop_s were set from this measurement")
 
 
 def write_rate(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Payload's share of the line."""
+    """Compare the payload's share of the line rate."""
     line = stated(
         number_matching(row.conditions, r"(\d+)G NIC") or number_matching(row.conditions, r"(\d+)G\b"),
         "the NIC's speed",
@@ -332,7 +332,7 @@ def write_rate(row: Claim, _: ClaimContext) -> ClaimOutcome:
 
 
 def goodput(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """The same from the bytes the row names."""
+    """Compare the goodput computed from the header bytes that the row names."""
     payload = stated(number_matching(row.conditions, r"(\d+) ?B payload"), "the payload's bytes")
     header = stated(number_matching(row.conditions, r"(\d+) ?B headers?"), "the headers' bytes")
     line = stated(number_matching(row.conditions, r"(\d+)G\b"), "the line's speed")
@@ -340,7 +340,9 @@ def goodput(row: Claim, _: ClaimContext) -> ClaimOutcome:
 
 
 def collective_peak(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """What the planner takes a collective to get of a NIC: fitted to published training runs, of which this is none."""
+    """Compare the planner's share of a NIC's rate for a collective, fitted to published training runs other than this
+    one.
+    """
     name = row.conditions.rpartition("Cluster ")[2][:1]
     if name not in CLUSTER_GB:
         raise NotStated("which of the paper's clusters it is")
@@ -349,12 +351,12 @@ def collective_peak(row: Claim, _: ClaimContext) -> ClaimOutcome:
 
 
 def link_month(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Per cent of cables per month."""
+    """Compare the failures of cables per month, in per cent."""
     return calibrated(row, 100 * CABLE_PER_DAY * MONTH_DAYS, "our rate of cable failures is this one")
 
 
 def llama(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Counted interruptions."""
+    """Compare the counted network interruptions of Llama 3's training."""
     return calibrated(row, LLAMA_COUNT, "our rate of network interruptions is this one")
 
 
@@ -363,24 +365,24 @@ def _interruptions_per_day(row: Claim) -> float:
     everything = "all cause" in f"{row.quantity} {row.conditions}".lower().replace("-", " ")
     return (
         gpus
-        * (next(one.value for one in site_figures() if one.site == HOPPER_SITE) if everything else LLAMA_COUNT)
+        * (next(figure.value for figure in site_figures() if figure.site == HOPPER_SITE) if everything else LLAMA_COUNT)
         / llama_device_days()
     )
 
 
 def interruptions(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Per day, by GPUs."""
+    """Compare interruptions per day, by the number of GPUs."""
     return reproduced(row, _interruptions_per_day(row), "fabric/budget", tolerance=5e-3)
 
 
 def between_interruptions(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """The same the other way round."""
+    """Compare the time between interruptions."""
     scale = stated({"h": 24.0, "hours": 24.0, "min": 1440.0, "minutes": 1440.0}.get(row.unit), "a unit of time")
     return reproduced(row, scale / _interruptions_per_day(row), "fabric/budget", tolerance=0.02)
 
 
 def lost_share(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Of the cluster's time, when every interruption by the network costs a restart."""
+    """Compare the share of the cluster's time lost if every interruption by the network costs a restart."""
     minutes = stated(number_matching(row.conditions, r"([\d.]+) ?min"), "how many minutes a restart takes")
     per_day = number_matching(row.conditions, r"([\d.]+) (?:network-caused )?(?:restarts?|interruptions?)")
     per_day = per_day or _interruptions_per_day(row)
@@ -389,13 +391,13 @@ def lost_share(row: Claim, _: ClaimContext) -> ClaimOutcome:
 
 
 def link_failures(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Per day, by cables."""
+    """Compare link failures per day, by the number of cables."""
     links = number_matching(row.conditions, r"([\d,]+) (?:800G-equivalent )?(?:links|cables)")
     return reproduced(row, stated(links, "how many links") * CABLE_PER_DAY, "fabric/budget", tolerance=5e-3)
 
 
 def mean_time(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Between failures of any of so many parts that live so long."""
+    """Compare the mean time between failures of any of the parts, given the life of one part."""
     text = f"{row.conditions}, {row.quantity}"
     years = stated(number_matching(text, r"(\d+(?:\.\d+)?)[ -]years?"), "the years one part lives")
     parts = stated(count_before(text, "(?:links?|NICs?|GPUs?|hosts?)"), "how many parts")
@@ -437,7 +439,7 @@ GIVEN_READERS: tuple[tuple[str, ClaimReader], ...] = (
 )
 
 
-# Rows about the clusters of arXiv:2605.04333: what its fabric and our constants say about what was seen there.
+# ---- observations on the clusters of arXiv:2605.04333, compared with its fabric and the default constants ------------
 
 
 CLUSTER_NIC_GBPS = 800.0
@@ -447,9 +449,11 @@ LOST_PER_S = 1.0  # section 2.4: a NIC lost less than one packet a second
 
 
 def cage_flaps(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """All links of a NIC on one transceiver: nothing moves until it is back, and that time was set from the paper's.
+    """Compare the drop of a job's throughput in a minute in which NIC-T0 links flap.
 
-    With fewer, a NIC moves its connections and goes on with what is left; how much the job waits for it is not known.
+    If all links of a NIC share one transceiver, no traffic moves until it is back; that time was set from the paper.
+    With fewer links, a NIC moves its connections and continues with the rest; how much the job waits for it is
+    unknown.
     """
     lanes = stated(count_before(row.quantity, "NIC-T0 links?"), "how many links")
     planes = count_before(f"{row.conditions}, {row.quantity}", "planes?") or PLANES
@@ -463,23 +467,25 @@ def cage_flaps(row: Claim, _: ClaimContext) -> ClaimOutcome:
 
 
 def _slow_share(lost: float, *, waits: float) -> float:
-    """Per cent of a minute with moved connections and a NIC that lacks a share."""
+    """Return the per cent of a minute lost by moving connections and by a NIC that lacks a share of its bandwidth."""
     return 100 * (REMAP_S + (MINUTE_S - REMAP_S) * (1 - pace_with_loss(lost, waits=waits))) / MINUTE_S
 
 
 def touched_by_stop(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Connections with a path over one T1: the paper gives their number of paths as a range."""
+    """Compare the connections with a path over one T1; the paper gives their number of paths as a range."""
     low, high = (100 * (1 - (1 - 1 / WAYS) ** entropy) for entropy in ENTROPY)
     middle = 100 * (1 - (1 - 1 / WAYS) ** (sum(ENTROPY) / 2))
-    words = f"{low:.1f} with {ENTROPY[0]} EVs to {high:.1f} with {ENTROPY[1]}, of {WAYS} paths (4x200G, 256 ports)"
-    return ranged(row, middle, words, between=(low, high))
+    note = f"{low:.1f} with {ENTROPY[0]} EVs to {high:.1f} with {ENTROPY[1]}, of {WAYS} paths (4x200G, 256 ports)"
+    return ranged(row, middle, note, between=(low, high))
 
 
 def loss_rate(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """One packet a second of what a NIC sends."""
+    """Compare the loss rate of one packet per second relative to what a NIC sends."""
     gbps = number_matching(row.conditions, r"(\d+)G\b") or CLUSTER_NIC_GBPS
-    ours = LOST_PER_S * 8 * MRC.packet_bytes / (gbps * 1e9)
-    return reproduced(row, ours, f"section 2.4: under one lost packet a second and NIC, of {gbps:g}G", tolerance=0.1)
+    computed = LOST_PER_S * 8 * MRC.packet_bytes / (gbps * 1e9)
+    return reproduced(
+        row, computed, f"section 2.4: under one lost packet a second and NIC, of {gbps:g}G", tolerance=0.1
+    )
 
 
 PAPER_READERS: tuple[tuple[str, ClaimReader], ...] = (

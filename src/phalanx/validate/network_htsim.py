@@ -1,4 +1,4 @@
-"""A run of uet-htsim from its command line: who sends what over which fabric, and how."""
+"""Readers for claims about uet-htsim: rebuild a run from its command line and simulate it packet by packet."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from phalanx.validate.network_claims import (
 
 PORT_GBPS = 100  # uet-htsim main.h
 HOP_US = 1.0
-END_US = 1000.0  # what has not finished then is not printed
+END_US = 1000.0  # flows that have not finished by then are not printed
 PACKET_BYTES = 4150
-SACK_BYTES = 4 * PACKET_BYTES  # received without an acknowledgement: one for four packets ("4SACK" in the table)
+SACK_BYTES = 4 * PACKET_BYTES  # bytes received before an acknowledgement: one for four packets ("4SACK" in the table)
 MOST_HOSTS = 16_384
 SPRAYS: dict[str, Spray] = {"oblivious": "oblivious", "bitmap": "skip", "reps": "recycle", "mixed": "recycle"}
-# Options by what they do here. What only changes what it prints or its luck changes nothing.
+# Options by their effect here. Options that only change the output or the random numbers are ignored.
 NUMBERS = ("end", "paths", "q", "cwnd", "failed", "sack_threshold", "linkspeed", "hop_latency", "tiers", "mtu")
 IDLE = ("seed", "log", "logtime", "o", "nodes", "conns", "tm", "topo", "load_balancing_algo", "sender_cc_algo")
 FLAGS = ("sender_cc_only", "receiver_cc_only", "debug")
@@ -56,12 +56,12 @@ class Tree:
     tiers: int
     gbps: float
     down: int  # hosts of a T0
-    up: int  # uplinks of a T0, each to a T1 of its own
+    up: int  # uplinks of a T0, each to a different T1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PacketCase:
-    """What the packet engine needs."""
+    """The parameters of a packet simulation."""
 
     sent: Sent
     tree: Tree
@@ -72,13 +72,13 @@ class PacketCase:
     packet_bytes: int
     queue: int | None
     window: int | None
-    credits: bool  # the receiver grants what may be sent, not a window of the sender
-    failed: int  # slow links
+    credits: bool  # True if the receiver grants what may be sent, instead of a window of the sender
+    failed: int  # number of slow links
     end_s: float
 
 
 def read_case(command: str) -> PacketCase | str:
-    """The case of a command line, or the reason why there is none."""
+    """Return the case of a command line, or the reason why it cannot be simulated."""
     values = _command_options(command)
     if isinstance(values, str):
         return values
@@ -91,8 +91,8 @@ def read_case(command: str) -> PacketCase | str:
     if tree is None:
         return f"{sent.hosts:,} hosts are no full fat tree, or the .topo file's name does not give its shape"
     packet_bytes = int(values.get("mtu", PACKET_BYTES))
-    found = re.search(r"-load_balancing_algo (\w+)", command)
-    command_spray = SPRAYS[found[1]] if found else HTSIM.spray
+    algorithm = re.search(r"-load_balancing_algo (\w+)", command)
+    command_spray = SPRAYS[algorithm[1]] if algorithm else HTSIM.spray
     return PacketCase(
         sent=sent,
         tree=tree,
@@ -110,18 +110,18 @@ def read_case(command: str) -> PacketCase | str:
 
 
 def _command_options(command: str) -> dict[str, float] | str:
-    """Numbers by option; or the first word that is not known here."""
-    found: dict[str, float] = {}
+    """Return numbers by option, or the reason why an option is not supported."""
+    numbers: dict[str, float] = {}
     for name, value in re.findall(r"(?:^|\s)-([a-z]\w*)(?:\s+([^\s-]\S*))?", command):
         if name in FLAGS or name in IDLE:
             continue
         if name not in NUMBERS:
             return f"what -{name[:40]} does in uet-htsim is not modelled"
         try:
-            found[name] = float(value.rstrip(",;"))
+            numbers[name] = float(value.rstrip(",;"))
         except ValueError:
             return f"-{name} {value[:40]!r} is no number"
-        if not 0 <= found[name] <= 1e9:
+        if not 0 <= numbers[name] <= 1e9:
             return f"-{name} {value[:40]} is out of range"
     algorithm = re.search(r"-load_balancing_algo (\w+)", command)
     if algorithm and algorithm[1] not in SPRAYS:
@@ -129,7 +129,7 @@ def _command_options(command: str) -> dict[str, float] | str:
     control = re.search(r"-sender_cc_algo (\w+)", command)
     if control and control[1] != "nscc":
         return f"the congestion control {control[1][:40]!r} is not modelled"
-    return found
+    return numbers
 
 
 def _whole_option(values: dict[str, float], name: str) -> int | None:
@@ -137,7 +137,7 @@ def _whole_option(values: dict[str, float], name: str) -> int | None:
 
 
 def fabric_of(case: PacketCase) -> Fabric:
-    """The fabric of a case."""
+    """Return the fabric of a case."""
     hosts, tree = case.sent.hosts, case.tree
     if tree.tiers == 3:
         return replace(parse_fabric(f"clos3:{hosts}x{tree.gbps:g}G/1p/{2 * tree.down}/wide"), hop_s=case.hop_s)
@@ -160,23 +160,23 @@ def fabric_of(case: PacketCase) -> Fabric:
 
 
 def _command_tree(command: str, hosts: int, values: dict[str, float]) -> Tree | None:
-    """Two tiers where a leaf-spine file or `-tiers 2` is named, else uet-htsim's own fat tree of three.
+    """Return the tree: two tiers for a leaf-spine file or `-tiers 2`, else uet-htsim's default fat tree of three.
 
-    None where hosts do not fill it, or a file's name does not say what is in it.
+    None if the hosts do not fill it, or if a file's name does not describe its content.
     """
     gbps = values.get("linkspeed", 1000.0 * PORT_GBPS) / 1000
-    found = re.search(r"\b(leaf_spine|fat_tree)_(\d+)([\w-]*)\.topo\b", command)
-    if found is None:
+    topology = re.search(r"\b(leaf_spine|fat_tree)_(\d+)([\w-]*)\.topo\b", command)
+    if topology is None:
         if ".topo" in command:
             return None
         return _three_tiers(hosts, gbps) if values.get("tiers", 3) == 3 else _two_tiers(hosts, gbps)
-    if int(found[2][:9]) != hosts:
+    if int(topology[2][:9]) != hosts:
         return None
-    name = found[3]
+    name = topology[3]
     speed, ratio, flat = re.search(r"_(\d{1,4})g(?![a-z])", name), _oversubscription_of(name), "_2t" in name
     if speed:
         gbps = float(speed[1])
-    if found[1] == "leaf_spine" or (speed and flat):
+    if topology[1] == "leaf_spine" or (speed and flat):
         return _leaf_spine(hosts, gbps, ratio)
     return _three_tiers(hosts, gbps) if speed and ratio == 1 else None
 
@@ -187,13 +187,13 @@ def _three_tiers(hosts: int, gbps: float) -> Tree | None:
 
 
 def _two_tiers(hosts: int, gbps: float) -> Tree | None:
-    """`-tiers 2` without a file: K switches with K/2 hosts each."""
+    """Return the tree of `-tiers 2` without a file: K switches with K/2 hosts each."""
     half = math.isqrt(hosts // 2)
     return Tree(tiers=2, gbps=gbps, down=half, up=half) if 2 * half**2 == hosts else None
 
 
 def _leaf_spine(hosts: int, gbps: float, ratio: int) -> Tree | None:
-    """Leaves of the largest power of two that is not above the root: 32 x 32 for 1,024, 128 x 64 for 8,192."""
+    """Return leaves of the largest power of two up to the square root: 32 x 32 for 1,024, 128 x 64 for 8,192."""
     down = 1 << (math.isqrt(hosts).bit_length() - 1)
     if hosts % down or down % ratio:
         return None
@@ -201,26 +201,27 @@ def _leaf_spine(hosts: int, gbps: float, ratio: int) -> Tree | None:
 
 
 def _oversubscription_of(name: str) -> int:
-    """`_oversub_8-1`, `_8_to_1` and `_8os` are 8:1; `_oversub` alone is 4:1 in the file of that name."""
-    if found := re.search(r"_(?:oversub_)?(\d{1,4})(?:-1|_to_1|os\b|os_)", name):
-        return max(1, int(found[1]))
+    """Return the oversubscription in a file name: `_oversub_8-1`, `_8_to_1`, `_8os` are 8:1; `_oversub`
+    alone is 4:1.
+    """
+    if match := re.search(r"_(?:oversub_)?(\d{1,4})(?:-1|_to_1|os\b|os_)", name):
+        return max(1, int(match[1]))
     return 4 if "_oversub" in name else 1
 
 
-# Who sends what in the connection files of uet-htsim, from the names of the files.
-#
-# The files are not in a table, but public: Broadcom/csg-htsim and forks of uet-htsim have them, with the scripts that
-# wrote them. Permutations are Python's own shuffle: the files of 16 and of 1,024 nodes there are its seed 13, each
-# pair. Files whose names say nothing are spelled out here, and the small permutation, of which three public copies
-# differ: this one is of tommasobo/REPS_EuroSys_Artifact. The others have pairs under one T0, which take 167 µs; the
-# fastest that uet-htsim printed is 188, so they are not its file.
+# Traffic of uet-htsim's connection files, reconstructed from the names of the files. The files are public:
+# Broadcom/csg-htsim and forks of uet-htsim have them, with the scripts that wrote them. Permutations are made by
+# Python's shuffle: the public files of 16 and of 1,024 nodes are those of seed 13. Files whose names do not describe
+# them are listed here. Of the small permutation three public copies differ; this one is of
+# tommasobo/REPS_EuroSys_Artifact. The others have pairs under one T0, which take 167 µs; the fastest flow that
+# uet-htsim printed took 188, so they are not its file.
 
 
 Pattern = Literal["permutation", "incast", "listed"]
 # From, to, bytes, and the start in microseconds.
 Listed = tuple[tuple[int, int, int, float], ...]
 
-NBYTES = 2_000_000  # per connection, where a name gives none
+NBYTES = 2_000_000  # per connection, if a name states none
 SEED = 13
 UNITS = {"b": 1, "kb": 1000, "k": 1000, "mb": 1_000_000, "m": 1_000_000}
 _SIZE = r"(\d+)(b|kb|mb|k|m)"
@@ -244,18 +245,18 @@ class Sent:
 
 
 def _to_one_with_others(into: int, out: int, nbytes: int) -> Listed:
-    """Hosts 1 to `into` send to 0; all but the first of them to `out` - 1 others each, too."""
-    found = []
-    other = into + 1
+    """Return flows of hosts 1 to `into`, each to host 0; all but the first also send to `out` - 1 other hosts each."""
+    flows = []
+    next_target = into + 1
     for host in range(1, into + 1):
-        found.append((host, 0, nbytes, 0.0))
+        flows.append((host, 0, nbytes, 0.0))
         if host > 1:
-            found += [(host, other + place, nbytes, 0.0) for place in range(out - 1)]
-            other += out - 1
-    return tuple(found)
+            flows += [(host, next_target + place, nbytes, 0.0) for place in range(out - 1)]
+            next_target += out - 1
+    return tuple(flows)
 
 
-# Which of the public copies it is was told by its fastest flow: for that one, agreement is no evidence.
+# The public copy was chosen by its fastest flow: for that row, agreement is not evidence.
 CHOSEN = "perm_16n_16c_2MB.cm"
 _SMALL = "13>6 1>4 6>0 2>13 10>5 15>1 8>14 14>2 5>15 4>12 12>11 0>8 9>7 7>9 3>10 11>3"
 LISTED: Mapping[str, tuple[int, Listed]] = {
@@ -271,7 +272,7 @@ LISTED: Mapping[str, tuple[int, Listed]] = {
 
 
 def read_sent(command: str) -> Sent | str:
-    """The connections of the file that a command line names, or the reason why they are not known."""
+    """Return the connections of the file that a command line names, or the reason why they are unknown."""
     name = _FILE.search(command)
     if name is None:
         return "it names no connection file (.cm)"
@@ -281,11 +282,11 @@ def read_sent(command: str) -> Sent | str:
         return Sent(pattern="listed", hosts=hosts, connections=len(listed), nbytes=listed[0][2], listed=listed)
     if file == "incast.cm":
         return Sent(pattern="incast", hosts=16, connections=15, nbytes=NBYTES)
-    if found := _PERMUTATION.match(file):
-        return _file_permutation(file, found)
-    if found := _INCAST.match(file):
-        hosts = int(found[1][:9])
-        return Sent(pattern="incast", hosts=hosts, connections=hosts - 1, nbytes=_byte_count(found[2], found[3]))
+    if match := _PERMUTATION.match(file):
+        return _file_permutation(file, match)
+    if match := _INCAST.match(file):
+        hosts = int(match[1][:9])
+        return Sent(pattern="incast", hosts=hosts, connections=hosts - 1, nbytes=_byte_count(match[2], match[3]))
     return f"who sends what is in {file[:60]}, which is not in the table"
 
 
@@ -307,7 +308,7 @@ def _byte_count(digits: str | None, unit: str | None) -> int:
 
 
 def rows_of(sent: Sent) -> Listed:
-    """The connections one by one."""
+    """Return the connections one by one."""
     if sent.pattern == "permutation":
         return tuple((a, b, sent.nbytes, 0.0) for a, b in shuffled(sent.hosts, sent.connections, sent.seed))
     if sent.pattern == "incast":
@@ -317,7 +318,7 @@ def rows_of(sent: Sent) -> Listed:
 
 
 def flows_of(sent: Sent) -> Flows:
-    """The connections as flows."""
+    """Return the connections as flows."""
     rows = rows_of(sent)
     return Flows(
         source=np.array([row[0] for row in rows], dtype=np.int64),
@@ -327,13 +328,13 @@ def flows_of(sent: Sent) -> Flows:
 
 
 def schedule_of(sent: Sent) -> Schedule:
-    """When they start."""
+    """Return the start times of the connections."""
     rows = rows_of(sent)
     return replace(at_once(len(rows)), start_s=np.array([1e-6 * row[3] for row in rows]))
 
 
 def shuffled(hosts: int, connections: int, seed: int) -> list[tuple[int, int]]:
-    """Sources and targets shuffled one after the other; who would send to itself swaps targets with the next.
+    """Shuffle sources and targets one after the other; a host that would send to itself swaps targets with the next.
 
     >>> shuffled(16, 3, 13)
     [(7, 5), (15, 1), (0, 13)]
@@ -349,20 +350,20 @@ def shuffled(hosts: int, connections: int, seed: int) -> list[tuple[int, int]]:
     return list(zip(source, target, strict=True))[:connections]
 
 
-# Rows of uet-htsim: completion times, packet by packet.
+# ---- claims about uet-htsim: completion times by packet simulation ---------------------------------------------------
 
 
-# What the design asks for: the mean (and here the fastest) and the tail at 64 paths or more, and all of them at fewer
-# and with slow links.
+# Tolerances required by the design: the mean (and here the fastest) and the tail at 64 paths or more, and all of them
+# at fewer paths and with slow links.
 MEAN, TAIL, FEW = 0.05, 0.10, 0.15
 MANY_PATHS = 64
-# With few paths the slowest flow is an accident of hashes, and ours are not uet-htsim's: a median, with its range.
+# With few paths the slowest flow depends on the hashes, which differ from uet-htsim's: a median, with its range.
 SEEDS = range(5)
-SLOW = 0.25  # of its speed: uet-htsim's topology.cpp, though its test plans call such links "10 %"
+SLOW = 0.25  # share of a link's speed: uet-htsim's topology.cpp, though its test plans call such links "10 %"
 
 
 def completion(row: Claim, context: ClaimContext) -> ClaimOutcome:
-    """Mean, tail or fastest completion."""
+    """Compare the mean, tail or fastest completion time."""
     case = read_case(row.conditions)
     if isinstance(case, str):
         return skipped(row, case)
@@ -399,7 +400,9 @@ def _case_seeds(case: PacketCase) -> range:
 
 
 def _measured_time(result: PacketResult, measure: str, end_s: float) -> float:
-    """From the beginning of the run, as uet-htsim prints it ("finished at"), and only what finished before its end."""
+    """Return a completion time from the start of the run, as uet-htsim prints it ("finished at"), over flows that
+    finished before its end.
+    """
     ends = result.start_s + result.fct_s
     ends = ends[ends <= end_s]
     if not len(ends):
@@ -409,7 +412,7 @@ def _measured_time(result: PacketResult, measure: str, end_s: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _run_case(case: PacketCase, seed: int) -> PacketResult:
-    made = run_connections(
+    result = run_connections(
         fabric_of(case),
         flows_of(case.sent),
         transport=_case_transport(case),
@@ -417,13 +420,14 @@ def _run_case(case: PacketCase, seed: int) -> PacketResult:
         seed=seed,
         schedule=schedule_of(case.sent),
     )
-    if made.stopped == "interrupted":
-        raise KeyboardInterrupt  # a number from half a run would be a wrong one
-    return made
+    if result.stopped == "interrupted":
+        # A number from half a run would be wrong.
+        raise KeyboardInterrupt
+    return result
 
 
 def _case_transport(case: PacketCase) -> Transport:
-    made = replace(
+    transport = replace(
         HTSIM,
         paths=case.paths,
         spray=case.spray,
@@ -432,21 +436,21 @@ def _case_transport(case: PacketCase) -> Transport:
         queue_packets=case.queue,
         window_packets=case.window,
     )
-    return _credited_transport(case, made) if case.credits else made
+    return _credited_transport(case, transport) if case.credits else transport
 
 
 def _credited_transport(case: PacketCase, made: Transport) -> Transport:
-    """A receiver grants what its link can take in a round trip, to all its senders together, and marks do not matter.
+    """Model the credits of a receiver as a constant window: its link's data per round trip, divided among its senders.
 
-    With one sender each, as in a permutation, that is a window that stays.
+    Marks then have no effect. With one sender per receiver, as in a permutation, the model is exact.
     """
     senders = int(np.bincount(flows_of(case.sent).target).max())
-    whole = in_slots(fabric_of(case), made, planes=1).window
-    return replace(made, controlled=False, mark_last_hop=False, window_packets=max(1.0, whole / senders))
+    link_window = in_slots(fabric_of(case), made, planes=1).window
+    return replace(made, controlled=False, mark_last_hop=False, window_packets=max(1.0, link_window / senders))
 
 
 def _case_faults(case: PacketCase) -> tuple[FabricFault, ...]:
-    """Slow links where uet-htsim has them: three tiers, T2 to T1; two, the first T1s both ways."""
+    """Return the slow links where uet-htsim has them: T2 to T1 in three tiers; the first T1s, both ways, in two."""
     fabric = fabric_of(case)
     if fabric.tiers == 2:
         return tuple(
@@ -455,20 +459,20 @@ def _case_faults(case: PacketCase) -> tuple[FabricFault, ...]:
     ports = fabric.t1_up or fabric.switch.radix // 2
     slow = range(min(case.failed, fabric.t1 * ports))
     return tuple(
-        FabricFault(part="t1_fall", number=one // ports, port=one % ports, left=SLOW, short=True) for one in slow
+        FabricFault(part="t1_fall", number=link // ports, port=link % ports, left=SLOW, short=True) for link in slow
     )
 
 
 def htsim_need(row: Claim) -> NeededSimulation | None:
-    """What a row would have simulated."""
+    """Return the simulation that a row needs, if any."""
     case = read_case(row.conditions)
     return None if isinstance(case, str) else _needed_simulation(case)
 
 
 @functools.lru_cache(maxsize=4096)
 def _needed_simulation(case: PacketCase) -> NeededSimulation:
-    made = sketch_run(fabric_of(case), flows_of(case.sent), _case_transport(case), alike=True)
-    return NeededSimulation(key=case, cpu_s=made.cost.cpu_s * len(_case_seeds(case)))
+    sketch = sketch_run(fabric_of(case), flows_of(case.sent), _case_transport(case), alike=True)
+    return NeededSimulation(key=case, cpu_s=sketch.cost.cpu_s * len(_case_seeds(case)))
 
 
 HTSIM_READERS: tuple[tuple[str, ClaimReader], ...] = ((r"^(mean|tail|min) FCT", completion),)

@@ -1,4 +1,6 @@
-"""Every row of a table of network claims: reproduced, in a range, calibrated, or not attempted with the reason."""
+"""Score every row of a table of network claims: reproduced, in a range, calibrated, or not attempted
+with the reason.
+"""
 
 from __future__ import annotations
 
@@ -49,28 +51,28 @@ READERS = (
 )
 NEEDS = (*HTSIM_NEEDS, *LOSS_NEEDS, *INCAST_NEEDS, *SLOTTED_NEEDS)
 FAILURES = (PhalanxError, OverflowError, ZeroDivisionError, ValueError)
-FREE_S = 60.0  # of CPU: what is simulated without being asked for, the cheapest first
+FREE_S = 60.0  # CPU seconds of simulations that run without a request, the cheapest first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimCounts:
-    """Counts and errors of one source."""
+    """Counts and errors of the rows of one source."""
 
     source: str
     rows: int
     reproduced: int
-    within: int  # of the reproduced
-    ranged: int  # our numbers over what is not published
-    covered: int  # of them, those whose range has the row's value
+    within: int  # of the reproduced rows
+    ranged: int  # rows judged by a range of computed numbers, because an input is not published
+    covered: int  # of those, rows whose value is in the range
     calibrated: int
     not_attempted: int
-    median_error: float | None  # of the reproduced, without sign
+    median_error: float | None  # of the reproduced rows, absolute
     worst_error: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkCard:
-    """What became of a table."""
+    """The outcomes of a table."""
 
     total: ClaimCounts
     sources: tuple[ClaimCounts, ...]
@@ -80,7 +82,7 @@ class NetworkCard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationPlan:
-    """What will be simulated, and what is left out because it takes too long."""
+    """The simulations to run, and those left out because they take too long."""
 
     keys: frozenset[Hashable]
     cpu_s: float
@@ -89,32 +91,32 @@ class SimulationPlan:
 
 
 def plan_simulations(rows: Sequence[Claim], *, simulate: bool = False) -> SimulationPlan:
-    """Everything when asked for, else the cheapest simulations up to FREE_S together."""
+    """Plan all simulations with `simulate`, otherwise the cheapest ones up to FREE_S together."""
     costs: dict[Hashable, float] = {}
     for row in rows:
-        if (found := simulation_of(row)) is not None:
-            costs[found.key] = found.cpu_s
+        if (needed := simulation_of(row)) is not None:
+            costs[needed.key] = needed.cpu_s
     keys: list[Hashable] = []
     total = 0.0
     for key, cpu_s in sorted(costs.items(), key=lambda item: item[1]):
         if simulate or total + cpu_s <= FREE_S:
             keys.append(key)
             total += cpu_s
-    rest = sum(costs.values()) - total
-    return SimulationPlan(keys=frozenset(keys), cpu_s=total, left_out=len(costs) - len(keys), left_out_cpu_s=rest)
+    left_out_s = sum(costs.values()) - total
+    return SimulationPlan(keys=frozenset(keys), cpu_s=total, left_out=len(costs) - len(keys), left_out_cpu_s=left_out_s)
 
 
 def simulation_of(row: Claim) -> NeededSimulation | None:
-    """What a row needs simulated, if anything."""
-    found = (_wanted_simulation(wanted, row) for pattern, wanted in NEEDS if re.search(pattern, row.quantity))
-    return next((one for one in found if one is not None), None)
+    """Return the simulation that a row needs, if any."""
+    needs = (_wanted_simulation(wanted, row) for pattern, wanted in NEEDS if re.search(pattern, row.quantity))
+    return next((need for need in needs if need is not None), None)
 
 
 def _wanted_simulation(wanted: SimulationNeed, row: Claim) -> NeededSimulation | None:
     try:
         return wanted(row)
     except (NotStated, *FAILURES):
-        return None  # the reader will say it
+        return None  # reported when the row is read
 
 
 def score_claims(
@@ -124,25 +126,25 @@ def score_claims(
     planned: SimulationPlan | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> NetworkCard:
-    """Attempt every row, those without simulations first; interrupted, the rest counts as not attempted."""
+    """Attempt every row, those without simulations first; after an interrupt, the rest counts as not attempted."""
     chosen = planned or plan_simulations(rows, simulate=simulate)
     context = ClaimContext(rows=tuple(rows), simulate=simulate, allowed=chosen.keys)
-    found: dict[int, ClaimOutcome] = {}
+    outcomes_by_row: dict[int, ClaimOutcome] = {}
     interrupted = False
     try:
         needs = [simulation_of(row) for row in rows]
-        for index in sorted(range(len(rows)), key=lambda index: one.cpu_s if (one := needs[index]) else 0.0):
-            found[index] = attempt_claim(rows[index], context)
+        for index in sorted(range(len(rows)), key=lambda index: needed.cpu_s if (needed := needs[index]) else 0.0):
+            outcomes_by_row[index] = attempt_claim(rows[index], context)
             if progress is not None:
-                progress(len(found), len(rows))
+                progress(len(outcomes_by_row), len(rows))
     except KeyboardInterrupt:
         interrupted = True
-    outcomes = [found.get(index) or skipped(row, "interrupted") for index, row in enumerate(rows)]
+    outcomes = [outcomes_by_row.get(index) or skipped(row, "interrupted") for index, row in enumerate(rows)]
     return count_outcomes(outcomes, interrupted=interrupted)
 
 
 def attempt_claim(row: Claim, context: ClaimContext) -> ClaimOutcome:
-    """The first reader that knows the quantity and finds what it needs in the conditions."""
+    """Return the outcome of the first reader that knows the quantity and finds what it needs in the conditions."""
     if row.value is None:
         return skipped(row, "its value is no number")
     known = False
@@ -151,7 +153,7 @@ def attempt_claim(row: Claim, context: ClaimContext) -> ClaimOutcome:
             continue
         known = True
         try:
-            found = reader(row, context)
+            outcome = reader(row, context)
         except NotStated as missing:
             return skipped(row, f"its words do not say {missing}")
         except FAILURES as error:
@@ -159,92 +161,92 @@ def attempt_claim(row: Claim, context: ClaimContext) -> ClaimOutcome:
                 error.problems[0].what if isinstance(error, PhalanxError) else str(error).partition("\n")[0][:100]
             )
             return skipped(row, f"cannot be computed: {first_line}")
-        if found is not None:
-            return found
+        if outcome is not None:
+            return outcome
     if known:
         return skipped(row, "its conditions do not say enough")
     return skipped(row, f"no reader for '{row.quantity[:60]}'{_unknown_words(row.quantity)}")
 
 
 def _unknown_words(quantity: str) -> str:
-    """Words that no quantity we know has."""
+    """Return the words of a quantity that no reader knows."""
     known = set(re.findall(r"[a-z]{3,}", " ".join(pattern for pattern, _ in READERS).lower()))
     odd = [word for word in re.findall(r"[A-Za-z]{3,}", quantity) if word.lower() not in known]
     return f": not understood: {', '.join(dict.fromkeys(odd))[:80]}" if odd else ""
 
 
 def count_outcomes(outcomes: Sequence[ClaimOutcome], *, interrupted: bool = False) -> NetworkCard:
-    """Count by source, in the order of the table."""
-    names = list(dict.fromkeys(one.row.source for one in outcomes))
-    by_source = {name: [one for one in outcomes if one.row.source == name] for name in names}
+    """Count outcomes by source, in the order of the table."""
+    names = list(dict.fromkeys(outcome.row.source for outcome in outcomes))
+    by_source = {name: [outcome for outcome in outcomes if outcome.row.source == name] for name in names}
     return NetworkCard(
         total=_claim_counts("all", outcomes),
-        sources=tuple(_claim_counts(name, found) for name, found in by_source.items()),
+        sources=tuple(_claim_counts(name, source_outcomes) for name, source_outcomes in by_source.items()),
         outcomes=tuple(outcomes),
         interrupted=interrupted,
     )
 
 
 def _claim_counts(name: str, outcomes: Sequence[ClaimOutcome]) -> ClaimCounts:
-    ours = [one for one in outcomes if one.status == "reproduced"]
-    wide = [one for one in outcomes if one.status == "range"]
-    errors = sorted(abs(one.error) for one in ours if one.error is not None)
+    reproduced = [outcome for outcome in outcomes if outcome.status == "reproduced"]
+    ranged = [outcome for outcome in outcomes if outcome.status == "range"]
+    errors = sorted(abs(outcome.error) for outcome in reproduced if outcome.error is not None)
     return ClaimCounts(
         source=name,
         rows=len(outcomes),
-        reproduced=len(ours),
-        within=sum(1 for one in ours if one.within),
-        ranged=len(wide),
-        covered=sum(1 for one in wide if one.within),
-        calibrated=sum(1 for one in outcomes if one.status == "calibrated"),
-        not_attempted=sum(1 for one in outcomes if one.status == "not attempted"),
+        reproduced=len(reproduced),
+        within=sum(1 for outcome in reproduced if outcome.within),
+        ranged=len(ranged),
+        covered=sum(1 for outcome in ranged if outcome.within),
+        calibrated=sum(1 for outcome in outcomes if outcome.status == "calibrated"),
+        not_attempted=sum(1 for outcome in outcomes if outcome.status == "not attempted"),
         median_error=errors[len(errors) // 2] if errors else None,
         worst_error=errors[-1] if errors else None,
     )
 
 
-# The outcomes of a table, for a terminal.
+# ---- text for a terminal ---------------------------------------------------------------------------------------------
 
 
-WIDTH = 58  # of a quantity with its conditions
+WIDTH = 58  # characters of a quantity with its conditions
 
 
 def network_card_text(card: NetworkCard) -> str:
-    """Rows by source, then the summary."""
+    """Format the rows by source, then the summary."""
     lines: list[str] = []
     for score in card.sources:
         lines += [one_line(score.source) or "(no source)"]
-        mine = [one for one in card.outcomes if one.row.source == score.source]
-        lines += ["  " + line for line in text_table([_claim_cells(one) for one in mine], right=(1, 2, 3))]
+        outcomes = [outcome for outcome in card.outcomes if outcome.row.source == score.source]
+        lines += ["  " + line for line in text_table([_claim_cells(outcome) for outcome in outcomes], right=(1, 2, 3))]
         lines += [""]
     return "\n".join(lines + network_card_summary(card))
 
 
 def network_card_summary(card: NetworkCard) -> list[str]:
-    """Counts and errors by source."""
+    """Format the counts and errors by source."""
     counts = ("rows", "reproduced", "within", "by range", "covered", "calibrated", "not attempted")
     head = ("source", *counts, "median error", "worst")
-    rows = [head, *(_count_cells(one) for one in (*card.sources, card.total))]
+    rows = [head, *(_count_cells(source_counts) for source_counts in (*card.sources, card.total))]
     return [*text_table(rows, right=range(1, len(head))), "", *_card_lines(card)]
 
 
 def _card_lines(card: NetworkCard) -> list[str]:
-    whole = card.total
+    total = card.total
     return [
-        f"{whole.rows:,} rows: {whole.reproduced:,} reproduced ({whole.within:,} within their tolerance), "
-        f"{whole.ranged:,} by range ({whole.covered:,} covered; an input is not published), "
-        f"{whole.calibrated:,} calibrated (we took the number from there: no evidence), "
-        f"{whole.not_attempted:,} not attempted",
+        f"{total.rows:,} rows: {total.reproduced:,} reproduced ({total.within:,} within their tolerance), "
+        f"{total.ranged:,} by range ({total.covered:,} covered; an input is not published), "
+        f"{total.calibrated:,} calibrated (we took the number from there: no evidence), "
+        f"{total.not_attempted:,} not attempted",
     ]
 
 
 def _claim_cells(one: ClaimOutcome) -> tuple[str, ...]:
     row = one.row
     named = _cut_words(f"{row.quantity} | {row.conditions}" if row.conditions else row.quantity)
-    theirs = f"{_number_text(row.value)} {row.unit}".strip()
+    published = f"{_number_text(row.value)} {row.unit}".strip()
     if one.status == "not attempted":
-        return named, theirs, "", "", f"not attempted: {one.note}"
-    return named, theirs, _number_text(one.ours), _error_text(one), f"{_claim_verdict(one)}: {one.note}"
+        return named, published, "", "", f"not attempted: {one.note}"
+    return named, published, _number_text(one.ours), _error_text(one), f"{_claim_verdict(one)}: {one.note}"
 
 
 def _claim_verdict(one: ClaimOutcome) -> str:
@@ -259,8 +261,8 @@ def _claim_verdict(one: ClaimOutcome) -> str:
         and _claim_error(one) * abs(one.row.value or 0.0) <= one.row.rounding
     ):
         return f"{one.status}, rounds to it"
-    held = f"{100 * one.tolerance:.3g} %" if one.row.value else f"{one.tolerance:g} {one.row.unit}"
-    return f"{one.status}, {where} ±{held}"
+    allowed = f"{100 * one.tolerance:.3g} %" if one.row.value else f"{one.tolerance:g} {one.row.unit}"
+    return f"{one.status}, {where} ±{allowed}"
 
 
 def _claim_error(one: ClaimOutcome) -> float:

@@ -1,4 +1,4 @@
-"""Rows about max-min fair rates: the fluid engine."""
+"""Readers for claims that need simulations: max-min fair rates, rings on hashed paths, loss, incast, slotted spray."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ from phalanx.validate.network_claims import (
     stated,
 )
 
-MEAN = 0.02 / 0.50  # the design asks for 0.50 ± 0.02
+MEAN = 0.02 / 0.50  # the design requires 0.50 ± 0.02
 EXTREME = 0.25  # the slowest of 131,072 is one flow of one permutation: 1/7, 1/8 or 1/9 of a link
 FLUID_MOST_HOSTS = 131_072
 FLUID_PORT_GBPS = 100.0
-FLUID_RADIX = 512  # of 100G, where a row names none
+FLUID_RADIX = 512  # ports of 100G, for a row that names none
 
 
 def mean_rate(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Mean over flows of a permutation."""
+    """Compare the mean rate over the flows of a permutation."""
     return reproduced(row, _fluid_rates(row).mean, "sim/fluid, one seed", tolerance=MEAN)
 
 
 def slowest_rate(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """The slowest flow of one."""
+    """Compare the rate of the slowest flow of a permutation."""
     return reproduced(row, _fluid_rates(row).slowest, "sim/fluid, one seed", tolerance=EXTREME)
 
 
@@ -70,8 +70,8 @@ def _fluid_rates(row: Claim) -> Rates:
 
 def _fabric_spec(text: str, hosts: int, planes: int) -> str:
     nic = f"{hosts}x{planes * FLUID_PORT_GBPS:g}G/{planes}p"
-    if found := pair_before(text, " leaf"):
-        return f"clos2:{nic}/{2 * hosts // found[0]}/wide"
+    if leaf_spine := pair_before(text, " leaf"):
+        return f"clos2:{nic}/{2 * hosts // leaf_spine[0]}/wide"
     down = count_before(text, "hosts? per T0")
     up = count_before(text, "T1s?") or down
     if not down or not up:
@@ -90,35 +90,34 @@ FLUID_READERS: tuple[tuple[str, ClaimReader], ...] = (
 )
 
 
-# Rows about a ring on hashed paths: RoCE with so many queue pairs per connection.
-#
-# A ring is as fast as its slowest step. How the NICs of arXiv:2605.04333's Cluster C share T0s is not published; ours
-# are eight to a T0, a server each, on T0s of 64 ports down and 64 up (a 51.2T box at 400G), and the range is from 4
-# to 32.
+# ---- a ring on hashed paths: RoCE with several queue pairs per connection --------------------------------------------
+# A ring is as fast as its slowest step. How the NICs of arXiv:2605.04333's Cluster C share T0s is not published. Here
+# eight NICs of the ring, one server's, are under each T0 with 64 ports down and 64 up (a 51.2T box at 400G), and the
+# range is from 4 to 32 NICs.
 
 
 T0_DOWN, RING_RADIX = 64, 128
 TOGETHER, RANGE = 8, (4, 32)  # NICs of the ring under one T0
-RING_SEEDS = range(20)  # of the hashes: one draw of 64 flows says little
-MOST = 512  # ranks: four to a T0 of 64 are as many as two tiers join
+RING_SEEDS = range(20)  # seeds of the hashes: one draw of 64 flows is not representative
+MOST = 512  # ranks: four per T0 of 64 are as many as two tiers connect
 QPS = (1, 2, 4, 8, 16, 32, 64)
-LITTLE = 0.05  # of gain from twice as many queue pairs
+LITTLE = 0.05  # relative gain from twice as many queue pairs that counts as none
 
 
 def fraction(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """The slowest step's share of line rate."""
+    """Compare the share of line rate of the slowest step."""
     ranks, qps = _stated_ranks(row), stated(count_before(row.quantity, "QPs?"), "how many QPs")
-    ours, *ends = (_slowest_rate(ranks, together, min(qps, QPS[-1])) for together in (TOGETHER, *RANGE))
+    computed, *ends = (_slowest_rate(ranks, together, min(qps, QPS[-1])) for together in (TOGETHER, *RANGE))
     note = f"sim/fluid, {TOGETHER} to a T0 of {T0_DOWN}; {ends[0]:.2f} with {RANGE[0]}, {ends[1]:.2f} with {RANGE[1]}"
-    return ranged(row, ours, note, between=(min(ours, *ends), max(ours, *ends)))
+    return ranged(row, computed, note, between=(min(computed, *ends), max(computed, *ends)))
 
 
 def enough(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """The fewest queue pairs of which twice as many add little."""
+    """Compare the smallest number of queue pairs beyond which twice as many add little."""
     ranks = _stated_ranks(row)
-    ours, *ends = (_enough_qps(ranks, together) for together in (TOGETHER, *RANGE))
+    computed, *ends = (_enough_qps(ranks, together) for together in (TOGETHER, *RANGE))
     note = f"sim/fluid, {TOGETHER} to a T0 of {T0_DOWN}; {ends[0]} with {RANGE[0]}, {ends[1]} with {RANGE[1]}"
-    return ranged(row, ours, note, between=(min(ours, *ends), max(ours, *ends)))
+    return ranged(row, computed, note, between=(min(computed, *ends), max(computed, *ends)))
 
 
 def _enough_qps(ranks: int, together: int) -> int:
@@ -137,13 +136,13 @@ def _stated_ranks(row: Claim) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _slowest_rate(ranks: int, together: int, qps: int) -> float:
-    """Mean over hashes; every step leaves its T0."""
+    """Return the slowest rate, averaged over hashes, of a ring in which every step leaves its T0."""
     place = np.arange(ranks)
     host = place // together * T0_DOWN + place % together
     fabric = parse_fabric(f"clos2:{-(-ranks // together) * T0_DOWN}x400G/1p/{RING_RADIX}/wide")
     ring = make_flows(host, host[(place + together) % ranks], 1.0)
     hashed = (by_qp(qps, seed=seed) if qps > 1 else by_flow(seed=seed) for seed in RING_SEEDS)
-    return float(np.mean([solve_rates(fabric, ring, routing=one).slowest for one in hashed]))
+    return float(np.mean([solve_rates(fabric, ring, routing=routing).slowest for routing in hashed]))
 
 
 RING_READERS: tuple[tuple[str, ClaimReader], ...] = (
@@ -152,29 +151,29 @@ RING_READERS: tuple[tuple[str, ClaimReader], ...] = (
 )
 
 
-# Rows about random loss on every NIC: the packet engine in steady state.
+# ---- random loss on every NIC: the packet engine in steady state -----------------------------------------------------
 
 
-# arXiv:2605.04333 section 5.2.7 is its Cluster C: 400G NICs in four planes. Small T0s, so that every flow goes over T1.
-# Nothing but the loss is in a flow's way, so more hosts than these give the same mean.
+# arXiv:2605.04333 section 5.2.7 is about its Cluster C: 400G NICs in four planes. T0s are small, so that every flow
+# crosses a T1. Only the loss affects a flow, so more hosts give the same mean.
 FABRIC, PLANES, T0_HOSTS, LOSS_MOST_HOSTS = "clos2:{hosts}x400G/4p/16/wide", 4, 8, 16
 NBYTES = 1e9  # "large messages"
 SAMPLE_S = 1e-3
-LOSS_TOLERANCE = 0.07 / 0.33  # the design asks for 0.33 ± 0.07
-CALIBRATED = 1.0  # per cent: `Transport.probe_s` was set there
-CPU_S = 6.0  # of a pair of runs, measured on 2026-11-15
+LOSS_TOLERANCE = 0.07 / 0.33  # the design requires 0.33 ± 0.07
+CALIBRATED = 1.0  # per cent; `Transport.probe_s` was fitted at this loss
+CPU_S = 6.0  # for a pair of runs, measured on 2026-11-15
 
 
 def lossy(row: Claim, context: ClaimContext) -> ClaimOutcome:
-    """Mean throughput of one step of a ring over T1s, as a share of the same without loss."""
+    """Compare the mean throughput of one ring step over T1s, as a share of the throughput without loss."""
     percent, hosts = _loss_question(row)
     if reason := context.refuses(_loss_simulation(percent, hosts)):
         return skipped(row, reason)
-    ours = _mean_s(hosts, 0.0) / _mean_s(hosts, percent / 100)
+    computed = _mean_s(hosts, 0.0) / _mean_s(hosts, percent / 100)
     note = f"sim/packets, {NBYTES / 1e9:g} GB per connection, {hosts} hosts"
     if percent == CALIBRATED:
-        return calibrated(row, ours, f"{note}; the time between probes was set here", tolerance=LOSS_TOLERANCE)
-    return reproduced(row, ours, note, tolerance=LOSS_TOLERANCE)
+        return calibrated(row, computed, f"{note}; the time between probes was set here", tolerance=LOSS_TOLERANCE)
+    return reproduced(row, computed, note, tolerance=LOSS_TOLERANCE)
 
 
 def _loss_question(row: Claim) -> tuple[float, int]:
@@ -185,7 +184,7 @@ def _loss_question(row: Claim) -> tuple[float, int]:
 
 @functools.lru_cache(maxsize=16)
 def _mean_s(hosts: int, loss: float) -> float:
-    each = 1 - math.sqrt(1 - loss)  # on the sender's and on the receiver's NIC link, so that a path loses `loss`
+    each = 1 - math.sqrt(1 - loss)  # loss on the sender's and on the receiver's NIC link, so that a path loses `loss`
     faults = tuple(
         FabricFault(part="nic", number=host, plane=plane, loss=each) for host in range(hosts) for plane in range(PLANES)
     )
@@ -193,16 +192,16 @@ def _mean_s(hosts: int, loss: float) -> float:
     step = min(T0_HOSTS, hosts // 2)
     traffic = shift(hosts, NBYTES, step=step)
     lost = faults if loss else ()
-    found = run_connections(
+    result = run_connections(
         fabric, traffic, transport=MRC, faults=lost, sample_s=SAMPLE_S, limit_s=10.0, each_plane=True
     )
-    if found.stopped == "interrupted":
+    if result.stopped == "interrupted":
         raise KeyboardInterrupt
-    return float(np.mean(found.fct_s))
+    return float(np.mean(result.fct_s))
 
 
 def loss_need(row: Claim) -> NeededSimulation | None:
-    """What a row would have simulated."""
+    """Return the simulation that a row needs."""
     return _loss_simulation(*_loss_question(row))
 
 
@@ -214,26 +213,25 @@ LOSS_READERS: tuple[tuple[str, ClaimReader], ...] = ((r"^MRC fraction at [\d.]+ 
 LOSS_NEEDS: tuple[tuple[str, SimulationNeed], ...] = ((r"^MRC fraction at [\d.]+ percent loss", loss_need),)
 
 
-# Rows about a flow beside an incast: several hosts under one T0 send to one host under another.
-#
-# The victim goes from a further host of the first T0 to a neighbour of the crowded one. With hashed paths it suffers
-# only where its path shares a link with the crowd: of 24 hashes, all that do so are run and counted, none is picked.
-# The paper's cluster, wiring and hash are not published (arXiv:2605.04333 section 5.2.8 and appendix); it shows one
-# that did.
+# ---- a flow next to an incast: several hosts under one T0 send to one host under another -----------------------------
+# The victim flow goes from another host of the first T0 to a neighbour of the incast's target. With hashed paths it is
+# slowed only if its path shares a link with the incast: of 24 hashes, all that do so are run and counted. The paper's
+# cluster, wiring and hash are not published (arXiv:2605.04333 section 5.2.8 and appendix); it shows one such case.
 
 
 INCAST_SEEDS = range(24)
 INCAST_SAMPLE_S = 1e-3
-# Pauses settle at once; rates of DCQCN rise by 1/1000 of the line every 55 µs; shares of MRC walk, so average long.
+# Simulated seconds. Pauses settle immediately; DCQCN's rates rise by 1/1000 of the line every 55 µs; MRC's shares
+# fluctuate slowly and need a long average.
 PFC_S, DCQCN_S, MRC_S = 2e-3, 40e-3, 25e-3
 INCAST_CPU_S = {"PFC": 4.0, "DCQCN": 34.0, "MRC": 3.0}  # measured on 2026-11-15
-HARMED = 0.98  # of what the victim gets alone; pauses leave it a fifth or everything, so any share between does
+HARMED = 0.98  # share of the victim's rate alone; pauses leave it a fifth or everything, so any threshold between works
 WHOLE = 1.0  # per cent of the victim's rate: the design's limit for MRC
 MOST_SENDERS = 63
 
 
 def loss_mrc(row: Claim, context: ClaimContext) -> ClaimOutcome:
-    """What the victim loses where packets are sprayed."""
+    """Compare the victim's loss of rate if packets are sprayed."""
     senders, gbps = _incast_crowd(row)
     if reason := context.refuses(_incast_simulation("MRC", senders, gbps)):
         return skipped(row, reason)
@@ -244,7 +242,7 @@ def loss_mrc(row: Claim, context: ClaimContext) -> ClaimOutcome:
 
 
 def share_mrc(row: Claim, context: ClaimContext) -> ClaimOutcome:
-    """What each of the crowd gets, on the wire."""
+    """Compare the rate of each sender of the incast, on the wire."""
     senders, gbps = _incast_crowd(row)
     if reason := context.refuses(_incast_simulation("MRC", senders, gbps)):
         return skipped(row, reason)
@@ -253,25 +251,25 @@ def share_mrc(row: Claim, context: ClaimContext) -> ClaimOutcome:
 
 
 def loss_dcqcn(row: Claim, context: ClaimContext) -> ClaimOutcome:
-    """What the victim loses in the second half: the middle of all hashes that put it beside the crowd."""
+    """Compare the victim's loss in the second half: the median over all hashes that put it next to the incast."""
     senders, gbps = _incast_crowd(row)
     qps = count_before(row.quantity, "QPs?") or 1
     if qps > 1 or "1-s" in row.quantity:
         return skipped(row, "a second is beyond what is simulated by packets; over 40 ms: docs/simulation/packets.md")
     if reason := context.refuses(_incast_simulation("DCQCN", senders, gbps)):
         return skipped(row, reason)
-    left = [
+    shares = [
         _late_rate(_incast_rates(ROCE, senders, gbps, seed, DCQCN_S)) / _lone_rate(ROCE, gbps)
         for seed in _harmful_hashes(row)
     ]
-    lost = [100 * (1 - share) for share in left]
-    note = f"sim/packets, median of {_drawn_text(lost)}"
-    return ranged(row, median(lost), note, between=(min(lost), max(lost)))
+    losses = [100 * (1 - share) for share in shares]
+    note = f"sim/packets, median of {_drawn_text(losses)}"
+    return ranged(row, median(losses), note, between=(min(losses), max(losses)))
 
 
 def _pfc_reader(pick: Callable[[list[float]], float], name: str) -> ClaimReader:
     def read(row: Claim, context: ClaimContext) -> ClaimOutcome:
-        """The victim's rate under pauses, over hashes that put it beside the crowd."""
+        """Compare the victim's rate under pauses, over the hashes that put it next to the incast."""
         senders, gbps = _incast_crowd(row)
         if reason := context.refuses(_incast_simulation("PFC", senders, gbps)):
             return skipped(row, reason)
@@ -288,22 +286,22 @@ def _drawn_text(values: list[float]) -> str:
 
 
 def _late_rate(rates: Floats) -> float:
-    """The victim's mean over the second half."""
+    """Return the victim's mean rate over the second half."""
     return float(rates[-1, rates.shape[1] // 2 :].mean())
 
 
 def _harmful_hashes(row: Claim) -> list[int]:
-    """Hashes with which pauses reach the victim."""
+    """Return the hashes with which pauses reach the victim."""
     senders, gbps = _incast_crowd(row)
     alone = _lone_rate(ROCE_PFC, gbps)
-    found = [
+    seeds = [
         seed
         for seed in INCAST_SEEDS
         if _late_rate(_incast_rates(ROCE_PFC, senders, gbps, seed, PFC_S)) < HARMED * alone
     ]
-    if not found:
+    if not seeds:
         raise NotStated(f"a hash that matters: none of {len(INCAST_SEEDS)} put the victim beside the crowd")
-    return found
+    return seeds
 
 
 def _incast_crowd(row: Claim) -> tuple[int, float]:
@@ -320,13 +318,13 @@ def _lone_rate(transport: Transport | Roce, gbps: float) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _incast_rates(transport: Transport | Roce, senders: int, gbps: float, seed: int, limit_s: float) -> Floats:
-    """Gb/s of every flow over time, the victim last."""
+    """Return the Gb/s of every flow over time; the victim is the last row."""
     side = senders + 1
     fabric = parse_fabric(f"clos2:{2 * side}x{gbps:g}G/1p/{2 * side}/wide")
     source, target = np.arange(side), np.full(side, side)
     target[-1] += 1
     endless = np.full(side, math.ceil(2 * limit_s * gbps * 1e9 / 8))
-    found = run_connections(
+    result = run_connections(
         fabric,
         make_flows(source, target, endless),
         transport=transport,
@@ -335,9 +333,9 @@ def _incast_rates(transport: Transport | Roce, senders: int, gbps: float, seed: 
         sample_s=INCAST_SAMPLE_S if limit_s > 10 * INCAST_SAMPLE_S else limit_s / 10,
         watch=tuple(range(side)),
     )
-    if found.stopped == "interrupted":
+    if result.stopped == "interrupted":
         raise KeyboardInterrupt
-    return found.watched_gbps
+    return result.watched_gbps
 
 
 def _incast_simulation(kind: str, senders: int, gbps: float) -> NeededSimulation:
@@ -370,25 +368,25 @@ INCAST_NEEDS: tuple[tuple[str, SimulationNeed], ...] = (
 )
 
 
-# Rows of a slotted spray without windows or latencies: our packet engine with both taken out.
+# ---- a slotted spray without windows or latencies: the packet engine with both removed -------------------------------
 
 
 SLOTTED_PORT_GBPS = 100.0
 SLOTTED_RADIX = 512
 SLOTTED_MOST_HOSTS = 131_072
-MARK = 8  # packets, where nothing is said
-LATE_S = 1e-3  # nothing disappears: no timeout shall fire
-SLOTTED_TOLERANCE = 0.10  # what the design asks of a tail
-TRIMS = 0.25  # of a share of a few per cent, of one seed
+MARK = 8  # packets, if the row states no ECN threshold
+LATE_S = 1e-3  # no packet is lost, so no timeout may fire
+SLOTTED_TOLERANCE = 0.10  # tolerance that the design requires for a tail
+TRIMS = 0.25  # relative tolerance of a share of a few per cent, from one seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is sprayed where."""
+    """The parameters of a slotted spray."""
 
     hosts: int
     down: int  # hosts of a T0
-    packets: int  # of a flow
+    packets: int  # per flow
     queue: int
     paths: int
     mark: int
@@ -396,7 +394,7 @@ class Question:
 
 
 def slowest(row: Claim, context: ClaimContext) -> ClaimOutcome:
-    """Packets of a flow over the slots that the slowest took."""
+    """Compare the packets of a flow divided by the slots of the slowest flow."""
     question = _slotted_question(row)
     if reason := context.refuses(_slotted_simulation(question)):
         return skipped(row, reason)
@@ -408,14 +406,14 @@ def slowest(row: Claim, context: ClaimContext) -> ClaimOutcome:
 
 
 def trimmed(row: Claim, context: ClaimContext) -> ClaimOutcome:
-    """Share of packets that a full queue cut, in per cent."""
+    """Compare the share of packets that a full queue trimmed, in per cent."""
     question = _slotted_question(row)
     if reason := context.refuses(_slotted_simulation(question)):
         return skipped(row, reason)
-    found = _run_slotted(question)
+    result = _run_slotted(question)
     scale = 100.0 if row.unit == "percent" else 1.0
     note = "sim/packets without window and latency"
-    return reproduced(row, scale * found.trimmed / found.packets, note, tolerance=TRIMS)
+    return reproduced(row, scale * result.trimmed / result.packets, note, tolerance=TRIMS)
 
 
 def _slotted_question(row: Claim) -> Question:
@@ -437,7 +435,7 @@ def _slotted_question(row: Claim) -> Question:
 
 def _slotted_setting(asked: Question) -> tuple[Fabric, Flows, Transport]:
     fabric = replace(parse_fabric(f"clos2:{asked.hosts}x{SLOTTED_PORT_GBPS:g}G/1p/{2 * asked.down}"), hop_s=0.0)
-    mark = asked.mark / (fabric.hops + 1)  # of a round trip without latencies, in slots
+    mark = asked.mark / (fabric.hops + 1)  # share of a round trip without latencies, in slots
     transport = replace(
         MRC,
         name="slotted",
@@ -457,10 +455,10 @@ def _slotted_setting(asked: Question) -> tuple[Fabric, Flows, Transport]:
 @functools.lru_cache(maxsize=8)
 def _run_slotted(question: Question) -> PacketResult:
     fabric, traffic, transport = _slotted_setting(question)
-    found = run_connections(fabric, traffic, transport=transport)
-    if found.stopped == "interrupted":
+    result = run_connections(fabric, traffic, transport=transport)
+    if result.stopped == "interrupted":
         raise KeyboardInterrupt
-    return found
+    return result
 
 
 def _slotted_need(row: Claim) -> NeededSimulation | None:
@@ -469,8 +467,8 @@ def _slotted_need(row: Claim) -> NeededSimulation | None:
 
 @functools.lru_cache(maxsize=64)
 def _slotted_simulation(question: Question) -> NeededSimulation:
-    made = sketch_run(*_slotted_setting(question), alike=True)
-    return NeededSimulation(key=("slotted", question), cpu_s=made.cost.cpu_s)
+    sketch = sketch_run(*_slotted_setting(question), alike=True)
+    return NeededSimulation(key=("slotted", question), cpu_s=sketch.cost.cpu_s)
 
 
 SLOWEST, TRIMMED = r"^slowest flow, slotted spray", r"^(trims|trimmed packets|packets trimmed), slotted spray"

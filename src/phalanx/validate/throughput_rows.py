@@ -1,4 +1,4 @@
-"""Predict every row of a published table from its layout columns."""
+"""Predict the step time and memory of every row of a published table from its layout columns."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from phalanx.plan.step import StepTimes, predict_step
 from phalanx.validate import throughput_table
 from phalanx.validate.throughput_table import PublishedRun, number, published_cluster, why_not_priced
 
-NO_FIT_PENALTY = 1e6  # a candidate setting that does not fit loses against any that does
-# Published runs that leave recompute or micro-batch unstated were tuned by people who knew more ways to save memory
-# than the table names (offload, fused losses, in-place norms): a setting this far over the limit still counts.
+NO_FIT_PENALTY = 1e6  # a candidate setting that does not fit loses against every one that fits
+# Published runs that do not state recompute or micro-batch were tuned by experts with more ways to save memory than
+# the table names (offload, fused losses, in-place norms): a setting this far over the limit still counts.
 UNSTATED_SLACK = 1.3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowPredictions:
-    """Predictions in the order of the rows; `reason` is not empty where a row could not be priced."""
+    """Predictions in the order of the rows; `reason` is not empty if a row could not be predicted."""
 
-    cases: Cases  # of the priced rows, with unstated settings chosen
+    cases: Cases  # of the predicted rows, with unstated settings chosen
     priced: NDArray[np.intp]  # their positions in the table
     times: StepTimes
     memory: MemoryUse
-    frameworks: tuple[str, ...]  # profile of each priced row
+    frameworks: tuple[str, ...]  # framework profile of each predicted row
     reason: tuple[str, ...]
 
 
 def row_columns(row: PublishedRun, micro_batch: float, recompute: str) -> dict[str, float]:
-    """All columns of one case."""
+    """Return all columns of one case: a row with a micro-batch and a recompute setting."""
     degrees = {name: max(1.0, number(row, name) or 1.0) for name in ("tp", "pp", "vpp", "cp", "ep")}
     dp = data_ranks(row)
     zero = throughput_table.zero_stage(row)
@@ -64,9 +64,9 @@ def row_columns(row: PublishedRun, micro_batch: float, recompute: str) -> dict[s
 
 
 def data_ranks(row: PublishedRun) -> float:
-    """The stated data-parallel degree, else what the other degrees leave of the devices."""
-    rest = (number(row, "tp") or 1.0) * (number(row, "pp") or 1.0) * (number(row, "cp") or 1.0)
-    return number(row, "dp") or max(1.0, (number(row, "gpus") or 1.0) / rest)
+    """Return the stated data-parallel degree, or the devices divided by the other degrees."""
+    other_degrees = (number(row, "tp") or 1.0) * (number(row, "pp") or 1.0) * (number(row, "cp") or 1.0)
+    return number(row, "dp") or max(1.0, (number(row, "gpus") or 1.0) / other_degrees)
 
 
 _MODEL_COLUMNS = ("model_name", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "topk", "moe_ffn",
@@ -79,33 +79,35 @@ def _shape_of_key(key: tuple[str, ...]) -> ModelShape:
 
 
 def to_cases(columns: list[dict[str, float]]) -> Cases:
-    """A table of cases from one dict per row."""
+    """Build a table of cases from one dict per row."""
     names = [field.name for field in fields(Cases)]
-    return Cases(**{name: np.asarray([one[name] for one in columns], dtype=np.float64) for name in names})
+    return Cases(
+        **{name: np.asarray([columns_of_row[name] for columns_of_row in columns], dtype=np.float64) for name in names}
+    )
 
 
 def candidates(row: PublishedRun) -> list[dict[str, float]]:
-    """Every case a row may mean: one when micro-batch and recompute are stated."""
+    """Return every case that a row may stand for: one if micro-batch and recompute are stated."""
     sizes = throughput_table.micro_batches(row, int(data_ranks(row)))
-    settings = [(size, again) for again in throughput_table.recomputes(row) for size in sizes]
-    return [row_columns(row, size, again) for size, again in settings]
+    settings = [(size, recompute) for recompute in throughput_table.recomputes(row) for size in sizes]
+    return [row_columns(row, size, recompute) for size, recompute in settings]
 
 
 def predict_rows(rows: tuple[PublishedRun, ...], *, constants: Physics | None = None,
                  framework_profiles: dict[str, Profile] | None = None) -> RowPredictions:  # fmt: skip
-    """Price every row that can be priced."""
+    """Predict every row that has the required columns."""
     known = framework_profiles or shipped_profiles()
     columns: list[dict[str, float]] = []
     owner: list[int] = []
     names: list[str] = []
     reasons: list[str] = []
     for index, row in enumerate(rows):
-        reason, found = _cases_of(row)
+        reason, row_cases = _cases_of(row)
         reasons.append(reason)
         name = profile_name(row.get("framework", ""), row.get("date", ""))
-        columns += found
-        owner += [index] * len(found)
-        names += [name if name in known else "default"] * len(found)
+        columns += row_cases
+        owner += [index] * len(row_cases)
+        names += [name if name in known else "default"] * len(row_cases)
     if not columns:
         columns, owner, names = [_EMPTY], [-1], ["default"]
     table = to_cases(columns)
@@ -134,13 +136,13 @@ def _cases_of(row: PublishedRun) -> tuple[str, list[dict[str, float]]]:
 
 
 def _best_candidates(owner: NDArray[np.int_], seconds: Floats, fits: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """For each row its fastest candidate that fits, else its fastest."""
+    """Return, for each row, the fastest candidate that fits, or the fastest if none fits."""
     rank = np.where(fits, seconds, seconds * NO_FIT_PENALTY)
     order = np.lexsort((rank, owner))
     first = np.ones(order.size, dtype=bool)
     first[1:] = owner[order][1:] != owner[order][:-1]
-    kept = order[first]
-    return kept[owner[kept] >= 0]
+    best = order[first]
+    return best[owner[best] >= 0]
 
 
 _EMPTY = dict.fromkeys((field.name for field in fields(Cases)), 1.0)

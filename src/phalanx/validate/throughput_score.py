@@ -1,4 +1,4 @@
-"""Predictions of published rows held against what was measured: errors, memory, out-of-memory calls, regret."""
+"""Compare predictions of published rows with measurements: errors, memory, out-of-memory calls, regret."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from phalanx.validate.throughput_rows import RowPredictions, predict_rows
 from phalanx.validate.throughput_table import PublishedRun, number
 
 LEAST_ROWS = 5  # sources with fewer rows do not count in the mean
-LEAST_CELL = 6  # runs that finished, for a (model, GPUs) cell of a sweep to count in the regret
-IDLE_SOURCES = ("hf-ultrascale", "vtrain-single")  # sweeps whose runs below this MFU count for ranking only
+LEAST_CELL = 6  # finished runs that a (model, GPUs) cell of a sweep needs to count in the regret
+IDLE_SOURCES = ("hf-ultrascale", "vtrain-single")  # sweeps whose runs below IDLE_MFU count only for ranking
 IDLE_MFU = 5.0
-# A single run scatters around its calibrated prediction by about half the 80 % width it has uncalibrated (z = 1.28,
-# less what calibration removes).
+# A single run scatters around its calibrated prediction by about half of the uncalibrated 80 % width (z = 1.28, less
+# what calibration removes).
 SCATTER_SHARE = 0.6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowPrediction:
-    """What is written per row; `reason` says why a row has none."""
+    """The prediction of a row as written to a file; `reason` is set if there is none."""
 
     id: str
     step_s: float | None = None
@@ -47,7 +47,7 @@ class RowPrediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceScore:
-    """Step-time error of one source."""
+    """The step-time errors of one source."""
 
     source: str
     rows: int
@@ -58,7 +58,7 @@ class SourceScore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regret:
-    """One (model, GPUs) cell of a sweep: the row the planner picks, the fastest row, and the time lost."""
+    """One (model, GPUs) cell of a sweep: the row the planner picks, the fastest row, and the relative time lost."""
 
     source: str
     model: str
@@ -70,7 +70,7 @@ class Regret:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scorecard:
-    """Everything `phalanx backtest` prints; None where the table has no such measurements."""
+    """The results that `phalanx backtest` prints; None where the table has no such measurements."""
 
     rows: int
     priced: int
@@ -91,37 +91,41 @@ class Scorecard:
 
 
 def predict_table(rows: tuple[PublishedRun, ...], *, known: tuple[PublishedRun, ...] = ()) -> list[RowPrediction]:
-    """Predict every row; with `known` rows, each source is first calibrated on its own measured rows there."""
-    found = predict_rows(rows)
-    low, high = step_interval(found.cases, found.times, found.frameworks)
-    seconds = found.times.step_s
+    """Predict every row; with `known` rows, each source is first calibrated on its measured rows there."""
+    priced_rows = predict_rows(rows)
+    low, high = step_interval(priced_rows.cases, priced_rows.times, priced_rows.frameworks)
+    seconds = priced_rows.times.step_s
     if known:
-        seconds, low, high = _calibrated_rows(rows, found, known, low, high)
-    predictions = [RowPrediction(id=row["id"], reason=reason) for row, reason in zip(rows, found.reason, strict=True)]
-    for at, index in enumerate(found.priced):
+        seconds, low, high = _calibrated_rows(rows, priced_rows, known, low, high)
+    predictions = [
+        RowPrediction(id=row["id"], reason=reason) for row, reason in zip(rows, priced_rows.reason, strict=True)
+    ]
+    for at, index in enumerate(priced_rows.priced):
         predictions[index] = RowPrediction(
             id=rows[index]["id"],
             step_s=float(seconds[at]),
             step_s_lo=float(low[at]),
             step_s_hi=float(high[at]),
-            # What the first rank's log will show: an allocator cannot reserve more than there is.
-            mem_gb=float(min(found.memory.first_stage[at], found.memory.usable[at])) / 1e9,
-            fits=bool(found.memory.fits[at]),
+            # The value in the first rank's log: an allocator cannot reserve more than the device has.
+            mem_gb=float(min(priced_rows.memory.first_stage[at], priced_rows.memory.usable[at])) / 1e9,
+            fits=bool(priced_rows.memory.fits[at]),
         )
     return predictions
 
 
 def fit_sources(known: tuple[PublishedRun, ...]) -> dict[str, Calibration]:
-    """Scalars per source from the measured rows given."""
-    found = predict_rows(known)
-    low, high = step_interval(found.cases, found.times, found.frameworks)
+    """Fit calibration factors per source to its measured rows."""
+    predictions = predict_rows(known)
+    low, high = step_interval(predictions.cases, predictions.times, predictions.frameworks)
     scatter = SCATTER_SHARE * np.log(high / low) / 2.0
-    measured = np.array([number(known[index], "step_s") or np.nan for index in found.priced])
-    source = np.array([known[index].get("source", "") for index in found.priced])
+    measured = np.array([number(known[index], "step_s") or np.nan for index in predictions.priced])
+    source = np.array([known[index].get("source", "") for index in predictions.priced])
     fitted = {}
     for name in sorted(set(source)):
-        part = source == name
-        fitted[str(name)] = fit_calibration(take_rows(found.times, part), measured[part], scatter[part])
+        of_source = source == name
+        fitted[str(name)] = fit_calibration(
+            take_rows(predictions.times, of_source), measured[of_source], scatter[of_source]
+        )
     return fitted
 
 
@@ -131,28 +135,28 @@ def _calibrated_rows(
     seconds, low, high = found.times.step_s.copy(), low.copy(), high.copy()
     source = np.array([rows[index].get("source", "") for index in found.priced])
     for name, fitted in fit_sources(known).items():
-        part = source == name
-        if part.any():
-            seconds[part] = apply_calibration(take_rows(found.times, part), fitted).step_s
-            shift = seconds[part] / found.times.step_s[part]
-            # Calibration moves the middle; single runs scatter around it as much as before.
-            low[part], high[part] = low[part] * shift, high[part] * shift
+        of_source = source == name
+        if of_source.any():
+            seconds[of_source] = apply_calibration(take_rows(found.times, of_source), fitted).step_s
+            shift = seconds[of_source] / found.times.step_s[of_source]
+            # Calibration moves the middle; single runs scatter around it as before.
+            low[of_source], high[of_source] = low[of_source] * shift, high[of_source] * shift
     return seconds, low, high
 
 
 def take_rows(times: StepTimes, part: NDArray[np.bool_]) -> StepTimes:
-    """The same table restricted to some rows."""
+    """Return the step times of the selected rows."""
     return times.take(part)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank quantile the published score uses."""
+    """Return the nearest-rank quantile, as in the published score."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
 
 
 def score_predictions(rows: Sequence[PublishedRun], predictions: Sequence[RowPrediction]) -> Scorecard:
-    """The scorecard of a table whose measurements are present (or partly so)."""
+    """Compute the scorecard of a table with some measurements."""
     by_source: dict[str, list[float]] = defaultdict(list)
     memory: list[float] = []
     inside: list[bool] = []
@@ -167,10 +171,10 @@ def score_predictions(rows: Sequence[PublishedRun], predictions: Sequence[RowPre
         if measured_gb and guess.mem_gb:
             memory.append(abs(guess.mem_gb / measured_gb - 1.0))
     sources = [_source_score(name, errors) for name, errors in sorted(by_source.items())]
-    large = [one for one in sources if one.rows >= LEAST_ROWS]
+    large = [source for source in sources if source.rows >= LEAST_ROWS]
     precision, recall = _oom_scores(rows, predictions)
     regrets = _cell_regrets(rows, predictions)
-    lost = [one.regret for one in regrets]
+    lost = [regret.regret for regret in regrets]
     reasons: dict[str, int] = defaultdict(int)
     for guess in predictions:
         if guess.reason:
@@ -180,14 +184,14 @@ def score_predictions(rows: Sequence[PublishedRun], predictions: Sequence[RowPre
         priced=sum(1 for guess in predictions if guess.step_s),
         unpriced=dict(reasons),
         sources=sources,
-        mean_median=_mean_or_none([one.median for one in large]),
-        mean_p90=_mean_or_none([one.p90 for one in large]),
+        mean_median=_mean_or_none([source.median for source in large]),
+        mean_p90=_mean_or_none([source.p90 for source in large]),
         memory_rows=len(memory),
         memory_median=float(np.median(memory)) if memory else None,
         memory_p90=quantile(memory, 0.9) if memory else None,
         oom_precision=precision,
         oom_recall=recall,
-        coverage=_mean_or_none([float(one) for one in inside]),
+        coverage=_mean_or_none([float(is_inside) for is_inside in inside]),
         regret_cells=len(regrets),
         regret_median=float(np.median(lost)) if lost else None,
         regret_p90=quantile(lost, 0.9) if lost else None,
@@ -210,7 +214,7 @@ def _is_idle(row: PublishedRun) -> bool:
 
 
 def _source_score(name: str, errors: Sequence[float]) -> SourceScore:
-    sizes = [abs(one) for one in errors]
+    sizes = [abs(error) for error in errors]
     middle = float(np.median(sizes))
     return SourceScore(
         source=name, rows=len(errors), median=middle, p90=quantile(sizes, 0.9), bias=float(np.median(errors))
@@ -222,7 +226,7 @@ def _has_failed(row: PublishedRun) -> bool:
 
 
 def _sweep_sources(rows: Sequence[PublishedRun]) -> set[str]:
-    """Sources that report failures beside successes: only there does a missing run mean anything."""
+    """Return the sources of sweeps that report failures as well: only there a missing run means a failure."""
     failed = {row.get("source", "") for row in rows if _has_failed(row)}
     counts: dict[str, int] = defaultdict(int)
     for row in rows:
@@ -233,7 +237,7 @@ def _sweep_sources(rows: Sequence[PublishedRun]) -> set[str]:
 def _oom_scores(
     rows: Sequence[PublishedRun], predictions: Sequence[RowPrediction]
 ) -> tuple[float | None, float | None]:
-    """Precision and recall of "does not fit" over the sweeps."""
+    """Return precision and recall of "does not fit" over the sweeps."""
     sweeps = _sweep_sources(rows)
     hit = false = missed = 0
     for row, guess in zip(rows, predictions, strict=True):
@@ -252,13 +256,13 @@ class _KnownRun:
     id: str
     predicted: float  # seconds per token
     fits: bool
-    measured: float | None  # seconds per token; None where the run failed
+    measured: float | None  # seconds per token; None if the run failed
 
 
 def _run_cells(
     rows: Sequence[PublishedRun], predictions: Sequence[RowPrediction]
 ) -> dict[tuple[str, str, str], list[_KnownRun]]:
-    """The runs of every (source, model, GPUs) cell of a sweep."""
+    """Return the runs of every (source, model, GPUs) cell of a sweep."""
     sweeps = _sweep_sources(rows)
     cells: dict[tuple[str, str, str], list[_KnownRun]] = defaultdict(list)
     for row, guess in zip(rows, predictions, strict=True):
@@ -273,8 +277,8 @@ def _run_cells(
 
 
 def _cell_regrets(rows: Sequence[PublishedRun], predictions: Sequence[RowPrediction]) -> list[Regret]:
-    """Per cell: how much slower the predicted best really ran than the real best; 100 % where it failed."""
-    found = []
+    """Return per cell how much slower the predicted best ran than the real best; 100 % if it failed."""
+    regrets = []
     for (source, model, gpus), cell in _run_cells(rows, predictions).items():
         finished = [run for run in cell if run.measured]
         if len(finished) < LEAST_CELL:
@@ -282,27 +286,27 @@ def _cell_regrets(rows: Sequence[PublishedRun], predictions: Sequence[RowPredict
         pick = min([run for run in cell if run.fits] or cell, key=lambda run: run.predicted)
         best = min(finished, key=lambda run: run.measured or 0.0)
         lost = 1.0 if pick.measured is None else pick.measured / (best.measured or 1.0) - 1.0
-        found.append(Regret(source=source, model=model, gpus=gpus, pick=pick.id, best=best.id, regret=lost))
-    return found
+        regrets.append(Regret(source=source, model=model, gpus=gpus, pick=pick.id, best=best.id, regret=lost))
+    return regrets
 
 
 def draw_known(
     rows: Sequence[PublishedRun], *, per_source: int, seed: int
 ) -> tuple[tuple[PublishedRun, ...], tuple[PublishedRun, ...]]:
-    """A seeded split: `per_source` measured rows of every source to calibrate on, and all the others."""
+    """Split the rows with a seed: `per_source` measured rows of every source for calibration, and all other rows."""
     chooser = random.Random(seed)
     by_source: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         if _is_comparable(row) and not _is_idle(row) and number(row, "step_s"):
             by_source[row.get("source", "")].append(index)
-    taken: set[int] = set()
+    drawn: set[int] = set()
     for name in sorted(by_source):
-        taken |= set(chooser.sample(by_source[name], min(per_source, len(by_source[name]))))
-    known = tuple(row for index, row in enumerate(rows) if index in taken)
-    return known, tuple(row for index, row in enumerate(rows) if index not in taken)
+        drawn |= set(chooser.sample(by_source[name], min(per_source, len(by_source[name]))))
+    known = tuple(row for index, row in enumerate(rows) if index in drawn)
+    return known, tuple(row for index, row in enumerate(rows) if index not in drawn)
 
 
-# The scorecard of `phalanx validate` as text, and its predictions as a file.
+# ---- the scorecard of `phalanx backtest` as text, and its predictions as a file --------------------------------------
 
 
 HEADER = ("id", "step_s", "step_s_lo", "step_s_hi", "mem_gb", "fits")
@@ -310,21 +314,21 @@ MOST_REASONS = 8
 
 
 def write_predictions(path: Path, predictions: Sequence[RowPrediction]) -> None:
-    """One line per row, also for rows without a prediction; the file appears whole or not at all."""
+    """Write one line per row, also for rows without a prediction; the file is written atomically."""
     scorecard_text = io.StringIO()
     writer = csv.writer(scorecard_text, lineterminator="\n")
     writer.writerow(HEADER)
-    for one in predictions:
+    for prediction in predictions:
         numbers = [
             ("" if value is None else f"{value:.6g}")
-            for value in (one.step_s, one.step_s_lo, one.step_s_hi, one.mem_gb)
+            for value in (prediction.step_s, prediction.step_s_lo, prediction.step_s_hi, prediction.mem_gb)
         ]
-        writer.writerow([one.id, *numbers, "" if one.fits is None else str(one.fits).lower()])
+        writer.writerow([prediction.id, *numbers, "" if prediction.fits is None else str(prediction.fits).lower()])
     write_text(path, scorecard_text.getvalue())
 
 
 def scorecard_text(card: Scorecard, *, calibrated_on: int = 0) -> str:
-    """What a person reads: coverage of the table first, then errors, worst last."""
+    """Format the scorecard: coverage of the table first, then errors by source, then the other results."""
     lines = [
         f"{card.priced:,} of {card.rows:,} rows priced"
         + (f", each source calibrated on its measured rows ({calibrated_on:,} in all)" if calibrated_on else "")
@@ -340,11 +344,13 @@ def scorecard_text(card: Scorecard, *, calibrated_on: int = 0) -> str:
 
 def _error_lines(card: Scorecard) -> list[str]:
     rows = [("source", "rows", "median", "p90", "bias", "")]
-    for one in card.sources:
-        few = "" if one.rows >= LEAST_ROWS else "(too few for the mean)"
-        rows.append((one.source, f"{one.rows:,}", f"{one.median:.1%}", f"{one.p90:.1%}", f"{one.bias:+.1%}", few))
+    for source in card.sources:
+        few = "" if source.rows >= LEAST_ROWS else "(too few for the mean)"
+        rows.append(
+            (source.source, f"{source.rows:,}", f"{source.median:.1%}", f"{source.p90:.1%}", f"{source.bias:+.1%}", few)
+        )
     if card.mean_median is not None and card.mean_p90 is not None:
-        counted = sum(one.rows >= LEAST_ROWS for one in card.sources)
+        counted = sum(source.rows >= LEAST_ROWS for source in card.sources)
         rows.append((f"mean over {counted} sources", "", f"{card.mean_median:.1%}", f"{card.mean_p90:.1%}", "", ""))
     return ["", "step time, |predicted/measured - 1|", *text_table(rows, right=(1, 2, 3, 4))]
 

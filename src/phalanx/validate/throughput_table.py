@@ -1,7 +1,6 @@
-"""Tables of published training runs: read them, fill what they leave out, and say why a row cannot be priced.
+"""Tables of published training runs: read them, fill in missing settings, and state why a row cannot be predicted.
 
-Columns are those of `throughput_public.csv`. Only layout columns are read here; what was measured never reaches a
-prediction.
+Columns are those of `throughput_public.csv`. Only layout columns are read here; measurements never enter a prediction.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ PublishedRun = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedTable:
-    """The rows of a file as text, with the line each stands on."""
+    """The rows of a file as text, with their line numbers."""
 
     path: Path
     rows: tuple[PublishedRun, ...]
@@ -49,7 +48,7 @@ class PublishedTable:
 
 
 def read_table(path: Path) -> PublishedTable:
-    """The rows of a CSV file, or a UserError that says what is wrong with it."""
+    """Return the rows of a CSV file; raise UserError with the problem if it is not a valid table."""
     text = read_text(path, noun="CSV file", most_bytes=LARGEST_TABLE_BYTES)
     reader = csv.DictReader(io.StringIO(text, newline=""))
     try:
@@ -87,32 +86,32 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
 
 
 def _check_ids(path: Path, rows: Sequence[PublishedRun], lines: Sequence[int]) -> None:
-    seen: dict[str, int] = {}
+    line_by_id: dict[str, int] = {}
     problems = []
     for row, line in zip(rows, lines, strict=True):
         name = row["id"]
         if not name:
             problems.append(Problem(where=f"{path}:{line}", what="has an empty id", fix="give every row its own id"))
-        elif name in seen:
-            what = f'repeats the id "{name[:60]}" of line {seen[name]}'
-            problems.append(Problem(where=f"{path}:{line}", what=what, fix="give every row its own id"))
-        seen.setdefault(name, line)
+        elif name in line_by_id:
+            message = f'repeats the id "{name[:60]}" of line {line_by_id[name]}'
+            problems.append(Problem(where=f"{path}:{line}", what=message, fix="give every row its own id"))
+        line_by_id.setdefault(name, line)
     if problems:
         raise UserError(problems[:20])
 
 
 def number(row: PublishedRun, name: str) -> float | None:
-    """A finite number, or None where the cell is empty or garbage."""
+    """Return a finite number, or None if the cell is empty or invalid."""
     text = row.get(name, "")
     try:
         value = float(text)
     except ValueError:
         return None
-    return value if abs(value) < 1e18 else None  # NaN and infinities compare false
+    return value if abs(value) < 1e18 else None  # comparisons with NaN are false, and infinity exceeds the limit
 
 
 def why_not_priced(row: PublishedRun) -> str:
-    """Why a row cannot be priced at all, or an empty string."""
+    """Return the reason why a row cannot be predicted, or an empty text."""
     for name in ("layers", "hidden", "seq", "gpus", "global_batch"):
         value = number(row, name)
         if value is None:
@@ -126,7 +125,7 @@ def why_not_priced(row: PublishedRun) -> str:
         value = number(row, name)
         if row.get(name) and (value is None or value < 1 or value != int(value)):
             return f"{name} = {row[name][:40]!r} is not a whole number of 1 or more"
-    micro = number(row, "micro_batch")  # a fraction where one sequence is split over devices (MaxText)
+    micro = number(row, "micro_batch")  # a fraction if one sequence is split over devices (MaxText)
     if row.get("micro_batch") and (micro is None or micro <= 0):
         return f"micro_batch = {row['micro_batch'][:40]!r} is not a positive number"
     for name in _AMOUNTS:
@@ -146,7 +145,7 @@ def why_not_priced(row: PublishedRun) -> str:
 
 
 def _size_contradiction(row: PublishedRun, tp: float, dp: float) -> str:
-    """Stated sizes that cannot hold together."""
+    """Return a contradiction among the stated sizes, or an empty text."""
     heads, experts, ep = number(row, "heads"), number(row, "experts"), number(row, "ep") or 1.0
     if heads and heads % tp:
         return f"tp = {tp:g} does not divide heads = {heads:g}"
@@ -158,11 +157,11 @@ def _size_contradiction(row: PublishedRun, tp: float, dp: float) -> str:
     return ""
 
 
-# The machine of a published row: an accelerator of the catalogue with the links the row states.
+# ---- the machine of a published row: an accelerator of the catalogue with the stated links ---------------------------
 
 
 def published_cluster(row: PublishedRun) -> Cluster:
-    """The cluster a row ran on; raises UserError for an unknown accelerator."""
+    """Return the cluster that a row ran on; raise UserError for an unknown accelerator."""
     gpus = int(number(row, "gpus") or 1)
     stated_domain = int(number(row, "nodes_gpu") or 0)
     nic_gbps = number(row, "inter_link_gbps_per_gpu") or 0.0
@@ -174,7 +173,7 @@ def _row_cluster(name: str, gpus: int, stated_domain: int, nic_gbps: float) -> C
     accelerator = find_accelerator(name)
     per_domain = stated_domain or accelerator.domain_devices
     if gpus > per_domain and gpus % per_domain:
-        # A rack of 72 is used 64 at a time when the job is a power of two.
+        # A rack of 72 devices is used 64 at a time if the job is a power of two.
         per_domain = max(size for size in range(1, per_domain + 1) if gpus % size == 0)
     domains = max(1, -(-gpus // per_domain))
     nic = nic_gbps * 1e9 / 8.0
@@ -188,21 +187,22 @@ def _row_cluster(name: str, gpus: int, stated_domain: int, nic_gbps: float) -> C
     )
 
 
-# What published rows leave out, filled by named rules: the model's shape, and settings nobody stated.
+# ---- missing settings of published rows, filled by rules: the model's shape, and unstated options --------------------
 
 
-# Padded GPT-2 vocabulary, which Megatron's and vTrain's published configurations use when they name none.
+# Padded GPT-2 vocabulary, used by Megatron's and vTrain's published configurations that name none.
 USUAL_VOCAB = 51200
 USUAL_HEAD_DIM = 128
-# Families whose MLP is gated; their names settle what a parameter count cannot (a tied gated model of 16 layers can
-# have exactly the parameters of an untied plain one).
+# Families whose MLP is gated. Their names decide what a parameter count cannot: a tied gated model of 16 layers can
+# have exactly the parameters of an untied plain one.
 GATED_NAMES = ("llama", "qwen", "mistral", "mixtral", "deepseek", "kimi", "gemma", "olmo", "yi-", "gpt-oss", "phi3")
 PLAIN_NAMES = ("gpt", "bloom", "mpt", "opt", "megatron", "nemotron", "falcon", "pythia", "bert")
-DISAGREES = 0.05  # weight of a name's word against a parameter count, as a share of the parameters
+# Weight of a name against a parameter count, as a share of the parameters.
+DISAGREES = 0.05
 
 
 def model_shape(row: PublishedRun) -> ModelShape:
-    """The shape a row describes; a preset of the same name and size supplies what the columns cannot say."""
+    """Return the model shape that a row describes; a preset of the same name and size supplies missing values."""
     layers, hidden = (int(number(row, name) or 1) for name in ("layers", "hidden"))
     heads = int(number(row, "heads") or max(1, round(hidden / USUAL_HEAD_DIM)))
     known = _row_preset(row.get("model_name", ""), layers, hidden)
@@ -238,7 +238,7 @@ def _row_preset(name: str, layers: int, hidden: int) -> ModelShape | None:
 
 
 def _by_parameters(shape: ModelShape, parameters: float) -> ModelShape:
-    """Gate, tying and head width that best explain the stated parameter count."""
+    """Choose gating, tying and head width that best explain the stated parameter count."""
     says_gated = _says_gated(shape)
     if parameters <= 0:
         return replace(shape, gated=says_gated, tied=not says_gated)
@@ -264,16 +264,16 @@ def _says_gated(shape: ModelShape) -> bool:
 
 
 def attention_is_fused(row: PublishedRun) -> bool:
-    """Flash-style attention unless the row says otherwise; unstated, it follows the year."""
+    """Return True for flash-style attention, as stated by the row, or by its year if it states nothing."""
     stated = row.get("attention", "").lower()
     if stated:
         return stated != "standard"
     year = re.match(r"20\d\d", row.get("date", ""))
-    return year is None or int(year.group()) >= 2023  # FlashAttention reached the trainers during 2022
+    return year is None or int(year.group()) >= 2023  # FlashAttention reached training frameworks during 2022
 
 
 def zero_stage(row: PublishedRun) -> int:
-    """The stated ZeRO stage, else what the framework does by default."""
+    """Return the stated ZeRO stage, or the framework's default."""
     stated = number(row, "zero_stage")
     if stated is not None:
         return min(3, max(0, int(stated)))
@@ -281,7 +281,7 @@ def zero_stage(row: PublishedRun) -> int:
 
 
 def sequence_parallel(row: PublishedRun) -> bool:
-    """Whether norms are split along the sequence; Megatron's default beside tensor parallelism since 2022."""
+    """Return True if norms are split along the sequence; since 2022 Megatron's default with tensor parallelism."""
     stated = row.get("seq_parallel", "").lower()
     if stated in ("yes", "true", "1"):
         return True
@@ -289,7 +289,7 @@ def sequence_parallel(row: PublishedRun) -> bool:
 
 
 def micro_batches(row: PublishedRun, data_ranks: int) -> list[float]:
-    """The stated micro-batch, else every power of two that divides the batch."""
+    """Return the stated micro-batch, or every power of two that divides the batch."""
     stated = number(row, "micro_batch")
     if stated is not None and stated > 0:
         return [stated]
@@ -298,13 +298,15 @@ def micro_batches(row: PublishedRun, data_ranks: int) -> list[float]:
 
 
 def recomputes(row: PublishedRun) -> list[str]:
-    """The stated recompute, else all, least first: published runs were tuned, so the fastest that fits is meant."""
+    """Return the stated recompute, or all settings, least first: published runs were tuned, so the fastest that fits
+    is meant.
+    """
     stated = row.get("recompute", "").lower()
     return [stated] if stated in ("none", "selective", "full") else ["none", "selective", "full"]
 
 
 def precision(row: PublishedRun) -> str:
-    """The compute format, by the names tables use."""
+    """Return the compute format, by its name in published tables."""
     stated = row.get("precision", "").lower()
     if "fp4" in stated:
         return "fp4"
