@@ -1,1 +1,1 @@
-"""The public functions of Phalanx; `import phalanx` names them, and the command line prints what they return."""
+"""The public functions of Phalanx. `import phalanx` exports them, and the command line prints their results."""

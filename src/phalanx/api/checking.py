@@ -1,4 +1,4 @@
-"""The training specification: check a job, a plan or a run, mend a job file, and read the rules."""
+"""The training specification: check a job, a plan or a run, fix a job file, and read the rules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from phalanx.rules.rule import Rule
     from phalanx.rules.run_rules import CheckReport
 
-PROGRESS_S = 2.0  # a log that is read faster needs no progress
+PROGRESS_S = 2.0  # seconds between progress lines; a log that is read faster needs none
 
 
 def check(
@@ -53,12 +53,12 @@ def check(
     require_evidence: bool = False,
     progress: bool | Tell = False,
 ) -> CheckReport:
-    """What the training specification says of a job, a plan, a run, or another trainer's configuration.
+    """Check a job, a plan, a run, or another trainer's configuration against the training specification.
 
-    `target` is a path, or what `load`, `plan`, `train` or `run` returned. `select` and `ignore` are rule ids or their
-    beginnings, as "CKP,FLT001". `rules` are rules of your own, as objects or "file.py:name"; `allow_code` also runs
-    those that the job names. The result lists findings, prints as text, shows as HTML in a notebook, and
-    `frame()` gives a table. Raises UserError when the target cannot be checked.
+    `target` is a path, or the result of `load`, `plan`, `train` or `run`. `select` and `ignore` are rule ids or their
+    beginnings, as "CKP,FLT001". `rules` are additional rules, as objects or "file.py:name"; `allow_code` also runs
+    those that the job names. The result lists findings, prints as text, shows as HTML in a notebook, and `frame()`
+    gives a table. Raises UserError if the target cannot be checked.
 
     >>> report = check("examples/llama-3-8b-64xH100.toml", select="BAT")
     >>> {one.rule.group for one in report.findings if one.rule.id != "SPC001"}
@@ -90,7 +90,7 @@ def check(
         return _check_value(target, request, **applied)
     path = Path(target)
     if is_file(path) and not is_plan(path) and not (request.source or trainer_of_file(path)):
-        # whether the files of a job fit it; no rule reads files of that size
+        # Check that the files of a job match it; no rule reads files of that size.
         warn(look_at_files(load(path, overrides=request.overrides), tell).warnings, tell)
     reading = ReadProgress(str(target), tell)
     try:
@@ -102,8 +102,8 @@ def check(
 
 
 def _check_value(target: Plan | ResolvedJob | Job, request: Request, **options: Any) -> CheckReport:
-    """A job or a plan in memory; a plan without its file has no lines to point at."""
-    made = target if isinstance(target, Plan) else None
+    """Check a job or a plan in memory; a plan without its file has no lines that a finding could refer to."""
+    job_plan = target if isinstance(target, Plan) else None
     job = target.job if isinstance(target, Plan) else target
     if isinstance(target, Plan):
         refuse_extras(target.job.name, request, "a plan")
@@ -117,13 +117,13 @@ def _check_value(target: Plan | ResolvedJob | Job, request: Request, **options: 
         )
     resolved = job if isinstance(job, ResolvedJob) else ResolvedJob(job=job, path=Path(job.name), origins={})
     if request.plan is not None:
-        made = given_plan(request.plan, resolved)
-    evidence = of_job(resolved, request, today=this_day(), environ=dict(os.environ), made=made)
+        job_plan = given_plan(request.plan, resolved)
+    evidence = of_job(resolved, request, today=this_day(), environ=dict(os.environ), made=job_plan)
     return check_evidence(evidence, **options)
 
 
 class EvidenceOptions(TypedDict, total=False):
-    """What `check`, `explain` and `fix` take alike: where the evidence about a target comes from."""
+    """The options of `check`, `explain` and `fix` that name the evidence about a target."""
 
     overrides: Overrides
     cluster: str | Cluster | None
@@ -139,8 +139,8 @@ def _check_request(**given: Unpack[EvidenceOptions]) -> Request:
     plan, cluster, parity = given.get("plan"), given.get("cluster"), given.get("parity")
     waivers = given.get("waivers")
     if plan and cluster:
-        what = "--plan and --cluster exclude each other"
-        raise mistake("phalanx check", what, fix="a plan has its cluster: give one")
+        message = "--plan and --cluster exclude each other"
+        raise mistake("phalanx check", message, fix="a plan has its cluster: give one")
     folders = tuple(Path(name) for name in given.get("drills", ()))
     for folder in folders:
         if not is_folder(folder):
@@ -159,7 +159,7 @@ def _check_request(**given: Unpack[EvidenceOptions]) -> Request:
 
 
 class ReadProgress:
-    """How far a log is read: a line every two seconds, for logs that take longer."""
+    """Reports how far a log is read: a line every two seconds, for logs that take longer."""
 
     def __init__(self, target: str, tell: Tell) -> None:
         self.read = ""
@@ -167,7 +167,7 @@ class ReadProgress:
         self._last_tell_s = time.monotonic()
 
     def __call__(self, done_bytes: int, whole_bytes: int) -> None:
-        """Called while the log is read."""
+        """Report the progress; called while the log is read."""
         self.read = f"{self._target}: read {done_bytes / MB:,.0f} of {whole_bytes / MB:,.0f} MB"
         if time.monotonic() - self._last_tell_s >= PROGRESS_S:
             self._last_tell_s = time.monotonic()
@@ -177,19 +177,21 @@ class ReadProgress:
 def check_before_training(
     resolved: ResolvedJob, plan: Plan, *, refuse: bool, tell: Tell, allow_code: bool = False
 ) -> None:
-    """What `train` asks first: errors are told in full, warnings in a line each. With `refuse`, errors raise."""
+    """Check a plan before `train` starts it: print errors in full, warnings in a line each. With `refuse`, errors
+    raise.
+    """
     from phalanx.errors import RuleError
     from phalanx.io.values import printable
     from phalanx.rules.formats.text import MOST_TEXT, finding_lines, shown_place, summary_of
     from phalanx.rules.specification import check_plan
 
     report = check_plan(resolved, plan, allow_code=allow_code)
-    for one in report.problems:
-        if one.severity == "error":
-            for _, text in finding_lines(one, report):
+    for finding in report.problems:
+        if finding.severity == "error":
+            for _, text in finding_lines(finding, report):
                 tell(printable(text, most=MOST_TEXT))
-        elif one.severity == "warning":
-            text = f"{shown_place(one)}: W {one.rule.id} {one.rule.slug}  {one.outcome.what}"
+        elif finding.severity == "warning":
+            text = f"{shown_place(finding)}: W {finding.rule.id} {finding.rule.slug}  {finding.outcome.what}"
             tell(f"check: {printable(text, most=MOST_TEXT)}")
     tell(f"check: {summary_of(report)}")
     if report.errors and refuse:
@@ -209,25 +211,25 @@ def check_before_training(
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class FixedJob(PublicResult):
-    """The edits that cure findings of a job file, whether they are written, and what is left."""
+    """The edits that fix findings of a job file, whether they are written, and the remaining findings."""
 
     target: str
     cure: JobFix
-    diff: str  # unified; empty where nothing changes
+    diff: str  # unified; empty if nothing changes
     written: bool
-    report: CheckReport  # after the edits; of the file as it is where nothing was written
+    report: CheckReport  # after the edits; of the unchanged file if nothing was written
 
     def __str__(self) -> str:
         return self.diff.removesuffix("\n")
 
     @property
     def exit_code(self) -> int:
-        """That of the report."""
+        """The exit code of the report."""
         return self.report.exit_code
 
     @property
     def notes(self) -> list[str]:
-        """What was edited, what was left alone, and how many findings that cures."""
+        """The edits made, the edits left out, and the number of findings fixed."""
         from phalanx.rules.formats.text import shown_setting
 
         lines = [f"{self.target}: left alone: {line}" for line in self.cure.left]
@@ -241,7 +243,7 @@ class FixedJob(PublicResult):
 def fix(
     target: str | Path, *, unsafe: bool = False, write: bool = True, progress: bool | Tell = False, **options: Any
 ) -> FixedJob:
-    """Edit a job file so that findings of `check` go away; `unsafe` also makes edits that change the training.
+    """Edit a job file so that findings of `check` are fixed; `unsafe` also makes edits that change the training.
 
     With `write=False` nothing is written and the result prints as a diff. Further options are those of `check`.
 
@@ -260,11 +262,12 @@ def fix(
     path = Path(target)
     _refuse_unmendable(path, options.get("source", ""))
 
-    said: list[str] = []  # every round of the search would say it again
+    # Every round of the search would repeat the same messages.
+    printed: list[str] = []
 
     def tell_once(text: str) -> None:
-        if text not in said:
-            said.append(text)
+        if text not in printed:
+            printed.append(text)
             tell(text)
 
     def checked(sets: Sequence[str] = ()) -> CheckReport:
@@ -307,7 +310,7 @@ def _refuse_unmendable(path: Path, source: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class RuleList(PublicResult):
-    """Rules of the training specification; with a hardware profile, its limits."""
+    """Rules of the training specification; with a hardware profile, those that apply to it, with its limits."""
 
     rules: tuple[Rule, ...]
     profile: HardwareProfile | None
@@ -327,20 +330,20 @@ class RuleList(PublicResult):
             )
             if self.profile is not None:
                 values = (
-                    f"{name} {shown_limit(one.profiles.get(self.profile.name, one.value), one.unit)}"
-                    for name, one in rule.limits.items()
+                    f"{name} {shown_limit(limit.profiles.get(self.profile.name, limit.value), limit.unit)}"
+                    for name, limit in rule.limits.items()
                 )
                 lines.append(f"           {'; '.join(values)}")
         return "\n".join(lines)
 
     def to_markdown(self) -> str:
-        """The index page of docs/rules."""
+        """Return the index page of docs/rules."""
         from phalanx.rules.rule_page import rule_index
 
         return rule_index(self.rules)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every rule with its limits, sources and text."""
+        """Return every rule with its limits, sources and text."""
         from phalanx.rules.edition import EDITION
         from phalanx.rules.rule_page import rule_sections
 
@@ -355,11 +358,11 @@ class RuleList(PublicResult):
                     "severity": rule.severity,
                     "requires": rule.requires,
                     "uses": rule.uses,
-                    "limits": {name: self._limit(one) for name, one in rule.limits.items()},
+                    "limits": {name: self._limit(limit) for name, limit in rule.limits.items()},
                     "profiles": rule.profiles,
                     "softer_in": rule.softer_in,
                     "harder_from": rule.harder_from,
-                    "sources": [{"text": one.text, "mark": one.mark} for one in rule.references],
+                    "sources": [{"text": reference.text, "mark": reference.mark} for reference in rule.references],
                     "sections": rule_sections(rule),
                 }
                 for rule in self.rules
@@ -367,35 +370,39 @@ class RuleList(PublicResult):
         }
 
     def _limit(self, limit: Any) -> dict[str, Any]:
-        one = self.profile
+        profile = self.profile
         return {
-            "value": limit.profiles.get(one.name, limit.value) if one is not None else limit.value,
+            "value": limit.profiles.get(profile.name, limit.value) if profile is not None else limit.value,
             "unit": limit.unit,
-            "profiles": {} if one is not None else dict(limit.profiles),
+            "profiles": {} if profile is not None else dict(limit.profiles),
             "classes": dict(limit.classes),
             "note": limit.note,
         }
 
     def write(self, folder: str | Path) -> int:
-        """Write an index and a page per rule; pages of rules that are no more are removed. Returns the number."""
+        """Write an index and a page per rule, and remove pages of rules that no longer exist; return the number of
+        pages.
+        """
         from phalanx.io.files import write_text
         from phalanx.rules.rule_page import WROTE, rule_pages
 
-        root, made = Path(folder), rule_pages(self.rules)
+        root, pages = Path(folder), rule_pages(self.rules)
         try:
             root.mkdir(parents=True, exist_ok=True)
             for old in root.glob("*.md"):
-                if old.name not in made and WROTE in old.read_text(encoding="utf-8", errors="replace"):
+                if old.name not in pages and WROTE in old.read_text(encoding="utf-8", errors="replace"):
                     old.unlink()
         except OSError as error:
             raise write_failure(root, error, fix="name another --write") from error
-        for name, text in made.items():
+        for name, text in pages.items():
             write_text(root / name, text, fix="name another --write")
-        return len(made)
+        return len(pages)
 
 
 def rules(select: str = "", *, profile: str | None = None, own: Iterable[RuleSource] = ()) -> RuleList:
-    """The rules of the training specification; `select` as in `check`, `profile` one they hold for, `own` yours.
+    """Return the rules of the training specification.
+
+    `select` is as in `check`, `profile` limits them to a hardware profile, `own` adds other rules.
 
     >>> import phalanx
     >>> [one.id for one in phalanx.rules("CKP").rules][:3]
@@ -405,13 +412,13 @@ def rules(select: str = "", *, profile: str | None = None, own: Iterable[RuleSou
     from phalanx.rules.own_rules import collect_own_rules
     from phalanx.rules.profiles import find_profile
 
-    found = find_profile(profile) if profile else None
+    hardware_profile = find_profile(profile) if profile else None
     chosen = (
-        one
-        for one in select_rules(select, own=collect_own_rules(own).rules)
-        if found is None or not one.profiles or found.name in one.profiles
+        rule
+        for rule in select_rules(select, own=collect_own_rules(own).rules)
+        if hardware_profile is None or not rule.profiles or hardware_profile.name in rule.profiles
     )
-    return RuleList(rules=tuple(chosen), profile=found)
+    return RuleList(rules=tuple(chosen), profile=hardware_profile)
 
 
 def explain(
@@ -423,7 +430,7 @@ def explain(
     progress: bool | Tell = False,
     **evidence: Unpack[EvidenceOptions],
 ) -> Explanation:
-    """One rule by id or name: what it demands, why, and its sources; with a target, also what it says of that.
+    """Explain a rule by id or name: its requirement, reason and sources; with a target, also its findings there.
 
     Further options are those with which `check` gathers evidence: overrides, cluster, plan, drills and so on.
 

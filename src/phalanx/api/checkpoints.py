@@ -1,4 +1,4 @@
-"""Checkpoints of a run and exported weights: list them, compare every byte with what was written, export one."""
+"""Checkpoints of a run and exported weights: list them, compare every byte with its digest, export weights."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class ListedCheckpoint:
     """One checkpoint of a run."""
 
     entry: CheckpointEntry
-    age_s: float | None  # since it was committed; None where nothing tells
-    is_foreign: bool  # another run wrote it
+    age_s: float | None  # since it was committed; None if unknown
+    is_foreign: bool  # True if another run wrote it
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `--json` prints them."""
-        one = self.entry
+        """Return plain values, as `--json` prints them."""
+        entry = self.entry
         return {
-            "step": one.step,
-            "path": str(one.path),
+            "step": entry.step,
+            "path": str(entry.path),
             "age_s": self.age_s,
-            "bytes": one.size_bytes,
-            "world": one.world,
-            "layout": one.layout,
-            "tokens": one.tokens,
-            "run_id": one.run_id,
+            "bytes": entry.size_bytes,
+            "world": entry.world,
+            "layout": entry.layout,
+            "tokens": entry.tokens,
+            "run_id": entry.run_id,
             "is_foreign": self.is_foreign,
-            "code": one.code,
-            "damage": list(one.damage),
+            "code": entry.code,
+            "damage": list(entry.damage),
         }
 
 
@@ -55,30 +55,31 @@ class CheckpointTable(PublicResult):
     run: Run
     root: str
     checkpoints: tuple[ListedCheckpoint, ...]
-    lost_step: int | None  # the newest step that was saved, where it is gone
-    verified: bool  # whether every byte was read
+    lost_step: int | None  # the newest step that was saved, if its checkpoint is gone
+    verified: bool  # True if every byte was read
 
     @property
     def damaged(self) -> tuple[ListedCheckpoint, ...]:
-        """Those with something wrong."""
-        return tuple(one for one in self.checkpoints if one.entry.damage)
+        """The damaged checkpoints."""
+        return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.entry.damage)
 
     @property
     def exit_code(self) -> int:
-        """1 where one is damaged or gone."""
+        """1 if a checkpoint is damaged or gone."""
         return 1 if self.damaged or self.lost_step is not None else 0
 
     def __str__(self) -> str:
         from phalanx.io.tables import text_table
 
-        whole = sum(one.entry.size_bytes or 0 for one in self.checkpoints)
-        lines = [f"{self.root}: {plural(len(self.checkpoints), 'checkpoint')}, {format_bytes(whole)}"]
+        total_bytes = sum(checkpoint.entry.size_bytes or 0 for checkpoint in self.checkpoints)
+        lines = [f"{self.root}: {plural(len(self.checkpoints), 'checkpoint')}, {format_bytes(total_bytes)}"]
         if self.checkpoints:
             lines += text_table(
-                [HEAD, *(_checkpoint_cells(one, self.verified) for one in self.checkpoints)], right=(0, 1, 2, 3, 4)
+                [HEAD, *(_checkpoint_cells(checkpoint, self.verified) for checkpoint in self.checkpoints)],
+                right=(0, 1, 2, 3, 4),
             )
-        for one in self.checkpoints:
-            lines += [f"damaged: {text}" for text in one.entry.damage]
+        for checkpoint in self.checkpoints:
+            lines += [f"damaged: {text}" for text in checkpoint.entry.damage]
         if self.lost_step is not None:
             lines.append(f"missing: step {self.lost_step:,} was saved, and is gone")
         if self.checkpoints and not self.verified:
@@ -86,13 +87,13 @@ class CheckpointTable(PublicResult):
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """The run, and a row per checkpoint."""
+        """Return the run, and a row per checkpoint."""
         return {
             "run": str(self.run.path),
             "root": self.root,
             "verified": self.verified,
             "lost_step": self.lost_step,
-            "checkpoints": [one.to_dict() for one in self.checkpoints],
+            "checkpoints": [checkpoint.to_dict() for checkpoint in self.checkpoints],
         }
 
 
@@ -112,7 +113,7 @@ def _checkpoint_cells(one: ListedCheckpoint, verified: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class WeightFolder(PublicResult):
-    """A folder of exported weights, and what its SHA256SUMS says of it."""
+    """A folder of exported weights, compared with its SHA256SUMS."""
 
     path: Path
     files: int
@@ -121,7 +122,7 @@ class WeightFolder(PublicResult):
 
     @property
     def exit_code(self) -> int:
-        """1 where a file has changed or is missing."""
+        """1 if a file has changed or is missing."""
         return 1 if self.damage else 0
 
     def __str__(self) -> str:
@@ -132,7 +133,7 @@ class WeightFolder(PublicResult):
         return f"{self.path}: {CHECKSUMS} matches {plural(self.files, 'file')}, all bytes checked"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `--json` prints them."""
+        """Return plain values, as `--json` prints them."""
         damage = [text.splitlines()[0] for text in self.damage]
         return {"path": str(self.path), "files": self.files, "verified": self.verified, "damage": damage}
 
@@ -140,7 +141,7 @@ class WeightFolder(PublicResult):
 def checkpoints(
     path: AnyRun, *, checksum: bool = False, progress: bool | Tell = False
 ) -> CheckpointTable | WeightFolder:
-    """The checkpoints of a run: steps, sizes of the whole, layouts, age and damage.
+    """List the checkpoints of a run: steps, total sizes, layouts, age and damage.
 
     With `checksum` every byte is read and compared with its digest. `path` may also be a folder that `phalanx export`
     wrote.
@@ -153,33 +154,39 @@ def checkpoints(
         if not checksum:
             return WeightFolder(path=folder, files=len(read_checksums(folder)), damage=(), verified=False)
         files, problems = verify_checksums(folder, fix=COPY_AGAIN)
-        return WeightFolder(path=folder, files=files, damage=tuple(one.render() for one in problems), verified=True)
-    found = run(path)
+        return WeightFolder(
+            path=folder, files=files, damage=tuple(problem.render() for problem in problems), verified=True
+        )
+    checked_run = run(path)
     from phalanx.train.prepare import need_torch
 
     need_torch()
     from phalanx.train.state.listing import list_checkpoints
 
-    now_s, run_id = time.time(), found.run_id
+    now_s, run_id = time.time(), checked_run.run_id
     entries = list_checkpoints(
-        found.checkpoints, verify=checksum, begin=lambda place: tell(f"reading {place}") if checksum else None
+        checked_run.checkpoints, verify=checksum, begin=lambda place: tell(f"reading {place}") if checksum else None
     )
     rows = []
-    for one in entries:
-        saved_s = found.saved_at(one.step)
+    for entry in entries:
+        saved_s = checked_run.saved_at(entry.step)
         age_s = max(0.0, now_s - saved_s) if saved_s else None
-        is_foreign = bool(run_id and one.run_id and one.run_id != run_id)
-        rows.append(ListedCheckpoint(entry=one, age_s=age_s, is_foreign=is_foreign))
-    newest = found.committed_step()
-    lost = newest if newest is not None and newest not in {one.step for one in entries} else None
+        is_foreign = bool(run_id and entry.run_id and entry.run_id != run_id)
+        rows.append(ListedCheckpoint(entry=entry, age_s=age_s, is_foreign=is_foreign))
+    newest = checked_run.committed_step()
+    lost_step = newest if newest is not None and newest not in {entry.step for entry in entries} else None
     return CheckpointTable(
-        run=found, root=str(found.checkpoints), checkpoints=tuple(rows), lost_step=lost, verified=checksum
+        run=checked_run,
+        root=str(checked_run.checkpoints),
+        checkpoints=tuple(rows),
+        lost_step=lost_step,
+        verified=checksum,
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ExportedWeights(PublicResult):
-    """Weights of a checkpoint, written as a Hugging Face folder."""
+    """The weights of a checkpoint, written as a Hugging Face folder."""
 
     out: Path
     step: int
@@ -194,9 +201,9 @@ class ExportedWeights(PublicResult):
 def export(
     path: AnyRun, out: str | Path, *, step: int | None = None, dtype: str = "bf16", progress: bool | Tell = False
 ) -> ExportedWeights:
-    """Write the weights of a run (safetensors, config.json, tokenizer.json) for transformers and others.
+    """Write the weights of a run (safetensors, config.json, tokenizer.json) for transformers and other libraries.
 
-    `step` is the newest checkpoint unless given; `dtype` is fp32, bf16 or fp16. SHA256SUMS has a digest of every file:
+    `step` defaults to the newest checkpoint; `dtype` is fp32, bf16 or fp16. SHA256SUMS has a digest of every file:
     `phalanx.checkpoints(out, checksum=True)` compares them.
 
     >>> export("runs/first-run", "weights")  # doctest: +SKIP
@@ -210,9 +217,9 @@ def export(
     folder = Path(out)
     if path_exists(folder) and any(folder.iterdir() if is_folder(folder) else [folder]):
         raise mistake(str(out), "exists already and is not empty", fix="name a folder that does not exist yet")
-    made = export_weights(str(path.path if isinstance(path, Run) else path), folder, step=step, dtype=dtype)
-    for text in made.warnings:
+    exported = export_weights(str(path.path if isinstance(path, Run) else path), folder, step=step, dtype=dtype)
+    for text in exported.warnings:
         tell(f"warning: {text}")
     return ExportedWeights(
-        out=folder, step=made.step, files=tuple(made.files), bytes=made.bytes, warnings=made.warnings
+        out=folder, step=exported.step, files=tuple(exported.files), bytes=exported.bytes, warnings=exported.warnings
     )

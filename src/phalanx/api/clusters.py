@@ -1,4 +1,4 @@
-"""What there is to run on: this machine, a named cluster, the known accelerators, and measurements of this machine."""
+"""Clusters to run on: this machine, a named cluster, the known accelerators, and measurements of this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from phalanx.io.path_probes import is_folder
 from phalanx.io.tables import text_table
 from phalanx.units import format_bytes, format_flops, format_seconds, plural
 
-TORCH_WORKER = "phalanx.train.torch_probe"  # run as a process of its own: this one never imports torch
+TORCH_WORKER = "phalanx.train.torch_probe"  # run in a separate process: this one never imports torch
 LEAST_S, MOST_S = 2.0, 600.0
 
 
@@ -36,7 +36,7 @@ def cluster(
     profile: str | Path | None = None,
     hardware: Sequence[str | Path] = (),
 ) -> Cluster:
-    """The cluster that a spec, a file or `local` means; `hardware` are files with more accelerators.
+    """Return the cluster of a spec, a file or `local`; `hardware` are files with more accelerators.
 
     `8xH100:16` is 16 fast domains of 8 devices, `H100:64` is 64 devices in domains as large as the device allows,
     `local:4` is 4 GPUs of this machine or 4 processes that share its cores. For `local`, `ranks` is the number of
@@ -45,7 +45,7 @@ def cluster(
     >>> cluster("8xH100:16").devices
     128
     """
-    files = tuple(Path(one) for one in hardware)
+    files = tuple(Path(name) for name in hardware)
     if str(spec).strip() != "local":
         return resolve_cluster(spec, files=files)
     chosen = Path(profile) if profile is not None else None
@@ -54,10 +54,10 @@ def cluster(
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ClusterPage(PublicResult):
-    """A cluster as the planner sees it and, for this machine, what was found on it."""
+    """A cluster as the planner uses it and, for `local`, the machine behind it."""
 
     machine: Machine | None
-    cluster: Cluster | None  # None where no cluster can be made of this machine; `problem` says why
+    cluster: Cluster | None  # None if this machine makes no valid cluster; `problem` has the reason
     problem: UserError | None = None
 
     def __str__(self) -> str:
@@ -67,11 +67,11 @@ class ClusterPage(PublicResult):
         return "\n\n".join(pages)
 
     def to_dict(self) -> dict[str, Any]:
-        """Machine and cluster."""
+        """Return machine and cluster."""
         return {"machine": json_values(self.machine), "cluster": json_values(self.cluster)}
 
     def to_toml(self) -> str:
-        """A cluster file to edit."""
+        """Return the cluster as a file to edit."""
         from phalanx.hardware.cluster import render_cluster
 
         if self.cluster is None:
@@ -86,7 +86,7 @@ def describe_cluster(
     profile: str | Path | None = None,
     hardware: Sequence[str | Path] = (),
 ) -> ClusterPage:
-    """The cluster and, for `local`, the machine behind it, as `phalanx cluster` prints them.
+    """Return the cluster and, for `local`, the machine behind it, as `phalanx cluster` prints them.
 
     >>> page = describe_cluster("8xH100:4")
     >>> page.cluster
@@ -94,12 +94,12 @@ def describe_cluster(
     """
     machine = discover() if str(spec).strip() == "local" else None
     try:
-        found = cluster(spec, ranks=ranks, profile=profile, hardware=hardware)
+        resolved_cluster = cluster(spec, ranks=ranks, profile=profile, hardware=hardware)
     except UserError as error:
         if machine is None:
             raise
-        return ClusterPage(machine=machine, cluster=None, problem=error)  # the machine is still worth seeing
-    return ClusterPage(machine=machine, cluster=found)
+        return ClusterPage(machine=machine, cluster=None, problem=error)  # the machine is still worth showing
+    return ClusterPage(machine=machine, cluster=resolved_cluster)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -118,17 +118,17 @@ class AcceleratorList(PublicResult):
 
 
 def accelerators(*, hardware: Sequence[str | Path] = ()) -> AcceleratorList:
-    """The accelerators that Phalanx knows, and those in files of yours.
+    """Return the accelerators that Phalanx knows, and those in the `hardware` files.
 
     >>> [one.name for one in accelerators().accelerators if "H100" in one.name][:2]
     ['H100-80GB-SXM', 'H100-96GB-500W']
     """
-    found = known_accelerators(files=tuple(Path(one) for one in hardware))
-    return AcceleratorList(accelerators=tuple(found))
+    known = known_accelerators(files=tuple(Path(name) for name in hardware))
+    return AcceleratorList(accelerators=tuple(known))
 
 
 def machine_rows(machine: Machine) -> list[tuple[str, str]]:
-    """What discovery saw, one line per fact."""
+    """Return the facts about a machine, one row each."""
     usable = f"{machine.usable_cores} of {plural(machine.cores, 'core')} usable"
     sockets, nodes = plural(machine.sockets, "socket"), plural(machine.numa_nodes, "NUMA node")
     rows = [
@@ -176,11 +176,11 @@ def _numa_text(node: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ProbeResult(PublicResult):
-    """What was measured on this machine, and the file it is stored in."""
+    """The measurements of this machine, and the file they are stored in."""
 
     profile: MachineProfile
     path: Path
-    note: str  # who reads the file
+    note: str  # which plans use the file
 
     def __str__(self) -> str:
         profile = self.profile
@@ -201,7 +201,7 @@ class ProbeResult(PublicResult):
         return "\n".join([*lines, f"  disk, with fsync   {disk}"])
 
     def to_dict(self) -> dict[str, Any]:
-        """The measurements."""
+        """Return the measurements."""
         return dict(json_values(self.profile))
 
 
@@ -215,7 +215,7 @@ def probe(
 ) -> ProbeResult:
     """Measure this machine and store a profile, which later plans for `local` use.
 
-    `disk` is the folder whose disk is measured, `engine` auto, torch or numpy (auto: torch where it is installed).
+    `disk` is the folder whose disk is measured, `engine` auto, torch or numpy (auto: torch if it is installed).
 
     >>> print(probe(seconds=10))  # doctest: +SKIP
     >>> phalanx.plan("job.toml", "local")  # doctest: +SKIP
@@ -231,11 +231,11 @@ def probe(
         tell(f"note: {text}")
     usual = usual_path(machine.hostname, os.environ)
     named = os.environ.get("PHALANX_PROFILE", "")
-    read_later = Path(named) if named else usual  # where later plans look for a profile of this machine
+    read_later = Path(named) if named else usual  # the file in which later plans look for a profile of this machine
     path = Path(out) if out is not None else read_later
-    if path != usual and not is_folder(path.parent):  # said before half a minute is spent
-        what = f"cannot be written: there is no folder {path.parent}"
-        raise SystemFailure(Problem(where=str(path), what=what, fix="make the folder, or name another --out"))
+    if path != usual and not is_folder(path.parent):  # checked before half a minute of measuring
+        message = f"cannot be written: there is no folder {path.parent}"
+        raise SystemFailure(Problem(where=str(path), what=message, fix="make the folder, or name another --out"))
     profile = _measure_machine(machine, engine=engine, seconds=seconds, disk=Path(disk), tell=tell)
     save_profile(profile, path, folders=path == usual)
     note = "plans for the cluster local on this machine now use it"
@@ -251,7 +251,7 @@ def _measure_machine(machine: Machine, *, engine: str, seconds: float, disk: Pat
 
     def measured(*, torch: bool) -> MachineProfile:
         gpu = torch and bool(machine.gpus)
-        # Two ranks at least on a CPU: a collective needs a partner.
+        # At least two ranks on a CPU: a collective needs a partner.
         ranks = len(machine.gpus) if gpu else min(MAX_RANKS, max(2, machine.usable_cores))
         tell(f"probing {plural(ranks, 'GPU' if gpu else 'core')} with {'torch' if torch else 'numpy'}")
         return measure(

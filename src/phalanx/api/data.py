@@ -1,4 +1,4 @@
-"""Datasets: build one from text, show what it holds, and check that its files are what its manifest says.
+"""Datasets: build one from text, show its contents, and compare its files with the digests in its manifest.
 
 >>> made = phalanx.data.build("data/tokens", ["texts"], vocab="8k")  # doctest: +SKIP
 >>> made.sizes()["train"]["tokens"]  # doctest: +SKIP
@@ -57,19 +57,19 @@ class Dataset(PublicResult):
         return "\n".join(lines)
 
     def sizes(self) -> dict[str, dict[str, float]]:
-        """Tokens, documents and bytes by split."""
-        found = {}
+        """Return tokens, documents and bytes by split."""
+        sizes = {}
         for split in ("train", "heldout"):
             tokens, text = self.manifest.total("tokens", split), self.manifest.total("text_bytes", split)
             documents = self.manifest.total("documents", split)
             per = text / tokens if tokens else math.nan
-            found[split] = {"tokens": tokens, "documents": documents, "text_bytes": text, "bytes_per_token": per}
-        return found
+            sizes[split] = {"tokens": tokens, "documents": documents, "text_bytes": text, "bytes_per_token": per}
+        return sizes
 
     def to_dict(self) -> dict[str, Any]:
-        """Path, digest, sizes by split, and the manifest."""
-        found = {"path": self.path, "digest": self.manifest.digest, **self.sizes(), "manifest": self.manifest}
-        return dict(json_values(found))
+        """Return path, digest, sizes by split, and the manifest."""
+        values = {"path": self.path, "digest": self.manifest.digest, **self.sizes(), "manifest": self.manifest}
+        return dict(json_values(values))
 
 
 def _source_lines(source: Source) -> list[str]:
@@ -82,7 +82,7 @@ def _source_lines(source: Source) -> list[str]:
         "invalid UTF-8 sequences replaced": tally.bad_utf8,
         "parts of documents that were too long and were split": tally.cut,
     }
-    lines += [f"           {count:,} {what}" for what, count in odd.items() if count]
+    lines += [f"           {count:,} {label}" for label, count in odd.items() if count]
     return [*lines, f"           licence: {source.licence}"] if source.licence else lines
 
 
@@ -100,11 +100,11 @@ def build(
     shard_tokens: Count | None = None,
     progress: bool | Tell = False,
 ) -> Dataset:
-    """Make a dataset folder from text, .jsonl or .parquet files, or from a corpus that is fetched.
+    """Build a dataset folder from text, .jsonl or .parquet files, or from a corpus that is downloaded.
 
     `sources` are files and folders; as a mapping, with the weight of each (2: seen twice as often). Without
-    `tokenizer` (a tokenizer.json) one of `vocab` tokens is trained. `split_on` says what ends a document of a text
-    file: file, blank, line or formfeed.
+    `tokenizer` (a tokenizer.json) a tokenizer of `vocab` tokens is trained. `split_on` is the end of a document in a
+    text file: file, blank, line or formfeed.
 
     >>> build("data/tokens", ["texts"], vocab="8k")  # doctest: +SKIP
     """
@@ -118,8 +118,8 @@ def build(
 
     tell = teller(progress)
     if corpus and sources:
-        what = "--corpus and SOURCE are both given"
-        raise mistake("phalanx data build", what, fix="build them one by one with the same --tokenizer")
+        message = "--corpus and SOURCE are both given"
+        raise mistake("phalanx data build", message, fix="build them one by one with the same --tokenizer")
     if tokenizer and vocab:
         why = "a given tokenizer has its own size"
         raise mistake("--vocab", "has no effect with --tokenizer", why=why, fix="leave one of the two out")
@@ -149,7 +149,7 @@ def _data_origins(sources: Sequence[str | Path] | Mapping[str, float]) -> tuple[
 
 
 def _data_origin(text: str) -> TextOrigin:
-    """SOURCE or SOURCE=WEIGHT; a file whose own name ends like that is taken as it is."""
+    """Parse SOURCE or SOURCE=WEIGHT; an existing file whose name has that form is taken as a source."""
     from phalanx.train.data.build_dataset import TextOrigin
 
     head, equals, tail = text.rpartition("=")
@@ -172,7 +172,7 @@ def _parse_count(option: str, text: Count | None, default: int) -> int:
 
 
 def show(path: str | Path) -> Dataset:
-    """What a dataset holds; raises UserError where files are missing or have other sizes than the manifest says.
+    """Return a dataset with its contents; raise UserError if files are missing or differ in size from the manifest.
 
     >>> show("data/tokens").sizes()["train"]["tokens"]  # doctest: +SKIP
     1200000
@@ -186,7 +186,7 @@ def show(path: str | Path) -> Dataset:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Checksum(PublicResult):
-    """Every file of a dataset is what its manifest says.
+    """The result of comparing every file of a dataset with its manifest; all of them match.
 
     >>> phalanx.data.checksum("data/tokens").digest[:12]  # doctest: +SKIP
     '1f0c9a5be2d4'
@@ -196,8 +196,8 @@ class Checksum(PublicResult):
     files: int
     digest: str
     seconds: float
-    added: int = 0  # files of block digests that were missing or damaged, and were made again
-    trouble: str = ""  # why there are none and none could be added
+    added: int = 0  # files of block digests that were missing or damaged, and were written again
+    trouble: str = ""  # the reason why there are none and none could be added
 
     def __str__(self) -> str:
         match = (
@@ -212,16 +212,16 @@ class Checksum(PublicResult):
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Path, number of files, how many block digests were added, and the digest of the whole."""
-        found = {"path": str(self.path), "files": self.files, "digest": self.digest, "added": self.added}
-        return {**found, "trouble": self.trouble} if self.trouble else found
+        """Return path, number of files, number of block digests added, and the digest of the dataset."""
+        values = {"path": str(self.path), "files": self.files, "digest": self.digest, "added": self.added}
+        return {**values, "trouble": self.trouble} if self.trouble else values
 
 
 def checksum(path: str | Path) -> Checksum:
-    """Read every file of a dataset and compare its checksum with the manifest; raises UserError naming what differs.
+    """Read every file of a dataset and compare its checksum with the manifest; raise UserError with those that differ.
 
-    The error's `exit_code` is 1 where files are damaged, as of other findings, and 2 where there is no dataset. A
-    dataset of 0.6 gets digests of its blocks, so that training notices damage in what it reads.
+    The error's `exit_code` is 1 if files are damaged, like other findings, and 2 if the dataset is missing. A dataset
+    of 0.6 gets digests of its blocks, so that training detects damage in the blocks it reads.
 
     >>> checksum("data/tokens").files  # doctest: +SKIP
     7
@@ -230,18 +230,18 @@ def checksum(path: str | Path) -> Checksum:
 
     start = time.monotonic()
     try:
-        found = verify_dataset(Path(path))
+        verified = verify_dataset(Path(path))
     except DamagedDataset as error:
         error.exit_code = RuleError.exit_code
         raise
     seconds = time.monotonic() - start
     return Checksum(
         path=Path(path),
-        files=(3 if found.manifest.has_block_digests else 2) * len(found.manifest.shards) + 1,
-        digest=found.manifest.digest,
+        files=(3 if verified.manifest.has_block_digests else 2) * len(verified.manifest.shards) + 1,
+        digest=verified.manifest.digest,
         seconds=seconds,
-        added=len(found.written),
-        trouble=found.trouble,
+        added=len(verified.written),
+        trouble=verified.trouble,
     )
 
 

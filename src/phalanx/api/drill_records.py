@@ -1,4 +1,4 @@
-"""Records of drills: signed and written after each, read and checked again by whoever relies on one."""
+"""Records of drills: signed and written after each drill, read and checked again by `check` and others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def keep_record(
     call: DrillCall, faults: Sequence[Fault], outcome: DrillOutcome | PeerDrillResult, plan: Plan, **more: object
 ) -> Path:
-    """Sign and write the record; a copy of one in which every verdict holds goes to the user's store."""
+    """Sign and write the record; copy it to the user's store if every verdict holds."""
     from phalanx.io.files import write_text
     from phalanx.job.load import job_to_dict
     from phalanx.record.drill_record import drill_subject, key_path, store_path
@@ -35,7 +35,7 @@ def keep_record(
         "run": outcome.run.name,
         "job": call.job,
         "seed": call.seed if call.chaos else None,
-        "agents": call.hosts,  # the name since 0.4: older records have it too
+        "agents": call.hosts,  # the key since 0.4, as in older records
         "spares": call.spares,
         "faults": [fault.text for fault in faults],
         "state": outcome.state,
@@ -43,7 +43,7 @@ def keep_record(
         "outcomes": json_values(outcome.outcomes),
         "verdicts": json_values(outcome.verdicts),
         "numbers": json_values(outcome.numbers),
-        "profile": profile_of(plan.cluster).name,  # the record counts for this alone, and for this job
+        "profile": profile_of(plan.cluster).name,  # the record counts only for this profile and this job
         "subject": drill_subject(job_to_dict(plan.job), asdict(plan.layout), base=Path(call.job).parent),
         **more,
     }
@@ -51,7 +51,7 @@ def keep_record(
     if outcome.ok:
         try:
             store_record(path, store_path(os.environ))
-        except SystemFailure as error:  # the record itself is written: its result is worth more than the copy
+        except SystemFailure as error:  # the record itself is written: its result matters more than the copy
             warn(error.problems, call.tell)
     if call.out is not None:
         write_text(call.out, path.read_text(encoding="utf-8"))
@@ -60,7 +60,7 @@ def keep_record(
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class DrillRecord(PublicResult):
-    """A record of a drill: whether its signature and evidence are unchanged, and which verdicts failed."""
+    """A record of a drill: its contents, changes of its signature and evidence, and its failed verdicts."""
 
     path: Path
     record: dict[str, Any]
@@ -69,18 +69,18 @@ class DrillRecord(PublicResult):
 
     def __str__(self) -> str:
         counts = f"{plural(len(self.record['faults']), 'fault')}, {plural(len(self.record['files']), 'file')}"
-        found = self.wrong or ("signature and evidence are unchanged",)
+        changes = self.wrong or ("signature and evidence are unchanged",)
         failed = f"  failed verdicts: {', '.join(self.failed) or 'none'}"
-        return "\n".join([f"{self.path}: {counts}", *(f"  {text}" for text in found), failed])
+        return "\n".join([f"{self.path}: {counts}", *(f"  {text}" for text in changes), failed])
 
     def to_dict(self) -> dict[str, Any]:
-        """The record and what is wrong with it."""
+        """Return the record and its problems."""
         ok = not self.wrong and not self.failed
         return {"ok": ok, "wrong": list(self.wrong), "failed": list(self.failed), "record": json_values(self.record)}
 
     @property
     def exit_code(self) -> int:
-        """0 for a record that holds, 1 for one that was changed or in which a verdict failed."""
+        """0 for a record that holds, 1 if it was changed or a verdict failed."""
         return 1 if self.wrong or self.failed else 0
 
 

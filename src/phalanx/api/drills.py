@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 WHERE = "phalanx drill"
 USUAL_FAULT = "kill:rank=1,step=5,point=collective"
-RATE_PER_MIN = 6.0  # of chaos
-SHRINK_FACTOR = 2.0  # a failing chaos run is made smaller for this many times its own length
+RATE_PER_MIN = 6.0  # of chaos faults
+SHRINK_FACTOR = 2.0  # a failing chaos schedule is reduced for at most this many times its own length
 LEAST_SHRINK_S = 120.0
 CHAOS_RESTARTS = 10
-AFTER_S = 15.0  # a run goes on so long after its last fault when a schedule is made smaller
+AFTER_S = 15.0  # seconds that a run continues after its last fault while a schedule is reduced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillCall:
-    """What was asked of `drill`."""
+    """The arguments of a `drill` call."""
 
     job: str
     faults: tuple[str, ...] = ()
@@ -61,14 +61,14 @@ class DrillCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class DrillPage(PublicResult):
-    """What the faults did to a run, the verdicts, and the signed record."""
+    """The effects of the faults on a run, the verdicts, and the signed record."""
 
     outcome: DrillOutcome | PeerDrillResult
     record: Path
 
     @property
     def ok(self) -> bool:
-        """Whether every verdict holds."""
+        """True if every verdict holds."""
         return self.outcome.ok
 
     def __str__(self) -> str:
@@ -79,12 +79,12 @@ class DrillPage(PublicResult):
         return f"{text}\nrecord: {self.record}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Verdict, record and everything behind it."""
+        """Return verdict, record and the full result."""
         return {"ok": self.ok, "record": str(self.record), "result": json_values(self.outcome)}
 
     @property
     def exit_code(self) -> int:
-        """0 when every verdict holds, 1 when one does not or could not be judged."""
+        """0 if every verdict holds, 1 if one does not or could not be judged."""
         return 0 if self.ok else 1
 
 
@@ -110,13 +110,13 @@ def drill(
     out: str | Path | None = None,
     progress: bool | Tell = False,
 ) -> DrillPage:
-    """Train a job, inject faults such as "kill:rank=1,step=5" (docs/drills.md lists them), and judge what came of it.
+    """Train a job, inject faults such as "kill:rank=1,step=5" (docs/drills.md lists them), and judge the result.
 
-    `chaos` draws faults at random moments for so many `minutes`, `rate` of them a minute. This machine plays `hosts`
-    hosts with `spares` spare slots. The run is repeated without faults to compare digests, unless `replay` is False.
-    The record is signed; one in which every verdict holds is also kept where `check` finds it.
+    `chaos` draws faults at random moments for `minutes` minutes, at `rate` faults per minute. This machine acts as
+    `hosts` hosts with `spares` spare slots. The run is repeated without faults to compare digests, unless `replay` is
+    False. The record is signed; if every verdict holds it is also copied to where `check` finds it.
 
-    With `peers` this machine plays so many peers of a job with a [sync] section; faults then hit peers, as
+    With `peers` this machine acts as that many peers of a job with a [sync] section; faults then hit peers, as
     "partition:peer=3+4,step=8", and every committed round is compared over all of them instead of with a replay.
 
     >>> page = drill("job.toml", "kill:rank=1,step=5", hosts=2)  # doctest: +SKIP
@@ -132,10 +132,10 @@ def drill(
         raise mistake(WHERE, "--chaos has no end", why="faults are drawn for so many minutes", fix="add --minutes 2")
     idle = {"--rate": rate is not None, "--seed": seed is not None, "--no-shrink": not shrink}
     if not chaos and any(idle.values()):
-        given = [name for name, is_given in idle.items() if is_given]
+        options = [name for name, is_given in idle.items() if is_given]
         raise mistake(
             WHERE,
-            f"{' and '.join(given)} {'applies' if len(given) == 1 else 'apply'} to random faults (--chaos) only",
+            f"{' and '.join(options)} {'applies' if len(options) == 1 else 'apply'} to random faults (--chaos) only",
             why="--fault names faults one by one",
             fix="add --chaos --minutes 2, or leave it out",
         )
@@ -168,7 +168,7 @@ def drill(
     from phalanx.train.drill.faults import parse_faults
     from phalanx.train.prepare import need_torch
 
-    parsed = parse_faults(list(call.faults))  # before anything is planned: a typing error costs nothing
+    parsed = parse_faults(list(call.faults))  # before planning: a typing error costs no time
     need_torch()
     plan = drill_plan(call)
     if call.chaos:
@@ -185,14 +185,14 @@ def drill(
     from phalanx.train.drill.perform import perform_drill
 
     outcome = perform_drill(scene, parsed)
-    found = DrillPage(outcome=outcome, record=keep_record(call, parsed, outcome, plan))
+    page = DrillPage(outcome=outcome, record=keep_record(call, parsed, outcome, plan))
     if outcome.broken and call.chaos and call.shrink:
         _shrink_faults(call, scene, parsed, outcome)
-    return found
+    return page
 
 
 def _check_targets(call: DrillCall, faults: Sequence[Fault], ranks: int) -> None:
-    """Whom the faults hit is there: of a number beyond the last rank or host the drill would choose somebody else."""
+    """Check that the ranks and hosts of the faults exist; otherwise the drill would pick another target."""
     needy = [fault.text for fault in faults if fault.of.host]
     if needy and call.hosts < 2:
         raise mistake(
@@ -244,10 +244,10 @@ def _refuse_launcher() -> None:
 
 
 def drill_plan(call: DrillCall) -> Plan:
-    """As `train` plans it, with digests on: the proof rests on them."""
+    """Plan the job as `train` does, with digests on, which the proof rests on."""
     from phalanx.train import prepare
 
-    # By chance four faults may follow each other without a step between; a drill of its own tests the crash loop.
+    # By chance four faults may follow each other without a step between; a separate drill tests the crash loop.
     patience = [f"fault.restarts={CHAOS_RESTARTS}"] if call.chaos else []
     overrides = ["fault.digest_every=1", *patience, *call.overrides]
     resolved = prepare.load_job(call.job, overrides=overrides, cluster=call.cluster, steps=call.steps)
@@ -259,7 +259,7 @@ def drill_plan(call: DrillCall) -> Plan:
         )
     plan = prepare.plan_for_run(resolved)
     if call.minutes and not call.steps:
-        # So many steps that they last: the planned time of a step is the shortest it can be.
+        # Enough steps for the duration: the low end of the predicted step time is the shortest step.
         steps = max(plan.duration.steps, int(60 * call.minutes / plan.prediction.step_s_low) + 1)
         resolved = prepare.load_job(call.job, overrides=overrides, cluster=call.cluster, steps=steps)
         plan = prepare.plan_for_run(resolved)
@@ -270,13 +270,13 @@ def drill_plan(call: DrillCall) -> Plan:
     prepare.check_inputs(plan.job, resolved, base, fresh=True)
     prepare.check_writable(call.runs, plan.job.checkpoint.path)
     plan = prepare.with_data(plan, base)
-    found = prepare.check_inputs(plan.job, resolved, base, fresh=True)
-    warn((*found.warnings, *prepare.check_data(plan)), call.tell)
+    findings = prepare.check_inputs(plan.job, resolved, base, fresh=True)
+    warn((*findings.warnings, *prepare.check_data(plan)), call.tell)
     return plan
 
 
 def make_scene(call: DrillCall, plan: Plan) -> DrillSettings:
-    """Where and how the run of a drill takes place."""
+    """Return the settings of a drill's run."""
     from phalanx.elastic.local_launch import rank_environ
     from phalanx.train.drill.perform import DrillSettings
 
@@ -295,7 +295,7 @@ def make_scene(call: DrillCall, plan: Plan) -> DrillSettings:
 
 
 def _shrink_faults(call: DrillCall, scene: DrillSettings, faults: Sequence[Fault], outcome: DrillOutcome) -> None:
-    """Look for the smallest schedule that fails, and tell the command that plays it."""
+    """Search for the smallest failing schedule, and print the command that repeats it."""
     from phalanx.train.drill.perform import perform_drill
     from phalanx.train.drill.schedule import shrink_schedule
 
@@ -317,7 +317,7 @@ def _shrink_faults(call: DrillCall, scene: DrillSettings, faults: Sequence[Fault
 
 
 def _length_min(faults: Sequence[Fault]) -> float:
-    """Minutes until the last of the faults is over."""
+    """Return the minutes until the last of the faults is over."""
     return round((max((fault.at_s or 0.0 for fault in faults), default=0.0) + AFTER_S) / MINUTE_S, 2)
 
 
@@ -326,7 +326,7 @@ def _length_min(faults: Sequence[Fault]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuiteDrill:
-    """One drill of the suite, judged and on record."""
+    """One drill of the suite, judged, with its record."""
 
     part: SuitePart
     outcome: DrillOutcome
@@ -335,20 +335,20 @@ class SuiteDrill:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class DrillSuite(PublicResult):
-    """The standard drills, what each proved, and the rules it answers."""
+    """The standard drills with their results, and the rules they are evidence for."""
 
     drills: tuple[SuiteDrill, ...]
     seconds: float
 
     @property
     def ok(self) -> bool:
-        """Whether every verdict of every drill holds."""
-        return all(one.outcome.ok for one in self.drills)
+        """True if every verdict of every drill holds."""
+        return all(suite_drill.outcome.ok for suite_drill in self.drills)
 
     def __str__(self) -> str:
         from phalanx.record.drill_record import store_path
 
-        lines = [_suite_text(one) for one in self.drills]
+        lines = [_suite_text(suite_drill) for suite_drill in self.drills]
         if self.ok:
             lines += [
                 f"{format_seconds(self.seconds)}; saved to {store_path(os.environ)}, where phalanx check finds it",
@@ -359,16 +359,20 @@ class DrillSuite(PublicResult):
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every drill with its record and result."""
+        """Return every drill with its record and result."""
         parts = [
-            {"part": one.part.name, "record": str(one.record), "result": json_values(one.outcome)}
-            for one in self.drills
+            {
+                "part": suite_drill.part.name,
+                "record": str(suite_drill.record),
+                "result": json_values(suite_drill.outcome),
+            }
+            for suite_drill in self.drills
         ]
         return {"ok": self.ok, "seconds": round(self.seconds, 1), "parts": parts}
 
     @property
     def exit_code(self) -> int:
-        """0 when every verdict of every drill holds, 1 when one does not."""
+        """0 if every verdict of every drill holds, 1 if one does not."""
         return 0 if self.ok else 1
 
 
@@ -382,7 +386,7 @@ def drill_suite(
     allow_code: bool = False,
     progress: bool | Tell = False,
 ) -> DrillSuite:
-    """Run the standard drills, which answer rules of `check`; the same for everybody, so that records compare.
+    """Run the standard drills, which are evidence for rules of `check`; they are fixed, so that records compare.
 
     >>> print(drill_suite("job.toml"))  # doctest: +SKIP
     """
@@ -401,7 +405,7 @@ def drill_suite(
         allow_code=allow_code,
         tell=teller(progress),
     )
-    plan = drill_plan(call)  # the job as it is: how long its steps are, and whether there is anybody to lose
+    plan = drill_plan(call)  # the job unchanged: the length of its steps, and its number of ranks
     if plan.layout.devices < LEAST_WORLD:
         raise mistake(
             call.job,
@@ -414,11 +418,11 @@ def drill_suite(
 
 
 def _play_drill(call: DrillCall, part: SuitePart) -> SuiteDrill:
-    """One drill of the suite; what the person set counts before what the part sets."""
+    """Perform one drill of the suite; the user's overrides take precedence over those of the drill."""
     from phalanx.train.drill.perform import perform_drill
     from phalanx.train.drill.schedule import judge_slow_rank, suite_faults
 
-    mine = replace(
+    drill_call = replace(
         call,
         overrides=(*part.overrides, *call.overrides),
         steps=part.steps,
@@ -426,20 +430,20 @@ def _play_drill(call: DrillCall, part: SuitePart) -> SuiteDrill:
         spares=part.spares,
         replay=part.replay,
     )
-    plan, faults = drill_plan(mine), suite_faults(part)
+    plan, faults = drill_plan(drill_call), suite_faults(part)
     on = f"{plural(plan.layout.devices, 'rank')}, {plan.layout.name}"
     call.tell(f"{part.name}: {plural(len(faults), 'fault')} in {plan.job.name} on {on}")
-    outcome = perform_drill(make_scene(mine, plan), faults)
+    outcome = perform_drill(make_scene(drill_call, plan), faults)
     more: dict[str, Any] = {"suite": True, "part": part.name}
     if part.slow_rank is not None:
         verdict = judge_slow_rank(outcome.run, slow_rank=part.slow_rank, world=plan.layout.devices)
         outcome = replace(outcome, verdicts=(*outcome.verdicts, verdict))
         more["named_right"] = verdict.ok
-    return SuiteDrill(part=part, outcome=outcome, record=keep_record(mine, faults, outcome, plan, **more))
+    return SuiteDrill(part=part, outcome=outcome, record=keep_record(drill_call, faults, outcome, plan, **more))
 
 
 def _suite_text(one: SuiteDrill) -> str:
-    """What one drill proved, or what went wrong in it."""
+    """Describe what one drill proved, or what failed in it."""
     from phalanx.train.drill.schedule import claims_shown
 
     numbers = one.outcome.numbers

@@ -1,4 +1,4 @@
-"""Quality-diversity search: `phalanx.evolve.plans("job.toml")`, and what `phalanx evolve` prints."""
+"""Quality-diversity search: `phalanx.evolve.plans("job.toml")`, printed by `phalanx evolve`."""
 
 from __future__ import annotations
 

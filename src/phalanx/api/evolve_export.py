@@ -14,7 +14,7 @@ from phalanx.units import plural
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ExportedExamples(PublicResult):
-    """What was written."""
+    """The files and counts of an export."""
 
     archive: str
     path: str
@@ -30,7 +30,7 @@ class ExportedExamples(PublicResult):
 
 
 def export(archive: str | Path, out: str | Path) -> ExportedExamples:
-    """Write every evaluation of an archive as an example: problem, attempt (and what it was made of), measurement.
+    """Write every evaluation of an archive as an example: problem, attempt with its parents, measurement.
 
     >>> phalanx.evolve.export("runs/evolve-plans.jsonl", "examples.jsonl").examples  # doctest: +SKIP
     2000
@@ -41,12 +41,12 @@ def export(archive: str | Path, out: str | Path) -> ExportedExamples:
     source, target = Path(archive), Path(out)
     if path_exists(target) and path_exists(source) and target.samefile(source):
         raise mistake("--out", "is the archive itself", why="it would be overwritten", fix="name another file")
-    found, _ = read_archive(source)
-    write_text(target, "".join(f"{line}\n" for line in example_lines(found)), fix="name another --out")
+    archive_content, _ = read_archive(source)
+    write_text(target, "".join(f"{line}\n" for line in example_lines(archive_content)), fix="name another --out")
     return ExportedExamples(
         archive=str(source),
         path=str(target),
-        problem=str(found.header.get("problem"))[:40],
-        examples=len(found.entries),
-        elites=len(found.elites),
+        problem=str(archive_content.header.get("problem"))[:40],
+        examples=len(archive_content.entries),
+        elites=len(archive_content.elites),
     )

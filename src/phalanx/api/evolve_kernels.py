@@ -1,4 +1,4 @@
-"""`phalanx.evolve.kernels`: templates and their numbers, by measured time."""
+"""`phalanx.evolve.kernels`: search kernel templates and their parameters by measured time."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from phalanx.units import plural
 WHERE = "phalanx evolve kernels"
 OPS = ("rms-norm",)
 SHAPES = {"cuda": (16384, 4096), "cpu": (2048, 2048)}  # tokens, width
-START_S, EACH_S = 120.0, 20.0  # limit of a process that measures: to start, and for each candidate
+START_S, EACH_S = 120.0, 20.0  # seconds a measuring process may take: to start, and for each candidate
 MOST_ANSWER = 4 << 20
-MOST_JUDGED = 3  # the fastest, until the guard takes one
+MOST_JUDGED = 3  # candidates judged, fastest first, until the guard accepts one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class EvolvedKernels(PublicResult):
-    """A search over kernels; `write` keeps the fastest as a candidate file.
+    """A search over kernels; `write` saves the fastest as a candidate file.
 
     >>> found = phalanx.evolve.kernels("rms-norm", device="cpu", evaluations=24)  # doctest: +SKIP
     >>> found.light_share  # doctest: +SKIP
@@ -40,10 +40,10 @@ class EvolvedKernels(PublicResult):
     op: str
     device: str
     search: FinishedSearch
-    source: str  # of the fastest; empty where none was right, or the guard refused them
+    source: str  # of the fastest; empty if none was correct, or the guard refused them
     light_share: float | None
-    first_share: float | None  # of the first that was right
-    guard: str  # what `phalanx kernels verify` says of the fastest; empty where there is none, or after Ctrl-C
+    first_share: float | None  # of the first correct one
+    guard: str  # the result of `phalanx kernels verify` on the fastest; empty if there is none, or after Ctrl-C
 
     @property
     def exit_code(self) -> int:
@@ -51,7 +51,7 @@ class EvolvedKernels(PublicResult):
         return self.search.exit_code
 
     def to_dict(self) -> dict[str, Any]:
-        """The fastest, and the best of every cell."""
+        """Return the fastest, and the best of every cell."""
         from phalanx.io.codec import json_values
 
         return {
@@ -65,16 +65,16 @@ class EvolvedKernels(PublicResult):
         }
 
     def write(self, path: str | Path) -> None:
-        """Write the fastest as a file that `phalanx kernels verify` takes."""
+        """Write the fastest as a file for `phalanx kernels verify`."""
         if not self.source:
-            why = f"the guard {self.guard}" if self.guard else ""
-            raise mistake(WHERE, "no kernel was right, so there is none to write", why=why, fix="search on")
+            reason = f"the guard {self.guard}" if self.guard else ""
+            raise mistake(WHERE, "no kernel was right, so there is none to write", why=reason, fix="search on")
         write_text(Path(path), self.source, fix="name another --out")
 
     def __str__(self) -> str:
-        elites = [self.search.archive.entries[one] for one in self.search.archive.elites.values()]
+        elites = [self.search.archive.entries[place] for place in self.search.archive.elites.values()]
         rows = [["share of light", "time", "values"]]
-        for entry in sorted(elites, key=lambda one: -one.fitness)[:8]:
+        for entry in sorted(elites, key=lambda elite: -elite.fitness)[:8]:
             seconds = entry.outcome.details.get("seconds")
             shown = f"{1e6 * seconds:.1f} µs" if isinstance(seconds, float) else ""
             genes = {name: value for name, value in entry.genome.items() if name != "source"}
@@ -110,11 +110,11 @@ def kernels(
     evaluate: Evaluator | None = None,
     progress: bool | Tell = False,
 ) -> EvolvedKernels:
-    """Search kernels of an operation by MAP-Elites: templates and their numbers, by measured share of light speed.
+    """Search kernels of an operation by MAP-Elites: templates and their parameters, by measured share of light speed.
 
-    `device` is cuda, cpu or auto. `evaluate` measures sources (KernelMeasurement of each) in the place of our own
-    processes; only with one of the caller's may a `proposer` write sources of its own. Raises UserError for a device
-    that is not there and for an archive of another operation, shape or device.
+    `device` is cuda, cpu or auto. `evaluate` measures sources (a KernelMeasurement each) in place of the built-in
+    processes; only with such an evaluator may a `proposer` write its own sources. Raises UserError for a device that
+    is missing and for an archive of another operation, shape or device.
 
     >>> found = phalanx.evolve.kernels("rms-norm", device="cpu", evaluations=24)  # doctest: +SKIP
     >>> found.write("fastest.py")  # doctest: +SKIP
@@ -128,13 +128,13 @@ def kernels(
         if not 8 <= size <= 1 << 20 or sizes[0] * sizes[1] > 1 << 31:
             raise mistake(option, f"{size:,} is not between 8 and {1 << 20:,}, or the two are too large together")
     shape = {"tokens": sizes[0], "width": sizes[1]}
-    # The guard takes seconds for each: it judges the fastest at the end, not all on the way.
+    # The guard takes seconds per candidate: it judges the fastest at the end, not all during the search.
     measured = evaluate or ProcessEvaluator(op=op, device=place, shape=shape)
     about = measured.about() if isinstance(measured, ProcessEvaluator) else {}
     problem = KernelProblem(
         op=op, device=place, shape=shape, about=about, evaluator=measured, allows_source=evaluate is not None
     )
-    found = finish_search(
+    search = finish_search(
         problem,
         archive=Path(archive) if archive is not None else None,
         evaluations=evaluations,
@@ -145,18 +145,23 @@ def kernels(
         show=lambda value: f"{value:.1%} of light",
         tell=tell,
     )
-    elites = sorted((found.archive.entries[one] for one in found.archive.elites.values()), key=lambda one: -one.fitness)
-    best, guard, is_refused = found.archive.best(), "", False
-    if elites and not found.exit_code:
-        passed, guard = _judge_fastest(op, place, [problem.source(one.genome) for one in elites[:MOST_JUDGED]], tell)
+    elites = sorted(
+        (search.archive.entries[place_or_elite] for place_or_elite in search.archive.elites.values()),
+        key=lambda place_or_elite: -place_or_elite.fitness,
+    )
+    best, guard, is_refused = search.archive.best(), "", False
+    if elites and not search.exit_code:
+        passed, guard = _judge_fastest(
+            op, place, [problem.source(elite.genome) for elite in elites[:MOST_JUDGED]], tell
+        )
         best, is_refused = (elites[passed], False) if passed is not None else (best, True)
         if passed is not None and place == "cuda":
             _remember(op, elites[passed].genome, sizes[1], tell)
-    first = next((one for one in found.archive.entries if one.outcome.fitness is not None), None)
+    first = next((entry for entry in search.archive.entries if entry.outcome.fitness is not None), None)
     return EvolvedKernels(
         op=op,
         device=place,
-        search=found,
+        search=search,
         source=problem.source(best.genome) if best and not is_refused else "",
         light_share=best.fitness if best else None,
         first_share=first.fitness if first else None,
@@ -165,12 +170,12 @@ def kernels(
 
 
 def _judge_fastest(op: str, device: str, sources: Sequence[str], tell: Tell) -> tuple[int | None, str]:
-    """The first of some sources that the guard takes, fastest first, and what it says."""
+    """Return the position of the first source that the guard accepts, fastest first, and its message."""
     from phalanx.train.kernels.lab.candidate_guard import judge_candidate
     from phalanx.train.kernels.lab.candidate_server import CandidateServer
     from phalanx.train.kernels.operations import load_all
 
-    said = ""
+    guard_message = ""
     with CandidateServer() as server:
         for place, source in enumerate(sources):
             # Templates are forward only, and an operation with gradients has no speed of light in one direction.
@@ -179,13 +184,13 @@ def _judge_fastest(op: str, device: str, sources: Sequence[str], tell: Tell) -> 
             )
             if verdict.passed:
                 return place, f"passed, {plural(verdict.cases, 'case')}"
-            said = f"refused the {len(sources[: place + 1])} fastest: {verdict.reason}"
+            guard_message = f"refused the {len(sources[: place + 1])} fastest: {verdict.reason}"
             tell(f"the guard refuses number {place + 1}: {verdict.reason}")
-    return None, said
+    return None, guard_message
 
 
 def _remember(op: str, genome: Mapping[str, Any], width: int, tell: Tell) -> None:
-    """Let the selector measure the winner from now on; a source that a language model wrote is no template of ours."""
+    """Add the winner to the variants that the selector measures; a source written by a language model is not added."""
     if "source" in genome:
         return
     from phalanx.hardware.kernel_choices import kernel_cache_folder
@@ -212,37 +217,37 @@ def _find_device(device: str, tell: Tell) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessEvaluator:
-    """Measures sources in processes of their own; one that crashes or hangs takes only itself along."""
+    """Measures sources in separate processes; a source that crashes or hangs ends only its own process."""
 
     op: str
     device: str
     shape: dict[str, int]
 
     def about(self) -> dict[str, Any]:
-        """What times depend on beside the source."""
+        """Return what times depend on besides the source."""
         head, _ = self._run([])
         return {"on": head.get("name"), "torch": head.get("torch")}
 
     def __call__(self, sources: Sequence[str]) -> list[KernelMeasurement]:
-        found: list[KernelMeasurement] = []
-        while len(found) < len(sources):
-            head, answers = self._run(sources[len(found) :])
-            found += [self._measurement(head, one) for one in answers]
-            if len(found) < len(sources):  # the process ended within this one
-                found.append(KernelMeasurement(accepted=False, why="it ended its process, or took too long"))
-        return found
+        measurements: list[KernelMeasurement] = []
+        while len(measurements) < len(sources):
+            head, answers = self._run(sources[len(measurements) :])
+            measurements += [self._measurement(head, answer) for answer in answers]
+            if len(measurements) < len(sources):  # the process ended during this source
+                measurements.append(KernelMeasurement(accepted=False, why="it ended its process, or took too long"))
+        return measurements
 
     def _measurement(self, head: dict[str, Any], answer: dict[str, Any]) -> KernelMeasurement:
         seconds, bytes_moved = answer.get("seconds"), answer.get("bytes")
         if not isinstance(seconds, float) or not isinstance(bytes_moved, int):
             return KernelMeasurement(accepted=False, why=str(answer.get("why", ""))[:500])
         share = bytes_moved / head["bytes_per_s"] / seconds
-        if share > 1.05 and self.device == "cuda":  # on a CPU the inputs may lie in a cache
+        if share > 1.05 and self.device == "cuda":  # on a CPU the inputs may be in a cache
             return KernelMeasurement(accepted=False, why=f"{share:.0%} of the speed of light: not believed")
         return KernelMeasurement(accepted=True, seconds=seconds, light_share=share)
 
     def _run(self, sources: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What is known of the device, and the answers until the process ended."""
+        """Return the facts about the device, and the answers until the process ended."""
         request = {"op": self.op, "device": self.device, "shape": self.shape, "sources": list(sources)}
         process = subprocess.Popen(
             [sys.executable, "-m", "phalanx.train.kernels.candidate_timing"],
@@ -272,7 +277,7 @@ class ProcessEvaluator:
             try:
                 values.append(json.loads(line))
             except ValueError:
-                break  # torn by the end of the process
+                break  # cut off at the end of the process
         return values[0], values[1:]
 
 

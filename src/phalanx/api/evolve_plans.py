@@ -1,4 +1,4 @@
-"""`phalanx.evolve.plans`: the best plan for every device memory and every amount of traffic between hosts, at once."""
+"""`phalanx.evolve.plans`: one search for the best plans over device memory and traffic between hosts."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ DEVICE_GB = 2.0**30  # a device that is sold as 80 GB has 80 GiB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanAnswer:
-    """The best plan found for a device of so much memory and hosts with so fast a link."""
+    """The best plan found for a device memory and a speed of the link between hosts."""
 
     memory_gb: float
     link_gbits: float
     tokens_per_s: float | None  # None: no plan of the archive fits
     layout: str = ""
-    exchange: str = ""  # how parts of the cluster exchange what they learn
+    exchange: str = ""  # how parts of the cluster exchange updates
     memory_bytes: float = 0.0
     sent_bytes: float = 0.0  # by a host, per step
     genome: dict[str, Any] | None = None
@@ -61,7 +61,7 @@ class EvolvedPlans(PublicResult):
         return self.search.exit_code
 
     def to_dict(self) -> dict[str, Any]:
-        """The answers, the counts, and the best plan of every cell."""
+        """Return the answers, the counts, and the best plan of every cell."""
         from phalanx.io.codec import json_values
 
         return {
@@ -73,13 +73,13 @@ class EvolvedPlans(PublicResult):
 
     def __str__(self) -> str:
         rows = [["device", "link per host", "tokens/s", "memory", "host sends per step", "layout", "exchange"]]
-        for one in self.answers:
-            head = [f"{one.memory_gb:g} GB", f"{one.link_gbits:g} Gbit/s"]
-            if one.tokens_per_s is None:
+        for answer in self.answers:
+            head = [f"{answer.memory_gb:g} GB", f"{answer.link_gbits:g} Gbit/s"]
+            if answer.tokens_per_s is None:
                 rows.append([*head, "no plan found that fits", "", "", "", ""])
                 continue
-            sizes = [format_bytes(one.memory_bytes), format_bytes(one.sent_bytes)]
-            rows.append([*head, f"{one.tokens_per_s:,.0f}", *sizes, one.layout, one.exchange])
+            sizes = [format_bytes(answer.memory_bytes), format_bytes(answer.sent_bytes)]
+            rows.append([*head, f"{answer.tokens_per_s:,.0f}", *sizes, answer.layout, answer.exchange])
         return "\n".join(
             [
                 f"{self.job} on {self.cluster}: the best plan under each limit, priced by the planner",
@@ -113,11 +113,10 @@ def plans(
     """Search all plans of a job by MAP-Elites: the fastest for each device memory × traffic between hosts.
 
     One search answers what the best plan is for devices of `memory_gb` and hosts with links of `links_gbits`.
-    `most_inner_steps` bounds H, since fewer exchanges cost loss that a price per token does not show; 1 is training in
-    step only. The `archive`, a file of JSON lines, is made or gone on with; without one nothing is kept. `proposer` is
-    a command that reads a prompt and writes a change as JSON. `picture` is an SVG file, kept up to date while the
-    search goes on.
-    Raises UserError for an archive of another problem.
+    `most_inner_steps` bounds H, since fewer exchanges cost loss that a price per token does not show; 1 allows only
+    synchronous training. The `archive`, a file of JSON lines, is created or continued; without it the search is not
+    stored. `proposer` is a command that reads a prompt and writes a change as JSON. `picture` is an SVG file, updated
+    during the search. Raises UserError for an archive of another problem.
 
     >>> import phalanx
     >>> found = phalanx.evolve.plans("examples/llama-3-8b-64xH100.toml", "8xH100:2", evaluations=50)
@@ -130,70 +129,72 @@ def plans(
 
     memory, links = _limits("--memory", memory_gb), _limits("--links", links_gbits)
     if not 1 <= most_inner_steps <= MAX_INNER_STEPS:
-        what = f"{number_text(most_inner_steps)} is not between 1 and {MAX_INNER_STEPS:,}"
-        raise mistake("--most-inner-steps", what, fix="use 500, as DiLoCo did")
-    inner_steps = tuple(one for one in INNER_STEPS if one <= most_inner_steps)
+        message = f"{number_text(most_inner_steps)} is not between 1 and {MAX_INNER_STEPS:,}"
+        raise mistake("--most-inner-steps", message, fix="use 500, as DiLoCo did")
+    inner_steps = tuple(count for count in INNER_STEPS if count <= most_inner_steps)
     resolved = read_job(job, overrides, where=WHERE)
-    asked = resolved.job
-    wanted = cluster if cluster is not None else asked.cluster.target
-    target = wanted if isinstance(wanted, Cluster) else resolve_cluster(wanted)
+    requested_job = resolved.job
+    requested_cluster = cluster if cluster is not None else requested_job.cluster.target
+    target = requested_cluster if isinstance(requested_cluster, Cluster) else resolve_cluster(requested_cluster)
     if target.sites:
         raise mistake(WHERE, "plans of a cluster with sites are not searched", fix="name the cluster of one site")
     request, _ = request_from_job(
-        asked, target, origins={key: origin.where for key, origin in resolved.origins.items()}
+        requested_job, target, origins={key: origin.where for key, origin in resolved.origins.items()}
     )
     about = {
-        "job": asked.name,
+        "job": requested_job.name,
         "cluster": target.name,
-        "model": json_values(asked.model),
-        "parallel": json_values(asked.parallel),
-        "batch": json_values(asked.batch),
-        "sequence": asked.data.sequence,
-        "precision": json_values(asked.precision),
-        "optim": asked.optim.name,
+        "model": json_values(requested_job.model),
+        "parallel": json_values(requested_job.parallel),
+        "batch": json_values(requested_job.batch),
+        "sequence": requested_job.data.sequence,
+        "precision": json_values(requested_job.precision),
+        "optim": requested_job.optim.name,
         "hardware": json_values(target),
         "inner_steps": inner_steps,
     }
     problem = PlanProblem(
         request=request,
-        memory_limits=tuple(one * DEVICE_GB for one in memory),
+        memory_limits=tuple(limit_gb * DEVICE_GB for limit_gb in memory),
         inner_steps=inner_steps,
         about=about,
     )
     if not problem.spaces:
-        raise mistake(WHERE, "no layout is legal for this job and cluster", fix=f"phalanx plan says why: {asked.name}")
-    found = finish_search(
+        raise mistake(
+            WHERE, "no layout is legal for this job and cluster", fix=f"phalanx plan says why: {requested_job.name}"
+        )
+    search = finish_search(
         problem,
         archive=Path(archive) if archive is not None else None,
         evaluations=evaluations,
         seed=seed,
         proposer=proposer,
         picture=picture,
-        title=f"{asked.name} on {target.name}: tokens per second",
+        title=f"{requested_job.name} on {target.name}: tokens per second",
         show=lambda value: f"{value:,.0f} tokens/s",
         tell=teller(progress),
     )
-    answers = [one for link in links for one in _answer_link(problem, found, link, memory)]
+    answers = [answer for link in links for answer in _answer_link(problem, search, link, memory)]
     return EvolvedPlans(
-        job=asked.name,
+        job=requested_job.name,
         cluster=target.name,
-        search=found,
-        answers=tuple(sorted(answers, key=lambda one: (one.memory_gb, one.link_gbits))),
+        search=search,
+        answers=tuple(sorted(answers, key=lambda answer: (answer.memory_gb, answer.link_gbits))),
     )
 
 
 def _limits(option: str, values: Sequence[float]) -> list[float]:
-    found = sorted({float(one) for one in values})
-    if not found or len(found) > MOST_LIMITS or not all(0 < one < 1e6 for one in found):
+    limits = sorted({float(value) for value in values})
+    if not limits or len(limits) > MOST_LIMITS or not all(0 < limit < 1e6 for limit in limits):
         raise mistake(option, f"not 1 to {MOST_LIMITS} numbers above 0", fix=f"such as {option} 40,48,80")
-    return found
+    return limits
 
 
 def _answer_link(
     problem: PlanProblem, search: FinishedSearch, link_gbits: float, memory_gb: Sequence[float]
 ) -> list[PlanAnswer]:
-    """The elites at another speed of the hosts' links, and the fastest under each memory."""
-    entries = [search.archive.entries[one] for one in search.archive.elites.values()]
+    """Price the elites at another speed of the hosts' links, and return the fastest for each memory."""
+    entries = [search.archive.entries[place_of_elite] for place_of_elite in search.archive.elites.values()]
     slower = problem.at_link(link_gbits * GBIT_BYTES)
     genomes = [dict(entry.genome) for entry in entries]
     outcomes = slower.evaluate(genomes) if genomes else []
@@ -208,8 +209,8 @@ def _answer_link(
             answers.append(PlanAnswer(memory_gb=limit, link_gbits=link_gbits, tokens_per_s=None))
             continue
         fitness, place = max(fitting)
-        genome, found = genomes[place], outcomes[place].place
-        assert found is not None
+        genome, measured = genomes[place], outcomes[place].place
+        assert measured is not None
         peers = genome["peers"]
         answers.append(
             PlanAnswer(
@@ -218,8 +219,8 @@ def _answer_link(
                 tokens_per_s=fitness,
                 layout=problem.layout(genome).short,
                 exchange=f"{peers} peers, {genome['codec']}, H = {genome['h']}" if peers > 1 else "every step",
-                memory_bytes=found[0],
-                sent_bytes=found[1],
+                memory_bytes=measured[0],
+                sent_bytes=measured[1],
                 genome=genome,
             )
         )

@@ -1,4 +1,4 @@
-"""`phalanx.evolve.schedules`: pipeline orders with smaller bubbles, for stages as they are."""
+"""`phalanx.evolve.schedules`: pipeline orders with smaller bubbles, for stages of given lengths."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 
 WHERE = "phalanx evolve schedules"
 MOST_STAGES = 256
-MOST_ACTIONS = 100_000  # of all ranks in a step: an evaluation plays every one
-BACKWARD = 2.0  # of a forward: two products for each of its one
-WEIGHT_SHARE = 0.5  # of a backward, in its second half
+MOST_ACTIONS = 100_000  # of all ranks in a step: an evaluation simulates every one
+BACKWARD = 2.0  # relative to a forward: two matrix products for each one
+WEIGHT_SHARE = 0.5  # share of a backward that is in its second half
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleRow:
-    """One order on the clock of this pipeline."""
+    """One order, timed on this pipeline."""
 
     name: str
-    step: float  # in the unit of the times
+    step: float  # in the unit of the stage times
     bubble: float  # share of the step in which the busiest rank waits
-    activations: float  # most that a rank holds, in micro-batches of an average stage
+    activations: float  # peak of a rank, in micro-batches of an average stage
     burst: int
     orders: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class EvolvedSchedules(PublicResult):
-    """A search over pipeline orders, beside those that have names; `write` keeps one for a job.
+    """A search over pipeline orders, compared with the known schedules; `write` saves the best one for a job.
 
     >>> found = phalanx.evolve.schedules(stages=4, micro_batches=8, evaluations=300)  # doctest: +SKIP
     >>> found.best.orders  # doctest: +SKIP
@@ -53,7 +53,7 @@ class EvolvedSchedules(PublicResult):
 
     @property
     def best(self) -> ScheduleRow:
-        """The shortest step that was found."""
+        """The row with the shortest step found."""
         return next(row for row in self.rows if row.name == "found")
 
     @property
@@ -62,7 +62,7 @@ class EvolvedSchedules(PublicResult):
         return self.search.exit_code
 
     def to_dict(self) -> dict[str, Any]:
-        """Every row, and the best order of every cell."""
+        """Return every row, and the best order of every cell."""
         from phalanx.io.codec import json_values
 
         return {
@@ -73,7 +73,7 @@ class EvolvedSchedules(PublicResult):
         }
 
     def toml(self) -> str:
-        """The best order as a [parallel] section."""
+        """Return the best order as a [parallel] section."""
         orders = self.best.orders
         split = any("I" in order for order in orders)
         lines = "".join(f'    "{order}",\n' for order in orders)
@@ -84,7 +84,7 @@ class EvolvedSchedules(PublicResult):
         )
 
     def write(self, path: str | Path) -> None:
-        """Write `toml`."""
+        """Write `toml` to a file."""
         write_text(Path(path), self.toml(), fix="name another --out")
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class EvolvedSchedules(PublicResult):
         return "\n".join(
             [
                 f"{len(self.times.forward)} stages, {self.micro_batches} micro-batches, forward "
-                f"{', '.join(f'{one:g}' for one in self.times.forward)}; faster than 1f1b is +",
+                f"{', '.join(f'{forward_time:g}' for forward_time in self.times.forward)}; faster than 1f1b is +",
                 "",
                 *text_table(rows, right=range(1, 6)),
                 "",
@@ -134,9 +134,9 @@ def schedules(
     """Search pipeline orders by MAP-Elites: the smallest bubble for each amount of activations × burst of messages.
 
     The pipeline is that of a job's plan, its stages timed by their layers; or `stages` ranks with `forward` and
-    `backward` times (one for each; 1 and twice the forward unless given) and `send` for a message. `split` allows
-    backward in two halves, the second of which takes `weight_share` of it. The trainer runs what is found as
-    `parallel.order`. Raises UserError for an archive of another pipeline.
+    `backward` times (one for each; default 1 and twice the forward) and `send` for a message. `split` allows backward
+    in two halves, the second of which takes `weight_share` of it. The trainer runs the result as `parallel.order`.
+    Raises UserError for an archive of another pipeline.
 
     >>> import phalanx
     >>> found = phalanx.evolve.schedules(stages=2, micro_batches=4, evaluations=60)
@@ -165,7 +165,7 @@ def schedules(
             fix="use fewer",
         )
     problem = ScheduleProblem(times=times, micro_batches=micro_batches, split=split)
-    found = finish_search(
+    search = finish_search(
         problem,
         archive=Path(archive) if archive is not None else None,
         evaluations=evaluations,
@@ -177,14 +177,14 @@ def schedules(
         tell=teller(progress),
     )
     return EvolvedSchedules(
-        times=times, micro_batches=micro_batches, search=found, rows=tuple(_compare(problem, found))
+        times=times, micro_batches=micro_batches, search=search, rows=tuple(_compare(problem, search))
     )
 
 
 def _planned_stages(
     job: AnyJob, cluster: str | Path | Cluster | None, overrides: Overrides
 ) -> tuple[tuple[float, ...], int]:
-    """Forward of each stage of a job's plan, in layers, and its micro-batches."""
+    """Return the forward time of each stage of a job's plan, in layers, and its number of micro-batches."""
     from phalanx.plan.make import make_plan
     from phalanx.plan.memory_profile import head_layers
     from phalanx.plan.request import request_from_job
@@ -205,7 +205,7 @@ def _planned_stages(
     layers = layers_of_stages(
         resolved.job.model.layers, layout.pipeline, embed_cost=1.0 if head > 0.5 else 0.0, head_cost=head
     )
-    counts = [float(len(part)) for part in layers]
+    counts = [float(len(stage_layers)) for stage_layers in layers]
     return (*counts[:-1], counts[-1] + head), layout.accumulation
 
 
@@ -213,13 +213,15 @@ def _stage_times(
     forward: Sequence[float], backward: Sequence[float], *, weight_share: float, send: float
 ) -> StageTimes:
     for option, values in (("--forward", forward), ("--backward", backward)):
-        if not all(0 < one < 1e9 for one in values):
+        if not all(0 < value < 1e9 for value in values):
             raise mistake(option, "not all numbers are above 0", fix=f"such as {option} 1,1,2,1")
     if not 2 <= len(forward) <= MOST_STAGES:
         raise mistake("--forward", f"{len(forward)} stages are not between 2 and {MOST_STAGES}")
-    whole = tuple(float(one) for one in backward) or tuple(BACKWARD * one for one in forward)
-    if len(whole) != len(forward):
-        raise mistake("--backward", f"{len(whole)} times for {len(forward)} stages", fix="give one for each stage")
+    full_backward = tuple(float(time) for time in backward) or tuple(BACKWARD * time for time in forward)
+    if len(full_backward) != len(forward):
+        raise mistake(
+            "--backward", f"{len(full_backward)} times for {len(forward)} stages", fix="give one for each stage"
+        )
     if not 0 < weight_share < 1:
         raise mistake(
             "--weight-share", f"{weight_share:g} is not between 0 and 1", fix="0.5 where both halves cost alike"
@@ -227,15 +229,15 @@ def _stage_times(
     if not 0 <= send < 1e9:
         raise mistake("--send", f"{send:g} is below 0")
     return StageTimes(
-        forward=tuple(float(one) for one in forward),
-        first_half=tuple((1 - weight_share) * one for one in whole),
-        second_half=tuple(weight_share * one for one in whole),
+        forward=tuple(float(value) for value in forward),
+        first_half=tuple((1 - weight_share) * value for value in full_backward),
+        second_half=tuple(weight_share * value for value in full_backward),
         send=float(send),
     )
 
 
 def _compare(problem: ScheduleProblem, found: FinishedSearch) -> list[ScheduleRow]:
-    """Orders with a name, the best of all, and the best that holds no more than 1F1B does."""
+    """Return the known schedules, the best order, and the best order that holds no more activations than 1F1B."""
 
     def row(name: str, orders: Sequence[str]) -> ScheduleRow:
         played: PlayedOrders = problem.play(orders)
@@ -251,17 +253,17 @@ def _compare(problem: ScheduleProblem, found: FinishedSearch) -> list[ScheduleRo
     count, ranks, rows = problem.micro_batches, problem.ranks, []
     for name in ("gpipe", "1f1b", "zero-bubble"):
         if name == "zero-bubble" and (not problem.split or count % max(1, count // ranks)):
-            continue  # the trainer's own works in whole rounds
+            continue  # the trainer's zero-bubble schedule works in complete rounds
         orders = named_orders(name, ranks, count)
         if not order_mistake(orders):
             rows.append(row(name, orders))
-    elites = [found.archive.entries[one] for one in found.archive.elites.values()]
+    elites = [found.archive.entries[place_of_elite] for place_of_elite in found.archive.elites.values()]
     best = found.archive.best()
     if best is None:  # interrupted before the first evaluation
         return [*rows, row("found", rows[0].orders)]
     rows.append(row("found", best.genome["orders"]))
-    room = next((one.activations for one in rows if one.name == "1f1b"), 0.0)
-    small = [one for one in elites if one.outcome.place is not None and one.outcome.place[0] <= room + 1e-9]
+    room = next((known_row.activations for known_row in rows if known_row.name == "1f1b"), 0.0)
+    small = [elite for elite in elites if elite.outcome.place is not None and elite.outcome.place[0] <= room + 1e-9]
     if small:
-        rows.append(row("found, activations of 1f1b", max(small, key=lambda one: one.fitness).genome["orders"]))
+        rows.append(row("found, activations of 1f1b", max(small, key=lambda elite: elite.fitness).genome["orders"]))
     return rows

@@ -1,4 +1,4 @@
-"""What the searches of `phalanx.evolve` share: the archive, the live picture, and the end of an interrupted one."""
+"""The common part of the searches in `phalanx.evolve`: the archive, the live picture, and the handling of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from phalanx.io.files import write_text
 from phalanx.units import plural
 
 MOST_EVALUATIONS = 1_000_000
-PICTURE_S = 2.0  # between two pictures of a search that goes on
+PICTURE_S = 2.0  # seconds between two updates of the picture
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedSearch:
-    """A search that ended, or was interrupted: its archive stays either way."""
+    """A search that ended or was interrupted; its archive stays in both cases."""
 
     archive: Archive
     counts: SearchCounts
-    path: str  # of the archive; empty where it was not kept
+    path: str  # of the archive; empty if it was not stored
     wall_s: float
     interrupted: bool
 
@@ -38,7 +38,7 @@ class FinishedSearch:
         return INTERRUPTED if self.interrupted else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts, and every filled cell."""
+        """Return counts, and every filled cell."""
         archive = self.archive
         return {
             "archive": self.path,
@@ -55,16 +55,16 @@ class FinishedSearch:
             "elites": [
                 {
                     "cell": cell,
-                    "fitness": archive.entries[one].fitness,
-                    "place": archive.entries[one].outcome.place,
-                    "genome": archive.entries[one].genome,
+                    "fitness": archive.entries[place].fitness,
+                    "place": archive.entries[place].outcome.place,
+                    "genome": archive.entries[place].genome,
                 }
-                for cell, one in sorted(archive.elites.items())
+                for cell, place in sorted(archive.elites.items())
             ],
         }
 
     def summary_lines(self) -> list[str]:
-        """What was done, what went wrong, how to go on."""
+        """Return the counts, the problems, and how to continue."""
         archive, counts = self.archive, self.counts
         cells = archive.axes[0].size * archive.axes[1].size
         lines = [
@@ -98,12 +98,12 @@ def finish_search(
     show: Callable[[float], str],
     tell: Tell,
 ) -> FinishedSearch:
-    """Search until the archive holds so many evaluations; Ctrl-C ends it with what there is."""
+    """Search until the archive holds `evaluations` evaluations; Ctrl-C ends the search and keeps what it has."""
     if not 1 <= evaluations <= MOST_EVALUATIONS:
         raise mistake("--evaluations", f"{evaluations} is not between 1 and {MOST_EVALUATIONS:,}")
     if not 0 <= seed < 1 << 63:
         raise mistake("--seed", f"{seed} is not between 0 and 2^63", fix="use a small number such as 0")
-    asked = make_proposer(proposer) if proposer else None
+    external_proposer = make_proposer(proposer) if proposer else None
     counts, began_s, interrupted = SearchCounts(), time.monotonic(), False
     shown_s = began_s
 
@@ -129,7 +129,7 @@ def finish_search(
                 writer,
                 evaluations=evaluations,
                 seed=seed,
-                proposer=asked,
+                proposer=external_proposer,
                 watch=watch,
                 counts=counts,
             )
@@ -148,5 +148,5 @@ def finish_search(
 
 
 def picture_lines(search: FinishedSearch) -> list[str]:
-    """The grid in characters."""
+    """Return the grid as text."""
     return [grid_text(search.archive)]

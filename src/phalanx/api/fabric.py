@@ -1,4 +1,4 @@
-"""Networks for training: `phalanx.fabric.design(gpus=131072)`, and what `phalanx fabric` prints.
+"""Networks for training: `phalanx.fabric.design(gpus=131072)` and others, printed by `phalanx fabric`.
 
 >>> import phalanx
 >>> phalanx.fabric.show("clos2:64x400G/2p/16").fabric.planes

@@ -1,4 +1,4 @@
-"""Collectives: which algorithm and protocol NCCL picks, and how long the collective takes."""
+"""Collectives: the algorithm and protocol that NCCL picks, and the duration of the collective."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MOST_FILE_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CollectiveTimes(PublicResult):
-    """Which algorithm and protocol NCCL picks for each message size, and how long the collective takes."""
+    """The algorithm and protocol that NCCL picks for each message size, and the durations of the collective."""
 
     kind: Operation
     cluster: Cluster
     sizes: tuple[CollectiveAnswer, ...]
     ruled: tuple[PickRange, ...]
-    has_model: bool  # of NCCL's choice; else only the measurements speak
+    has_model: bool  # of NCCL's choice; otherwise only measurements are available
     fit: AlphaBeta | None
     measured: Measured | None
 
@@ -53,11 +53,11 @@ class CollectiveTimes(PublicResult):
         return "\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """The answer for every size."""
+        """Return the answer for every size."""
         assumed = self.measured is not None and not self.measured.named
         group = {"cluster": self.cluster.name, "ranks": self.cluster.devices, "kind": self.kind, "fit": self.fit}
-        found = {**group, "fit_kind_assumed": assumed, "sizes": self.sizes, "reigns": self.ruled}
-        return dict(json_values(found))
+        values = {**group, "fit_kind_assumed": assumed, "sizes": self.sizes, "reigns": self.ruled}
+        return dict(json_values(values))
 
 
 def collective(
@@ -71,9 +71,9 @@ def collective(
     sharp: bool = False,
     fit: str | Path | None = None,
 ) -> CollectiveTimes:
-    """Which algorithm and protocol NCCL picks for a collective, and how long it takes.
+    """Return the algorithm and protocol that NCCL picks for a collective, and its duration.
 
-    `nbytes` is a size or a range, as "1MiB..16GiB"; `fit` a file of nccl-tests or CSV with your own measurements.
+    `nbytes` is a size or a range, as "1MiB..16GiB"; `fit` is a file of nccl-tests or a CSV with your own measurements.
 
     >>> len(collective("8xH100:16", "all-reduce", "64MiB").sizes)
     1
@@ -83,18 +83,20 @@ def collective(
     from phalanx.network.collective_answer import collective_answers, pick_ranges
     from phalanx.network.sizes import parse_sizes
 
-    wanted, sizes = _operation_of(kind), parse_sizes(str(nbytes), "--bytes")
-    found = _with_nic(cluster if isinstance(cluster, Cluster) else resolve_cluster(cluster), nic_gbps)
-    if found.devices < 2:
-        raise mistake(f"cluster {found.name}", "one rank needs no collective", fix="use 8xH100, or 8xH100:16")
-    measured = _read_measurements(str(fit), wanted, found) if fit else None
-    comm = _nccl_model(found, wanted, nvls=nvls, cpu=cpu, sharp=sharp, has_fit=bool(fit))
-    line = _fit_points(measured.points, found, wanted) if measured else None
+    operation, sizes = _operation_of(kind), parse_sizes(str(nbytes), "--bytes")
+    resolved_cluster = _with_nic(cluster if isinstance(cluster, Cluster) else resolve_cluster(cluster), nic_gbps)
+    if resolved_cluster.devices < 2:
+        raise mistake(
+            f"cluster {resolved_cluster.name}", "one rank needs no collective", fix="use 8xH100, or 8xH100:16"
+        )
+    measured = _read_measurements(str(fit), operation, resolved_cluster) if fit else None
+    comm = _nccl_model(resolved_cluster, operation, nvls=nvls, cpu=cpu, sharp=sharp, has_fit=bool(fit))
+    line = _fit_points(measured.points, resolved_cluster, operation) if measured else None
     return CollectiveTimes(
-        kind=wanted,
-        cluster=found,
-        sizes=tuple(collective_answers(comm, None if wanted == "all-to-all" else wanted, sizes, line)),
-        ruled=tuple(pick_ranges(comm, wanted, sizes[0], sizes[-1]) if comm and wanted != "all-to-all" else ()),
+        kind=operation,
+        cluster=resolved_cluster,
+        sizes=tuple(collective_answers(comm, None if operation == "all-to-all" else operation, sizes, line)),
+        ruled=tuple(pick_ranges(comm, operation, sizes[0], sizes[-1]) if comm and operation != "all-to-all" else ()),
         has_model=comm is not None,
         fit=line,
         measured=measured,
@@ -112,11 +114,11 @@ def _cluster_name(cluster: Cluster) -> str:
 
 def _operation_of(text: str) -> Operation:
     word = text.strip().lower().replace("_", "").replace("-", "")
-    found = next((one for one in KINDS if one.replace("-", "") == word), None)
-    if found is None:
+    operation = next((kind for kind in KINDS if kind.replace("-", "") == word), None)
+    if operation is None:
         close = nearest(text, KINDS)
         raise mistake("--kind", f'there is no collective "{text[:40]}"', fix=f"use {close or ', '.join(KINDS)}")
-    return found
+    return operation
 
 
 def _with_nic(cluster: Cluster, nic_gbps: float | None) -> Cluster:
@@ -138,7 +140,7 @@ def _nccl_model(
     sharp: bool,
     has_fit: bool,
 ) -> NcclSystem | None:
-    """None where only the fit can speak."""
+    """Return NCCL's model of a cluster; None if only measurements can answer."""
     from phalanx.errors import UserError
     from phalanx.network.nccl_cluster import nccl_system
 
@@ -165,16 +167,16 @@ def _read_measurements(name: str, kind: Operation, cluster: Cluster) -> Measured
     try:
         text = read_bounded(path, MOST_FILE_BYTES).decode("utf-8", errors="replace")
     except (OSError, ValueError) as error:
-        what = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise mistake(f"--fit {name}", what, fix="name a text file") from None
+        message = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise mistake(f"--fit {name}", message, fix="name a text file") from None
     return read_points(text, where=f"--fit {name}", operation=kind, ranks=cluster.devices)
 
 
 def _fit_points(points: tuple[Point, ...], cluster: Cluster, kind: Operation) -> AlphaBeta:
     from phalanx.network.collective_fit import LEAST_BYTES, fit_points
 
-    usable = [one for one in points if one.nbytes >= LEAST_BYTES]
-    if len({one.nbytes for one in usable}) < 2:
+    usable = [point for point in points if point.nbytes >= LEAST_BYTES]
+    if len({point.nbytes for point in usable}) < 2:
         raise mistake(
             "--fit",
             f"{plural(len(points), 'measurement')}, {len(usable)} of them from 16 MiB on",
@@ -188,7 +190,7 @@ def _basis_text(fit: AlphaBeta, measured: Measured, kind: Operation) -> str:
     from phalanx.network.collective_answer import show_fit
     from phalanx.network.collective_fit import LEAST_BYTES, worst_error
 
-    usable = [one for one in measured.points if one.nbytes >= LEAST_BYTES]
-    error, at = worst_error(usable, [fit.seconds(one.nbytes) for one in usable])
-    said = show_fit(fit, len(usable), error, at.nbytes)
-    return said if measured.named else f"{said}\nthe file names no collective: taken for {kind}"
+    usable = [point for point in measured.points if point.nbytes >= LEAST_BYTES]
+    error, at = worst_error(usable, [fit.seconds(point.nbytes) for point in usable])
+    fit_text = show_fit(fit, len(usable), error, at.nbytes)
+    return fit_text if measured.named else f"{fit_text}\nthe file names no collective: taken for {kind}"

@@ -1,4 +1,4 @@
-"""Fabrics for N GPUs or for a job: every design, which to take, the decisions behind it, and what one loses."""
+"""Fabrics for N GPUs or for a job: every design, the recommended one, the decisions behind it, and its weak points."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
 
 WHERE = "phalanx fabric design"
-NIC_GBPS = 800.0  # of a NIC where nobody says: ConnectX-8 and its like
-MOST_TIERS = 3  # what the engine routes (sim.links)
-BUDGET_S = 60.0  # after this no further design is begun; 16,384 GPUs take about a second each
+NIC_GBPS = 800.0  # default of a NIC: ConnectX-8 and similar
+MOST_TIERS = 3  # the simulation engine routes at most three (sim.links)
+BUDGET_S = 60.0  # after this no further design is simulated; 16,384 GPUs take about a second each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class FabricDesigns(PublicResult):
-    """Every fabric that joins so many GPUs, the one to take, and the step of a job on the best of each kind."""
+    """Every fabric for a number of GPUs, the recommended one, and the step of a job on the best of each kind."""
 
     designs: tuple[Design, ...]
     verdict: DesignVerdict | None
@@ -40,14 +40,14 @@ class FabricDesigns(PublicResult):
 
     @property
     def pick(self) -> Fabric:
-        """The fabric to take."""
+        """The recommended fabric."""
         return (self.verdict.pick.design if self.verdict is not None else self.designs[0]).fabric
 
     def __str__(self) -> str:
         return self.page()
 
     def page(self, width: int | None = None) -> str:
-        """The page, folded to so many columns."""
+        """Return the page, folded to `width` columns."""
         from phalanx.network.fabric.design_verdict import show_verdict
         from phalanx.network.fabric.fabric_text import fold_lines, show_designs
 
@@ -59,7 +59,7 @@ class FabricDesigns(PublicResult):
         return "\n".join([*parts, show_designs(self.designs, top=self.top, width=width)])
 
     def to_dict(self) -> dict[str, Any]:
-        """The verdict, the steps of the job, and every design."""
+        """Return the verdict, the steps of the job, and every design."""
         from phalanx.network.fabric.design_verdict import show_verdict
 
         steps = self.job
@@ -67,23 +67,23 @@ class FabricDesigns(PublicResult):
             "verdict": json_values(self.verdict),
             "verdict_text": show_verdict(self.verdict) if self.verdict is not None else None,
             "job": steps and {"job": steps.job, "layout": steps.layout, "steps": json_values(steps.rows)},
-            "designs": [{**json_values(one), "fabric": fabric_values(one.fabric)} for one in self.designs],
+            "designs": [{**json_values(entry), "fabric": fabric_values(entry.fabric)} for entry in self.designs],
         }
 
     @property
     def exit_code(self) -> int:
-        """130 when Ctrl-C left designs out."""
+        """130 if Ctrl-C left designs out."""
         return INTERRUPTED if self.job is not None and self.job.interrupted else 0
 
     def write_csv(self, path: str | Path) -> None:
-        """Every design as a line."""
+        """Write every design as a line of CSV."""
         from phalanx.io.files import write_text
         from phalanx.network.fabric.design import designs_csv
 
         write_text(Path(path), designs_csv(self.designs), fix="name another --csv")
 
     def save(self, path: str | Path) -> None:
-        """The pick as a fabric file, which `show`, `simulate` and `phalanx.simulate` read."""
+        """Write the recommended fabric to a file that `show`, `simulate` and `phalanx.simulate` read."""
         from phalanx.io.files import write_text
         from phalanx.network.fabric.design import fabric_toml
 
@@ -110,7 +110,7 @@ def design(
     top: int = 6,
     progress: bool | Tell = False,
 ) -> FabricDesigns:
-    """Every fabric that joins `gpus` GPUs with one NIC of `nic_gbps` (800) each, and which to take.
+    """Design every fabric for `gpus` GPUs with one NIC of `nic_gbps` (800) each, and recommend one.
 
     With `job` the numbers are those of its cluster, and its step is simulated on the cheapest design of each kind.
     `gpu_hour_usd`, `kwh_usd`, `years` and `recovery_s` weigh the choice. `top` of each oversubscription are printed.
@@ -151,19 +151,21 @@ def design(
     weights = {"gpu_hour_usd": gpu_hour_usd, "kwh_usd": kwh_usd, "years": years, "recovery_s": recovery_s}
     if plan is None:
         prices = _unit_prices(weights)
-        found = design_fabrics(request)
-        return FabricDesigns(designs=found, verdict=choose_design(found, prices), job=None, top=top)
+        designs_of_job = design_fabrics(request)
+        return FabricDesigns(designs=designs_of_job, verdict=choose_design(designs_of_job, prices), job=None, top=top)
     if request.gpus < plan.layout.devices:
-        what = f"{request.gpus:,} GPUs, but the job runs on {plan.layout.devices:,}"
-        raise mistake(WHERE, what, fix="leave out --gpus, or name a smaller --cluster")
+        message = f"{request.gpus:,} GPUs, but the job runs on {plan.layout.devices:,}"
+        raise mistake(WHERE, message, fix="leave out --gpus, or name a smaller --cluster")
     from phalanx.sim.months.causes import network_share
 
     if gpu_hour_usd is None and plan.bill.usd_per_device_hour:
         weights["gpu_hour_usd"] = plan.bill.usd_per_device_hour[1]
     prices = _unit_prices({**weights, "waits": network_share(plan)})
-    found = design_fabrics(request)
-    steps = job_steps(plan, found, prices, tell)
-    return FabricDesigns(designs=found, verdict=choose_design(found, prices, steps_s=steps.steps_s), job=steps, top=top)
+    designs_of_job = design_fabrics(request)
+    steps = job_steps(plan, designs_of_job, prices, tell)
+    return FabricDesigns(
+        designs=designs_of_job, verdict=choose_design(designs_of_job, prices, steps_s=steps.steps_s), job=steps, top=top
+    )
 
 
 def _unit_prices(weights: dict[str, float | None]) -> Prices:
@@ -175,7 +177,7 @@ def _unit_prices(weights: dict[str, float | None]) -> Prices:
 
 
 def whole_gpus(count: int | str, where: str) -> int:
-    """Whole GPUs; `64k` is 64,000, as everywhere in Phalanx."""
+    """Return a number of GPUs as an integer; `64k` is 64,000, as everywhere in Phalanx."""
     try:
         number = parse_count(str(count))
     except ValueError as error:
@@ -186,7 +188,7 @@ def whole_gpus(count: int | str, where: str) -> int:
 
 
 def fabric_values(fabric: Fabric) -> dict[str, Any]:
-    """A fabric with the numbers that follow from its fields."""
+    """Return a fabric as JSON values, with the numbers that follow from its fields."""
     derived = {
         "port_gbps": fabric.port_gbps,
         "switches": fabric.switches,
@@ -202,18 +204,18 @@ def fabric_values(fabric: Fabric) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStep:
-    """The step on one shape of fabric, and how its slowest axis fares."""
+    """The step time on one fabric, and its slowest axis."""
 
     fabric: str
     step_s: float
-    slowest_axis: str  # empty where no axis leaves its fast domain
+    slowest_axis: str  # empty if no axis leaves its fast domain
     slowest_share: float  # of line rate
-    crossing_share: float  # flows of all axes that leave their T0
+    crossing_share: float  # share of the flows of all axes that leave their T0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSteps:
-    """All that were simulated."""
+    """The steps of a job on all simulated designs."""
 
     job: str
     layout: str
@@ -222,7 +224,7 @@ class JobSteps:
     interrupted: bool
 
     def text(self) -> str:
-        """A table, quickest first."""
+        """Return a table, fastest first."""
         from phalanx.io.tables import folded_table
         from phalanx.network.fabric.fabric_text import format_percent
         from phalanx.units import format_seconds
@@ -237,25 +239,25 @@ class JobSteps:
                 format_percent(row.crossing_share),
                 f"{row.slowest_axis} at {row.slowest_share:.2f} of line rate" if row.slowest_axis else "-",
             )
-            for row in sorted(self.rows, key=lambda one: one.step_s)
+            for row in sorted(self.rows, key=lambda row: row.step_s)
         ]
         return folded_table([head, *rows])
 
 
 def _job_plan(job: AnyJob, overrides: Overrides, cluster: str | None, tell: Tell) -> Plan:
-    """The job's plan on its cluster or another."""
+    """Return the job's plan on its own cluster or another one."""
     from phalanx.api.jobs import read_job
     from phalanx.plan.make import make_plan
 
-    made = make_plan(read_job(job, overrides, where="phalanx.fabric.design"), cluster, allow_unfinishable=True)
-    warn((Problem(where="", what=line) for line in made.warnings), tell)
-    return made
+    plan = make_plan(read_job(job, overrides, where="phalanx.fabric.design"), cluster, allow_unfinishable=True)
+    warn((Problem(where="", what=line) for line in plan.warnings), tell)
+    return plan
 
 
 def job_steps(plan: Plan, found: Sequence[Design], prices: Prices, tell: Tell) -> JobSteps:
-    """The step on the cheapest design of each oversubscription, with rails and without, and on one plane.
+    """Simulate the step on the cheapest design of each oversubscription, with rails and without, and on one plane.
 
-    What is finished when the time is up or Ctrl-C comes is kept.
+    Results finished before the time limit or Ctrl-C are kept.
     """
     steps: dict[Fabric, JobStep] = {}
     refused: UserError | None = None
@@ -268,7 +270,7 @@ def job_steps(plan: Plan, found: Sequence[Design], prices: Prices, tell: Tell) -
         tell(f"step on {fabric.name}")
         try:
             steps[fabric] = _job_step(plan, fabric)
-        except UserError as error:  # too large for the engine: the others may not be
+        except UserError as error:  # too large for the engine; other designs may not be
             refused = error
         except KeyboardInterrupt:
             if not steps:
@@ -290,17 +292,17 @@ def job_steps(plan: Plan, found: Sequence[Design], prices: Prices, tell: Tell) -
 
 
 def _step_candidates(found: Sequence[Design], prices: Prices) -> list[Fabric]:
-    """One of each kind, by what it costs over its life; full bisection first."""
+    """Return one design of each kind, the cheapest over its life; full bisection first."""
     from phalanx.network.fabric.design import nominal_ratio
     from phalanx.network.fabric.design_verdict import choose_design
 
     kinds: dict[tuple[float, int, bool], list[Design]] = {}
-    for one in found:
-        fabric = one.fabric
+    for entry in found:
+        fabric = entry.fabric
         if fabric.tiers <= MOST_TIERS:
-            kinds.setdefault((nominal_ratio(fabric), fabric.rails, fabric.planes == 1), []).append(one)
+            kinds.setdefault((nominal_ratio(fabric), fabric.rails, fabric.planes == 1), []).append(entry)
     picks = []
-    for kind in sorted(kinds, key=lambda one: (one[2], one[0], one[1])):
+    for kind in sorted(kinds, key=lambda kind_key: (kind_key[2], kind_key[0], kind_key[1])):
         choice = choose_design(kinds[kind], prices)
         picks.append(choice.pick.design.fabric if choice is not None else kinds[kind][0].fabric)
     return picks
@@ -326,7 +328,7 @@ def _job_step(plan: Plan, fabric: Fabric) -> JobStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class FabricDecisions(PublicResult):
-    """Planes, paths and recovery: the three decisions behind a fabric, in numbers."""
+    """The three decisions behind a fabric, in numbers: planes, paths and recovery."""
 
     decisions: Decisions
 
@@ -334,17 +336,17 @@ class FabricDecisions(PublicResult):
         return self.page()
 
     def page(self, width: int | None = None) -> str:
-        """The page, folded to so many columns."""
+        """Return the page, folded to `width` columns."""
         from phalanx.network.fabric.decisions_text import show_decisions
 
         return show_decisions(self.decisions, width=width)
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers."""
+        """Return the numbers."""
         return {**json_values(self.decisions), "fabric": fabric_values(self.decisions.fabric)}
 
     def picture(self) -> str:
-        """The three decisions as an SVG."""
+        """Return the three decisions as an SVG."""
         from phalanx.network.fabric.decisions_picture import decisions_svg
 
         return decisions_svg(self.decisions)
@@ -365,7 +367,7 @@ def decisions(
     restart_s: float | None = None,
     progress: bool | Tell = False,
 ) -> FabricDecisions:
-    """Planes, paths per connection and recovery, for a number of GPUs or for a fabric that exists.
+    """Compute the decisions on planes, paths and recovery, for a number of GPUs or for an existing fabric.
 
     >>> print(decisions(512))  # doctest: +ELLIPSIS
     1. 8 planes of 512 ports reach 131,072 hosts in 2 tiers, one plane of 64 only 2,048
@@ -380,15 +382,15 @@ def decisions(
     bypass_s = EDGE_RECOVERY_S if recovery_s is None else recovery_s
     start_s = RESTART_S[0] if restart_s is None else restart_s
     if fabric is not None:
-        given = {"--gpus": gpus, "--nic-gbps": nic_gbps, "--switch": switch, "--planes": planes}
-        for option, value in given.items():
+        options = {"--gpus": gpus, "--nic-gbps": nic_gbps, "--switch": switch, "--planes": planes}
+        for option, value in options.items():
             if value is not None:
                 raise mistake(where, f"--fabric already says {option}", fix="leave one of them out")
-        found = decisions_of(named_fabric(str(fabric), tell), paths=paths, recovery_s=bypass_s, restart_s=start_s)
-        return FabricDecisions(decisions=found)
+        result = decisions_of(named_fabric(str(fabric), tell), paths=paths, recovery_s=bypass_s, restart_s=start_s)
+        return FabricDecisions(decisions=result)
     if gpus is None:
         raise mistake(where, "--gpus is missing", fix="give --gpus 131072, or --fabric F")
-    found = decide(
+    result = decide(
         whole_gpus(gpus, where),
         nic_gbps=800.0 if nic_gbps is None else nic_gbps,
         box=switch if switch is not None else BOX,
@@ -397,7 +399,7 @@ def decisions(
         recovery_s=bypass_s,
         restart_s=start_s,
     )
-    return FabricDecisions(decisions=found)
+    return FabricDecisions(decisions=result)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -410,23 +412,27 @@ class FabricPage(PublicResult):
         return self.page()
 
     def page(self, width: int | None = None) -> str:
-        """The page, folded to so many columns."""
+        """Return the page, folded to `width` columns."""
         from phalanx.network.fabric.fabric_text import show_fabric
 
         return show_fabric(self.fabric, width=width)
 
     def to_dict(self) -> dict[str, Any]:
-        """Parts, bill, what a failure takes, and failures per day."""
+        """Return parts, bill, the loss by each failure, and failures per day."""
         from phalanx.network.fabric.fabric_bill import fabric_bill, failure_loss
         from phalanx.network.fabric.failure_budget import failure_budget
 
-        one = self.fabric
-        values = {"bill": fabric_bill(one), "loss": failure_loss(one), "budget": failure_budget(one)}
-        return {"fabric": fabric_values(one), **json_values(values)}
+        shown_fabric = self.fabric
+        values = {
+            "bill": fabric_bill(shown_fabric),
+            "loss": failure_loss(shown_fabric),
+            "budget": failure_budget(shown_fabric),
+        }
+        return {"fabric": fabric_values(shown_fabric), **json_values(values)}
 
 
 def show(fabric: str | Path, *, progress: bool | Tell = False) -> FabricPage:
-    """One fabric by its short form, file or name.
+    """Return one fabric by its short form, file or name.
 
     >>> show("clos2:131072x800G/8p/512").fabric.planes
     8
@@ -446,33 +452,33 @@ class FabricCatalogue(PublicResult):
         return self.page()
 
     def page(self, width: int | None = None) -> str:
-        """The page, folded to so many columns."""
+        """Return the page, folded to `width` columns."""
         from phalanx.io.tables import folded_table
         from phalanx.network.fabric.fabric_text import fold_lines, money_range
 
         fabrics = [(f"  {name}", spec, source) for name, (spec, source) in self.fabrics.items()]
         boxes = [
             (
-                f"  {one.name}",
-                one.kind,
-                f"{one.watts:,.0f} W" if one.watts else "unknown",
-                money_range(one.usd),
-                one.evidence,
-                one.also,
+                f"  {switch.name}",
+                switch.kind,
+                f"{switch.watts:,.0f} W" if switch.watts else "unknown",
+                money_range(switch.usd),
+                switch.evidence,
+                switch.also,
             )
-            for one in self.switches
+            for switch in self.switches
         ]
         head = "switches (power without optics, list price, how far both can be trusted)"
         return fold_lines(f"fabrics\n{folded_table(fabrics, left=3)}\n\n{head}\n{folded_table(boxes, left=2)}", width)
 
     def to_dict(self) -> dict[str, Any]:
-        """Names with what they stand for."""
+        """Return the names and their definitions."""
         names = [{"name": name, "spec": spec, "source": source} for name, (spec, source) in self.fabrics.items()]
         return {"fabrics": names, "switches": json_values(self.switches)}
 
 
 def catalogue() -> FabricCatalogue:
-    """The fabrics and switches that have names.
+    """Return the fabrics and switches that have names.
 
     >>> sorted(catalogue().fabrics)[0]
     'fat-tree-64k'

@@ -1,4 +1,4 @@
-"""A fabric and its traffic: by name, out of files of ours, of htsim or a job's plan; and as files for htsim."""
+"""Inputs of fabric simulations, fabric and traffic, from names, files or a job's plan; and their export for htsim."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _JOB = re.compile(r"^(?P<file>.+\.toml)(?::(?P<axis>[a-z_-]+))?$", re.IGNORECASE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FabricTraffic:
-    """Flows, what they are called, when they start, what fails in their file, and what of it is not simulated."""
+    """Flows with their name and start times, the failures in their file, and what of the file is not simulated."""
 
     name: str
     flows: Flows
-    schedule: Schedule | None = None  # None: together
-    watched: int | None = None  # a flow whose own rate matters: the victim of an incast
+    schedule: Schedule | None = None  # None: all start together
+    watched: int | None = None  # a flow whose rate is shown separately: the victim of an incast
     failed: tuple[str, ...] = ()
     not_mapped: tuple[str, ...] = ()
 
 
 def load_fabric(name: str) -> tuple[Fabric, tuple[str, ...]]:
-    """The fabric a text names, and what of its file it cannot hold."""
+    """Return the fabric that a text names, and what of its file the fabric cannot represent."""
     if name.strip().lower().endswith(".topo"):
         from phalanx.sim.htsim.topology import read_topo
 
@@ -48,15 +48,15 @@ def load_fabric(name: str) -> tuple[Fabric, tuple[str, ...]]:
 
 
 def named_fabric(name: str, tell: Tell = silent) -> Fabric:
-    """The same for pages that have no place for what a file's fabric leaves out: it is told."""
-    fabric, said = load_fabric(name)
-    for one in said:
-        tell(f"{name.strip()}: not mapped: {one}")
+    """Return the fabric that a text names, and print what of its file is left out."""
+    fabric, left_out = load_fabric(name)
+    for remark in left_out:
+        tell(f"{name.strip()}: not mapped: {remark}")
     return fabric
 
 
 def load_traffic(name: str | None, nbytes: str | None, seed: int, fabric: Fabric, tell: Tell) -> FabricTraffic:
-    """By name, or from a CSV matrix or a job."""
+    """Return traffic by name, or from a CSV matrix or a job."""
     from phalanx.sim.traffic_matrix import INCAST, named_traffic
 
     if seed < 0:  # numpy would refuse it
@@ -68,18 +68,18 @@ def load_traffic(name: str | None, nbytes: str | None, seed: int, fabric: Fabric
         size = parse_count(nbytes or NBYTES)
     except ValueError as error:
         raise mistake("--bytes", f"{error}"[:160], fix="write it as 2M or 2000000") from None
-    made = named_traffic(name, fabric, size, seed=seed)
-    return FabricTraffic(name=name, flows=made, watched=len(made) - 1 if name == INCAST else None)
+    flows = named_traffic(name, fabric, size, seed=seed)
+    return FabricTraffic(name=name, flows=flows, watched=len(flows) - 1 if name == INCAST else None)
 
 
 def load_matrix(path: Path, fabric: Fabric, *, timed: bool) -> FabricTraffic:
-    """From a .cm file; with the times at which its flows start where the engine has a clock (`timed`)."""
+    """Return traffic from a .cm file; with `timed`, for engines with a clock, also the start times of its flows."""
     from phalanx.sim.htsim.connection_matrix import read_cm
 
     matrix = read_cm(path)
     if matrix.nodes > fabric.hosts:
-        what = f"{matrix.nodes:,} nodes, but {fabric.name} has {fabric.hosts:,} hosts"
-        raise mistake(str(path), what, fix="use a larger fabric, or the .topo file of this matrix")
+        message = f"{matrix.nodes:,} nodes, but {fabric.name} has {fabric.hosts:,} hosts"
+        raise mistake(str(path), message, fix="use a larger fabric, or the .topo file of this matrix")
     return FabricTraffic(
         name=one_line(path.name),
         flows=matrix.flows(),
@@ -90,7 +90,7 @@ def load_matrix(path: Path, fabric: Fabric, *, timed: bool) -> FabricTraffic:
 
 
 def says_bytes(name: str) -> bool:
-    """Whether traffic is named by a file, which also says how much is sent: a CSV matrix, or a job."""
+    """Return True if traffic is named by a file that states how much is sent: a CSV matrix, or a job."""
     return re.search(r"\.(csv|toml(:[a-z_-]+)?)$", name.strip().lower()) is not None
 
 
@@ -105,7 +105,7 @@ def _traffic_file(name: str, nbytes: str | None, fabric: Fabric, tell: Tell) -> 
 
 
 def _plan_flows(name: str, fabric: Fabric, tell: Tell) -> Flows:
-    """What the collectives of a job's plan send in a step: one axis, or all that leave a fast domain, together."""
+    """Return the flows of a job's collectives in a step: of one axis, or of all axes that leave a fast domain."""
     import numpy as np
 
     from phalanx.job.load import load
@@ -117,34 +117,36 @@ def _plan_flows(name: str, fabric: Fabric, tell: Tell) -> Flows:
     assert match is not None, "says_bytes() said so"
     plan = make_plan(load(match["file"]), allow_unfinishable=True)
     if plan.layout.devices > fabric.hosts:
-        what = f"the plan runs on {plural(plan.layout.devices, 'device')}, {fabric.name} joins {fabric.hosts:,}"
-        raise mistake("--traffic", what, fix=f"use a fabric of at least {plan.layout.devices:,} NICs")
-    sent = {
-        one.axis.replace(" ", "-"): (one.operation, one.flows)
-        for one in plan_collectives(plan)
-        if one.flows is not None
+        explanation = f"the plan runs on {plural(plan.layout.devices, 'device')}, {fabric.name} joins {fabric.hosts:,}"
+        raise mistake("--traffic", explanation, fix=f"use a fabric of at least {plan.layout.devices:,} NICs")
+    flows_by_axis = {
+        collective.axis.replace(" ", "-"): (collective.operation, collective.flows)
+        for collective in plan_collectives(plan)
+        if collective.flows is not None
     }
-    if not sent:
-        what = f"nothing of {match['file']} leaves a fast domain"
-        raise mistake("--traffic", what, fix="use a plan of several hosts")
-    if match["axis"] and match["axis"].lower() not in sent:
-        what = f"the axis {match['axis'][:20]} sends nothing between hosts"
-        raise mistake("--traffic", what, fix="use " + " or ".join(f"{match['file']}:{axis}" for axis in sent))
-    wanted = match["axis"].lower() if match["axis"] else None
-    picked = {axis: one for axis, one in sent.items() if wanted in (None, axis)}
-    for axis, (operation, one) in picked.items():
-        tell(f"{axis}: {operation}, {plural(len(one), 'flow')}, {format_bytes(float(one.nbytes.sum()))} in a step")
-    every = [one for _, one in picked.values()]
+    if not flows_by_axis:
+        explanation = f"nothing of {match['file']} leaves a fast domain"
+        raise mistake("--traffic", explanation, fix="use a plan of several hosts")
+    if match["axis"] and match["axis"].lower() not in flows_by_axis:
+        explanation = f"the axis {match['axis'][:20]} sends nothing between hosts"
+        raise mistake(
+            "--traffic", explanation, fix="use " + " or ".join(f"{match['file']}:{axis}" for axis in flows_by_axis)
+        )
+    wanted_axis = match["axis"].lower() if match["axis"] else None
+    picked = {axis: entry for axis, entry in flows_by_axis.items() if wanted_axis in (None, axis)}
+    for axis, (operation, flows) in picked.items():
+        tell(f"{axis}: {operation}, {plural(len(flows), 'flow')}, {format_bytes(float(flows.nbytes.sum()))} in a step")
+    every_flow = [flows for _, flows in picked.values()]
     return make_flows(
-        np.concatenate([one.source for one in every]),
-        np.concatenate([one.target for one in every]),
-        np.concatenate([one.nbytes for one in every]),
+        np.concatenate([flows.source for flows in every_flow]),
+        np.concatenate([flows.target for flows in every_flow]),
+        np.concatenate([flows.nbytes for flows in every_flow]),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class HtsimFiles(PublicResult):
-    """A fabric and its traffic as files of htsim, and what they do not hold."""
+    """A fabric and its traffic as files of htsim, and what the files cannot represent."""
 
     fabric: str
     files: tuple[dict[str, Any], ...]
@@ -152,9 +154,9 @@ class HtsimFiles(PublicResult):
 
     def __str__(self) -> str:
         lines = []
-        for one in self.files:
-            rest = ", ".join(f"{value:,} {key}" for key, value in one.items() if key != "file")
-            lines.append(f"wrote {one['file']}: {rest}")
+        for file in self.files:
+            counts = ", ".join(f"{value:,} {key}" for key, value in file.items() if key != "file")
+            lines.append(f"wrote {file['file']}: {counts}")
         return "\n".join([*lines, *text.not_mapped_text(self.not_mapped)])
 
 
@@ -182,19 +184,19 @@ def export(
         raise mistake(where, "nothing to write", fix="add --topo FILE.topo, --cm FILE.cm or both")
     if not cm and (traffic or nbytes):
         raise mistake(where, "traffic, but no file for it", fix="add --cm FILE.cm")
-    found, said = load_fabric(str(fabric))
-    made = write_topo(found)
-    said += made.not_mapped
+    loaded_fabric, left_out = load_fabric(str(fabric))
+    topology = write_topo(loaded_fabric)
+    left_out += topology.not_mapped
     files: list[dict[str, Any]] = []
     matrix_text, connections = "", 0
     if cm:
-        sent = load_traffic(traffic, str(nbytes) if nbytes is not None else None, seed, found, tell)
-        matrix, changed = matrix_of(sent.flows, made.nodes, parts=found.planes)
-        matrix_text, said, connections = write_cm(matrix), said + changed, len(sent.flows)
+        sent = load_traffic(traffic, str(nbytes) if nbytes is not None else None, seed, loaded_fabric, tell)
+        matrix, changed = matrix_of(sent.flows, topology.nodes, parts=loaded_fabric.planes)
+        matrix_text, left_out, connections = write_cm(matrix), left_out + changed, len(sent.flows)
     if topo:
-        write_text(Path(topo), made.text, fix="name another --topo")
-        files.append({"file": str(topo), "nodes": made.nodes, "tiers": found.tiers})
+        write_text(Path(topo), topology.text, fix="name another --topo")
+        files.append({"file": str(topo), "nodes": topology.nodes, "tiers": loaded_fabric.tiers})
     if cm:
         write_text(Path(cm), matrix_text, fix="name another --cm")
-        files.append({"file": str(cm), "nodes": made.nodes, "connections": connections})
-    return HtsimFiles(fabric=found.name, files=tuple(files), not_mapped=said)
+        files.append({"file": str(cm), "nodes": topology.nodes, "connections": connections})
+    return HtsimFiles(fabric=loaded_fabric.name, files=tuple(files), not_mapped=left_out)

@@ -1,4 +1,4 @@
-"""Traffic on a fabric, whole or with failed parts, by the fluid or the packet engine; ways of recovery compared."""
+"""Traffic on a fabric, intact or with failed parts, by the fluid or the packet engine; comparisons of recovery."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 TRANSPORTS = ("mrc", "ecmp", "roce", "htsim")
 ENGINES = ("fluid", "packets")
 CPU_S = 600.0
-ANNOUNCED_S = 10.0  # a simulation that takes longer is announced
+ANNOUNCED_S = 10.0  # a longer simulation is announced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrafficCall:
-    """What was asked of `simulate`."""
+    """The arguments of a `simulate` call."""
 
     fabric: str
     engine: str
@@ -59,7 +59,7 @@ class TrafficCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class TrafficSimulation(PublicResult):
-    """What the flows on a fabric got, and when they were done; one dict per way of sending, by scenario."""
+    """The rates and completion times of the flows on a fabric; one dict per way of sending, by scenario."""
 
     page: str
     values: dict[str, Any]
@@ -69,12 +69,12 @@ class TrafficSimulation(PublicResult):
         return self.page
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers."""
+        """Return the numbers."""
         return self.values
 
     @property
     def exit_code(self) -> int:
-        """130 when Ctrl-C left something out."""
+        """130 if Ctrl-C left something out."""
         return INTERRUPTED if self.interrupted else 0
 
 
@@ -104,10 +104,10 @@ def simulate(
     cpu: float | None = None,
     progress: bool | Tell = False,
 ) -> TrafficSimulation:
-    """Send traffic over a fabric, whole or with failed parts, by fair rates (fluid) or packet by packet.
+    """Send traffic over a fabric, intact or with failed parts, by fair rates (fluid) or packet by packet.
 
     `traffic` is permutation, incast, ring, …, a CSV matrix or a job (`JOB.toml:AXIS`); `fail` are parts such as
-    "link:0/3/5" or "t1:0/2@50us..2ms". `compare` sets a conventional fabric beside recovery at the edge, `scenario`
+    "link:0/3/5" or "t1:0/2@50us..2ms". `compare` compares a conventional fabric with recovery at the edge, `scenario`
     does so for a named failure or for "all". `cpu` bounds the CPU seconds (600).
 
     >>> simulate("clos2:16x400G/2p/8", traffic="ring", nbytes="1M")
@@ -140,28 +140,32 @@ def simulate(
         tell=tell,
     )
     _check_call(call)
-    found, said = load_fabric(call.fabric)
-    # A fabric of more links than an engine holds is refused before any traffic is made for it; planes that are alike
-    # are simulated once by the packet engine.
+    loaded_fabric, not_mapped = load_fabric(call.fabric)
+    # A fabric with more links than an engine can hold is refused before any traffic is made for it; the packet engine
+    # simulates identical planes once.
     from phalanx.sim.fabric_links import links_of
 
-    links_of(found if engine == "fluid" else replace(found, planes=1, nic_gbps=found.port_gbps))
+    links_of(loaded_fabric if engine == "fluid" else replace(loaded_fabric, planes=1, nic_gbps=loaded_fabric.port_gbps))
     if compare or scenario is not None:
-        call = _with_usual_bytes(call, found)
+        call = _with_usual_bytes(call, loaded_fabric)
     if scenario is not None:
-        return _simulate_scenarios(call, found)
-    if call.cm:  # the fluid engine and comparisons have no clock of starts
-        sent = load_matrix(Path(call.cm), found, timed=engine == "packets" and not compare)
+        return _simulate_scenarios(call, loaded_fabric)
+    if call.cm:  # the fluid engine and comparisons have no start times
+        sent = load_matrix(Path(call.cm), loaded_fabric, timed=engine == "packets" and not compare)
     else:
-        sent = load_traffic(call.traffic, call.nbytes, seed, found, tell)
-    sent = replace(sent, not_mapped=said + sent.not_mapped)
+        sent = load_traffic(call.traffic, call.nbytes, seed, loaded_fabric, tell)
+    sent = replace(sent, not_mapped=not_mapped + sent.not_mapped)
     if compare:
-        return _simulate_comparison(call, found, sent)
-    return _simulate_fluid(call, found, sent) if engine == "fluid" else _simulate_packets(call, found, sent)
+        return _simulate_comparison(call, loaded_fabric, sent)
+    return (
+        _simulate_fluid(call, loaded_fabric, sent)
+        if engine == "fluid"
+        else _simulate_packets(call, loaded_fabric, sent)
+    )
 
 
 def _with_usual_bytes(call: TrafficCall, fabric: Fabric) -> TrafficCall:
-    """Comparisons need traffic that is still there when something fails, unless the user says how much."""
+    """Set enough traffic that it lasts until the failure, unless the user states an amount."""
     from phalanx.sim.fabric_failures import usual_bytes
 
     if call.cm or says_bytes(call.traffic or "") or call.nbytes is not None:
@@ -170,7 +174,7 @@ def _with_usual_bytes(call: TrafficCall, fabric: Fabric) -> TrafficCall:
 
 
 def _check_call(call: TrafficCall) -> None:
-    """An option that would have no effect is a mistake."""
+    """Raise UserError for options that would have no effect, or are out of range."""
     from phalanx.sim.fabric_failures import FabricBreak, faults_of
 
     for name in TrafficCall.__dataclass_fields__:
@@ -179,7 +183,7 @@ def _check_call(call: TrafficCall) -> None:
             raise mistake(f"--{'bytes' if name == 'nbytes' else name}", "is empty", fix="leave it out, or say which")
     if call.cm and (call.traffic or call.nbytes):
         raise mistake("--cm", "the file already says who sends how much", fix="leave out --traffic and --bytes")
-    if not call.cm:  # its file may name parts too
+    if not call.cm:  # the .cm file may name failed parts too
         faults_of(FabricBreak(failed=call.fail, left=call.left, loss=call.loss or 0.0))
     if call.engine == "fluid":
         for option, value in {"--transport": call.transport, "--dcqcn": call.dcqcn}.items():
@@ -189,7 +193,7 @@ def _check_call(call: TrafficCall) -> None:
             raise mistake("--each-plane", "the fluid engine has all planes anyway", fix="leave it out")
     elif call.wire is not None:
         raise mistake("--wire", "packets have the headers of their transport", fix="use --transport mrc or htsim")
-    given = {
+    chosen = {
         "--transport": call.transport,
         "--routing": call.routing,
         "--recovery": call.recovery,
@@ -197,7 +201,7 @@ def _check_call(call: TrafficCall) -> None:
         "--pfc": call.pfc,
         "--dcqcn": call.dcqcn,
     }
-    for option, value in given.items():
+    for option, value in chosen.items():
         if (call.compare or call.scenario) and value not in (None, ""):
             raise mistake(option, "--compare and --scenario choose it for all columns", fix="leave one of the two out")
     if call.each_plane and (call.compare or call.scenario):
@@ -213,26 +217,26 @@ def _check_call(call: TrafficCall) -> None:
 
 
 def _broken_by(call: TrafficCall, traffic: FabricTraffic) -> FabricBreak:
-    """What fails, by the call and by a file of connections."""
+    """Return the failures named in the call and in a file of connections."""
     from phalanx.sim.fabric_failures import FabricBreak
 
     return FabricBreak(failed=(*call.fail, *traffic.failed), left=call.left, loss=call.loss or 0.0, denied=call.deny)
 
 
 def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
-    """Rates that settle, with what is broken from the start; or over time, where something fails on the way."""
+    """Simulate constant rates with failures from the start, or rates over time if something fails on the way."""
     from phalanx.sim.compare_recovery import effects_left_out, one_fluid_run
     from phalanx.sim.packets.simulation_arrays import PacketBudget
     from phalanx.sim.simulate import WIRES, check_choice
     from phalanx.sim.simulate import simulate as settle
 
-    said = traffic.not_mapped
+    not_mapped = traffic.not_mapped
     if call.fabric.strip().lower().endswith(".topo"):
-        said += ("latencies: the fluid engine takes them from --wire",)
-    in_time = bool(call.loss or call.converge is not None or call.pfc or any("@" in one for one in call.fail))
-    found: dict[str, Any]
+        not_mapped += ("latencies: the fluid engine takes them from --wire",)
+    in_time = bool(call.loss or call.converge is not None or call.pfc or any("@" in part for part in call.fail))
+    result: dict[str, Any]
     if in_time:
-        found = one_fluid_run(
+        result = one_fluid_run(
             _recovery_question(call, fabric, traffic),
             spread=call.routing or "adaptive",
             recovery=call.recovery or "",
@@ -241,7 +245,7 @@ def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -
             wire=WIRES[check_choice("--wire", call.wire or "mrc", tuple(WIRES))],
         )
     else:
-        found = settle(
+        result = settle(
             fabric,
             traffic.name,
             flows=traffic.flows,
@@ -256,10 +260,10 @@ def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -
             watched=traffic.watched,
             budget=PacketBudget(cpu_s=call.cpu or CPU_S),
         )
-    _tell_beside(found, call.tell)
-    notes = effects_left_out(_broken_by(call, traffic), [found]) if in_time else ()
-    page = text.columns_text([found]) if in_time else text.settled_text(found)
-    return _one_simulation(found, page, traffic, notes, said, interrupted=bool(found["stopped"]))
+    _tell_beside(result, call.tell)
+    notes = effects_left_out(_broken_by(call, traffic), [result]) if in_time else ()
+    page = text.columns_text([result]) if in_time else text.settled_text(result)
+    return _one_simulation(result, page, traffic, notes, not_mapped, interrupted=bool(result["stopped"]))
 
 
 def _simulate_packets(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
@@ -267,7 +271,7 @@ def _simulate_packets(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic)
     from phalanx.sim.packets.simulation_arrays import PacketBudget
     from phalanx.sim.simulate import simulate_packets, transport_of
 
-    found: dict[str, Any] = simulate_packets(
+    result: dict[str, Any] = simulate_packets(
         fabric,
         traffic.name,
         traffic.flows,
@@ -286,11 +290,11 @@ def _simulate_packets(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic)
         schedule=traffic.schedule,
         each_plane=call.each_plane,
     )
-    _tell_beside(found, call.tell)
-    notes = effects_left_out(_broken_by(call, traffic), [found])
-    interrupted = found["stopped"] == "interrupted"
-    page = text.packet_text(found)
-    return _one_simulation(found, page, traffic, notes, traffic.not_mapped, interrupted=interrupted)
+    _tell_beside(result, call.tell)
+    notes = effects_left_out(_broken_by(call, traffic), [result])
+    interrupted = result["stopped"] == "interrupted"
+    page = text.packet_text(result)
+    return _one_simulation(result, page, traffic, notes, traffic.not_mapped, interrupted=interrupted)
 
 
 def _one_simulation(
@@ -311,50 +315,56 @@ def _one_simulation(
 
 
 def _simulate_comparison(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> TrafficSimulation:
-    """One failure, a column for each way of sending."""
+    """Simulate one failure, with a column for each way of sending."""
     from phalanx.sim.compare_recovery import effects_left_out
 
     question = _recovery_question(call, fabric, traffic)
     _announce_time([question], call)
-    found, interrupted = _compared_columns(question, call, [])
-    notes = effects_left_out(question.broken, found)
+    columns, interrupted = _compared_columns(question, call, [])
+    notes = effects_left_out(question.broken, columns)
     lines = [
-        text.columns_text(found),
+        text.columns_text(columns),
         *text.incast_text(traffic),
         *text.notes_text(notes),
         *text.not_mapped_text(traffic.not_mapped),
         text.job_hint(call.fabric, question.broken.failed, loss=question.broken.loss > 0),
     ]
-    values = {"compare": found, "notes": notes, "not_mapped": traffic.not_mapped}
+    values = {"compare": columns, "notes": notes, "not_mapped": traffic.not_mapped}
     return TrafficSimulation(page="\n".join(lines), values=json_values(values), interrupted=interrupted)
 
 
 def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
-    """Named failures: one as a table, several as a line each."""
+    """Simulate named failures: one as a table, several as a line each."""
     from phalanx.sim.compare_recovery import effects_left_out
     from phalanx.sim.fabric_failures import chosen_scenarios
 
     picked = chosen_scenarios(str(call.scenario), fabric)
     done: dict[str, list[dict[str, Any]]] = {}
-    kept: list[RecoveryRun] = []  # without failure, of the traffic that all but the incast have
+    intact_runs: list[RecoveryRun] = []  # without failure, of the traffic that all scenarios but the incast share
     interrupted = False
-    questions = [_scenario_question(call, fabric, one) for one in picked]
+    questions = [_scenario_question(call, fabric, scenario) for scenario in picked]
     _announce_time(questions, call)
-    for one, question in zip(picked, questions, strict=True):
+    for scenario, question in zip(picked, questions, strict=True):
         if len(picked) > 1:
-            call.tell(f"{one.name}: {one.what}")
-        done[one.name], interrupted = _compared_columns(question, call, [] if one.incast else kept)
+            call.tell(f"{scenario.name}: {scenario.what}")
+        done[scenario.name], interrupted = _compared_columns(question, call, [] if scenario.incast else intact_runs)
         if interrupted:
             break
     notes = tuple(
-        dict.fromkeys(line for one in picked for line in effects_left_out(one.broken, done.get(one.name, ())))
+        dict.fromkeys(
+            line for scenario in picked for line in effects_left_out(scenario.broken, done.get(scenario.name, ()))
+        )
     )
-    values = {"scenarios": [{"scenario": name, "compare": found} for name, found in done.items()], "notes": notes}
+    values = {"scenarios": [{"scenario": name, "compare": columns} for name, columns in done.items()], "notes": notes}
     if len(picked) == 1:
-        one = picked[0]
+        scenario = picked[0]
         incast = text.incast_text(FabricTraffic(name="", flows=questions[0].flows, watched=questions[0].watched))
-        hint = text.job_hint(call.fabric, one.broken.failed, loss=one.broken.loss > 0)
-        head = [f"{one.name}: {one.what}", text.columns_text(done[one.name]), *incast]
+        hint = text.job_hint(call.fabric, scenario.broken.failed, loss=scenario.broken.loss > 0)
+        head = [
+            f"{scenario.name}: {scenario.what}",
+            text.columns_text(done[scenario.name]),
+            *incast,
+        ]
     else:
         hint = f"  step time of a job: phalanx sim JOB --fabric {call.fabric} --break t1"
         head = [text.lines_text(done)]
@@ -363,7 +373,7 @@ def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
 
 
 def _recovery_question(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -> RecoveryQuestion:
-    """What the call asks to compare."""
+    """Return the question of a comparison from the call."""
     from phalanx.network.fabric.failure_budget import CONVERGE_S
     from phalanx.sim import compare_recovery as compare
     from phalanx.sim.packets.simulation_arrays import PacketBudget
@@ -388,42 +398,42 @@ def _scenario_question(call: TrafficCall, fabric: Fabric, one: Scenario) -> Reco
 
     call = replace(call, traffic=INCAST if one.incast else None)
     sent = load_traffic(call.traffic, call.nbytes, call.seed, fabric, call.tell)
-    made = _recovery_question(call, fabric, sent)
-    return replace(made, broken=replace(one.broken, denied=made.broken.denied))
+    base_question = _recovery_question(call, fabric, sent)
+    return replace(base_question, broken=replace(one.broken, denied=base_question.broken.denied))
 
 
 def _compared_columns(
     question: RecoveryQuestion, call: TrafficCall, kept: list[RecoveryRun]
 ) -> tuple[list[dict[str, Any]], bool]:
-    """What each way of sending gives, up to Ctrl-C, and whether that came."""
+    """Return the results of each way of sending up to Ctrl-C, and True if Ctrl-C came."""
     from phalanx.sim.compare_recovery import compare_recoveries, fluid_runs, packet_runs
 
-    found: list[dict[str, Any]] = []
+    columns: list[dict[str, Any]] = []
     rows: Iterator[dict[str, Any]] = compare_recoveries(
         question, fluid_runs if call.engine == "fluid" else packet_runs, kept
     )
     try:
-        for one in rows:
-            found.append(one)
-            _tell_beside(one, call.tell)
+        for column in rows:
+            columns.append(column)
+            _tell_beside(column, call.tell)
     except KeyboardInterrupt:
-        if not found:
+        if not columns:
             raise
-        return found, True
-    return found, found[-1]["stopped"] == "interrupted"
+        return columns, True
+    return columns, columns[-1]["stopped"] == "interrupted"
 
 
 def _announce_time(questions: Sequence[RecoveryQuestion], call: TrafficCall) -> None:
-    """Say how long all will take, where that is long; raises UserError where it is too long."""
+    """Announce the duration if it is long; raise UserError if it exceeds the budget."""
     from phalanx.sim.compare_recovery import fluid_cpu_s, packet_cpu_s, whole_of
 
     expected = fluid_cpu_s if call.engine == "fluid" else packet_cpu_s
-    cpu_s, seen = 0.0, set()
-    for one in questions:
-        cpu_s += expected(one)
-        if one.traffic in seen and one.broken.failed:  # the same traffic without failure runs once
-            cpu_s -= expected(whole_of(one))
-        seen.add(one.traffic)
+    cpu_s, seen_traffic = 0.0, set()
+    for entry in questions:
+        cpu_s += expected(entry)
+        if entry.traffic in seen_traffic and entry.broken.failed:  # the same traffic without failure runs once
+            cpu_s -= expected(whole_of(entry))
+        seen_traffic.add(entry.traffic)
     question = questions[0]
     cases = f" and {len(questions)} scenarios" if len(questions) > 1 else ""
     if cpu_s > question.budget.cpu_s:
@@ -440,7 +450,7 @@ def _announce_time(questions: Sequence[RecoveryQuestion], call: TrafficCall) -> 
 
 
 def _tell_beside(one: dict[str, Any], tell: Tell) -> None:
-    """What a reader must know beside the numbers."""
+    """Print what a reader must know in addition to the numbers."""
     for part in one.get("failed_too_late", ()):
         over_s = one.get("simulated_s", one["tail_s"])
         tell(f"{one['transport']}: {part} had no effect: all was over after {format_seconds(over_s)}")

@@ -1,4 +1,4 @@
-"""The JSON Schema of the job file: printed, or written where an editor finds it."""
+"""The JSON Schema of the job file: printed, or written to a file for editors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.units import plural
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class JobSchema(PublicResult):
-    """The schema; `path` is where it was written."""
+    """The schema; `path` is the file it was written to."""
 
     path: str = ""
 
@@ -27,12 +27,12 @@ class JobSchema(PublicResult):
         return f"<JobSchema: {sections}{f', in {one_line(self.path)}' if self.path else ''}>"
 
     def to_dict(self) -> dict[str, Any]:
-        """The schema itself."""
+        """Return the schema."""
         return job_json_schema()
 
 
 def job_schema(out: str | Path | None = None) -> JobSchema:
-    """The JSON Schema of job files, for editors that complete TOML; with `out` it is written to that file.
+    """Return the JSON Schema of job files, for editors that complete TOML; with `out`, write it to that file.
 
     A job file names it in its first line: `#:schema ./job.schema.json`.
 

@@ -1,4 +1,4 @@
-"""Job files: read one, write a first one, translate another trainer's, and show where every value comes from."""
+"""Job files: read one, translate another trainer's, and show the origin of every value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOCAL = "local"
 
 
 def load(path: str | Path, *, overrides: Overrides = ()) -> ResolvedJob:
-    """Read a job file; raises one UserError with every mistake in it, each with its line.
+    """Read a job file; raise one UserError with every mistake in it, each with its line.
 
     `overrides` change settings as `--set` does: `["parallel.tensor=8"]` or `{"parallel.tensor": 8}`.
 
@@ -37,7 +37,7 @@ def load(path: str | Path, *, overrides: Overrides = ()) -> ResolvedJob:
 
 
 def override_texts(overrides: Overrides) -> list[str]:
-    """Overrides as `--set` takes them.
+    """Return overrides in the form of `--set`.
 
     >>> override_texts({"optim.lr": 3e-4, "data.shuffle": True, "model.preset": "gpt2"})
     ['optim.lr=0.0003', 'data.shuffle=true', 'model.preset="gpt2"']
@@ -50,7 +50,9 @@ def override_texts(overrides: Overrides) -> list[str]:
 
 
 def read_job(job: AnyJob, overrides: Overrides = (), *, where: str = "phalanx") -> ResolvedJob:
-    """The job of a path, of what `load` returned, or of a bare Job, whose relative paths start from this folder."""
+    """Return the job of a path, of a result of `load`, or of a bare Job, whose relative paths start in the current
+    folder.
+    """
     if isinstance(job, str | Path):
         return load(job, overrides=overrides)
     if not isinstance(job, Job | ResolvedJob):
@@ -65,7 +67,9 @@ def read_job(job: AnyJob, overrides: Overrides = (), *, where: str = "phalanx") 
 
 
 def job_as_file(job: AnyJob, runs: Path) -> str:
-    """The file of a job; one in memory is written beside the runs, since its record names the job that was drilled."""
+    """Return the file of a job; a job in memory is written to the runs folder, since a drill record names its job
+    file.
+    """
     if isinstance(job, str | Path):
         return str(job)
     import hashlib
@@ -75,28 +79,29 @@ def job_as_file(job: AnyJob, runs: Path) -> str:
     from phalanx.job.load import job_to_dict
     from phalanx.train.prepare import with_absolute_files
 
-    found = with_absolute_files(read_job(job, where="phalanx.drill")).job
-    text = to_toml(job_to_dict(found))
-    path = runs / f"{found.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
+    absolute_job = with_absolute_files(read_job(job, where="phalanx.drill")).job
+    text = to_toml(job_to_dict(absolute_job))
+    path = runs / f"{absolute_job.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text, fix="name another folder with runs=")
     return str(path)
 
 
 def look_at_files(resolved: ResolvedJob, tell: Tell) -> InputFindings:
-    """The data, tokenizer, weights and code that a job names. Contradictions raise UserError; what is not here is told.
+    """Check the data, tokenizer, weights and code that a job names. Contradictions raise UserError; missing files are
+    printed.
 
     For functions that start nothing: a job may be planned on a machine that has none of its files.
     """
     from phalanx.plan.inputs import look_at_inputs
 
-    found = look_at_inputs(resolved.job, resolved.path.parent, origins=resolved.origins)
-    if found.refused:
-        raise UserError(found.refused)
-    for line in found.remarks:
+    findings = look_at_inputs(resolved.job, resolved.path.parent, origins=resolved.origins)
+    if findings.refused:
+        raise UserError(findings.refused)
+    for line in findings.remarks:
         tell(line)
-    warn(found.missing, tell)
-    return found
+    warn(findings.missing, tell)
+    return findings
 
 
 # ---- show ------------------------------------------------------------------------------------------------------------
@@ -104,7 +109,7 @@ def look_at_files(resolved: ResolvedJob, tell: Tell) -> InputFindings:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class JobTable(PublicResult):
-    """Every resolved value of a job and where it came from; of a run, also how its ranks communicate."""
+    """Every resolved value of a job and its origin; of a run, also how its ranks communicate."""
 
     resolved: ResolvedJob
     run: Run | None
@@ -115,31 +120,31 @@ class JobTable(PublicResult):
         if self.run is not None:
             from phalanx.record.account.communication import communication_lines
 
-            found = communication_lines(self.communication) if self.communication is not None else None
-            lines += ["", "COMMUNICATION", *(f"  {line}" for line in found or ["no rank has started yet"])]
+            lines_found = communication_lines(self.communication) if self.communication is not None else None
+            lines += ["", "COMMUNICATION", *(f"  {line}" for line in lines_found or ["no rank has started yet"])]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"<JobTable of {self.run!r}>" if self.run is not None else f"<JobTable of {self.resolved!r}>"
 
     def to_dict(self) -> dict[str, Any]:
-        """Path, job, origins, and values that follow from others."""
+        """Return path, job, origins, and values that follow from others."""
         from phalanx.io.codec import json_values
         from phalanx.job.load import job_to_dict, job_to_rows
         from phalanx.job.text import auto_tokens
 
         tokens = auto_tokens(self.resolved.job)
-        shown = {
+        values = {
             "path": str(self.resolved.path),
             "job": job_to_dict(self.resolved.job),
             "origins": {key: origin for key, _, origin in job_to_rows(self.resolved)},
             "derived": {"data.tokens": tokens} if tokens else {},
         }
-        return shown if self.run is None else {**shown, "communication": json_values(self.communication)}
+        return values if self.run is None else {**values, "communication": json_values(self.communication)}
 
 
 def show(job: AnyJob, *, overrides: Overrides = ()) -> JobTable:
-    """Every value of a job, or of the job of a run folder, and where it came from.
+    """Return every value of a job, or of the job of a run folder, and its origin.
 
     >>> show("examples/drill.toml").to_dict()["origins"]["batch.micro"]
     'examples/drill.toml:25'
@@ -164,27 +169,29 @@ def show(job: AnyJob, *, overrides: Overrides = ()) -> JobTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ImportedJob(PublicResult):
-    """Another trainer's configuration as a job file, and what of it could not be translated."""
+    """Another trainer's configuration as a job file, and the settings that could not be translated."""
 
     converted: ConvertedConfig
-    path: Path | None  # where it was written
+    path: Path | None  # the file it was written to
 
     def __str__(self) -> str:
         return str(self.path) if self.path is not None else self.converted.text.removesuffix("\n")
 
     def to_dict(self) -> dict[str, Any]:
-        """The job file's text and the fate of every setting."""
-        found = self.converted
+        """Return the job file's text and the result for every setting."""
+        converted = self.converted
         return {
-            "trainer": found.trainer,
+            "trainer": converted.trainer,
             "path": str(self.path) if self.path is not None else None,
-            "job": found.text,
-            "cluster": found.cluster or None,
-            "mapped": [{"key": key, "job_key": ours} for key, ours in found.mapped],
-            "irrelevant": [{"key": key, "why": why} for key, why in found.irrelevant],
-            "unmapped": [{"key": one.key, "value": one.value, "why": one.why} for one in found.unmapped],
-            "missing": [{"what": one.what, "fix": one.fix} for one in found.missing],
-            "unknown": [{"job_key": key, "why": why} for key, why in found.unknown.items()],
+            "job": converted.text,
+            "cluster": converted.cluster or None,
+            "mapped": [{"key": key, "job_key": job_key} for key, job_key in converted.mapped],
+            "irrelevant": [{"key": key, "why": reason} for key, reason in converted.irrelevant],
+            "unmapped": [
+                {"key": setting.key, "value": setting.value, "why": setting.why} for setting in converted.unmapped
+            ],
+            "missing": [{"what": gap.what, "fix": gap.fix} for gap in converted.missing],
+            "unknown": [{"job_key": key, "why": reason} for key, reason in converted.unknown.items()],
         }
 
 
@@ -200,7 +207,7 @@ def import_job(
     """Translate a configuration of another trainer (Megatron-LM, torchtitan, DeepSpeed, NeMo …) into a job file.
 
     Nothing is dropped silently: the result and the file list every setting that has no place in a job. Without `out`
-    nothing is written. Raises UserError where the model or the batch cannot be told.
+    nothing is written. Raises UserError if the model or the batch cannot be determined.
 
     >>> print(import_job("torchtitan.toml", cluster="8xH100:4", out="job.toml"))  # doctest: +SKIP
     """
@@ -216,20 +223,20 @@ def import_job(
             why="import never overwrites on its own",
             fix="name another --out, or add --force",
         )
-    found = convert_config(
+    converted = convert_config(
         file,
         find_trainer(trainer or _recognised_trainer(file)).name,
         cluster=cluster,
         overrides=override_texts(overrides),
         folder=target.parent if target is not None else None,
     )
-    # Without a model or a batch the job file would not load; without a cluster it says so.
-    lacking: Sequence[Problem] = [one for one in found.missing if "--cluster" not in one.fix]
-    if lacking:
-        raise UserError(lacking)
+    # Without a model or a batch the job file would not load; without a cluster it loads and reports it.
+    gaps: Sequence[Problem] = [gap for gap in converted.missing if "--cluster" not in gap.fix]
+    if gaps:
+        raise UserError(gaps)
     if target is not None:
-        write_text(target, found.text, fix="name another --out")
-    return ImportedJob(converted=found, path=target)
+        write_text(target, converted.text, fix="name another --out")
+    return ImportedJob(converted=converted, path=target)
 
 
 def _recognised_trainer(path: Path) -> str:
@@ -238,7 +245,7 @@ def _recognised_trainer(path: Path) -> str:
     from phalanx.rules.foreign.readers import TRAINERS
 
     if not is_file(path):
-        read_text(path, noun="configuration")  # says what is wrong with it
+        read_text(path, noun="configuration")  # raises with the reason
     kind = trainer_of_file(path)
     if not kind:
         raise mistake(

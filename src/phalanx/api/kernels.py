@@ -1,4 +1,4 @@
-"""Kernels: list, measure, start and verify them, and score who writes them; what `phalanx kernels` prints.
+"""Kernels: list, measure, write and verify them, and score kernel writers; printed by `phalanx kernels`.
 
 >>> phalanx.kernels.verify("kernel.py", allow_code=True).passed  # doctest: +SKIP
 True
@@ -33,7 +33,7 @@ MOST_RUNS = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelEntry:
-    """One operation as `operations` lists it; `chosen` is the selector's choice on this machine, empty for none."""
+    """One operation in the list; `chosen` is the selector's choice on this machine, empty if there is none."""
 
     name: str
     summary: str
@@ -47,7 +47,7 @@ class KernelEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class KernelCatalogue(PublicResult):
-    """Every operation with kernels of our own.
+    """Every operation with Phalanx kernels.
 
     >>> [one.name for one in phalanx.kernels.operations().entries]  # doctest: +SKIP
     """
@@ -59,19 +59,19 @@ class KernelCatalogue(PublicResult):
             return "no operation has kernels of its own yet"
         head = ["operation", "variants", "runs on", "error bound", "shapes", "gradient", "chosen here"]
         rows = [head]
-        for one in self.entries:
-            bounds = ", ".join(f"{name} {bound:.1e}" for name, bound in one.error_bounds.items())
-            back = "yes" if one.has_gradients else "no"
-            devices, variants = ", ".join(one.devices), ", ".join(one.variants) or "reference only"
-            rows.append([one.name, variants, devices, bounds, str(one.shapes), back, one.chosen or "–"])
+        for entry in self.entries:
+            bounds = ", ".join(f"{name} {bound:.1e}" for name, bound in entry.error_bounds.items())
+            back = "yes" if entry.has_gradients else "no"
+            devices, variants = ", ".join(entry.devices), ", ".join(entry.variants) or "reference only"
+            rows.append([entry.name, variants, devices, bounds, str(entry.shapes), back, entry.chosen or "–"])
         lines = text_table(rows)
         return "\n".join([*lines, "", *(f"{one.name}: {one.summary}" for one in self.entries)])
 
 
 def operations(*, chosen: Mapping[str, str] | None = None) -> KernelCatalogue:
-    """Operations, their variants, where they run, how far off they may be, and what was chosen on this machine.
+    """Return the operations with their variants, devices, error bounds, and the choice on this machine.
 
-    `chosen` are other choices than those of the user's cache.
+    `chosen` are choices to show in place of those in the user's cache.
 
     >>> print(phalanx.kernels.operations())  # doctest: +SKIP
     """
@@ -112,33 +112,33 @@ class KernelBench(PublicResult):
             f"  speed of light here: {format_bytes(t.bytes_per_s)}/s copied, {format_flops(t.flops_per_s)} in products",
         ]
         rows = [["shape", "variant", "time", "bytes", "FLOPs", "bytes/s", "of light", "error/bound"]]
-        for one in t.rows:
-            shape = ", ".join(f"{name} {size}" for name, size in one.shape.items())
-            if one.problem:
-                rows.append([shape, one.name, "–", "–", "–", "–", "–", one.problem])
+        for row in t.rows:
+            shape = ", ".join(f"{name} {size}" for name, size in row.shape.items())
+            if row.problem:
+                rows.append([shape, row.name, "–", "–", "–", "–", "–", row.problem])
                 continue
-            error = "not compared" if math.isnan(one.error) else f"{one.error:.2g}"
-            rate = f"{format_bytes(one.moved_bytes / one.seconds)}/s"
-            work = [format_bytes(one.moved_bytes), f"{one.flops:.3g}", rate, f"{one.light:.0%}", error]
-            rows.append([shape, one.name, format_seconds(one.seconds), *work])
+            error = "not compared" if math.isnan(row.error) else f"{row.error:.2g}"
+            rate = f"{format_bytes(row.moved_bytes / row.seconds)}/s"
+            work = [format_bytes(row.moved_bytes), f"{row.flops:.3g}", rate, f"{row.light:.0%}", error]
+            rows.append([shape, row.name, format_seconds(row.seconds), *work])
         return "\n".join([*lines, *text_table(rows, right=(2, 3, 4, 5, 6), indent=2)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything measured, with the date and the software."""
+        """Return all measurements, with the date and the software."""
         return dict(json_values(self.table))
 
     def write(self, folder: str | Path) -> tuple[str, ...]:
-        """Write the numbers as JSON and the roofline as SVG, under names that begin with the date; their names."""
+        """Write the numbers as JSON and the roofline as SVG, under names that begin with the date; return the names."""
         from phalanx.train.kernels.lab.bench import roofline_svg
 
         where, t = _make_folder(folder), self.table
         stem = f"{t.date}-{t.op}-{t.dtype}-{t.device}"
-        made = {f"{stem}.json": json_text(t, indent=1) + "\n"}
+        files = {f"{stem}.json": json_text(t, indent=1) + "\n"}
         if picture := roofline_svg(t):
-            made[f"{stem}.svg"] = picture + "\n"
-        for name, text in made.items():
+            files[f"{stem}.svg"] = picture + "\n"
+        for name, text in files.items():
             write_text(where / name, text, fix="name another folder with --out")
-        return tuple(made)
+        return tuple(files)
 
 
 def bench(
@@ -152,8 +152,8 @@ def bench(
 ) -> KernelBench:
     """Time every variant of an operation against eager PyTorch and torch.compile.
 
-    `shapes` are texts such as "tokens=4096,width=2048" or mappings; without, a shape of a real model that this device
-    measures in reasonable time. `compiled` False leaves torch.compile out.
+    `shapes` are texts such as "tokens=4096,width=2048" or mappings; without it, a shape of a real model that this
+    device measures in reasonable time. `compiled` False leaves torch.compile out.
 
     >>> phalanx.kernels.bench("rms-norm", device="cpu", compiled=False)  # doctest: +SKIP
     """
@@ -161,15 +161,15 @@ def bench(
     from phalanx.train.kernels.lab.candidate_file import find_op
     from phalanx.train.kernels.lab.trial_inputs import parse_shape
 
-    found = find_op(op, _known_ops())
-    sizes = [parse_shape(one) if isinstance(one, str) else one for one in shapes]
-    table = measure_op(found, shapes=sizes, dtype=dtype, device=device, compiled=compiled, tell=teller(progress))
+    operation = find_op(op, _known_ops())
+    sizes = [parse_shape(shape) if isinstance(shape, str) else shape for shape in shapes]
+    table = measure_op(operation, shapes=sizes, dtype=dtype, device=device, compiled=compiled, tell=teller(progress))
     return KernelBench(table=table)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class VerifiedKernel(PublicResult):
-    """What the guard says of a kernel's file; `passed` and `reason` are the short of it.
+    """The guard's result for a kernel file, summarized by `passed` and `reason`.
 
     >>> phalanx.kernels.verify("kernel.py", allow_code=True).reason  # doctest: +SKIP
     ''
@@ -180,12 +180,12 @@ class VerifiedKernel(PublicResult):
 
     @property
     def passed(self) -> bool:
-        """Whether the kernel is right everywhere it was tried."""
+        """True if the kernel is correct in every case tried."""
         return self.verdict.passed
 
     @property
     def reason(self) -> str:
-        """Why it is refused; empty for one that passed."""
+        """The reason of a refusal; empty if it passed."""
         return self.verdict.reason
 
     @property
@@ -217,11 +217,11 @@ class VerifiedKernel(PublicResult):
         return f"\n  barriers: {', '.join(self.verdict.barriers)}" if self.verdict.barriers else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """File and verdict."""
-        found = dict(json_values(self.verdict))
+        """Return file and verdict."""
+        values = dict(json_values(self.verdict))
         if self.verdict.timing is not None:
-            found["timing"] |= {"light": self.verdict.timing.light, "confirmed": self.verdict.timing.confirmed}
-        return {"file": self.file, **found}
+            values["timing"] |= {"light": self.verdict.timing.light, "confirmed": self.verdict.timing.confirmed}
+        return {"file": self.file, **values}
 
 
 def verify(
@@ -236,10 +236,10 @@ def verify(
     memory_limit_bytes: int = 4 * GIB,
     allow_code: bool = False,
 ) -> VerifiedKernel:
-    """Run a kernel's file in a process of its own and judge it: values, gradients, memory, time.
+    """Run a kernel file in a separate process and judge it: values, gradients, memory, time.
 
-    `shape` is what it is timed at. Raises UserError for a file that is no kernel at all, or without `allow_code`: the
-    file is a program, and running it is running a program.
+    `shape` is the shape for timing. Raises UserError if the file is not a kernel, or without `allow_code`: the file is
+    a program, and verifying it runs it.
 
     >>> phalanx.kernels.verify("kernel.py", op="rms-norm", allow_code=True)  # doctest: +SKIP
     """
@@ -247,7 +247,7 @@ def verify(
     from phalanx.train.kernels.lab.candidate_server import CandidateLimits, CandidateServer
 
     source = read_candidate(Path(file))
-    found = candidate_op(source, str(file), op, _known_ops())
+    operation = candidate_op(source, str(file), op, _known_ops())
     _ask_consent(str(file), allow_code)
     if not 0.0 < time_limit_s <= 3600.0:
         raise mistake("--time-limit", f"{time_limit_s:g} s is not in 1 to 3600 s")
@@ -258,10 +258,10 @@ def verify(
 
         sizes = parse_shape(shape) if isinstance(shape, str) else shape
         if sizes is not None:
-            check_shape(found, sizes)
+            check_shape(operation, sizes)
         verdict = judge_candidate(
             source,
-            found,
+            operation,
             server=server,
             device=str(find_device(device)),
             gradients=gradients,
