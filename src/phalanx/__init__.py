@@ -8,8 +8,8 @@
 >>> phalanx.check(plan).errors
 0
 
-Every command of `phalanx` is a function here: it returns what the command prints, `print(result)` is that page, and a
-notebook shows it as HTML. docs/python.md is the guide. Nothing heavy is imported before it is used.
+Every command of `phalanx` is a function here: it returns what the command prints, `print(result)` prints that page,
+and a notebook shows it as HTML. docs/python.md is the guide. Large dependencies are imported on first use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from __future__ import annotations
 import sys
 import types
 
-TYPE_CHECKING = False  # read by type checkers; importing typing for it would leave more time for an unguarded Ctrl-C
+# Read by type checkers; importing typing would lengthen the start-up time in which Ctrl-C is not handled yet.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Where each public name lives; imported on first use, since `phalanx --help` must not pay for numpy.
+# The module of each public name; imported on first use, since `phalanx --help` must not import numpy.
 _HOMES = {
     "phalanx.api": ("data", "evolve", "fabric", "kernels", "peers", "scale"),
     "phalanx.api.checking": ("check", "explain", "fix", "rules"),
@@ -94,8 +95,10 @@ _HOMES = {
     "phalanx.rules.run_rules": ("CheckReport", "Finding"),
     "phalanx.train.callbacks": ("Callback",),
 }
-_PACKAGES = ("launch", "metrics", "plan", "rules", "train", "web")  # public functions whose name is a subpackage's too
-_NAMESPACES = ("evolve", "peers", "scale")  # namespaces of public functions, in api/, whose name is a subpackage's too
+# Public functions with the same name as a subpackage.
+_PACKAGES = ("launch", "metrics", "plan", "rules", "train", "web")
+# Namespaces of public functions, in api/, with the same name as a subpackage.
+_NAMESPACES = ("evolve", "peers", "scale")
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -175,14 +178,14 @@ class _CallablePackage(types.ModuleType):
 
     @property
     def __doc__(self) -> str | None:  # type: ignore[override]
-        found: str | None = _public(self.__name__.rpartition(".")[2]).__doc__
-        return found
+        doc: str | None = _public(self.__name__.rpartition(".")[2]).__doc__
+        return doc
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return _public(self.__name__.rpartition(".")[2])(*arguments, **options)
 
     @property
-    def __wrapped__(self) -> Any:  # what inspect.signature and help() follow
+    def __wrapped__(self) -> Any:  # read by inspect.signature and help()
         return _public(self.__name__.rpartition(".")[2])
 
 
@@ -199,12 +202,14 @@ class _NamespacePackage(types.ModuleType):
 
 
 def _namespace(package: types.ModuleType) -> dict[str, Any]:
-    found: dict[str, Any] = vars(_public(package.__name__.rpartition(".")[2]))
-    return found
+    namespace: dict[str, Any] = vars(_public(package.__name__.rpartition(".")[2]))
+    return namespace
 
 
 class _FrontDoor(types.ModuleType):
-    """This package. Importing a subpackage binds its name here; one that is a public function too becomes callable."""
+    """This package's module type. Importing a subpackage binds its name here; if a public function has it, it is
+    callable.
+    """
 
     def __setattr__(self, name: str, value: object) -> None:
         if isinstance(value, types.ModuleType) and name in _PACKAGES:
@@ -235,9 +240,9 @@ def __getattr__(name: str) -> Any:
 
         return own_version()
     if name in _HOME:
-        found = _public(name)
-        globals()[name] = found
-        return found
+        public_object = _public(name)
+        globals()[name] = public_object
+        return public_object
     if name.startswith("__"):
         raise AttributeError(name)
     from phalanx.errors import nearest

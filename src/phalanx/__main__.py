@@ -1,4 +1,4 @@
-"""`python -m phalanx` is `phalanx`, also where the scripts folder is not on the path."""
+"""Run `phalanx` as `python -m phalanx`, also if the scripts folder is not on the path."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""What can go wrong, as one tree.
+"""The exceptions of Phalanx, as one tree.
 
 PhalanxError
-├── RuleError      the training specification speaks against it  exit 1
+├── RuleError      a rule failed with severity error             exit 1
 ├── UserError      the job, the file or the call is wrong        exit 2
 └── SystemFailure  the machine, disk or network failed           exit 3
     └── TrainingFailure  a run failed; its folder is in `.run`
@@ -17,9 +17,10 @@ from typing import Any
 
 from phalanx.io.visible import one_line, visible
 
-MAX_WHERE = 1000  # characters of a place: a hostile path is longer than any that a file can have
-MOST_SHOWN = 100  # problems that one message tells of: nobody reads more, and a hostile file has a million
-_FURTHER = re.compile(r"\n(?!  )")  # a line break before what is not indented; a part may be rendered already
+MAX_WHERE = 1000  # characters of a place in a message; a longer path cannot exist
+MOST_SHOWN = 100  # problems in one message: more are not read, and a hostile file has a million
+# a line break before an unindented line; a part of a message may be rendered already
+_FURTHER = re.compile(r"\n(?!  )")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,18 +33,19 @@ class Problem:
     fix: str = ""
 
     def render(self) -> str:
-        """The text a person reads, most important line first, without control characters of the file or call."""
+        """Return the message, most important line first, without control characters of the file or call."""
         place = one_line(self.where)
         if len(place) > MAX_WHERE:
             place = f"{place[: MAX_WHERE // 2]}…{place[-MAX_WHERE // 2 :]}"
         head = f"{place}: {self.what}" if self.where else self.what
         parts = [head, *(f"  {line}" for line in (self.why, self.fix) if line)]
-        # Further lines of a part are indented, once: none can pose as a message of its own.
+        # Further lines of a part are indented, so that none of them looks like a separate message.
+
         return "\n".join(_FURTHER.sub("\n  ", visible(part)) for part in parts)
 
 
 class PhalanxError(Exception):
-    """Base of everything Phalanx raises on purpose; carries all problems found, not only the first."""
+    """Base of all intentional exceptions; carries all problems found, not only the first."""
 
     exit_code = 3
 
@@ -55,18 +57,18 @@ class PhalanxError(Exception):
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[type[PhalanxError], tuple[tuple[Problem, ...]]]:
-        """From a worker process to the one that prints it: an exception is made again from what this returns."""
+        """Support pickling between processes: an exception is recreated from the returned arguments."""
         return type(self), (self.problems,)
 
 
 class RuleError(PhalanxError):
-    """The training specification speaks against what was asked for; the findings were told before."""
+    """A rule failed with severity error. The findings have already been printed."""
 
     exit_code = 1
 
 
 class UserError(PhalanxError):
-    """The job, the file or the call is wrong; the message says what to change.
+    """The job, the file or the call is wrong; the message states what to change.
 
     >>> import phalanx
     >>> try:
@@ -80,13 +82,13 @@ class UserError(PhalanxError):
 
 
 class SystemFailure(PhalanxError):
-    """The machine, the disk or the network failed; the request itself was fine."""
+    """The machine, the disk or the network failed; the request itself was correct."""
 
     exit_code = 3
 
 
 class TrainingFailure(SystemFailure):
-    """A run failed. `run` is what there is of it: it can be read, checked and resumed.
+    """A run failed. `run` is its folder as far as it got: it can be read, checked and resumed.
 
     >>> try:  # doctest: +SKIP
     ...     phalanx.train("job.toml")
@@ -101,31 +103,31 @@ class TrainingFailure(SystemFailure):
 
 
 def mistake(where: str, what: str, *, why: str = "", fix: str = "") -> UserError:
-    """A UserError with a single problem."""
+    """Return a UserError with a single problem."""
     return UserError(Problem(where=where, what=what, why=why, fix=fix))
 
 
-# Share of letters in common below which a suggestion is noise: "colour" and "cluster" have 0.62, "seqlen" and
-# "sequence" 0.71.
+# Similarity below which a suggestion is noise: "colour" and "cluster" have 0.62, "seqlen" and "sequence" 0.71.
 ALIKE = 0.65
-LEAST_PREFIX = 3  # letters from which the beginning of a word names it
+LEAST_PREFIX = 3  # letters from which the beginning of a word identifies it
 MOST_WORD = 120
-MOST_UNKNOWN = 20  # keys that mean nothing, of one table, each of which gets a near miss: 1 ms each
+MOST_UNKNOWN = 20  # unknown keys of one table for which a suggestion is searched: 1 ms each
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """The valid choice closest to a misspelt word, or an empty string. A shared file ending is no likeness.
+    """Return the valid choice closest to a misspelt word, or an empty text. Equal file endings do not count as
+    similar.
 
     >>> nearest("tensr", ["tensor", "data"]), nearest("seq", ["sequence", "seed"]), nearest("colour", ["cluster"])
     ('tensor', 'sequence', '')
     """
-    if len(word) > MOST_WORD:  # no name is that long, and comparing takes its length squared
+    if len(word) > MOST_WORD:  # no name is that long, and the comparison takes quadratic time
         return ""
     known = [choice for choice in choices if len(choice) <= 2 * MOST_WORD]
     likeness = [(_alike(word.lower(), choice.lower()), choice) for choice in known]
-    best, found = max(likeness, key=lambda one: one[0], default=(0.0, ""))
+    best, closest = max(likeness, key=lambda scored: scored[0], default=(0.0, ""))
     if best >= ALIKE:
-        return found
+        return closest
     begins = [choice for choice in known if len(word) >= LEAST_PREFIX and choice.lower().startswith(word.lower())]
     return begins[0] if len(begins) == 1 else ""
 

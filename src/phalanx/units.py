@@ -1,4 +1,4 @@
-"""Bytes, seconds, FLOPs, money: parse what people write, print what people read."""
+"""Bytes, seconds, FLOPs, money: parse user input, format numbers for output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COUNT = re.compile(r"^\s*([+-]?\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([kKmMbBg
 
 
 def parse_count(text: str) -> float:
-    """A number with an optional k, M, B or T suffix.
+    """Parse a number with an optional k, M, B or T suffix.
 
     >>> parse_count("15T")
     15000000000000.0
@@ -31,7 +31,7 @@ def parse_count(text: str) -> float:
 
 @cache
 def all_divisors(number: int) -> tuple[int, ...]:
-    """Divisors in order; for numbers above 1e10 only those that have a partner below 1e5.
+    """Return the divisors in order; for numbers above 1e10 only those with a cofactor below 1e5.
 
     >>> all_divisors(12)
     (1, 2, 3, 4, 6, 12)
@@ -41,7 +41,7 @@ def all_divisors(number: int) -> tuple[int, ...]:
 
 
 def plural(count: float, noun: str) -> str:
-    """A number of things, as a person writes it.
+    """Return a count with its noun in the right number.
 
     >>> plural(1, "fault"), plural(0, "rank"), plural(1200, "micro-batch"), plural(2, "copy"), plural(1.5, "day")
     ('1 fault', '0 ranks', '1,200 micro-batches', '2 copies', '1.5 days')
@@ -50,15 +50,15 @@ def plural(count: float, noun: str) -> str:
     """
     if count == 1:
         return f"1 {noun}"
-    hisses = noun.endswith(("s", "sh", "x", "ch")) and not noun.endswith("och")  # an epoch does not
+    hisses = noun.endswith(("s", "sh", "x", "ch")) and not noun.endswith("och")  # an epoch takes a plain s
     many = f"{noun}es" if hisses else f"{noun}s"
     if noun.endswith("y") and noun[-2] not in "aeiou":
         many = f"{noun[:-1]}ies"
-    return f"{number_text(count, ',.12g')} {many}"  # a number of days may have a fraction
+    return f"{number_text(count, ',.12g')} {many}"  # a number of days may be fractional
 
 
 def number_text(value: float, form: str = "g") -> str:
-    """A number in a given form; one that exceeds the largest float by the number of its digits.
+    """Format a number; one that exceeds the largest float is described by its number of digits.
 
     >>> number_text(0.5), number_text(10**400)
     ('0.5', 'a number of 401 digits')
@@ -70,7 +70,7 @@ def number_text(value: float, form: str = "g") -> str:
 
 
 def first_few(items: Sequence[object], most: int) -> str:
-    """A list as a person writes it, the first ones by name.
+    """Return a list as text, with the first items and the number of the others.
 
     >>> first_few([3, 5], 2), first_few("abcde", 2)
     ('3, 5', 'a, b and 3 more')
@@ -80,7 +80,7 @@ def first_few(items: Sequence[object], most: int) -> str:
 
 
 def format_count(value: float) -> str:
-    """Three significant digits with a suffix.
+    """Format a number with three significant digits and a suffix.
 
     >>> format_count(8.03e9), format_count(0)
     ('8.03B', '0')
@@ -95,7 +95,7 @@ def format_count(value: float) -> str:
 
 
 def format_bytes(value: float) -> str:
-    """Decimal bytes, as memory vendors and the published tables use them.
+    """Format bytes with decimal prefixes, as memory vendors and published tables do.
 
     >>> format_bytes(80e9)
     '80.0 GB'
@@ -107,7 +107,7 @@ def format_bytes(value: float) -> str:
 
 
 def format_energy(joules: float) -> str:
-    """Kilowatt hours as people pay for them, joules for what is less.
+    """Format an energy in kilowatt hours, or in joules if it is small.
 
     >>> format_energy(7.2e6), format_energy(5400.0), format_energy(3.6e10)
     ('2.00 kWh', '5.40 kJ', '10.0 MWh')
@@ -120,7 +120,7 @@ def format_energy(joules: float) -> str:
 
 
 def format_carbon(kilograms: float) -> str:
-    """Grams, kilograms or tonnes of CO2 equivalent.
+    """Format grams, kilograms or tonnes of CO2 equivalent.
 
     >>> format_carbon(0.0123), format_carbon(17.7), format_carbon(4200)
     ('12.3 g CO2e', '17.7 kg CO2e', '4.20 t CO2e')
@@ -133,7 +133,7 @@ def format_carbon(kilograms: float) -> str:
 
 
 def format_flops(value: float) -> str:
-    """A rate of arithmetic, with the prefixes vendors use.
+    """Format a rate of arithmetic operations, with the prefixes that vendors use.
 
     >>> format_flops(989e12), format_flops(96e9)
     ('989 TFLOP/s', '96.0 GFLOP/s')
@@ -145,7 +145,7 @@ def format_flops(value: float) -> str:
 
 
 def format_seconds(value: float) -> str:
-    """A duration in the largest unit that keeps it readable.
+    """Format a duration in the largest unit that keeps it readable.
 
     >>> format_seconds(0.0042), format_seconds(5400), format_seconds(200000), format_seconds(7e-9), format_seconds(0)
     ('4.20 ms', '1.50 h', '2.31 days', '7.00 ns', '0 s')
@@ -166,7 +166,7 @@ def format_seconds(value: float) -> str:
 
 
 def format_money(usd: float) -> str:
-    """Dollars, short for large sums.
+    """Format US dollars; large sums are shortened.
 
     >>> format_money(61_234_000), format_money(12.5)
     ('$61.2M', '$12.50')

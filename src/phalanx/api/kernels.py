@@ -65,7 +65,7 @@ class KernelCatalogue(PublicResult):
             devices, variants = ", ".join(entry.devices), ", ".join(entry.variants) or "reference only"
             rows.append([entry.name, variants, devices, bounds, str(entry.shapes), back, entry.chosen or "–"])
         lines = text_table(rows)
-        return "\n".join([*lines, "", *(f"{one.name}: {one.summary}" for one in self.entries)])
+        return "\n".join([*lines, "", *(f"{entry.name}: {entry.summary}" for entry in self.entries)])
 
 
 def operations(*, chosen: Mapping[str, str] | None = None) -> KernelCatalogue:
@@ -298,29 +298,29 @@ class NewKernel(PublicResult):
 
 
 def new(op: str, out: str | Path) -> NewKernel:
-    """Write the template of a kernel with its reference, test and bench; the template passes the guard as it is.
+    """Write the template of a kernel with its reference, test and benchmark; the unchanged template passes the guard.
 
-    Raises UserError where a file of these names is there already.
+    Raises UserError if a file with one of these names exists.
 
     >>> phalanx.kernels.new("rms-norm", "my-kernel")  # doctest: +SKIP
     """
     from phalanx.train.kernels.lab.candidate_file import find_op
     from phalanx.train.kernels.lab.new_kernel import template_files
 
-    made = template_files(find_op(op, _known_ops()))
+    files = template_files(find_op(op, _known_ops()))
     folder = Path(out)
-    there = [name for name in made if path_exists(folder / name)]
+    there = [name for name in files if path_exists(folder / name)]
     if there:
         raise mistake(str(folder / there[0]), "is there already", fix="name another folder with --out")
     _make_folder(folder)
-    for name, text in made.items():
+    for name, text in files.items():
         write_text(folder / name, text, fix="name another folder with --out")
-    return NewKernel(op=op, folder=str(out), files=tuple(made))
+    return NewKernel(op=op, folder=str(out), files=tuple(files))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SkillLift(PublicResult):
-    """Pass rates with and without the skill.
+    """Pass rates of generated kernels with and without the skill in the prompt.
 
     >>> phalanx.kernels.skill_eval(proposer="./propose", allow_code=True).with_skill  # doctest: +SKIP
     0.75
@@ -330,38 +330,42 @@ class SkillLift(PublicResult):
 
     @property
     def with_skill(self) -> float:
-        """Share of kernels that passed, with SKILL.md in the prompt."""
+        """Share of kernels that passed with SKILL.md in the prompt."""
         return self.score.pass_rate("with")
 
     @property
     def without_skill(self) -> float:
-        """Share of kernels that passed, without it."""
+        """Share of kernels that passed without it."""
         return self.score.pass_rate("without")
 
     def __str__(self) -> str:
         rows = [["operation", "without the skill", "with the skill"]]
-        names = list(dict.fromkeys(one.op for one in self.score.attempts))
+        names = list(dict.fromkeys(attempt.op for attempt in self.score.attempts))
         for name in names:
             cells = []
             for skill in ("without", "with"):
-                found = [one.passed for one in self.score.attempts if (one.op, one.skill) == (name, skill)]
-                cells.append(f"{sum(found)} of {len(found)}")
+                results = [
+                    attempt.passed for attempt in self.score.attempts if (attempt.op, attempt.skill) == (name, skill)
+                ]
+                cells.append(f"{sum(results)} of {len(results)}")
             rows.append([name, *cells])
         rows.append(["all", f"{self.without_skill:.0%}", f"{self.with_skill:.0%}"])
         kinds: dict[str, int] = {}
-        for one in self.score.attempts:
-            if not one.passed:
-                kinds[one.kind] = kinds.get(one.kind, 0) + 1
+        for attempt in self.score.attempts:
+            if not attempt.passed:
+                kinds[attempt.kind] = kinds.get(attempt.kind, 0) + 1
         lines = text_table(rows, right=(1, 2))
         if kinds:
-            listed = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items(), key=lambda one: -one[1]))
+            listed = ", ".join(
+                f"{kind} {count}" for kind, count in sorted(kinds.items(), key=lambda kind_count: -kind_count[1])
+            )
             lines.append(f"why the others did not pass: {listed}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Both rates and every attempt."""
-        found = {"with_skill": self.with_skill, "without_skill": self.without_skill}
-        return dict(json_values({**found, "attempts": self.score.attempts}))
+        """Return both rates and every attempt."""
+        rates = {"with_skill": self.with_skill, "without_skill": self.without_skill}
+        return dict(json_values({**rates, "attempts": self.score.attempts}))
 
 
 def skill_eval(
@@ -378,7 +382,7 @@ def skill_eval(
     allow_code: bool = False,
     progress: bool | Tell = False,
 ) -> SkillLift:
-    """Let a proposer write kernels with and without our SKILL.md, and judge each with the guard.
+    """Let a proposer write kernels with and without Phalanx's SKILL.md in the prompt, and judge each with the guard.
 
     The proposer is a command (prompt on stdin, answer on stdout), an OpenAI-compatible `endpoint` with a `model` (its
     key from PHALANX_PROPOSER_KEY or OPENAI_API_KEY), or a transcript that `record` wrote.
@@ -389,7 +393,7 @@ def skill_eval(
     from phalanx.train.kernels.lab.candidate_server import CandidateLimits, CandidateServer
     from phalanx.train.kernels.lab.proposers import CommandProposer, EndpointProposer, Proposer, ReplayProposer
 
-    if sum(one is not None for one in (proposer, endpoint, replay)) != 1:
+    if sum(source is not None for source in (proposer, endpoint, replay)) != 1:
         raise mistake("phalanx kernels skill-eval", "needs one of --proposer, --endpoint and --replay")
     if not 1 <= runs <= MOST_RUNS:
         raise mistake("--runs", f"{runs} is not in 1 to {MOST_RUNS}")

@@ -1,4 +1,4 @@
-"""What launching returns: ids and texts, the queue, reasons, logs."""
+"""The results of launching: ids and submitted texts, the queue, explanations, logs."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ QUEUE_HEAD = ("id", "job", "group", "system", "queue", "hosts", "state", "restar
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class LaunchResult(PublicResult):
-    """What was launched, or would be: ids, requests, and the texts that were submitted."""
+    """The jobs that were launched, or would be: ids, requests, and the submitted texts."""
 
     system: str
     ids: tuple[str, ...]  # empty in a dry run
     requests: tuple[LaunchRequest, ...]
     texts: Mapping[str, str]  # by file name
-    final: tuple[QueuedJob, ...] = ()  # with `wait`: how they ended
+    final: tuple[QueuedJob, ...] = ()  # with `wait`: the jobs in their final state
     submitted: bool = True
 
     @property
     def exit_code(self) -> int:
-        """3 when a job that was waited for failed."""
-        return 3 if any(one.state != "done" for one in self.final) else 0
+        """3 if a job that was waited for failed."""
+        return 3 if any(job.state != "done" for job in self.final) else 0
 
     def __str__(self) -> str:
         if not self.ids:
@@ -41,7 +41,7 @@ class LaunchResult(PublicResult):
         lines = [done if self.submitted else f"wrote manifests of {plural(len(self.ids), 'job')}; nothing is submitted"]
         for job, request in zip(self.ids, self.requests, strict=True):
             lines.append(f"  {job}  {request.name}  {request.run}")
-        lines += [f"  {one.id}: {state_text(one)}" for one in self.final]
+        lines += [f"  {job.id}: {state_text(job)}" for job in self.final]
         if not self.submitted:
             return "\n".join([*lines, f"kubectl apply --server-side -f {self.requests[0].run}/kubernetes.yaml"])
         first = self.ids[0]
@@ -50,21 +50,22 @@ class LaunchResult(PublicResult):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class QueueTable(PublicResult):
-    """Launched jobs, and how far they are."""
+    """Launched jobs and their progress."""
 
     jobs: tuple[QueuedJob, ...]
-    steps: Mapping[str, int]  # that were done, by id
-    notes: tuple[str, ...] = ()  # systems that could not be asked
+    steps: Mapping[str, int]  # steps done, by id
+    notes: tuple[str, ...] = ()  # errors of systems that did not answer
 
     def __str__(self) -> str:
         from phalanx.io.tables import text_table
 
         if not self.jobs and self.notes:
-            return "\n".join(self.notes)  # there may be jobs: nobody answers for them
+            # There may be jobs, but no system answered.
+            return "\n".join(self.notes)
         if not self.jobs:
             return "\n".join(["no jobs launched from here yet; phalanx launch JOB launches one", *self.notes])
-        rows = [self._cells(one) for one in self.jobs]
-        counts = Counter(one.state for one in self.jobs)
+        rows = [self._cells(job) for job in self.jobs]
+        counts = Counter(job.state for job in self.jobs)
         summary = ", ".join(f"{count} {state}" for state, count in counts.items())
         return "\n".join([*text_table([QUEUE_HEAD, *rows], right=(5, 7, 8)), summary, *self.notes])
 
@@ -78,18 +79,18 @@ class QueueTable(PublicResult):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class WhyResult(PublicResult):
-    """Why a job waits or ended."""
+    """The reason why a job waits or ended."""
 
     explanation: JobExplanation
 
     def __str__(self) -> str:
-        one = self.explanation
-        return f"{one.id} is {one.state}: {one.reason}; {one.cure}"
+        explanation = self.explanation
+        return f"{explanation.id} is {explanation.state}: {explanation.reason}; {explanation.cure}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class LogText(PublicResult):
-    """The ends of log files."""
+    """The last lines of log files."""
 
     files: Mapping[str, str]
 
@@ -112,5 +113,5 @@ class JobAction(PublicResult):
 
 
 def state_text(one: QueuedJob) -> str:
-    """The state, and the system's own word for it where that says more."""
+    """Return the state, with the system's own word for it if that differs."""
     return one.state if one.said in ("", one.state) else f"{one.state} ({one.said})"

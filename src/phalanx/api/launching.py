@@ -1,4 +1,4 @@
-"""Launching: hand planned jobs to this machine or a cluster, and ask what became of them."""
+"""Launching: submit planned jobs to this machine or a cluster, and query them afterwards."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from phalanx.launch.system import LaunchSystem, QueuedJob, Submitted
 
 WHERE = "phalanx launch"
-POLL_S = 2.0  # between two looks at the system by --wait: a scheduler answers thousands of people
+# Seconds between two queries of the system by --wait: a scheduler serves thousands of users.
+POLL_S = 2.0
 MOST_LOG_BYTES = 1 << 20
-MOST_EVENT_BYTES = 1 << 16  # at the end of a rank's file, in which a step is looked for
+# Bytes at the end of a rank's event file that are searched for a step.
+MOST_EVENT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,13 +74,13 @@ def launch(
     """Launch jobs in the background: on this machine, or on the cluster's own scheduler (`on="slurm"`).
 
     Each job gets a run folder in `runs`, which all hosts must see. Job, plan and the live system are checked first;
-    either all jobs are submitted or none. `hosts` deals the ranks to so many hosts instead of the plan's, `spares` are
-    hosts beside them. `dry_run` submits nothing and returns what would be; `out` writes it into a folder.
+    either all jobs are submitted or none. `hosts` deals the ranks to that many hosts instead of the plan's, `spares`
+    are additional hosts. `dry_run` submits nothing and returns what would be submitted; `out` writes it into a folder.
     `submit=False` makes the run folders and writes Kubernetes manifests into them, for kubectl. `wait` returns when
     the jobs have ended. With `share_hosts` jobs may share a host of Slurm's. On Kubernetes the claim is mounted at
-    `volume`, a folder above `runs` (default: `runs` itself). `before_submit` gets the requests when their run folders
-    are there and nothing is submitted yet. A job that is queued or running already is refused,
-    unless `again` is given.
+    `volume`, a folder above `runs` (default: `runs` itself). `before_submit` receives the requests when their run
+    folders exist and nothing is submitted yet. A job that is queued or running already is refused, unless `again` is
+    given.
 
     Defaults come from [launch] of the job, then from launch.toml in ~/.config/phalanx and /etc/xdg/phalanx.
 
@@ -98,41 +100,41 @@ def launch(
         for job in listed
     ]
     chosen = {"on": on, "queue": queue, "flavour": flavour, "hosts": hosts, "time_s": time_s}
-    settings = [launch_settings(one.plan.job.launch, os.environ, **chosen) for one in prepared]
-    if len({one.on for one in settings}) > 1:
+    settings = [launch_settings(job_plan.plan.job.launch, os.environ, **chosen) for job_plan in prepared]
+    if len({setting.on for setting in settings}) > 1:
         raise mistake(
             WHERE, "the jobs name several launch systems", fix="launch them separately, or choose one with --on"
         )
     if flavour and settings[0].on != "k8s":
-        what = f"is a way to launch on Kubernetes, and this goes to {settings[0].on}"
-        raise mistake(f"--flavour {flavour}", what, fix="add --on k8s, or leave it out")
+        problem = f"is a way to launch on Kubernetes, and this goes to {settings[0].on}"
+        raise mistake(f"--flavour {flavour}", problem, fix="add --on k8s, or leave it out")
     system = _open_system(settings[0].on)
     write_only = _manifest_writer(system, wait=wait) if not submit else None
-    digests = [job_digest(one.plan.to_dict()["job"]) for one in prepared]
+    digests = [job_digest(job_plan.plan.to_dict()["job"]) for job_plan in prepared]
     if not again and not dry_run:
-        _refuse_double(system, [one.plan.job.name for one in prepared], digests)
+        _refuse_double(system, [job_plan.plan.job.name for job_plan in prepared], digests)
 
     def requests_for(folders: Sequence[Path]) -> list[LaunchRequest]:
         from phalanx.launch.resource_request import launch_request
 
         return [
             launch_request(
-                one.plan,
+                job_plan.plan,
                 setting,
                 run=folder,
                 python=sys.executable,
-                name=one.name,
+                name=job_plan.name,
                 group=group,
                 spares=spares,
                 allow_code=allow_code,
-                inputs=_input_places(one),
+                inputs=_input_places(job_plan),
                 shares_hosts=share_hosts,
                 volume=str(Path(volume).absolute()) if volume is not None else "",
             )
-            for one, setting, folder in zip(prepared, settings, folders, strict=True)
+            for job_plan, setting, folder in zip(prepared, settings, folders, strict=True)
         ]
 
-    planned = [(Path(runs) / f"{one.name}-DATE").absolute() for one in prepared]
+    planned = [(Path(runs) / f"{job_plan.name}-DATE").absolute() for job_plan in prepared]
     requests = requests_for(planned)
     _tell_requests(prepared, requests, tell)
     if system.is_here or not dry_run:
@@ -142,23 +144,25 @@ def launch(
         tell(f"{system.name} cannot be reached from this machine: partition, nodes and storage were not checked")
     if dry_run:
         return _launch_result(system, (), requests, out)
-    made = _make_runs(prepared)
-    requests = requests_for([run.path for run in made])
+    created_runs = _make_runs(prepared)
+    requests = requests_for([run.path for run in created_runs])
     try:
         if before_submit is not None:
             before_submit(requests)
         submitted = system.submit(requests) if write_only is None else write_only(requests)
     except BaseException:
-        for run in made:  # nothing trained in them
+        for run in created_runs:  # no rank has trained in them
             shutil.rmtree(run.path, ignore_errors=True)
         raise
     _record_launches(system, submitted, digests)
-    result = replace(_launch_result(system, [one.id for one in submitted], requests, out), submitted=submit)
+    result = replace(
+        _launch_result(system, [submission.id for submission in submitted], requests, out), submitted=submit
+    )
     return result if not wait else _wait_for(system, result, tell)
 
 
 def queue(*, group: str = "", on: str | None = None, progress: bool | Tell = False) -> QueueTable:
-    """Jobs that were launched, with their states: of one `group`, or of one system `on`.
+    """Return launched jobs with their states: all, those of one `group`, or of one system `on`.
 
     >>> for one in queue(on="slurm").jobs:  # doctest: +SKIP
     ...     print(one.id, one.state)
@@ -167,27 +171,27 @@ def queue(*, group: str = "", on: str | None = None, progress: bool | Tell = Fal
     from phalanx.launch.book import read_records
 
     known = read_records(os.environ, group=group)
-    if group and not known and (others := read_records(os.environ)):
-        groups = sorted({one.group for one in others if one.group})
+    if group and not known and (all_records := read_records(os.environ)):
+        groups = sorted({record.group for record in all_records if record.group})
         fix = f"the groups are {first_few(groups, 8)}" if groups else "phalanx launch JOB… --group NAME makes one"
         raise mistake(f"--group {group}", "no launched job is in this group", fix=fix)
-    names = [on] if on else sorted({one.system for one in known})
-    found: list[QueuedJob] = []
+    names = [on] if on else sorted({record.system for record in known})
+    jobs: list[QueuedJob] = []
     notes = []
     for name in names:
         try:
-            found += _open_system(name).list_jobs()
+            jobs += _open_system(name).list_jobs()
         except PhalanxError as error:
             if on:
                 raise
             notes.append(f"{name}: {error.problems[0].what}")
-    kept = [one for one in found if not group or one.group == group]
-    steps = {one.id: done for one in kept if (done := _steps_done(Path(one.run))) is not None}
-    return QueueTable(jobs=tuple(kept), steps=steps, notes=tuple(notes))
+    selected = [job for job in jobs if not group or job.group == group]
+    steps = {job.id: done for job in selected if (done := _steps_done(Path(job.run))) is not None}
+    return QueueTable(jobs=tuple(selected), steps=steps, notes=tuple(notes))
 
 
 def why(job: str) -> WhyResult:
-    """Why a launched job waits, or why it ended, with the cure; `job` is its id or its run folder.
+    """Explain why a launched job waits or ended, with a remedy; `job` is its id or its run folder.
 
     >>> print(why("4711"))  # doctest: +SKIP
     """
@@ -196,7 +200,7 @@ def why(job: str) -> WhyResult:
 
 
 def logs(job: str, *, rank: int | None = None, lines: int = 50) -> LogText:
-    """The last lines that a launched job wrote: its script and agents, or one rank.
+    """Return the last lines of a launched job's output: of its script and agents, or of one rank.
 
     >>> print(logs("4711", rank=3, lines=20))  # doctest: +SKIP
     """
@@ -216,7 +220,7 @@ def logs(job: str, *, rank: int | None = None, lines: int = 50) -> LogText:
 
 
 def cancel(job: str) -> JobAction:
-    """End a launched job: no process of it stays behind, its run folder does.
+    """End a launched job and all of its processes; its run folder stays.
 
     >>> cancel("4711")  # doctest: +SKIP
     """
@@ -226,7 +230,7 @@ def cancel(job: str) -> JobAction:
 
 
 def requeue(job: str) -> JobAction:
-    """Start a launched job again: it goes on from its newest checkpoint.
+    """Start a launched job again from its newest checkpoint.
 
     >>> requeue("4711")  # doctest: +SKIP
     """
@@ -242,7 +246,7 @@ def requeue(job: str) -> JobAction:
     return _job_action(now, "requeued")
 
 
-# ---- how ------------------------------------------------------------------------------------------------------------
+# ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def _check_launch(jobs: Sequence[AnyJob], *, name: str | None, group: str, spares: int) -> None:
@@ -270,7 +274,7 @@ def _plan_job(
     allow_code: bool,
     tell: Tell,
 ) -> _Prepared:
-    """The job planned and held against the training specification; nothing is made yet."""
+    """Plan a job and check it against the training specification; no folder is created yet."""
     from phalanx.api.checking import check_before_training
     from phalanx.train.prepare import need_torch
 
@@ -293,21 +297,21 @@ def _plan_job(
 
 
 def _input_places(one: _Prepared) -> list[tuple[str, str]]:
-    """What every host reads beside the run folder, by the key of the job that names it."""
+    """Return the inputs that every host reads in addition to the run folder, by the job key that names each."""
     from phalanx.job.dataset import cache_folder, corpus_folder
 
     job, base = one.plan.job, one.resolved.path.parent
-    found = [("data.path", str(resolve_path(base / path))) for path in job.data.paths]
-    if job.data.corpus and not found:
+    places = [("data.path", str(resolve_path(base / path))) for path in job.data.paths]
+    if job.data.corpus and not places:
         cached = corpus_folder(job.data.corpus, cache_folder(os.environ), vocab=job.model.vocab)
-        found.append(("data.corpus", str(cached.absolute())))
+        places.append(("data.corpus", str(cached.absolute())))
     if job.train.weights:
-        found.append(("train.weights", str(resolve_path(base / job.train.weights))))
-    return found
+        places.append(("train.weights", str(resolve_path(base / job.train.weights))))
+    return places
 
 
 def _open_system(name: str) -> LaunchSystem:
-    """The launch system of a name; raises UserError where it is not on this machine."""
+    """Return the launch system of a name; raise UserError if it is not available on this machine."""
     from phalanx.launch.systems import open_system
 
     return open_system(name, os.environ)
@@ -321,7 +325,9 @@ def _find_job(job: str) -> tuple[LaunchSystem, str]:
 
 
 def _manifest_writer(system: LaunchSystem, *, wait: bool) -> Callable[[Sequence[LaunchRequest]], list[Submitted]]:
-    """What `--no-submit` does in place of submitting; raises UserError where nothing but submitting makes sense."""
+    """Return the function that `--no-submit` calls in place of submitting; raise UserError where that
+    makes no sense.
+    """
     from phalanx.launch.k8s import KubernetesSystem
 
     if not isinstance(system, KubernetesSystem):
@@ -332,15 +338,17 @@ def _manifest_writer(system: LaunchSystem, *, wait: bool) -> Callable[[Sequence[
 
 
 def _refuse_double(system: LaunchSystem, names: Sequence[str], digests: Sequence[str]) -> None:
-    """The same job twice at once is a slip of the hand far more often than intended; raises UserError."""
+    """Raise UserError if the same job is launched twice at once, which is usually a mistake."""
     from phalanx.launch.book import read_records
     from phalanx.launch.system import OVER
 
     doubled = [name for name, count in Counter(digests).items() if count > 1]
     if doubled:
         raise mistake(WHERE, f"job {names[digests.index(doubled[0])]} is named twice", fix="name each job once")
-    same = {one.id: one for one in read_records(os.environ, system=system.name) if one.digest in digests}
-    alive = [one for one in system.list_jobs(sorted(same)) if one.state not in OVER] if same else []
+    same = {record.id: record for record in read_records(os.environ, system=system.name) if record.digest in digests}
+    alive = (
+        [queued_job for queued_job in system.list_jobs(sorted(same)) if queued_job.state not in OVER] if same else []
+    )
     if alive:
         first = alive[0]
         raise mistake(
@@ -354,41 +362,41 @@ def _refuse_double(system: LaunchSystem, names: Sequence[str], digests: Sequence
 def _tell_requests(prepared: Sequence[_Prepared], requests: Sequence[LaunchRequest], tell: Tell) -> None:
     from phalanx.launch.resource_request import placement_cost
 
-    for one, request in zip(prepared, requests, strict=True):
+    for job_plan, request in zip(prepared, requests, strict=True):
         spare = f" and {plural(request.spares, 'spare')}" if request.spares else ""
         tell(
             f"{request.name}: {plural(request.hosts, 'host')}{spare} × {request.devices_per_host} "
-            f"{request.accelerator}, {one.plan.layout.short}, time limit {format_seconds(request.time_limit_s)}"
+            f"{request.accelerator}, {job_plan.plan.layout.short}, time limit {format_seconds(request.time_limit_s)}"
         )
-        if said := placement_cost(one.plan):
-            tell(f"  placement: {said}")
+        if cost := placement_cost(job_plan.plan):
+            tell(f"  placement: {cost}")
 
 
 def _make_runs(prepared: Sequence[_Prepared]) -> list[Run]:
-    """A run folder per job, with its data found or built."""
+    """Create a run folder per job, with its data found or built."""
     from phalanx.api.training import make_run_folder
 
-    made: list[Run] = []
+    run_folders: list[Run] = []
     try:
-        for one in prepared:
+        for job_plan in prepared:
             started = time.time()
-            plan, data_s = ready_to_start(one.plan, one.resolved, one.call, checked=True)
-            made.append(make_run_folder(plan, one.call, None, started=started, data_s=data_s))
+            plan, data_s = ready_to_start(job_plan.plan, job_plan.resolved, job_plan.call, checked=True)
+            run_folders.append(make_run_folder(plan, job_plan.call, None, started=started, data_s=data_s))
     except BaseException:
-        for run in made:
+        for run in run_folders:
             shutil.rmtree(run.path, ignore_errors=True)
         raise
-    return made
+    return run_folders
 
 
 def _record_launches(system: LaunchSystem, submitted: Sequence[Any], digests: Sequence[str]) -> None:
     from phalanx.launch.book import LaunchRecord, record_launch
 
-    for one, digest in zip(submitted, digests, strict=True):
-        request = one.request
+    for submission, digest in zip(submitted, digests, strict=True):
+        request = submission.request
         record_launch(
             LaunchRecord(
-                id=one.id,
+                id=submission.id,
                 system=system.name,
                 name=request.name,
                 run=request.run,
@@ -415,25 +423,25 @@ def _launch_result(
 
 
 def _wait_for(system: LaunchSystem, result: LaunchResult, tell: Tell) -> LaunchResult:
-    """Look until all have ended; says when a state changes. Ctrl-C leaves the jobs alone."""
+    """Query the jobs until all have ended, and print changes of state. Ctrl-C does not affect the jobs."""
     from dataclasses import replace
 
     from phalanx.launch.system import OVER
 
-    seen: dict[str, str] = {}
+    last_states: dict[str, str] = {}
     while True:
-        now = {one.id: one for one in system.list_jobs(result.ids)}
-        for job, one in now.items():
-            if seen.get(job) != one.state:
-                seen[job] = one.state
-                tell(f"{job}: {state_text(one)}")
-        if len(now) == len(result.ids) and all(one.state in OVER for one in now.values()):
+        now = {queued_job.id: queued_job for queued_job in system.list_jobs(result.ids)}
+        for job, queued_job in now.items():
+            if last_states.get(job) != queued_job.state:
+                last_states[job] = queued_job.state
+                tell(f"{job}: {state_text(queued_job)}")
+        if len(now) == len(result.ids) and all(queued_job.state in OVER for queued_job in now.values()):
             return replace(result, final=tuple(now[job] for job in result.ids))
         time.sleep(POLL_S)
 
 
 def _steps_done(run: Path) -> int | None:
-    """As many as rank 0 last told; where it tells nothing, as its newest checkpoint says."""
+    """Return the steps done according to rank 0's events, or to the newest checkpoint if there are none."""
     from phalanx.record.events import parse_event
 
     with suppress(OSError):

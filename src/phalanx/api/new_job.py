@@ -1,4 +1,4 @@
-"""The first job file: written with comments, valid as it stands, and the commands that come next."""
+"""The first job file: commented and valid as written, and the commands to run next."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOCAL = "local"
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class NewJob(PublicResult):
-    """A job file that was written, and the commands that come next."""
+    """A job file that was written, and the commands to run next."""
 
     path: str
     model: str
@@ -37,12 +37,12 @@ class NewJob(PublicResult):
         return self.path
 
     def to_dict(self) -> dict[str, Any]:
-        """What was written."""
+        """Return the path, model and cluster of the job file."""
         return {"path": self.path, "model": self.model, "cluster": self.cluster}
 
 
 def init(path: str | Path = "job.toml", *, model: str = TINY, cluster: str = LOCAL, force: bool = False) -> NewJob:
-    """Write a commented job file that works as it stands; an existing file is kept unless `force`.
+    """Write a commented job file that is valid as written; an existing file is kept unless `force`.
 
     >>> print(init("job.toml", model="llama-3-8b", cluster="8xH100:4"))  # doctest: +SKIP
     """
@@ -53,11 +53,12 @@ def init(path: str | Path = "job.toml", *, model: str = TINY, cluster: str = LOC
     hosts = 1
     untrained = [problem.what for problem in model_problems(preset.model())]
     if cluster != LOCAL:  # an unknown cluster is refused before a file names it
-        from phalanx.hardware.cluster import resolve_cluster  # reads the accelerator tables
+        # Imported here because it reads the accelerator tables.
+        from phalanx.hardware.cluster import resolve_cluster
 
-        found = resolve_cluster(cluster, base=file.parent)
-        hosts = found.hosts
-        untrained += [problem.what for problem in device_problems(found)]
+        resolved_cluster = resolve_cluster(cluster, base=file.parent)
+        hosts = resolved_cluster.hosts
+        untrained += [problem.what for problem in device_problems(resolved_cluster)]
     text = render_template(
         file=str(path),
         name=job_name(file),
@@ -73,7 +74,7 @@ def init(path: str | Path = "job.toml", *, model: str = TINY, cluster: str = LOC
 
 
 def job_name(path: Path) -> str:
-    """A legal job name from a file name.
+    """Return a valid job name for a file name.
 
     >>> job_name(Path("/tmp/My first run.toml"))
     'my-first-run'
@@ -93,9 +94,10 @@ def _known_preset(name: str) -> Preset:
 
 
 def _next_steps(path: Path, *, model: str, hosts: int, untrained: Sequence[str]) -> list[str]:
-    """Commands that work as they stand, from the current folder, each with what it is for behind a #.
+    """Return the next commands to run in the current folder, each with its purpose after a #.
 
-    `untrained` says why `phalanx train` cannot run this job: then it is planned and checked, and trained elsewhere.
+    `untrained` has the reasons why `phalanx train` cannot run this job: then it is planned and checked here, and
+    trained elsewhere.
     """
     job, data = shlex.quote(str(path)), shlex.quote(str(path.parent / DATA))
     build = f"phalanx data build {data}"
@@ -124,18 +126,19 @@ def _next_steps(path: Path, *, model: str, hosts: int, untrained: Sequence[str])
 
 
 def _command_lines(steps: Sequence[tuple[str, str]]) -> list[str]:
-    return text_table([(command, f"# {why}") for command, why in steps])
+    return text_table([(command, f"# {reason}") for command, reason in steps])
 
 
 def _write_schema(folder: Path) -> None:
-    """The schema that the job file names, for editors; one that is there and ours is brought up to date."""
+    """Write the schema that the job file names, for editors; an existing file is only updated if Phalanx wrote it."""
     from phalanx.io.files import read_head, replace_text
     from phalanx.job.json_schema import SCHEMA_NAME, schema_text
 
     path = folder / SCHEMA_NAME
     if path_exists(path) and b'"title": "Phalanx job file"' not in read_head(path, 4096):
         return
-    with contextlib.suppress(OSError):  # a help for editors alone: the job file is written
+    # Only an aid for editors: the job file is already written.
+    with contextlib.suppress(OSError):
         replace_text(path, schema_text())
 
 
@@ -146,7 +149,7 @@ def _write_new(path: Path, text: str, *, force: bool) -> None:
         if force:
             replace_text(path, text)
             return
-        # "x" makes the check and the creation one act: two calls at once cannot both win.
+        # "x" checks and creates in one operation: of two simultaneous calls only one succeeds.
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:

@@ -1,4 +1,4 @@
-"""For operators: a cluster set up for teams, and its nodes kept healthy."""
+"""For operators: set up a cluster for teams, and keep its nodes healthy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ClusterSetup(PublicResult):
-    """Objects of a cluster for teams, and what becomes of each."""
+    """The objects that set up a cluster for teams, and the change of each."""
 
     texts: Mapping[str, str]  # manifests by file name
-    changes: tuple[ObjectChange, ...] = ()  # empty where no cluster was asked
+    changes: tuple[ObjectChange, ...] = ()  # empty if no cluster was queried
     applied: bool = False
     note: str = ""
 
@@ -31,38 +31,44 @@ class ClusterSetup(PublicResult):
         if not self.changes:
             return "\n".join([*(text.rstrip("\n") for text in self.texts.values()), f"# {self.note}"])
         lines = []
-        for one in self.changes:
-            where = f" in {one.namespace}" if one.namespace else ""
-            lines.append(f"{one.change:<9} {one.kind} {one.name}{where}{f': {one.note}' if one.note else ''}")
-            lines += [f"    {line}" for line in one.diff.splitlines()]
-        counts = Counter(one.change for one in self.changes)
+        for change in self.changes:
+            where = f" in {change.namespace}" if change.namespace else ""
+            lines.append(
+                f"{change.change:<9} {change.kind} {change.name}{where}{f': {change.note}' if change.note else ''}"
+            )
+            lines += [f"    {line}" for line in change.diff.splitlines()]
+        counts = Counter(change.change for change in self.changes)
         summary = ", ".join(f"{count} {change}" for change, count in counts.items())
         return "\n".join([*lines, f"{summary}: {self.note}"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ClusterHealth(PublicResult):
-    """Nodes that are out of service or blamed, and what was decided."""
+    """The health of a cluster's nodes, and the decisions to take nodes out of service."""
 
-    nodes: tuple[NodeHealth, ...]  # all
+    nodes: tuple[NodeHealth, ...]  # all nodes
     decisions: tuple[HealthDecision, ...]  # one, or one per partition
     applied: bool
 
     @property
     def exit_code(self) -> int:
-        """1 when a node is blamed and still in service: the brake, or nothing was applied."""
-        waiting = any(one.take_out for one in self.decisions) and not self.applied
-        return 1 if waiting or any(one.braked for one in self.decisions) else 0
+        """1 if a faulty node is still in service: because of the limit, or because nothing was applied."""
+        waiting = any(decision.take_out for decision in self.decisions) and not self.applied
+        return 1 if waiting or any(decision.braked for decision in self.decisions) else 0
 
     def __str__(self) -> str:
-        taken = {name: reason for one in self.decisions for name, reason in one.take_out}
+        taken_out = {name: reason for decision in self.decisions for name, reason in decision.take_out}
         lines = [
             f"{node.name}: out of service: {node.reason or 'no reason given'}" for node in self.nodes if node.is_out
         ]
         word = "taken out of service" if self.applied else "would be taken out of service"
-        lines += [f"{name}: {word}: {reason}" for name, reason in taken.items()]
-        lines += [f"nothing was done: {one.braked}; look for one cause first" for one in self.decisions if one.braked]
-        out = sum(node.is_out or (self.applied and node.name in taken) for node in self.nodes)
+        lines += [f"{name}: {word}: {reason}" for name, reason in taken_out.items()]
+        lines += [
+            f"nothing was done: {decision.braked}; look for one cause first"
+            for decision in self.decisions
+            if decision.braked
+        ]
+        out = sum(node.is_out or (self.applied and node.name in taken_out) for node in self.nodes)
         return "\n".join([*lines, f"{len(self.nodes) - out} of {len(self.nodes)} nodes in service"])
 
 
@@ -71,8 +77,8 @@ def cluster_init(
 ) -> ClusterSetup:
     """Set up a Kubernetes cluster for teams: topology, quotas, priorities, rights, preflight, alerts.
 
-    Prints the objects where no cluster is configured; else the differences to what is there. `apply` makes them so,
-    server-side. `out` writes the manifests into a folder.
+    Without a configured cluster, return the objects; otherwise the differences from the cluster's present state.
+    `apply` applies them server-side. `out` writes the manifests into a folder.
 
     >>> print(cluster_init("teams.toml"))  # doctest: +SKIP
     >>> cluster_init("teams.toml", apply=True)  # doctest: +SKIP
@@ -89,9 +95,9 @@ def cluster_init(
     if on != "k8s":
         fix = "use --on k8s; Slurm's partitions and QOS are set up with its own tools"
         raise mistake("phalanx cluster init", f"--on {on} cannot be set up from here", fix=fix)
-    read = read_teams(Path(teams))
-    documents = cluster_objects(read)
-    texts = {f"{read.name}.yaml": yaml.safe_dump_all(documents, sort_keys=False, width=120)}
+    team_file = read_teams(Path(teams))
+    documents = cluster_objects(team_file)
+    texts = {f"{team_file.name}.yaml": yaml.safe_dump_all(documents, sort_keys=False, width=120)}
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
@@ -106,10 +112,10 @@ def cluster_init(
 def cluster_health(
     *, on: str = "k8s", queue: str = "", apply: bool = False, follow: bool = False, progress: bool | Tell = False
 ) -> ClusterHealth:
-    """Which nodes should be out of service, and why; `apply` cordons or drains them, each with its reason.
+    """Determine which nodes should be out of service, and why; `apply` cordons or drains them, each with its reason.
 
-    On Kubernetes from the nodes' conditions and taints, on Slurm from hosts that runs excluded (of one partition with
-    `queue`). Never more than half of the nodes are out by our doing. `follow` goes on, with one watch, on Kubernetes.
+    On Kubernetes the nodes' conditions and taints decide, on Slurm the hosts that runs excluded (of one partition with
+    `queue`). Phalanx never takes more than half of the nodes out. `follow` continues with a watch, on Kubernetes.
 
     >>> print(cluster_health(on="slurm"))  # doctest: +SKIP
     """
@@ -128,11 +134,11 @@ def cluster_health(
         raise mistake(where, f"--on {on} has no nodes to look after", fix="use --on k8s or --on slurm")
     client, tell = KubeClient(read_access(os.environ)), teller(progress)
     if follow:
-        said = ""
-        for seen, decision in follow_nodes(client, apply=apply):
-            now = str(ClusterHealth(nodes=tuple(seen), decisions=(decision,), applied=apply))
-            if now != said:
-                tell(now)
-            said = now
+        last_page = ""
+        for watched_nodes, decision in follow_nodes(client, apply=apply):
+            page = str(ClusterHealth(nodes=tuple(watched_nodes), decisions=(decision,), applied=apply))
+            if page != last_page:
+                tell(page)
+            last_page = page
     nodes, decision = check_nodes(client, apply=apply, now_s=time.time())
     return ClusterHealth(nodes=tuple(nodes), decisions=(decision,), applied=apply)

@@ -1,4 +1,4 @@
-"""The drill suite `outside`: what was tried on Phalanx from outside and broke it once, run again on this machine."""
+"""The drill suite `outside`: failures that external tests once found in Phalanx, repeated on this machine."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ class OutsideSuite(PublicResult):
 
     @property
     def ok(self) -> bool:
-        """Whether every drill came out as it must."""
-        return all(one.ok for one in self.verdicts)
+        """True if every drill had the required outcome."""
+        return all(verdict.ok for verdict in self.verdicts)
 
     def __str__(self) -> str:
         head = ("verdict", "drill", "lost", "seconds", "what came of it")
         rows = [
             (
-                one.word,
-                one.name,
-                "" if one.steps_lost is None else f"{one.steps_lost:,}",
-                f"{one.seconds:.1f}",
-                one.reason,
+                verdict.word,
+                verdict.name,
+                "" if verdict.steps_lost is None else f"{verdict.steps_lost:,}",
+                f"{verdict.seconds:.1f}",
+                verdict.reason,
             )
-            for one in self.verdicts
+            for verdict in self.verdicts
         ]
-        good = sum(one.ok for one in self.verdicts)
-        unjudged = sum(not one.ok and not one.judged for one in self.verdicts)
+        good = sum(verdict.ok for verdict in self.verdicts)
+        unjudged = sum(not verdict.ok and not verdict.judged for verdict in self.verdicts)
         counts = f"{good} of {plural(len(rows), 'drill')} ok" + (f", {unjudged} not judged" if unjudged else "")
         lines = text_table([head, *rows], right=(2, 3))
         return "\n".join([*lines, f"{counts}; {format_seconds(self.seconds)}; runs and logs: {self.folder}"])
 
     def to_dict(self) -> dict[str, Any]:
-        """The rows."""
-        rows = [{**asdict(one), "seconds": round(one.seconds, 1)} for one in self.verdicts]
+        """Return the rows."""
+        rows = [{**asdict(verdict), "seconds": round(verdict.seconds, 1)} for verdict in self.verdicts]
         return {"ok": self.ok, "seconds": round(self.seconds, 1), "folder": str(self.folder), "drills": rows}
 
     @property
     def exit_code(self) -> int:
-        """0 when every drill came out as it must, 1 when one did not or could not be judged."""
+        """0 if every drill had the required outcome, 1 if one did not or could not be judged."""
         return 0 if self.ok else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class OutsideList(PublicResult):
-    """The drills of the suite: what each tries, and what must come of it."""
+    """The drills of the suite: what each tries, and its required outcome."""
 
-    rows: tuple[tuple[str, str, str, str], ...]  # name, subject, what is tried, what must come of it
+    rows: tuple[tuple[str, str, str, str], ...]  # name, subject, what is tried, required outcome
 
     def __str__(self) -> str:
         return "\n".join(text_table([("drill", "subject", "tries", "must come of it"), *self.rows]))
@@ -71,13 +71,13 @@ class OutsideList(PublicResult):
         return f"<OutsideList: {plural(len(self.rows), 'drill')}>"
 
     def to_dict(self) -> dict[str, Any]:
-        """The rows."""
+        """Return the rows."""
         names = ("name", "subject", "tries", "must")
         return {"drills": [dict(zip(names, row, strict=True)) for row in self.rows]}
 
 
 def list_outside_drills() -> OutsideList:
-    """The drills that `drill_outside` runs; runs none of them.
+    """Return the drills that `drill_outside` runs, without running any.
 
     >>> print(list_outside_drills())  # doctest: +SKIP
     """
@@ -85,16 +85,21 @@ def list_outside_drills() -> OutsideList:
     from phalanx.train.prepare import need_torch
 
     need_torch()
-    return OutsideList(rows=tuple((one.name, one.subject, one.tries, one.must) for one in outside_drills()))
+    return OutsideList(
+        rows=tuple(
+            (outside_drill.name, outside_drill.subject, outside_drill.tries, outside_drill.must)
+            for outside_drill in outside_drills()
+        )
+    )
 
 
 def drill_outside(
     only: str | Sequence[str] = (), *, runs: str | Path = "runs", progress: bool | Tell = False
 ) -> OutsideSuite:
-    """Run the suite `outside`, or `only` the drills of these names, on a small job of its own in a new folder.
+    """Run the suite `outside`, or `only` the drills of these names, on a small job in a new folder.
 
-    Frozen coordinators, full disks, kills in a row, flipped bits in every kind of file and in live state, changed data,
-    strangers at the ports, hostile files, a busy core: real faults, each with what must come of it.
+    The drills inject real faults: frozen coordinators, full disks, repeated kills, flipped bits in every kind of file
+    and in live state, changed data, unauthorized connections, hostile files, a busy core. Each has a required outcome.
 
     >>> drill_outside("frozen-coordinator").exit_code  # doctest: +SKIP
     0

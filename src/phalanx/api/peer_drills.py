@@ -1,4 +1,4 @@
-"""Drills of peers on slow links: what `drill` does with `peers`."""
+"""Drills of peers on slow links: the part of `drill` that handles `peers`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ USUAL_FAULT = "kill:peer=2,step=5"
 
 
 def drill_peers(call: DrillCall) -> DrillPage:
-    """Train a job with its peers on this machine, with faults, and judge what all of them recorded."""
+    """Train a job with its peers on this machine, with faults, and judge the records of all peers."""
     from phalanx.train.drill.faults import PEER_FAULTS, parse_faults
     from phalanx.train.prepare import need_torch
 
@@ -55,7 +55,7 @@ def drill_peers(call: DrillCall) -> DrillPage:
 
 
 def _check_call(call: DrillCall) -> None:
-    """What would be ignored is refused."""
+    """Raise UserError for options that peers would ignore."""
     if call.peers < 2:
         raise mistake(WHERE, f"--peers {call.peers} is nobody to exchange with", fix="use --peers 3")
     if call.hosts != 1 or call.spares:

@@ -14,11 +14,11 @@ from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, open_run
 
 TICK_S = 0.05
-START_S = 120.0  # that the first peer of a trial may take to listen on idle cores
+START_S = 120.0  # seconds that the first peer of a trial may take to listen, on idle cores
 
 
 def run_peer(run: Run, plan: Plan, *, allow_code: bool, tell: Tell) -> Run:
-    """Train a peer in processes of its own until it ends; raises TrainingFailure where it fails."""
+    """Train a peer in separate processes until it ends; raise TrainingFailure if it fails."""
     if plan.layout.devices > 1:
         from phalanx.api.training import launch_ranks
 
@@ -27,7 +27,7 @@ def run_peer(run: Run, plan: Plan, *, allow_code: bool, tell: Tell) -> Run:
 
 
 def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell) -> Run:
-    """Train peers of one rank each; the progress shown, and the run returned, are the first one's."""
+    """Train peers of one rank each; show the progress of the first one, and return its run."""
     from phalanx.elastic.local_launch import collected_signals
     from phalanx.train.slow_links.peer_launch import set_addresses, start_process
     from phalanx.train.slow_links.peer_session import read_status
@@ -35,7 +35,7 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
     first, started = peers[0], time.time()
     line = ProgressLine(first, steps=plan.duration.steps, world=len(peers), since_s=started, tell=tell)
     with collected_signals() as asked, line as shown:
-        heard, ended = 0, set[Path]()
+        handled_signals, ended = 0, set[Path]()
         processes = {first.path: start_process(first, allow_code=allow_code, sharers=len(peers))}
         waiting = peers[1:]
         try:
@@ -50,15 +50,16 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
                     processes[first.path].poll() is not None or time.time() > started + crowded_limit_s(START_S)
                 ):
                     break
-                if len(asked) > heard:
-                    heard = len(asked)
-                    shown.note("leaving after this step; Ctrl-C again ends it at once" if heard == 1 else "ending")
+                if len(asked) > handled_signals:
+                    handled_signals = len(asked)
+                    shown.note(
+                        "leaving after this step; Ctrl-C again ends it at once" if handled_signals == 1 else "ending"
+                    )
                     for process in processes.values():
-                        process.send_signal(signal.SIGINT if heard == 1 else signal.SIGKILL)
+                        process.send_signal(signal.SIGINT if handled_signals == 1 else signal.SIGKILL)
                 for path, process in processes.items():
-                    if (
-                        process.poll() and path not in ended
-                    ):  # with an exit code: said now, since the others may train on
+                    # With an exit code: reported now, since the other peers may continue training.
+                    if process.poll() and path not in ended:
                         ended.add(path)
                         shown.note(f"{path.name} has ended: {_how(process.returncode)}")
                 shown.tick()
@@ -83,7 +84,7 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
 
 
 def _how(code: int) -> str:
-    """In words.
+    """Describe an exit code in words.
 
     >>> _how(-9), _how(3)
     ('killed by SIGKILL', 'exit code 3')
@@ -92,10 +93,10 @@ def _how(code: int) -> str:
 
 
 def _reason(run: Run) -> str:
-    """Why a peer ended, as it said itself."""
-    said = str(run.status().get("message") or "")
-    if said and run.status().get("state") == "failed":
-        return said
+    """Return the reason why a peer ended, from its status or log."""
+    message = str(run.status().get("message") or "")
+    if message and run.status().get("state") == "failed":
+        return message
     try:
         lines = run.rank_log(0).read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError:
@@ -107,18 +108,18 @@ def _reason(run: Run) -> str:
 
 
 def _listens(run: Run, *, since_s: float) -> bool:
-    """Whether the process that was started at `since_s` listens: the status of an earlier one names a closed port."""
+    """Return True if the process started at `since_s` listens: the status of an earlier process names a closed port."""
     from phalanx.train.slow_links.peer_session import read_status
 
     return float(read_status(run).get("t", 0.0)) >= since_s
 
 
 def run_trial(first: Run, others: list[Run], plan: Plan, *, allow_code: bool, tell: Tell) -> Run:
-    """Train all peers of a job on this machine: `first` owns the run, and its run folder is returned."""
+    """Train all peers of a job on this machine; `first` has the allowlist and its run is returned."""
     return run_processes([first, *others], plan, allow_code=allow_code, tell=tell)
 
 
 def trial_peers(first: Run) -> list[Run]:
-    """The other peers of a trial that is continued; they lie beside the first one."""
+    """Return the other peers of a trial that is continued; their folders are next to the first one's."""
     names = first.launch().get("trial", ())
     return [open_run(first.path.parent / Path(str(name)).name) for name in names]

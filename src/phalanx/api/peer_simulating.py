@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class PeersSimulation(PublicResult):
-    """What sites on slow links still learn over so many days while peers come and go."""
+    """The forecast for sites on slow links whose peers come and go: the tokens they still train on."""
 
     plan: Plan
     policy: ChurnPolicy
@@ -31,17 +31,17 @@ class PeersSimulation(PublicResult):
         return peer_forecast_text(self.plan, self.policy, self.forecast)
 
     def to_dict(self) -> dict[str, Any]:
-        """The forecast."""
+        """Return the forecast."""
         return dict(json_values(self.forecast))
 
     @property
     def exit_code(self) -> int:
-        """130 when Ctrl-C left runs out."""
+        """130 if Ctrl-C left runs out."""
         return INTERRUPTED if self.interrupted else 0
 
 
 def simulate_peers(plan: Plan, *, days: float, runs: int, seed: int, tell: Tell) -> PeersSimulation:
-    """All runs, or those that Ctrl-C left finished."""
+    """Simulate all runs, or those finished before Ctrl-C."""
     from phalanx.sim.peer_churn import MOST_CHANGES, churn_policy, expected_changes, simulate_churn
     from phalanx.sim.peer_forecast import forecast_peers
 
@@ -59,12 +59,12 @@ def simulate_peers(plan: Plan, *, days: float, runs: int, seed: int, tell: Tell)
     outcomes: list[ChurnOutcome] = []  # those before Ctrl-C are kept
     interrupted = False
     try:
-        for one in simulate_churn(policy, days=days, count=runs, seed=seed):
-            outcomes.append(one)
+        for outcome in simulate_churn(policy, days=days, count=runs, seed=seed):
+            outcomes.append(outcome)
     except KeyboardInterrupt:
         if not outcomes:
             raise
         interrupted = True
         tell(f"stopped by Ctrl-C: {len(outcomes):,} of {runs:,} runs are finished, and shown")
-    made = forecast_peers(plan, policy, outcomes, seed=seed)
-    return PeersSimulation(plan=plan, policy=policy, forecast=made, interrupted=interrupted)
+    forecast = forecast_peers(plan, policy, outcomes, seed=seed)
+    return PeersSimulation(plan=plan, policy=policy, forecast=forecast, interrupted=interrupted)

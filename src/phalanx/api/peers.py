@@ -1,4 +1,4 @@
-"""Peers on slow links: start a run that others join, invite them, join one, list its members, send one away.
+"""Peers on slow links: start a run that others join, invite them, join one, list its members, revoke one.
 
 >>> run = phalanx.peers.start("job.toml", listen="0.0.0.0:29400")  # doctest: +SKIP
 >>> phalanx.peers.invite("runs/job-20261117-120000", "berlin").path  # doctest: +SKIP
@@ -37,15 +37,15 @@ __all__ = ["PeerTable", "SavedInvitation", "go_on_alone", "invite", "join", "mem
 WHERE = "phalanx peers"
 ANY_PORT = "127.0.0.1:0"
 MOST_INVITATION_BYTES = 16 * 2**20
-ANSWER_S = 60.0  # that a running peer may take to agree with those that are left
-SILENT_S = 10.0  # a running peer says twice a second how it stands
+ANSWER_S = 60.0  # seconds that a running peer may take to agree with the remaining members
+SILENT_S = 10.0  # a running peer writes its status twice a second
 ALONE = "no majority is left, so rounds wait; if the lost peers are gone for good: phalanx peers go-on-alone {run}"
 HEAD = ("name", "id", "address", "step", "samples", "latency", "Mbit/s", "state")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SavedInvitation(PublicResult):
-    """An invitation that was written: whoever has the file can join as this peer.
+    """An invitation file: anyone who has it can join as this peer.
 
     >>> phalanx.peers.invite("runs/job-20261117-120000", "berlin").name  # doctest: +SKIP
     'berlin'
@@ -65,7 +65,7 @@ class SavedInvitation(PublicResult):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class PeerTable(PublicResult):
-    """The members of a group as one peer of it last saw them.
+    """The members of a group as one peer of it last recorded them.
 
     >>> phalanx.peers.members("runs/job-20261117-120000").members  # doctest: +SKIP
     """
@@ -75,7 +75,7 @@ class PeerTable(PublicResult):
     mode: str
     step: int
     round: int
-    age_s: float | None  # since this peer last wrote how the group stands; None before it joined
+    age_s: float | None  # since this peer last wrote its status; None before it joined
     members: tuple[dict[str, Any], ...]
     has_majority: bool = True
 
@@ -84,14 +84,14 @@ class PeerTable(PublicResult):
 
         if self.age_s is None:
             return f"{self.run}: this peer has not joined its group yet"
-        rows = [HEAD, *(_member_cells(one) for one in self.members)]
-        present = sum(one["state"] == "member" for one in self.members)
+        rows = [HEAD, *(_member_cells(member) for member in self.members)]
+        present = sum(member["state"] == "member" for member in self.members)
         head = f"{self.run}: {plural(present, 'member')}, {self.mode}, step {self.step:,}, round {self.round:,}"
         waits = [] if self.has_majority else [ALONE.format(run=self.run)]
         votes = [
-            f"{one['name']} was excluded by a vote: {one['excluded_for']}"
-            for one in self.members
-            if "excluded_for" in one
+            f"{member['name']} was excluded by a vote: {member['excluded_for']}"
+            for member in self.members
+            if "excluded_for" in member
         ]
         table = text_table(rows, right=(3, 4, 5, 6))
         return "\n".join([f"{head}, as of {self.age_s:,.0f} s ago", *table, *votes, *waits])
@@ -99,7 +99,8 @@ class PeerTable(PublicResult):
 
 def _member_cells(one: dict[str, Any]) -> tuple[str, ...]:
     address = f"{one['address'][0]}:{one['address'][1]}" if one.get("address") else "–"
-    address = "client-only" if one.get("client_only") else address  # nobody connects to it
+    # A client-only peer accepts no connections.
+    address = "client-only" if one.get("client_only") else address
     step = "–" if one.get("step") is None else f"{one['step']:,}"
     latency = "–" if not one.get("latency_s") else f"{1000 * one['latency_s']:.0f} ms"
     speed = f"{one['up_mbps']:g}/{one['down_mbps']:g}" if one.get("up_mbps") and one.get("down_mbps") else "–"
@@ -122,7 +123,7 @@ def start(
     allow_code: bool = False,
     progress: bool | Tell = True,
 ) -> Run:
-    """Start a run that other peers can join, as its owner, and train; or go on with a peer's run (`resume`).
+    """Start a run that other peers can join, as its owner, and train; or continue a peer's run (`resume`).
 
     `listen` is the address and port that others connect to, `advertise` another one that leads there (behind NAT with
     a forwarded port), `bandwidth` is "UP/DOWN" in Mbit/s. Ctrl-C saves a checkpoint and leaves the group.
@@ -171,9 +172,8 @@ def join(
 ) -> Run:
     """Join a run with an invitation, take its newest state, and train until it ends or Ctrl-C.
 
-    The invitation names the job of the run; `job` is taken instead where given, and must be the same but for its
-    cluster, layout and paths. `data` is where this machine has the dataset. `client_only` accepts no connections: for
-    a peer behind NAT.
+    The invitation contains the job of the run; `job` replaces it, and must be the same except for its cluster, layout
+    and paths. `data` is the dataset on this machine. `client_only` accepts no connections: for a peer behind NAT.
 
     >>> run = phalanx.peers.join("berlin.invitation.json", data="data/tokens", client_only=True)  # doctest: +SKIP
     """
@@ -181,7 +181,7 @@ def join(
     from phalanx.train.slow_links.peer_session import SessionFacts, write_session
 
     path = Path(invitation)
-    found = Invitation.load(path)
+    loaded = Invitation.load(path)
     up, down = parse_bandwidth(bandwidth)
     place, public = parse_address(listen), parse_address(advertise) if advertise else None
     if client_only and (listen != ANY_PORT or advertise):
@@ -197,22 +197,22 @@ def join(
     call = _peer_call(source, cluster, None, texts, runs, check, allow_code, progress)
     run, plan = _prepare_run(call)
     facts = SessionFacts(
-        group=found.run_id,
-        addresses=tuple(found.addresses),
+        group=loaded.run_id,
+        addresses=tuple(loaded.addresses),
         listen=place,
         advertise=public,
         up_mbps=up,
         down_mbps=down,
         client_only=client_only,
     )
-    write_session(run, found.identity, found.allowed, facts)
+    write_session(run, loaded.identity, loaded.allowed, facts)
     return run_peer(run, plan, allow_code=allow_code, tell=call.tell)
 
 
 def invite(run: AnyRun, name: str, *, out: str | Path | None = None, addresses: Sequence[str] = ()) -> SavedInvitation:
-    """Write an invitation for a new peer, a file that only this user can read; the run may be going.
+    """Write an invitation for a new peer, a file that only this user can read; the run may be in progress.
 
-    Its addresses are those of the members that this peer knows, its own first, or those given.
+    Its addresses are those of the members that this peer knows, its own first, or the given `addresses`.
 
     >>> phalanx.peers.invite("runs/job-20261117-120000", "berlin", addresses=["203.0.113.7:29400"])  # doctest: +SKIP
     """
@@ -220,29 +220,33 @@ def invite(run: AnyRun, name: str, *, out: str | Path | None = None, addresses: 
     from phalanx.peers.invitation import Invitation
     from phalanx.train.slow_links.peer_session import ALLOWED, peers_folder
 
-    found, identity, _ = _owned_group(run)
-    places = [parse_address(one) for one in addresses] or _known_addresses(found)
+    owned_run, identity, _ = _owned_group(run)
+    places = [parse_address(address) for address in addresses] or _known_addresses(owned_run)
     if not places:
         raise mistake(
-            str(found.path),
+            str(owned_run.path),
             "nobody can be reached yet: the peer has never listened",
             fix="start it first, or give --address HOST:PORT",
         )
     path = Path(out) if out is not None else Path(f"{name}.invitation.json")
-    with locked_list(peers_folder(found) / ALLOWED):
+    with locked_list(peers_folder(owned_run) / ALLOWED):
         allowed = _owned_group(run)[2]
         if name in allowed.fingerprints().values():
-            raise mistake(str(found.path), f"a peer called {name[:60]} is invited already", fix="choose another name")
-        made = Invitation.create(identity, allowed, name, places)
-        made.save(path)
-        text = json.loads(path.read_text(encoding="utf-8")) | {"job_toml": found.job_toml.read_text(encoding="utf-8")}
+            raise mistake(
+                str(owned_run.path), f"a peer called {name[:60]} is invited already", fix="choose another name"
+            )
+        invitation = Invitation.create(identity, allowed, name, places)
+        invitation.save(path)
+        text = json.loads(path.read_text(encoding="utf-8")) | {
+            "job_toml": owned_run.job_toml.read_text(encoding="utf-8")
+        }
         replace_bytes(path, (json.dumps(text, indent=1) + "\n").encode(), mode=0o600)
-        made.allowed.save(peers_folder(found) / ALLOWED)
-    return SavedInvitation(path=path, name=name, id=made.identity.id, addresses=tuple(places))
+        invitation.allowed.save(peers_folder(owned_run) / ALLOWED)
+    return SavedInvitation(path=path, name=name, id=invitation.identity.id, addresses=tuple(places))
 
 
 def members(run: AnyRun) -> PeerTable:
-    """The members of a peer's group, how far each is, and the samples that each has learnt from.
+    """Return the members of a peer's group, their progress, and the samples that each contributed.
 
     >>> print(phalanx.peers.members("runs/job-20261117-120000"))  # doctest: +SKIP
     """
@@ -256,14 +260,14 @@ def members(run: AnyRun) -> PeerTable:
         read_status,
     )
 
-    found = open_public_run(run)
-    facts, status = read_session(found), read_status(found)
-    allowed = AllowList.load(peers_folder(found) / ALLOWED)
+    peer_run = open_public_run(run)
+    facts, status = read_session(peer_run), read_status(peer_run)
+    allowed = AllowList.load(peers_folder(peer_run) / ALLOWED)
     credit = status.get("credit", {})
     named = {**allowed.fingerprints(), **dict(allowed.revoked_names)}
     names = {fingerprint[:ID_DIGITS]: name for fingerprint, name in named.items()}
-    present = {one["id"]: one for one in status.get("members", ())}
-    revoked = {one[:ID_DIGITS] for one in allowed.revoked}
+    present = {member["id"]: member for member in status.get("members", ())}
+    revoked = {fingerprint[:ID_DIGITS] for fingerprint in allowed.revoked}
     excluded = excluded_before(status)
     rows = []
     for peer in dict.fromkeys([*present, *names, *credit, *sorted(revoked), *excluded]):
@@ -274,7 +278,7 @@ def members(run: AnyRun) -> PeerTable:
         rows.append({**known, "samples": int(credit.get(peer, 0)), "state": state, **reason})
     age_s = max(0.0, time.time() - float(status["t"])) if "t" in status else None
     return PeerTable(
-        run=str(found.path),
+        run=str(peer_run.path),
         group=facts.group,
         mode=str(status.get("mode", "")),
         step=int(status.get("step", 0)),
@@ -286,35 +290,35 @@ def members(run: AnyRun) -> PeerTable:
 
 
 def go_on_alone(run: AnyRun) -> PeerTable:
-    """Let a running peer, and those it still reaches, go on although a majority of the members is lost.
+    """Let a running peer, and those it still reaches, continue although a majority of the members is lost.
 
-    Only for lost peers that are gone: where they live on behind a broken network, both sides go on, and what one side
-    learns is lost when they meet again. Raises UserError where a majority is there, or the peer does not run.
+    Only for lost peers that are gone: if they continue behind a broken network, both sides train on, and the progress
+    of one side is lost when they meet again. Raises UserError if a majority is present, or the peer does not run.
 
     >>> phalanx.peers.go_on_alone("runs/job-20261117-120000")  # doctest: +SKIP
     """
     from phalanx.train.slow_links.peer_session import GO_ON, peers_folder, read_session, read_status
 
-    found = open_public_run(run)
-    read_session(found)
-    path, ends = peers_folder(found) / GO_ON, time.monotonic() + ANSWER_S
-    if time.time() - float(read_status(found).get("t", 0.0)) > SILENT_S:
-        raise mistake(str(found.path), "this peer does not run", fix=f"phalanx peers start --resume {found.path}")
+    peer_run = open_public_run(run)
+    read_session(peer_run)
+    path, ends = peers_folder(peer_run) / GO_ON, time.monotonic() + ANSWER_S
+    if time.time() - float(read_status(peer_run).get("t", 0.0)) > SILENT_S:
+        raise mistake(str(peer_run.path), "this peer does not run", fix=f"phalanx peers start --resume {peer_run.path}")
     replace_bytes(path, b"{}\n", mode=0o600)
     try:
-        while "answer" not in (said := load_json(path, MOST_INVITATION_BYTES)):
+        while "answer" not in (request_state := load_json(path, MOST_INVITATION_BYTES)):
             if time.monotonic() > ends:
-                raise mistake(str(found.path), f"the peer did not answer within {ANSWER_S:g} s")
+                raise mistake(str(peer_run.path), f"the peer did not answer within {ANSWER_S:g} s")
             time.sleep(0.1)
     finally:
         path.unlink(missing_ok=True)
-    if refusal := said["answer"].get("refusal"):
-        raise mistake(str(found.path), str(refusal).removeprefix("peers: ")[:400])
-    return members(found)
+    if refusal := request_state["answer"].get("refusal"):
+        raise mistake(str(peer_run.path), str(refusal).removeprefix("peers: ")[:400])
+    return members(peer_run)
 
 
 def revoke(run: AnyRun, name: str) -> PeerTable:
-    """Send a peer away for good, by its name or id; a running group drops it at once.
+    """Revoke a peer permanently, by its name or id; a running group drops it immediately.
 
     >>> phalanx.peers.revoke("runs/job-20261117-120000", "berlin")  # doctest: +SKIP
     """
@@ -322,24 +326,31 @@ def revoke(run: AnyRun, name: str) -> PeerTable:
     from phalanx.peers.identity import ID_DIGITS
     from phalanx.train.slow_links.peer_session import ALLOWED, peers_folder
 
-    found, identity, _ = _owned_group(run)
-    with locked_list(peers_folder(found) / ALLOWED):
+    owned_run, identity, _ = _owned_group(run)
+    with locked_list(peers_folder(owned_run) / ALLOWED):
         allowed = _owned_group(run)[2]
-        matches = [one for one, known in allowed.fingerprints().items() if name in (known, one, one[:ID_DIGITS])]
+        matches = [
+            fingerprint
+            for fingerprint, known in allowed.fingerprints().items()
+            if name in (known, fingerprint, fingerprint[:ID_DIGITS])
+        ]
         if not matches:
             names, present = dict(allowed.revoked_names), ", ".join(sorted(allowed.fingerprints().values()))
-            gone = any(name in (one, one[:ID_DIGITS], names.get(one)) for one in allowed.revoked)
-            what = f"{name[:60]} was revoked already" if gone else f"there is no peer called {name[:60]}"
-            raise mistake(str(found.path), what, fix=f"the peers are {present}")
-        allowed.revoke(identity, matches[0]).save(peers_folder(found) / ALLOWED)
-    return members(found)
+            is_revoked = any(
+                name in (fingerprint, fingerprint[:ID_DIGITS], names.get(fingerprint))
+                for fingerprint in allowed.revoked
+            )
+            message = f"{name[:60]} was revoked already" if is_revoked else f"there is no peer called {name[:60]}"
+            raise mistake(str(owned_run.path), message, fix=f"the peers are {present}")
+        allowed.revoke(identity, matches[0]).save(peers_folder(owned_run) / ALLOWED)
+    return members(owned_run)
 
 
-# ---- small parts -----------------------------------------------------------------------------------------------------
+# ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def parse_address(text: str) -> Address:
-    """A host and a port.
+    """Parse a host and a port.
 
     >>> parse_address("0.0.0.0:29400"), parse_address("[::1]:0")
     (('0.0.0.0', 29400), ('::1', 0))
@@ -351,7 +362,9 @@ def parse_address(text: str) -> Address:
 
 
 def check_listen(place: Address) -> None:
-    """Raise UserError where nobody can listen, before anything is made; the peer itself listens later."""
+    """Raise UserError if this address cannot be listened on, before anything is created; the peer itself listens
+    later.
+    """
     from phalanx.io.listen import Address as ListenAddress
     from phalanx.io.listen import open_socket
 
@@ -362,7 +375,7 @@ def check_listen(place: Address) -> None:
 
 
 def parse_bandwidth(text: str | None) -> tuple[float | None, float | None]:
-    """Mbit/s up and down, of "40/200" or "100".
+    """Parse Mbit/s up and down from "40/200" or "100".
 
     >>> parse_bandwidth("40/200"), parse_bandwidth("100"), parse_bandwidth(None)
     ((40.0, 200.0), (100.0, 100.0), (None, None))
@@ -371,18 +384,18 @@ def parse_bandwidth(text: str | None) -> tuple[float | None, float | None]:
         return None, None
     up, slash, down = text.partition("/")
     try:
-        found = float(up), float(down if slash else up)
+        speeds = float(up), float(down if slash else up)
     except ValueError:
-        what, fix = f"--bandwidth {text[:40]} is not a speed", "write UP/DOWN in Mbit/s, as 40/200"
-        raise mistake(WHERE, what, fix=fix) from None
-    if not all(0.0 < one < 1e9 for one in found):
+        message, fix = f"--bandwidth {text[:40]} is not a speed", "write UP/DOWN in Mbit/s, as 40/200"
+        raise mistake(WHERE, message, fix=fix) from None
+    if not all(0.0 < speed < 1e9 for speed in speeds):
         raise mistake(
             WHERE,
             f"--bandwidth {text[:40]} is not a speed",
             why="both directions must be above 0, or nothing can be sent",
             fix="write UP/DOWN in Mbit/s, as 40/200",
         )
-    return found
+    return speeds
 
 
 def _peer_call(
@@ -413,7 +426,7 @@ def _peer_call(
 
 
 def _prepare_run(call: TrainCall) -> tuple[Run, Plan]:
-    """The plan with its data, and the new run folder."""
+    """Return the plan with its data, and the new run folder."""
     started = time.time()
     plan, old, data_s = prepare_here(call)
     if not plan.job.sync.has_peers:
@@ -430,37 +443,37 @@ def _resume_peer(run: AnyRun, *, steps: int | None, overrides: Overrides, allow_
     from phalanx.peers.identity import PeerIdentity
     from phalanx.train.slow_links.peer_session import ALLOWED, peers_folder, read_session
 
-    found = open_public_run(run)
-    facts, folder = read_session(found), peers_folder(found)
+    peer_run = open_public_run(run)
+    facts, folder = read_session(peer_run), peers_folder(peer_run)
     if PeerIdentity.load(folder).fingerprint in AllowList.load(folder / ALLOWED).revoked:
-        raise mistake(str(found.path), "this key was revoked by the run's owner", fix="ask for a new invitation")
+        raise mistake(str(peer_run.path), "this key was revoked by the run's owner", fix="ask for a new invitation")
     if not facts.client_only:
         check_listen(facts.listen)
     call = TrainCall(
-        resume=found, steps=steps, overrides=setting_texts(overrides, None), allow_code=allow_code, tell=tell
+        resume=peer_run, steps=steps, overrides=setting_texts(overrides, None), allow_code=allow_code, tell=tell
     )
     plan, old, data_s = prepare_here(call)
-    made = make_run_folder(plan, call, old, started=time.time(), data_s=data_s)
-    return run_peer(made, plan, allow_code=allow_code, tell=tell)
+    resumed_run = make_run_folder(plan, call, old, started=time.time(), data_s=data_s)
+    return run_peer(resumed_run, plan, allow_code=allow_code, tell=tell)
 
 
 def _owned_group(run: AnyRun) -> tuple[Run, Any, Any]:
-    """The run, its owner's identity and its allowlist; raises UserError where this peer is not the owner."""
+    """Return the run, its owner's identity and its allowlist; raise UserError if this peer is not the owner."""
     from phalanx.peers.allowlist import AllowList
     from phalanx.peers.identity import PeerIdentity
     from phalanx.train.slow_links.peer_session import ALLOWED, peers_folder, read_session
 
-    found = open_public_run(run)
-    read_session(found)
-    folder = peers_folder(found)
+    owned_run = open_public_run(run)
+    read_session(owned_run)
+    folder = peers_folder(owned_run)
     identity, allowed = PeerIdentity.load(folder), AllowList.load(folder / ALLOWED)
     if identity.fingerprint != allowed.owner_fingerprint:
         raise mistake(
-            str(found.path),
+            str(owned_run.path),
             "only the owner of a run invites and revokes",
             fix="ask whoever ran phalanx peers start",
         )
-    return found, identity, allowed
+    return owned_run, identity, allowed
 
 
 def _known_addresses(run: Run) -> list[Address]:
@@ -468,16 +481,16 @@ def _known_addresses(run: Run) -> list[Address]:
 
     status = read_status(run)
     own = [status["address"]] if status.get("address") else []
-    others = [one["address"] for one in status.get("members", ()) if not one.get("client_only")]
-    return list(dict.fromkeys((str(host), int(port)) for host, port in [*own, *others]))
+    members_addresses = [member["address"] for member in status.get("members", ()) if not member.get("client_only")]
+    return list(dict.fromkeys((str(host), int(port)) for host, port in [*own, *members_addresses]))
 
 
 def _job_of(path: Path, runs: Path) -> Path:
-    """The job that an invitation carries, as a file in the folder of runs."""
+    """Write the job that an invitation contains to a file in the folder of runs, and return its path."""
     text = load_json(path, MOST_INVITATION_BYTES).get("job_toml")
     if not isinstance(text, str):
         raise mistake(str(path), "names no job", fix="give --job with the job file of the run")
     runs.mkdir(parents=True, exist_ok=True)
-    made = runs / f"{path.name.split('.')[0]}.job.toml"
-    replace_bytes(made, text.encode(), mode=0o600)
-    return made
+    job_path = runs / f"{path.name.split('.')[0]}.job.toml"
+    replace_bytes(job_path, text.encode(), mode=0o600)
+    return job_path

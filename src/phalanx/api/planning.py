@@ -1,4 +1,4 @@
-"""Plans: find the best layout of a job on a cluster, compare plans, and hold predictions against measurements."""
+"""Plans: find the best layout of a job on a cluster, compare plans, and compare predictions with measurements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from phalanx.validate.throughput_score import Scorecard
 
 MOST_COMPARED = 8
-PROGRESS_S = 5.0  # between lines of progress
+PROGRESS_S = 5.0  # seconds between lines of progress
 
 
 def plan(
@@ -46,11 +46,11 @@ def plan(
 ) -> Plan:
     """Find the best layout of a job on a cluster, with its time, memory, cost and reasons.
 
-    `job` is a path, what `load` returned, or a Job; `cluster` a spec such as "8xH100:4", a file, or a Cluster, and the
-    job's own by default. `calibration` is what `calibrate` wrote. `measure` times this machine's cores first, as
-    `phalanx plan` does for the cluster `local` (about 20 s, once).
+    `job` is a path, the result of `load`, or a Job; `cluster` is a spec such as "8xH100:4", a file, or a Cluster, by
+    default the job's own. `calibration` is a file that `calibrate` wrote. `measure` times this machine's cores first,
+    as `phalanx plan` does for the cluster `local` (about 20 s, once).
 
-    Raises UserError when no layout fits and, unless `allow_unfinishable`, for a run that would never finish.
+    Raises UserError if no layout fits and, unless `allow_unfinishable`, for a run that would never finish.
 
     >>> import phalanx
     >>> made = phalanx.plan("examples/llama-3-8b-64xH100.toml", "8xH100:4")
@@ -61,10 +61,11 @@ def plan(
     resolved = read_job(job, overrides, where="phalanx.plan")
     note = calibration
     if isinstance(note, str | Path):
-        from phalanx.plan.calibrate import read_calibration  # imports scipy: only when asked for
+        # Imported on demand because it imports scipy.
+        from phalanx.plan.calibrate import read_calibration
 
         note = read_calibration(Path(note))
-    found = look_at_files(resolved, tell)
+    findings = look_at_files(resolved, tell)
 
     def make() -> Plan:
         return make_plan(resolved, cluster, calibration=note, allow_unfinishable=allow_unfinishable)
@@ -73,18 +74,19 @@ def plan(
     if LOCAL_SPEC.match(target) and (kernels := _kernels_here()):
         tell(f"kernels chosen by earlier runs on this machine: {kernels} (phalanx kernels list)")
     if not measure or not LOCAL_SPEC.match(target):  # only this machine can be measured
-        made = make()
+        new_plan = make()
     else:
         if cluster is not None and not isinstance(cluster, Cluster):
-            resolve_cluster(cluster)  # what is wrong with it is said before the machine is measured, which takes 20 s
-        made = plan_here(make, target, environ=os.environ, tell=tell)
-    if not found.warnings:
-        return made
-    return replace(made, warnings=(*made.warnings, *(problem.render() for problem in found.warnings)))
+            # Checked before the machine is measured, which takes 20 s.
+            resolve_cluster(cluster)
+        new_plan = plan_here(make, target, environ=os.environ, tell=tell)
+    if not findings.warnings:
+        return new_plan
+    return replace(new_plan, warnings=(*new_plan.warnings, *(problem.render() for problem in findings.warnings)))
 
 
 def _kernels_here() -> str:
-    """What the selector chose for this machine's GPU so far; a run measures the shapes that are new to it."""
+    """Return the kernels that the selector has chosen for this machine's GPU; a run measures new shapes."""
     choices = read_choices(kernel_cache_folder(os.environ))
     gpus = discover().gpus if choices else ()  # asking the driver takes time
     chosen = chosen_variants(choices, device=gpus[0].name) if gpus else {}
@@ -93,7 +95,7 @@ def _kernels_here() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class PlanComparison(PublicResult):
-    """Several plans side by side."""
+    """A comparison of several plans."""
 
     names: tuple[str, ...]
     plans: tuple[Plan, ...]
@@ -109,12 +111,12 @@ class PlanComparison(PublicResult):
         return f"<PlanComparison: {names[:100]}{'…' * (len(names) > 100)}>"
 
     def to_dict(self) -> dict[str, Any]:
-        """The differences, and every plan whole."""
-        return {"differences": json_values(self.differences), "plans": [one.to_dict() for one in self.plans]}
+        """Return the differences, and every complete plan."""
+        return {"differences": json_values(self.differences), "plans": [plan.to_dict() for plan in self.plans]}
 
 
 def compare_plans(plans: Sequence[Plan], names: Sequence[str] = ()) -> PlanComparison:
-    """What differs between 2 to 8 plans: layout, time, cost and memory; `names` head the columns.
+    """Compare 2 to 8 plans by layout, time, cost and memory; `names` head the columns.
 
     >>> import phalanx
     >>> plans = [phalanx.plan("examples/llama-3-8b-64xH100.toml", cluster) for cluster in ("8xH100:4", "8xH100:8")]
@@ -126,13 +128,13 @@ def compare_plans(plans: Sequence[Plan], names: Sequence[str] = ()) -> PlanCompa
 
     if not 2 <= len(plans) <= MOST_COMPARED:
         raise mistake("phalanx.compare_plans", f"{plural(len(plans), 'plan')} given", fix=f"give 2 to {MOST_COMPARED}")
-    named = tuple(names) or tuple(one.job.name for one in plans)
+    named = tuple(names) or tuple(plan_.job.name for plan_ in plans)
     return PlanComparison(names=named, plans=tuple(plans), differences=tuple(compare_plans(plans, list(named))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CalibrationResult(PublicResult):
-    """Factors of your system, and how well they fit; `phalanx.plan(job, calibration=...)` takes the file."""
+    """Calibration factors of a system, and how well they fit; `phalanx.plan(job, calibration=...)` takes the file."""
 
     report: CalibrationReport
 
@@ -142,7 +144,7 @@ class CalibrationResult(PublicResult):
         return calibration_text(self.report)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fit."""
+        """Return the fit."""
         return dict(json_values(self.report))
 
     def write(self, path: str | Path) -> None:
@@ -166,7 +168,7 @@ def calibrate(measured: str | Path) -> CalibrationResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Backtest(PublicResult):
-    """Predictions of a table of published runs, and how far they are from what was measured."""
+    """Predictions for a table of published runs, and their errors against the measurements."""
 
     scorecard: Scorecard
     calibrated_on: int  # rows
@@ -178,13 +180,13 @@ class Backtest(PublicResult):
         return scorecard_text(self.scorecard, calibrated_on=self.calibrated_on)
 
     def to_dict(self) -> dict[str, Any]:
-        """The scores, and every prediction."""
-        found = {
+        """Return the scores, and every prediction."""
+        values = {
             "scorecard": self.scorecard,
             "calibrated_on_rows": self.calibrated_on,
             "predictions": self.predictions,
         }
-        return dict(json_values(found))
+        return dict(json_values(values))
 
     def write(self, path: str | Path) -> None:
         """Write the predictions as CSV."""
@@ -195,7 +197,7 @@ class Backtest(PublicResult):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class NetworkBacktest(PublicResult):
-    """The same for a table of network claims."""
+    """The computed values for a table of network claims, and their errors."""
 
     card: NetworkCard
 
@@ -205,12 +207,12 @@ class NetworkBacktest(PublicResult):
         return network_card_text(self.card)
 
     def to_dict(self) -> dict[str, Any]:
-        """The scores of every claim."""
+        """Return the scores of every claim."""
         return dict(json_values(self.card))
 
     @property
     def exit_code(self) -> int:
-        """130 when Ctrl-C left rows out."""
+        """130 if Ctrl-C left rows out."""
         return INTERRUPTED if self.card.interrupted else 0
 
 
@@ -226,9 +228,9 @@ def backtest(
     """Predict a table of published measurements, and report the error.
 
     `table` holds training runs (columns of throughput_public.csv) or network claims (source, quantity, value, unit,
-    conditions). Of runs, at most five factors per source are fitted first from the rows of `calibration`, or from
-    `draw` rows of each source, which are then left out of the score. Of claims, `simulate` also runs what takes more
-    than a minute.
+    conditions). For runs, at most five factors per source are first fitted to the rows of `calibration`, or to `draw`
+    rows of each source, which are then left out of the score. For claims, `simulate` also runs the simulations beyond
+    one minute in total.
 
     >>> print(backtest("throughput_public.csv", draw=3))  # doctest: +SKIP
     """
@@ -257,7 +259,7 @@ def backtest(
 
 
 def _network_backtest(table: Path, *, simulate: bool, tell: Tell) -> NetworkBacktest:
-    """Network claims: nothing is fitted but the two ends of a series, so the options of runs do not apply."""
+    """Score network claims: only the two ends of a series are fitted, so the options of runs do not apply."""
     from phalanx.validate.network_claims import read_claims
     from phalanx.validate.network_score import plan_simulations as plan_rows
     from phalanx.validate.network_score import score_claims
@@ -269,12 +271,12 @@ def _network_backtest(table: Path, *, simulate: bool, tell: Tell) -> NetworkBack
         tell(f"{plural(len(planned.keys), 'simulation')}, {cpu}")
     if planned.left_out:
         tell(f"{planned.left_out} more would take about {planned.left_out_cpu_s:,.0f} s: add --simulate")
-    said_s = time.monotonic()
+    printed_s = time.monotonic()
 
     def progress(done: int, of: int) -> None:
-        nonlocal said_s
-        if time.monotonic() - said_s > PROGRESS_S and done < of:  # a minute must not look like a hang
-            said_s = time.monotonic()
+        nonlocal printed_s
+        if time.monotonic() - printed_s > PROGRESS_S and done < of:  # a minute without output would look like a hang
+            printed_s = time.monotonic()
             tell(f"  {done:,} of {of:,} rows")
 
     return NetworkBacktest(card=score_claims(rows, simulate=simulate, planned=planned, progress=progress))

@@ -1,4 +1,4 @@
-"""How a run goes, for a person: a line redrawn in place on a terminal, repeated now and then where there is none."""
+"""The progress of a run: a line redrawn in place on a terminal, or printed from time to time without one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-PLAIN_S = 5.0  # between lines where there is no terminal
+PLAIN_S = 5.0  # seconds between lines without a terminal
 REDRAW_S = 0.2
 
 
 class ProgressLine:
-    """A context: while it is open, `tick` keeps the line fresh."""
+    """A context manager in which `tick` keeps the progress line up to date."""
 
     def __init__(
         self, run: Run, *, steps: int, world: int, since_s: float, tell: Tell = tell_stderr, terminal: bool = True
@@ -53,7 +53,7 @@ class ProgressLine:
             self._tell(line)
 
     def tick(self) -> None:
-        """Look for news; cheap enough to be called ten times a second."""
+        """Read new events; cheap enough to call ten times a second."""
         now = time.monotonic()
         if now - self._at_s < (REDRAW_S if self._display is not None else PLAIN_S) and self._at_s:
             return
@@ -70,7 +70,7 @@ class ProgressLine:
             self._tell(line)
 
     def note(self, text: str) -> None:
-        """A line that stays, above the one that moves."""
+        """Print a permanent line above the progress line."""
         if self._display is not None:
             self._display.console.print(terminal_text(text))
         else:
@@ -83,13 +83,15 @@ class ProgressLine:
 
 def _terminal_line() -> Live:
     from rich.console import Console
-    from rich.live import Live  # imported only on a terminal: 60 ms
+
+    # Imported only on a terminal: it takes 60 ms.
+    from rich.live import Live
 
     return Live(console=Console(stderr=True, highlight=False), auto_refresh=False, transient=True)
 
 
 def terminal_text(line: str) -> Text:
-    """One line as rich prints it: control characters spelt out, cut at the edge of the terminal."""
+    """Return one line for rich: control characters escaped, cut at the edge of the terminal."""
     from rich.text import Text
 
     return Text(visible(line), overflow="ellipsis", no_wrap=True)

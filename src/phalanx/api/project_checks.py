@@ -1,4 +1,4 @@
-"""Check many files: a folder of configurations with its `.phalanx.toml`, and a baseline of findings that are known."""
+"""Check many files: a folder of configurations with its `.phalanx.toml`, and a baseline of known findings."""
 
 from __future__ import annotations
 
@@ -25,49 +25,49 @@ BASELINE_NAME = ".phalanx-baseline.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ProjectReport(PublicResult):
-    """The reports of several files; `failures` are those that could not be read, `known` findings of the baseline."""
+    """The reports of several files; `failures` are the errors of files that could not be read."""
 
     reports: tuple[CheckReport, ...]
     failures: tuple[PhalanxError, ...] = ()
-    looked_at: int = 0  # files of the folders that were searched
-    searched: bool = False  # whether a folder was given
+    looked_at: int = 0  # files in the searched folders
+    searched: bool = False  # True if a folder was given
     written: str = ""  # the baseline that was written
 
     @property
     def known(self) -> int:
-        """Findings that the baseline has."""
+        """Number of findings that are in the baseline."""
         from phalanx.rules.baseline import KNOWN
 
-        return sum(one.reason == KNOWN for report in self.reports for one in report.findings)
+        return sum(finding.reason == KNOWN for report in self.reports for finding in report.findings)
 
     @property
     def exit_code(self) -> int:
-        """That of the worst file; 0 where a baseline was written."""
+        """The exit code of the worst file; 0 if a baseline was written."""
         codes = [error.exit_code for error in self.failures]
-        return max([0, *codes, *(0 if self.written else one.exit_code for one in self.reports)])
+        return max([0, *codes, *(0 if self.written else report.exit_code for report in self.reports)])
 
     def __str__(self) -> str:
         from phalanx.rules.formats.text import render_text
 
-        pages = render_text([one for one in self.reports if one.problems or not self.searched])
-        return "\n".join(part for part in (pages.rstrip("\n"), *self.table_lines()) if part)
+        pages = render_text([report for report in self.reports if report.problems or not self.searched])
+        return "\n".join(page for page in (pages.rstrip("\n"), *self.table_lines()) if page)
 
     def table_lines(self) -> list[str]:
-        """A row per file, where a folder was searched."""
+        """Return a row per file, if a folder was searched."""
         if not self.searched:
             return []
         from phalanx.rules.formats.text import counts_of
 
         rows = [("file", "errors", "warnings", "known", "unknown", "")]
         for report in self.reports:
-            warnings = sum(one.severity == "warning" for one in report.problems)
-            waived = sum(one.verdict == "waived" for one in report.findings)
+            warnings = sum(finding.severity == "warning" for finding in report.problems)
+            waived = sum(finding.verdict == "waived" for finding in report.findings)
             counts = (report.errors, warnings, waived, counts_of(report)["unknown"])
-            errors, told, known, unknown = (str(one) for one in counts)
-            rows.append((report.target, errors, told, known, unknown, "ok" if report.is_clean else "FAIL"))
+            errors, warned, known, unknown = (str(count) for count in counts)
+            rows.append((report.target, errors, warned, known, unknown, "ok" if report.is_clean else "FAIL"))
         for error in self.failures:
             rows.append((error.problems[0].where, "", "", "", "", "cannot be read"))
-        failing = sum(not one.is_clean for one in self.reports)
+        failing = sum(not report.is_clean for report in self.reports)
         last = (
             f"{plural(len(self.reports), 'file')} judged of {self.looked_at:,} looked at: {failing} with findings, "
             f"{len(self.failures)} that cannot be read; {plural(self.known, 'known finding')}"
@@ -75,9 +75,9 @@ class ProjectReport(PublicResult):
         return ["", *text_table(rows, right=(1, 2, 3, 4)), last]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
-            "reports": [one.to_dict() for one in self.reports],
+            "reports": [report.to_dict() for report in self.reports],
             "failures": [problem.render() for error in self.failures for problem in error.problems],
             "looked_at": self.looked_at,
             "known": self.known,
@@ -103,10 +103,10 @@ def check_project(
 ) -> ProjectReport:
     """Check files and folders as `phalanx check` does; in a folder, every file that can be judged.
 
-    `config` is a project file; without it the nearest `.phalanx.toml` above each target counts. What is given here goes
-    before what stands there. The rules that a project file names are run with `allow_code` only. `baseline` holds
-    findings that are known; `write_baseline` writes it. `skip_others` leaves out named files that are no configuration,
-    as a folder's are, for tools that hand over every file that was changed. Further options are those of `check`.
+    `config` is a project file; by default the nearest `.phalanx.toml` above each target. Arguments take precedence
+    over it. The rules that a project file names are run only with `allow_code`. `baseline` holds known findings;
+    `write_baseline` writes it. `skip_others` skips named files that are not configurations, as is done for those in a
+    folder; it is meant for tools that pass every changed file. Further options are those of `check`.
 
     >>> check_project("examples/llama-3-8b-64xH100.toml", select="BAT").exit_code
     0
@@ -117,7 +117,7 @@ def check_project(
     from phalanx.rules.project import can_judge, find_config, find_files, read_config, recipe_targets
 
     tell = teller(progress)
-    given = (rules,) if isinstance(rules, str) else tuple(rules)
+    given_rules = (rules,) if isinstance(rules, str) else tuple(rules)
     reports: list[CheckReport] = []
     failures: list[PhalanxError] = []
     looked_at, searched = 0, False
@@ -128,39 +128,41 @@ def check_project(
         folder = path if is_folder(path) else path.parent
         project = read_config(Path(config)) if config is not None else find_config(folder)
         configs.append(project)
-        if project.file not in own_rules:  # told once, also where many files are named
-            own_rules[project.file] = _project_rules(project, given, allow_code=allow_code, tell=tell)
+        if project.file not in own_rules:  # printed once, also if many files are named
+            own_rules[project.file] = _project_rules(project, given_rules, allow_code=allow_code, tell=tell)
         own = own_rules[project.file]
         files: Sequence[Path] = (path,) if not (skip_others and is_file(path)) or can_judge(path) else ()
         if _is_project_folder(path):
-            found = find_files(path, project)
-            files, looked_at, searched = found.files, looked_at + found.looked_at, True
-            if found.left_off:
-                tell(f"{path}: more than {found.looked_at - 1:,} files: the rest is not looked at")
+            search = find_files(path, project)
+            files, looked_at, searched = search.files, looked_at + search.looked_at, True
+            if search.left_off:
+                tell(f"{path}: more than {search.looked_at - 1:,} files: the rest is not looked at")
         for file in files:
             base, parts = recipe_targets(file, override_texts(overrides))
             chosen = _file_options(base, project, cluster, override_texts(overrides), select, ignore, source)
             if chosen is None:
                 continue
-            for part in parts:
+            for recipe in parts:
                 try:
-                    reports.append(check(part, rules=own, allow_code=allow_code, progress=tell, **chosen, **options))
+                    reports.append(check(recipe, rules=own, allow_code=allow_code, progress=tell, **chosen, **options))
                 except TrainsNothingError as error:
-                    if part == str(path) and not skip_others:  # named by the caller; among many it is passed over
+                    if recipe == str(path) and not skip_others:  # named by the caller; in a folder it is skipped
                         failures.append(error)
                         tell(str(error))
                 except PhalanxError as error:
                     failures.append(error)
                     tell(str(error))
     if searched and not reports and not failures:
-        what = f"holds no file that can be judged, of {looked_at:,} looked at"
-        raise mistake(str(targets[0] if targets else "."), what, fix="name a job file or a configuration by its path")
+        message = f"holds no file that can be judged, of {looked_at:,} looked at"
+        raise mistake(
+            str(targets[0] if targets else "."), message, fix="name a job file or a configuration by its path"
+        )
     name = _baseline_path(baseline, configs, write=write_baseline)
     if write_baseline and name is not None:
         tell(f"{name}: {plural(write_known(name, reports), 'known finding')}")
     elif name is not None:
         known = read_baseline(name)
-        reports = [without_known(one, known, baseline=name) for one in reports]
+        reports = [without_known(report, known, baseline=name) for report in reports]
     return ProjectReport(
         reports=tuple(reports),
         failures=tuple(failures),
@@ -171,25 +173,25 @@ def check_project(
 
 
 def _is_project_folder(path: Path) -> bool:
-    """Whether a target is a folder of files to look for, and not a run."""
+    """Return True if a target is a folder to search, and not a run."""
     from phalanx.record.run_files import has_events
 
     if not is_folder(path):
         return False
-    names = {one.name for one in path.iterdir()}
+    names = {entry.name for entry in path.iterdir()}
     return not ("plan.json" in names or "status.json" in names or has_events(names))
 
 
 def _project_rules(
     project: ProjectConfig, given: tuple[RuleSource, ...], *, allow_code: bool, tell: Tell
 ) -> tuple[RuleSource, ...]:
-    """The rules of a project file are somebody's code: they need the same consent as those of a job file."""
+    """Return the rules to apply; those of a project file are code and need the same consent as those of a job file."""
     if not project.rules:
         return given
     if not allow_code:
         tell(f"{project.file}: {plural(len(project.rules), 'rule')} of its own not asked: give --allow-code")
         return given
-    named = [one if ".py" not in one else str(project.folder / one) for one in project.rules]
+    named = [rule_name if ".py" not in rule_name else str(project.folder / rule_name) for rule_name in project.rules]
     return (*given, *named)
 
 
@@ -202,7 +204,7 @@ def _file_options(
     ignore: str,
     source: str,
 ) -> dict[str, Any] | None:
-    """The options of one file: the call's, then the project's; None for one that is to be skipped."""
+    """Return the options of one file, the call's before the project's; None if the file is to be skipped."""
     from phalanx.rules.foreign.detect import trainer_of_file
     from phalanx.rules.gather import is_plan
 
@@ -211,25 +213,25 @@ def _file_options(
         foreign = bool(source) or (not planned and bool(trainer_of_file(file)))
     except PhalanxError:
         foreign = False
-    held = project.settings_for(file, foreign=foreign)
-    if held.skip:
+    file_settings = project.settings_for(file, foreign=foreign)
+    if file_settings.skip:
         return None
-    ignored = ",".join(one for one in (ignore, *held.ignore) if one)
-    found: dict[str, Any] = {"select": select or ",".join(held.select), "ignore": ignored, "source": source}
-    if planned:  # settled: neither cluster nor overrides may change it
-        return {**found, "cluster": cluster, "overrides": tuple(overrides)}
+    ignored = ",".join(rule_list for rule_list in (ignore, *file_settings.ignore) if rule_list)
+    options: dict[str, Any] = {"select": select or ",".join(file_settings.select), "ignore": ignored, "source": source}
+    if planned:  # a plan is final: neither cluster nor overrides may change it
+        return {**options, "cluster": cluster, "overrides": tuple(overrides)}
     return {
-        **found,
-        "source": source or held.source,
-        "cluster": cluster or held.cluster or None,
-        "overrides": (*held.overrides, *overrides),
+        **options,
+        "source": source or file_settings.source,
+        "cluster": cluster or file_settings.cluster or None,
+        "overrides": (*file_settings.overrides, *overrides),
     }
 
 
 def _baseline_path(given: str | Path | None, configs: Sequence[ProjectConfig], *, write: bool) -> Path | None:
     if given is not None:
         return Path(given)
-    named = next((one for one in configs if one.baseline), None)
+    named = next((project_config for project_config in configs if project_config.baseline), None)
     if named is not None:
         path = named.folder / named.baseline
         return path if write or is_file(path) else None

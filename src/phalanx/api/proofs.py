@@ -1,4 +1,4 @@
-"""Proofs without a cluster: a layout against a single process, and one rank's step traced on fake tensors."""
+"""Proofs without a cluster: a layout compared with a single process, and ranks' steps traced on fake tensors."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 MOST_STEPS = 1000
 FORMATS = {"float64": "fp64", "fp32": "fp32", "bf16": "bf16", "fp8": "fp8"}
 LONG_TIMEOUT_S = 600.0  # compiling for 8 ranks on 2 cores takes minutes
-MOST_RANKS = 64  # of `ranks="all"`: a minute or two each for a large model
+MOST_RANKS = 64  # with `ranks="all"`: each takes a minute or two for a large model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class VerifyResult(PublicResult):
-    """Whether a layout computes the same numbers as a single process, and where it does not."""
+    """The comparison of a layout with a single process, and the differences."""
 
     proof: LayoutProof
 
     @property
     def holds(self) -> bool:
-        """Whether nothing differs beyond rounding."""
+        """True if nothing differs beyond rounding."""
         return self.proof.holds
 
     def __str__(self) -> str:
@@ -51,12 +51,12 @@ class VerifyResult(PublicResult):
         return render_proof(self.proof)
 
     def to_dict(self) -> dict[str, Any]:
-        """The verdict and every comparison."""
+        """Return the verdict and every comparison."""
         return {"proven": self.holds, "proof": json_values(self.proof)}
 
     @property
     def exit_code(self) -> int:
-        """0 when the layout is proven, 1 when something differs."""
+        """0 if the layout is proven, 1 if something differs."""
         return 0 if self.holds else 1
 
 
@@ -76,11 +76,11 @@ def verify(
     allow_code: bool = False,
     progress: bool | Tell = False,
 ) -> VerifyResult:
-    """Prove on this machine that a job's layout computes what a single process computes.
+    """Prove on this machine that a job's layout computes the same as a single process.
 
-    The model is made small, the layout keeps its axes, and both take `steps` optimizer steps from the same weights and
-    data. `precision` float64 proves to 1e-12, fp32, bf16 and fp8 to their rounding. `device` cuda runs over NCCL.
-    A loss and an optimizer of your own take part, with `allow_code`; the data is random tokens in any case.
+    The model is reduced in size, the layout keeps its axes, and both take `steps` optimizer steps from the same
+    weights and data. `precision` float64 proves to 1e-12, fp32, bf16 and fp8 to their rounding. `device` cuda runs
+    over NCCL. Your own loss and optimizer take part, with `allow_code`; the data is random tokens in any case.
 
     >>> verify("job.toml", cluster="8xH100:1").holds  # doctest: +SKIP
     True
@@ -94,43 +94,49 @@ def verify(
     if timeout is not None and timeout > MAX_SECONDS:
         raise mistake(where, f"--timeout {number_text(timeout)} is above {MAX_SECONDS:g} seconds", fix="use 120")
     if ranks_per_gpu is not None and device == "cpu":
-        what = f"--ranks-per-gpu {ranks_per_gpu} without --device cuda has no effect"
-        raise mistake(where, what, fix="add --device cuda, or leave it out")
+        message = f"--ranks-per-gpu {ranks_per_gpu} without --device cuda has no effect"
+        raise mistake(where, message, fix="add --device cuda, or leave it out")
     if ranks_per_gpu is not None and not 1 <= ranks_per_gpu <= MAX_RANKS_PER_GPU:
-        what = f"--ranks-per-gpu {ranks_per_gpu} is not between 1 and {MAX_RANKS_PER_GPU}"
-        raise mistake(where, what, fix="use 4")
+        message = f"--ranks-per-gpu {ranks_per_gpu} is not between 1 and {MAX_RANKS_PER_GPU}"
+        raise mistake(where, message, fix="use 4")
     if plan is not None and cluster:
         raise mistake(where, "--plan and --cluster exclude each other", fix="give one of them")
     began_s = time.monotonic()
     from phalanx.train.prepare import check_code, need_torch
 
     need_torch()
-    # a plan is settled; how many ranks share a GPU here is no part of it
+    # a plan is final; how many ranks share a GPU here is not part of it
     sharing = ranks_per_gpu if plan is None else None
-    made = _verify_plan(job, overrides=overrides, cluster=cluster, plan=plan, ranks_per_gpu=sharing)
+    proof_plan = _verify_plan(job, overrides=overrides, cluster=cluster, plan=plan, ranks_per_gpu=sharing)
     from phalanx.train.models.support import refuse_untrainable
     from phalanx.train.plugins import refuse_plugins
     from phalanx.train.verify.ranks import warm_up
     from phalanx.train.verify.small_trial import refuse_own_model
 
-    refuse_own_model(made.job)
-    refuse_untrainable(made.job.model)
-    # Of the user's own code a proof runs loss and optimizer only.
-    plugins = PluginReferences(loss=made.job.plugins.loss, optimizer=made.job.plugins.optimizer)
-    check_code(replace(made.job, plugins=plugins), allowed=allow_code)
-    refuse_plugins(made.job.plugins, made.layout, loss_parallel=made.job.parallel.loss_parallel)
+    refuse_own_model(proof_plan.job)
+    refuse_untrainable(proof_plan.job.model)
+    # Of the user's code a proof runs only loss and optimizer.
+    plugins = PluginReferences(loss=proof_plan.job.plugins.loss, optimizer=proof_plan.job.plugins.optimizer)
+    check_code(replace(proof_plan.job, plugins=plugins), allowed=allow_code)
+    refuse_plugins(proof_plan.job.plugins, proof_plan.layout, loss_parallel=proof_plan.job.parallel.loss_parallel)
     terms, gpus = _proof_terms(
-        made, device=device, precision=precision, compile=compile, full_size=full_size, share=ranks_per_gpu, tell=tell
+        proof_plan,
+        device=device,
+        precision=precision,
+        compile=compile,
+        full_size=full_size,
+        share=ranks_per_gpu,
+        tell=tell,
     )
-    warm_up()  # both processes import torch, side by side
+    warm_up()  # both processes import torch at the same time
     from phalanx.train.verify.proof import prove_layout
 
     proof = prove_layout(
-        made.job,
-        made.layout,
+        proof_plan.job,
+        proof_plan.layout,
         steps=steps,
         terms=terms,
-        on_gpu=made.cluster.accelerator.family != "cpu",
+        on_gpu=proof_plan.cluster.accelerator.family != "cpu",
         gpus=gpus,
         limit_s=timeout or (LONG_TIMEOUT_S if compile or full_size else None),
         debug=os.environ.get("PHALANX_DEBUG") == "1",
@@ -171,7 +177,7 @@ def _verify_plan(
 def _proof_terms(
     plan: Plan, *, device: str, precision: str, compile: bool, full_size: bool, share: int | None, tell: Tell
 ) -> tuple[Terms, int]:
-    """How it is proven, and on how many GPUs; what speaks against that is said before torch is imported."""
+    """Return the terms of the proof and the number of GPUs; problems are raised before torch is imported."""
     from phalanx.hardware.this_machine import allowed_ranks
     from phalanx.train.prepare import check_gpus
     from phalanx.train.verify.terms import RANKS, Terms, refuse_terms
@@ -191,7 +197,7 @@ def _proof_terms(
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Trace(PublicResult):
-    """The steps of some ranks, whether they would meet in every operation, and how they compare with the plan."""
+    """The traced steps of some ranks, a check that they cannot hang, and a comparison with the plan."""
 
     plan: Plan
     ranks: tuple[RankTrace, ...]
@@ -218,7 +224,7 @@ class Trace(PublicResult):
         return "\n".join(pages)
 
     def to_dict(self) -> dict[str, Any]:
-        """Per rank: its place, messages, FLOPs, peak memory; then hang, fit and differences from the plan."""
+        """Return per rank its place, messages, FLOPs, peak memory; then hang, fit and differences from the plan."""
         from phalanx.train.tracing.log import message_rows
 
         ranks = [
@@ -236,7 +242,7 @@ class Trace(PublicResult):
             }
             for trace in self.ranks
         ]
-        found = {
+        values = {
             "layout": self.plan.layout.name,
             "devices": self.plan.layout.devices,
             "ranks": ranks,
@@ -244,31 +250,31 @@ class Trace(PublicResult):
             "fit": self.fit,
             "against_plan": self.against_plan,
         }
-        return dict(json_values(found))
+        return dict(json_values(values))
 
     def log_lines(self) -> Iterator[str]:
-        """Every operation of every traced rank, one JSON object per line."""
+        """Yield every operation of every traced rank, one JSON object per line."""
         for trace in self.ranks:
-            for index, one in enumerate(trace.operations):
+            for index, operation in enumerate(trace.operations):
                 value = {
                     "rank": trace.rank,
                     "index": index,
-                    "kind": one.kind,
-                    "bytes": one.nbytes,
-                    "dtype": one.dtype,
-                    "axis": one.group.axis,
-                    "ranks": len(one.group.ranks),
-                    "first_rank": one.group.ranks[0],
-                    "stride": one.group.stride,
-                    "phase": one.phase,
+                    "kind": operation.kind,
+                    "bytes": operation.nbytes,
+                    "dtype": operation.dtype,
+                    "axis": operation.group.axis,
+                    "ranks": len(operation.group.ranks),
+                    "first_rank": operation.group.ranks[0],
+                    "stride": operation.group.stride,
+                    "phase": operation.phase,
                 }
-                if one.is_message:
-                    value |= {"peer": one.peer, "batch": one.batch}
+                if operation.is_message:
+                    value |= {"peer": operation.peer, "batch": operation.batch}
                 yield json.dumps(value) + "\n"
 
     @property
     def exit_code(self) -> int:
-        """1 when ranks would hang, the plan is off, or the step does not fit."""
+        """1 if ranks would hang, the plan is wrong, or the step does not fit."""
         wrong = self.hang is not None or not all(line.agrees for line in self.against_plan)
         return 1 if wrong or (self.fit is not None and not self.fit.fits) else 0
 
@@ -287,9 +293,9 @@ def trace(
 ) -> Trace:
     """Trace the real training step of one rank on fake tensors, for a job of any size, on this machine.
 
-    `ranks` "stages" traces one rank of every pipeline stage and says whether they would meet in every operation;
-    "all" every rank of a job of up to 64. `against_plan` compares messages, FLOPs and memory of all stages with the
-    plan. `workers` ranks are traced at a time, one per core by default.
+    `ranks` "stages" traces one rank of every pipeline stage and checks that they meet in every operation; "all" traces
+    every rank of a job of up to 64. `against_plan` compares messages, FLOPs and memory of all stages with the plan.
+    `workers` ranks are traced at a time, one per core by default.
 
     >>> print(trace("job.toml", "8xH100:16", against_plan=True))  # doctest: +SKIP
     """
@@ -301,8 +307,8 @@ def trace(
     if workers < 0:
         raise mistake("phalanx trace", f"--workers {workers} is below 0", fix="use 1 or more")
     if workers > MAX_WORKERS:
-        what = f"--workers {number_text(workers)} is above {MAX_WORKERS:,}"
-        raise mistake("phalanx trace", what, fix="use the number of cores, which is the default")
+        message = f"--workers {number_text(workers)} is above {MAX_WORKERS:,}"
+        raise mistake("phalanx trace", message, fix="use the number of cores, which is the default")
     resolved = with_absolute_files(read_job(job, overrides, where="phalanx.trace"))
     warn(resolved.warnings, tell)
     plan = make_plan(resolved, cluster)
@@ -320,7 +326,7 @@ def trace(
             tell(f"rank {one.rank:,} traced in {one.seconds:.0f} s")
 
     def still(running: Sequence[int], seconds: float) -> None:
-        names = ", ".join(f"{one:,}" for one in running)
+        names = ", ".join(f"{running_rank:,}" for running_rank in running)
         tell(
             f"{format_seconds(seconds)} so far: tracing {'rank' if len(running) == 1 else 'ranks'} {names}, "
             f"{plural(plan.layout.accumulation, 'micro-batch')} each"
@@ -351,7 +357,7 @@ def _traced_ranks(plan: Plan, *, rank: int | None, ranks: str) -> list[int]:
 
 
 def _tell_differences(step: TracedStep, tell: Tell) -> None:
-    """Where the traced step is not quite the one a GPU runs."""
+    """Print where the traced step differs from the step on a GPU."""
     if step.settings.compute == "fp8":
         tell("fp8 is traced as bf16, and compared with the plan's count for bf16: a CPU has no fp8 products")
     if step.settings.layout.offload == "activations":

@@ -1,4 +1,4 @@
-"""Simulation of a cluster's queue: many jobs, a policy, and what stands idle, waits or is lost."""
+"""Simulation of a cluster's queue: many jobs, a policy, and the idle, waiting and lost times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WHERE = "phalanx sim --queue"
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class QueueSimulation(PublicResult):
-    """What became of the jobs of a trace on a cluster under a policy."""
+    """The result of a simulated job trace on a cluster under a policy."""
 
     cluster: str
     trace: JobTrace
@@ -43,12 +43,17 @@ class QueueSimulation(PublicResult):
         return queue_page(self.report, self.trace, self.policy, self.cluster)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report and the policy; `starts` has the jobs themselves."""
-        made = {"cluster": self.cluster, "trace": self.trace.source, "left_out": self.trace.left_out, "seed": self.seed}
-        return {**made, "policy": json_values(self.policy), **json_values(self.report)}
+        """Return the report and the policy; `starts` has the jobs themselves."""
+        values = {
+            "cluster": self.cluster,
+            "trace": self.trace.source,
+            "left_out": self.trace.left_out,
+            "seed": self.seed,
+        }
+        return {**values, "policy": json_values(self.policy), **json_values(self.report)}
 
     def starts(self) -> list[tuple[str, float, float]]:
-        """Name, first start and end of every job, in order of submission; -1 for what did not happen."""
+        """Return name, first start and end of every job, in order of submission; -1 for what did not happen."""
         return [(state.job.name, state.first_start_s, state.end_s) for state in self.states]
 
 
@@ -66,7 +71,7 @@ def simulate_queue(
 ) -> QueueSimulation:
     """Simulate a cluster that serves a queue of jobs of all sizes, with failures and drains.
 
-    `trace` is a .csv or .swf file, a list of QueueJob, or "synthetic": `jobs` in `days` that ask for `load` of the
+    `trace` is a .csv or .swf file, a list of QueueJob, or "synthetic": `jobs` in `days` that request `load` of the
     cluster. `policy` is fifo, easy, conservative, or a .toml file; `overrides` set single keys of it, such as
     `["preemption=true"]`. Node failures follow the cluster's rate; the same seed gives the same result.
 
@@ -81,17 +86,17 @@ def simulate_queue(
     tell = teller(progress)
     rules = read_policy(policy, overrides)
     machines = cluster if isinstance(cluster, Cluster) else resolve_cluster(cluster)
-    found = _trace(trace, machines, rules, jobs, days, load, seed)
-    if rules.team and (strange := {job.team for job in found.jobs} - {team.name for team in rules.team}):
+    job_trace = _trace(trace, machines, rules, jobs, days, load, seed)
+    if rules.team and (strange := {job.team for job in job_trace.jobs} - {team.name for team in rules.team}):
         unknown = sorted(strange - {""})
-        what = "the trace has jobs without a team, but the policy defines teams"
+        message = "the trace has jobs without a team, but the policy defines teams"
         if unknown:
-            what = f"the policy does not define team{'s' if len(unknown) > 1 else ''} {first_few(unknown, 3)}"
-        raise mistake(found.source, what, fix="name every team of the trace in [[team]] of the policy")
+            message = f"the policy does not define team{'s' if len(unknown) > 1 else ''} {first_few(unknown, 3)}"
+        raise mistake(job_trace.source, message, fix="name every team of the trace in [[team]] of the policy")
     rate = rules.failures_per_node_day
     if rate is None:
         rate = machines.failures_per_host_day
-    outcome = simulate_jobs(found.jobs, nodes=machines.hosts, policy=rules, failures_per_node_day=rate, seed=seed)
+    outcome = simulate_jobs(job_trace.jobs, nodes=machines.hosts, policy=rules, failures_per_node_day=rate, seed=seed)
     if outcome.never_fit:
         first = outcome.never_fit[0]
         tell(
@@ -100,7 +105,7 @@ def simulate_queue(
         )
     return QueueSimulation(
         cluster=machines.name,
-        trace=found,
+        trace=job_trace,
         policy=replace(rules, failures_per_node_day=rate),
         seed=seed,
         report=queue_report(outcome, nodes_per_rack=rules.nodes_per_rack),
@@ -138,7 +143,7 @@ def _trace(
             )
     if isinstance(given, str | Path):
         return read_trace(Path(given), devices_per_node=max(1, cluster.devices // cluster.hosts))
-    problems = [Problem(where=one.name, what=fault) for one in given for fault in job_faults(one)]
+    problems = [Problem(where=queue_job.name, what=fault) for queue_job in given for fault in job_faults(queue_job)]
     if problems:
         raise UserError(problems)
     return JobTrace(source=plural(len(given), "job"), jobs=in_order_of_submission(list(given), "trace"))

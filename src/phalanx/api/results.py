@@ -1,4 +1,4 @@
-"""What public functions return: `str()` is the page that the command prints, `to_dict()` what its --json prints."""
+"""Results of public functions: `str()` is the page that the command prints, `to_dict()` what its --json prints."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phalanx.errors import Problem
 
-Tell = Callable[[str], None]  # takes a line of progress or advice; the command line prints it on stderr
+Tell = Callable[[str], None]  # receives a line of progress or advice; the command line prints it on stderr
 Overrides = Sequence[str] | Mapping[str, object]  # ["parallel.tensor=8"] or {"parallel.tensor": 8}
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells count
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def silent(text: str) -> None:
-    """Where nobody asked to be told."""
+    """Print nothing."""
 
 
 def tell_stderr(text: str) -> None:
-    """A line of progress or advice for a person."""
+    """Print a line of progress or advice on stderr, with control characters escaped."""
     from phalanx.io.visible import visible
 
     print(visible(text), file=sys.stderr, flush=True)
 
 
 def teller(progress: bool | Tell) -> Tell:
-    """Where lines of progress go, as a public function's `progress` says: to stderr, nowhere, to a function."""
+    """Return the function that receives lines of progress: stderr for True, none for False, or the given function."""
     if callable(progress):
         return progress
     return tell_stderr if progress else silent
 
 
 def warn(problems: Iterable[Problem], tell: Tell) -> None:
-    """Tell warnings; they never change a result."""
+    """Print warnings; they never change a result."""
     for problem in problems:
         tell(f"warning: {problem.render()}")
 
@@ -47,17 +47,17 @@ class PublicResult(ABC):
 
     @abstractmethod
     def __str__(self) -> str:
-        """The page that the command prints."""
+        """Return the page that the command prints."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `--json` prints them."""
+        """Return plain values, as `--json` prints them."""
         from phalanx.io.codec import json_values
 
         return dict(json_values(self))
 
     @property
     def exit_code(self) -> int:
-        """Of the command: 0 fine, 1 findings, 130 interrupted."""
+        """The command's exit code: 0 fine, 1 findings, 130 interrupted."""
         return 0
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class PublicResult(ABC):
 
 
 def own_version() -> str:
-    """Of the installed package; `unknown` in a source tree that was never installed."""
+    """Return the version of the installed package; `unknown` in a source tree that was never installed."""
     from phalanx.io.packages import installed_version
 
     return installed_version("phalanx") or "unknown"

@@ -30,9 +30,9 @@ AnyRun = str | Path | Run
 
 
 def run(path: AnyRun) -> Run:
-    """The run in a folder: `print(run)` is its report, `run.frame("loss")` its numbers by step.
+    """Return the run in a folder: `print(run)` is its report, `run.frame("loss")` its numbers by step.
 
-    Raises UserError when the folder is no run, naming the nearest that is.
+    Raises UserError if the folder is not a run, with the name of a similar folder that is.
 
     >>> found = run("runs/first-run")  # doctest: +SKIP
     >>> found.frame("loss", "tokens_per_s")  # doctest: +SKIP
@@ -53,11 +53,11 @@ class RunList(Sequence[Run]):
         return len(self._runs)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Name, state, steps and the last loss of every run."""
-        return [_run_row(one) for one in self._runs]
+        """Return name, state, steps and the last loss of every run."""
+        return [_run_row(run_) for run_ in self._runs]
 
     def frame(self) -> Any:
-        """One row per run: a pandas DataFrame, or a dict of numpy columns where pandas is not installed."""
+        """Return one row per run: a pandas DataFrame, or a dict of numpy columns if pandas is not installed."""
         from phalanx.io.notebook import as_frame
 
         rows = self.rows()
@@ -90,7 +90,7 @@ COLUMNS = ("name", "state", "model", "ranks", "step", "loss", "tokens_per_s")
 
 
 def _run_row(found: Run) -> dict[str, Any]:
-    """A run in a line, from its index alone; of one that is damaged, what can still be read."""
+    """Return a run as one row, from its index alone; for a damaged run, what can still be read."""
     from phalanx.record.account.summary import summarize_briefly
     from phalanx.record.archive.history import RunHistory
     from phalanx.record.report.run_report import with_lost_processes
@@ -119,7 +119,7 @@ def _cell_text(value: object) -> str:
 
 
 def runs(folder: str | Path = "runs") -> RunList:
-    """The runs of a folder, newest first.
+    """Return the runs of a folder, newest first.
 
     >>> for one in runs("runs"):  # doctest: +SKIP
     ...     print(one.name, one.status()["state"])
@@ -135,14 +135,14 @@ def runs(folder: str | Path = "runs") -> RunList:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ReportPage(PublicResult):
-    """What a run came to, with its curves, checkpoints and incidents; `str()` is the Markdown page."""
+    """The results of a run with its curves, checkpoints and incidents; `str()` is the Markdown page."""
 
     run: Run
     report: RunReport
 
     @property
     def summary(self) -> Summary:
-        """The numbers: measured beside predicted."""
+        """The numbers of the run: measured and predicted."""
         return self.report.summary
 
     def __str__(self) -> str:
@@ -153,13 +153,13 @@ class ReportPage(PublicResult):
         return f"<ReportPage: {self.run.name}, {s.state}, {plural(s.steps, 'step')}>"
 
     def to_markdown(self) -> str:
-        """One page of Markdown."""
+        """Return one page of Markdown."""
         from phalanx.record.report.render import render_markdown
 
         return render_markdown(self.report)
 
     def to_html(self) -> str:
-        """One HTML file with figures, without scripts, that needs nothing else."""
+        """Return one HTML file with figures, without scripts, that loads no other file."""
         from phalanx.record.report.html import render_html
 
         now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
@@ -171,7 +171,7 @@ class ReportPage(PublicResult):
         return document_as_html(self.to_html())
 
     def to_dict(self) -> dict[str, Any]:
-        """Summary, ledger, effective training time, straggler scores and curves."""
+        """Return summary, ledger, effective training time, straggler scores and curves."""
         ledger = self.summary.ledger
         parts = {
             "summary": self.summary,
@@ -183,20 +183,20 @@ class ReportPage(PublicResult):
         return dict(json_values(parts))
 
     def write(self, *, html: str | Path | None = None, markdown: str | Path | None = None) -> list[Path]:
-        """Write the files that are named, or report.html and report.md in the run folder; returns their paths."""
+        """Write the named files, or report.html and report.md in the run folder; return their paths."""
         from phalanx.io.files import write_text
 
         if html is None and markdown is None:
             html, markdown = self.run.path / "report.html", self.run.path / "report.md"
-        wanted = [("html", html, self.to_html), ("markdown", markdown, self.to_markdown)]
-        for kind, name, make in wanted:
+        outputs = [("html", html, self.to_html), ("markdown", markdown, self.to_markdown)]
+        for kind, name, make in outputs:
             if name is not None:
                 write_text(Path(name), make(), fix=f"name another file with --{kind}, or - for stdout")
-        return [Path(name) for _, name, _ in wanted if name is not None]
+        return [Path(name) for _, name, _ in outputs if name is not None]
 
 
 def report(path: AnyRun) -> ReportPage:
-    """Everything a report shows of a run, read once, in whatever state the run is.
+    """Read the report of a run, in whatever state the run is.
 
     >>> found = report("runs/first-run")  # doctest: +SKIP
     >>> found.summary.steps  # doctest: +SKIP
@@ -204,8 +204,8 @@ def report(path: AnyRun) -> ReportPage:
     """
     from phalanx.record.report.run_report import read_run_report
 
-    found = run(path)
-    return ReportPage(run=found, report=read_run_report(found))
+    reported_run = run(path)
+    return ReportPage(run=reported_run, report=read_run_report(reported_run))
 
 
 # ---- diff ------------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def report(path: AnyRun) -> ReportPage:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class RunComparison(PublicResult):
-    """What differs between two runs, plans or jobs."""
+    """The differences between two runs, plans or jobs."""
 
     a: Side
     b: Side
@@ -225,11 +225,11 @@ class RunComparison(PublicResult):
         return render_difference(self.a, self.b, list(self.differences))
 
     def __repr__(self) -> str:
-        found = plural(len(self.differences), "difference") if self.differences else "no difference"
-        return f"<RunComparison: {one_line(self.a.name)} and {one_line(self.b.name)}, {found}>"
+        count = plural(len(self.differences), "difference") if self.differences else "no difference"
+        return f"<RunComparison: {one_line(self.a.name)} and {one_line(self.b.name)}, {count}>"
 
     def to_dict(self) -> dict[str, Any]:
-        """Every difference with both values."""
+        """Return every difference with both values."""
         sides = {
             "a": {"name": self.a.name, "kind": self.a.kind},
             "b": {"name": self.b.name, "kind": self.b.kind},
@@ -238,16 +238,16 @@ class RunComparison(PublicResult):
 
     @property
     def exit_code(self) -> int:
-        """0 when nothing differs, 1 when something does."""
+        """0 if nothing differs, 1 if something does."""
         return 1 if self.differences else 0
 
 
 def diff(
     a: AnyRun | Plan | AnyJob, b: AnyRun | Plan | AnyJob, *, within: float = 0.0, progress: bool | Tell = False
 ) -> RunComparison:
-    """What differs between two runs, plans or jobs: a run folder, a plan's JSON, a job's TOML, or what stands for one.
+    """Compare two runs, plans or jobs: run folders, plan or job files, or Run, Plan and Job objects.
 
-    Measured numbers that are closer than the share `within` count as equal.
+    Measured numbers that differ by less than the share `within` count as equal.
 
     >>> found = diff("examples/drill.toml", "examples/first-run.toml")
     >>> found.exit_code
@@ -258,12 +258,12 @@ def diff(
     tell = teller(progress)
     if not 0.0 <= within < 1.0:
         raise mistake("phalanx diff", f"--within {within} is not a share", fix="use a number from 0 to 1, as 0.05")
-    found = [open_run(one) if isinstance(one, str | Path) and is_folder(one) else one for one in (a, b)]
-    if isinstance(found[0], Run) and isinstance(found[1], Run):
-        left, right = of_runs(found[0], found[1])
+    opened = [open_run(side) if isinstance(side, str | Path) and is_folder(side) else side for side in (a, b)]
+    if isinstance(opened[0], Run) and isinstance(opened[1], Run):
+        side_a, side_b = of_runs(opened[0], opened[1])
     else:
-        left, right = (_diff_side(one, tell) for one in found)
-    return RunComparison(a=left, b=right, differences=tuple(compare_sides(left, right, within=within)))
+        side_a, side_b = (_diff_side(side, tell) for side in opened)
+    return RunComparison(a=side_a, b=side_b, differences=tuple(compare_sides(side_a, side_b, within=within)))
 
 
 def _diff_side(given: AnyRun | Plan | AnyJob, tell: Tell) -> Side:
@@ -306,9 +306,9 @@ def _diff_side(given: AnyRun | Plan | AnyJob, tell: Tell) -> Side:
 
 
 def watch(path: AnyRun, *, every_s: float = 0.5) -> Iterator[RunLook]:
-    """Follow a run: yields a look at it every half second until it ends, the last one with the final verdicts.
+    """Follow a run: yield a look at it every half second until it ends, the last one with the final verdicts.
 
-    Each look has `view` (state, progress, summary, curves), `remarks` that are new, and `check`, the findings so far.
+    Each look has `view` (state, progress, summary, curves), new `remarks`, and `check`, the findings so far.
 
     >>> for look in watch("runs/first-run"):         # doctest: +SKIP
     ...     print(look.view.state, look.view.progress)

@@ -1,4 +1,4 @@
-"""Scaling laws: `phalanx.scale.fit("runs.csv")`, and what `phalanx scale` prints."""
+"""Scaling laws: `phalanx.scale.fit("runs.csv")` and others, printed by `phalanx scale`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Size a large run by a fitted law."""
+"""Size a large run by a fitted scaling law."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SizedRun(PublicResult):
-    """What to train for a budget; `write_job` writes the job file.
+    """The model and tokens to train for a budget; `write_job` writes the job file.
 
     >>> print(phalanx.scale.allocate("law.json", gpu_hours=2000, cluster="8xH100:4"))  # doctest: +SKIP
     """
@@ -35,18 +35,19 @@ class SizedRun(PublicResult):
         return allocation_text(self.allocation)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the whole plan, of which layout, time and bill are given."""
-        found = dict(json_values(self.allocation))
+        """Return everything except the complete plan, of which layout, time and bill are included."""
+        values = dict(json_values(self.allocation))
         plan = self.allocation.plan
         if plan is not None:
             keys = ("layout", "duration", "bill", "prediction")
-            found["plan"] = {key: json_values(getattr(plan, key)) for key in keys}
-        return found
+            values["plan"] = {key: json_values(getattr(plan, key)) for key in keys}
+        return values
 
     def write_job(self, path: str | Path) -> None:
-        """Write the job file that starts it.
+        """Write the job file that starts the run.
 
-        The path of a cluster file is from the folder here; in a job file paths are from the folder of that file.
+        A cluster file's path is relative to the current folder; in the written job file it is relative to that file's
+        folder.
         """
         from phalanx.scale.allocate_budget import cluster_section
 
@@ -72,9 +73,10 @@ def allocate(
 ) -> SizedRun:
     """Size a run by a law: model, tokens, loss with its interval, layout, time, money and energy.
 
-    `fit` is what `fit` returned or wrote. `budget` are FLOPs, or `gpu_hours` on a `cluster` at the speed that the
-    planner predicts. With `inference_tokens`, a smaller model that is trained longer to the same loss, where that saves
-    compute over training and serving. Beyond 100 times the largest run of the fit, `extrapolate` must be said.
+    `fit` is the result of `fit` or a file it wrote. `budget` is in FLOPs, or `gpu_hours` on a `cluster` at the speed
+    that the planner predicts. With `inference_tokens`, a smaller model that is trained longer to the same loss, if
+    that saves compute over training and serving. Beyond 100 times the largest run of the fit, `extrapolate` is
+    required.
 
     >>> sized = phalanx.scale.allocate("law.json", budget="1e21", cluster="8xH100:16")  # doctest: +SKIP
     >>> sized.write_job("scaled.toml")  # doctest: +SKIP
@@ -90,7 +92,7 @@ def allocate(
     for option, text in (("--cluster", cluster), ("--data", data)):
         if text is not None:
             require_text(option, text)
-    found = allocate_budget(
+    sized = allocate_budget(
         fit.fit if isinstance(fit, FittedLaw) else read_fit(Path(fit)),
         budget=None if budget is None else str(budget),
         gpu_hours=None if gpu_hours is None else str(gpu_hours),
@@ -102,4 +104,4 @@ def allocate(
         data=data,
         name=name,
     )
-    return SizedRun(allocation=found)
+    return SizedRun(allocation=sized)

@@ -21,7 +21,7 @@ LEAST_DRAWS, MOST_DRAWS = 20, 20_000
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class FittedLaw(PublicResult):
-    """A law with its intervals; `write` keeps it for allocate and predict.
+    """A law with its intervals; `write` saves it for allocate and predict.
 
     >>> phalanx.scale.fit("runs.csv").write_plots("plots")  # doctest: +SKIP
     """
@@ -35,39 +35,39 @@ class FittedLaw(PublicResult):
         return fit_text(self.fit)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fit, as `write` writes it."""
+        """Return the fit, as `write` writes it."""
         return dict(json_values(self.fit))
 
     def write_plots(self, path: str | Path) -> tuple[str, ...]:
-        """Write IsoFLOP curves, residuals and the frontier; the files' names.
+        """Write IsoFLOP curves, residuals and the frontier; return the files' names.
 
-        Into a folder as SVG, and as PNG beside it where Pillow is installed; or, where `path` ends in .png or .svg, all
-        three into that one file.
+        Into a folder as SVG, and as PNG too if Pillow is installed; or, if `path` ends in .png or .svg, all three into
+        that one file.
         """
         from phalanx.io.png_plot import has_pillow, png_of_plots
         from phalanx.io.svg import stacked_svgs, standalone_svg
         from phalanx.scale.plots import fit_pictures
 
         check_plots(path)
-        target, made = Path(path), fit_pictures(self.fit, self.points)
+        target, pictures = Path(path), fit_pictures(self.fit, self.points)
         kind = target.suffix.lower()
         if kind == ".png":
-            _write_picture(target, png_of_plots(list(made.values())))
+            _write_picture(target, png_of_plots(list(pictures.values())))
             return (target.name,)
         if kind == ".svg":
-            whole = standalone_svg(stacked_svgs([one.to_svg() for one in made.values()]))
-            _write_picture(target, f"{whole}\n".encode())
+            combined = standalone_svg(stacked_svgs([picture.to_svg() for picture in pictures.values()]))
+            _write_picture(target, f"{combined}\n".encode())
             return (target.name,)
         try:
             target.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise write_failure(target, error, fix="name a writable folder") from error
         names = []
-        for name, one in made.items():
-            _write_picture(target / f"{name}.svg", f"{standalone_svg(one.to_svg())}\n".encode())
+        for name, picture in pictures.items():
+            _write_picture(target / f"{name}.svg", f"{standalone_svg(picture.to_svg())}\n".encode())
             names.append(f"{name}.svg")
             if has_pillow():
-                _write_picture(target / f"{name}.png", png_of_plots([one]))
+                _write_picture(target / f"{name}.png", png_of_plots([picture]))
                 names.append(f"{name}.png")
         return tuple(names)
 
@@ -80,7 +80,7 @@ OTHER_PICTURES = frozenset({".gif", ".jpg", ".jpeg", ".pdf", ".webp", ".eps", ".
 
 
 def check_plots(path: str | Path) -> None:
-    """Raise UserError for a place that `write_plots` cannot write to: before the fit, which takes longer."""
+    """Raise UserError for a path that `write_plots` cannot write to; called before the fit, which takes longer."""
     from phalanx.io.png_plot import check_pillow
 
     target = Path(path)
@@ -117,10 +117,10 @@ def fit(
 ) -> FittedLaw:
     """Fit a scaling law to a CSV table, a run folder or a folder of runs.
 
-    `method` is vpnls, huber3, isoflop, kaplan, overtrain or data-constrained. `columns` maps our column names to the
-    table's, `where` picks rows by their values, `drop` leaves out lines of the file. `draws` are the resamples behind
-    intervals (at least 20; 0 for no intervals), made from `seed`. Raises UserError for points that no law can be
-    fitted to.
+    `method` is vpnls, huber3, isoflop, kaplan, overtrain or data-constrained. `columns` maps Phalanx's column names to
+    the table's, `where` picks rows by their values, `drop` leaves out lines of the file. `draws` is the number of
+    resamples for intervals (at least 20; 0 for no intervals), made from `seed`. Raises UserError for points that no
+    law can be fitted to.
 
     >>> law = phalanx.scale.fit("runs.csv", method="huber3")  # doctest: +SKIP
     >>> law.write("law.json")  # doctest: +SKIP
@@ -135,11 +135,11 @@ def fit(
     ):
         if value not in known:
             close = nearest(value, known)
-            fix = f"did you mean {close}?" if close else f"use {', '.join(one for one in known if one)}"
+            fix = f"did you mean {close}?" if close else f"use {', '.join(choice for choice in known if choice)}"
             raise mistake(option, f'"{value[:40]}" is not known', fix=fix)
     if draws != 0 and not LEAST_DRAWS <= draws <= MOST_DRAWS:
-        what = f"{draws} is neither 0 nor in {LEAST_DRAWS} to {MOST_DRAWS:,}"
-        raise mistake("--draws", what, why="fewer say nothing of an interval", fix="use 400, or 0 for no intervals")
+        message = f"{draws} is neither 0 nor in {LEAST_DRAWS} to {MOST_DRAWS:,}"
+        raise mistake("--draws", message, why="fewer say nothing of an interval", fix="use 400, or 0 for no intervals")
     if seed < 0:
         raise mistake("--seed", f"{seed} is negative", fix="give 0 or more")
     options = TableOptions(

@@ -1,4 +1,4 @@
-"""What a call from Python may get wrong, and a command line has parsed already."""
+"""Type checks of arguments from Python, which the command line has parsed already."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phalanx.errors import UserError, mistake
 
 
 def require_whole(option: str, value: object) -> None:
-    """Raise UserError for what is no whole number.
+    """Raise UserError unless the value is an integer.
 
     >>> require_whole("--vocab", 512)
     """
@@ -17,13 +17,13 @@ def require_whole(option: str, value: object) -> None:
 
 
 def require_number(option: str, value: object) -> None:
-    """Raise UserError for what is no number."""
+    """Raise UserError unless the value is a number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise _wrong_type(option, value, "a number")
 
 
 def require_text(option: str, value: object) -> None:
-    """Raise UserError for what is no text."""
+    """Raise UserError unless the value is a text."""
     if not isinstance(value, str):
         raise _wrong_type(option, value, "a text")
 

@@ -1,4 +1,4 @@
-"""Hold a run against a fitted law."""
+"""Compare a run's loss with the prediction of a fitted law."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_SHOWN = 12  # evaluations
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ForecastComparison(PublicResult):
-    """A run's loss beside the law's band; the exit code is 1 when it is outside.
+    """A run's loss compared with the law's band; the exit code is 1 if it is outside.
 
     >>> phalanx.scale.predict("law.json", "runs/first-run").forecast.verdict  # doctest: +SKIP
     'inside'
@@ -34,24 +34,26 @@ class ForecastComparison(PublicResult):
     forecast: RunForecast
 
     def __str__(self) -> str:
-        found = self.forecast
+        forecast = self.forecast
         lines = [
-            f"{found.run}: {found.verdict}",
-            f"  {found.sentence}",
-            f"  at its end ({format_count(found.params)} parameters, {format_count(found.planned_tokens)} tokens) the "
-            f"law predicts {found.final_loss:.4f} (80 %: {found.final_low:.4f} to {found.final_high:.4f})",
+            f"{forecast.run}: {forecast.verdict}",
+            f"  {forecast.sentence}",
+            f"  at its end ({format_count(forecast.params)} parameters, "
+            f"{format_count(forecast.planned_tokens)} tokens) the law predicts {forecast.final_loss:.4f} (80 %: {forecast.final_low:.4f} to {forecast.final_high:.4f})",
         ]
         rows = [("tokens", "loss", "predicted", "80 % interval", "difference")]
-        for one in found.evaluations[-MOST_SHOWN:]:
-            band = f"{one.low:.4f} to {one.high:.4f}"
-            off = f"{100 * (one.ratio - 1):+.2f} %"
-            rows.append((format_count(one.tokens), f"{one.loss:.4f}", f"{one.predicted:.4f}", band, off))
-        if found.evaluations:
+        for evaluation in forecast.evaluations[-MOST_SHOWN:]:
+            band = f"{evaluation.low:.4f} to {evaluation.high:.4f}"
+            off = f"{100 * (evaluation.ratio - 1):+.2f} %"
+            rows.append(
+                (format_count(evaluation.tokens), f"{evaluation.loss:.4f}", f"{evaluation.predicted:.4f}", band, off)
+            )
+        if forecast.evaluations:
             lines += ["", *text_table(rows, right=(0, 1, 2, 3, 4), indent=2)]
-        return "\n".join([*lines, *(f"note: {one}" for one in found.notes)])
+        return "\n".join([*lines, *(f"note: {note}" for note in forecast.notes)])
 
     def to_dict(self) -> dict[str, Any]:
-        """The forecast."""
+        """Return the forecast."""
         return dict(json_values(self.forecast))
 
     @property
@@ -67,7 +69,7 @@ def predict(
     allowance: float = 0.08,
     planned_tokens: float | str | None = None,
 ) -> ForecastComparison:
-    """Hold a run's loss against the band of a law, while it trains or after.
+    """Compare a run's loss with the band of a law, while it trains or afterwards.
 
     `run` is a run folder, or a CSV table of one run's params, tokens and loss, which ends after `planned_tokens`.
     `allowance` is how far a run may be above the band until its learning rate decays; at its first tokens it may be
@@ -94,34 +96,34 @@ def predict(
 
 
 def _predict_folder(law: ScalingFit, path: Path, allowance: float) -> ForecastComparison:
-    """By the evaluations of a run; without any, by means of its training losses."""
+    """Judge a run by its evaluations; without any, by means of its training losses."""
     from phalanx.scale.judge_run import average_windows, judge_run
     from phalanx.scale.run_points import is_run, read_run_losses
 
     if not is_run(path):
         fix = "name the folder of one run, such as runs/NAME-DATE; of a sweep they are in its folder runs"
         raise mistake(str(path), "is no run folder", why="it has no plan.json", fix=fix)
-    found = read_run_losses(path, counted=law.data.params_counted)
-    curve = [(tokens, loss) for tokens, loss in zip(found.tokens, found.losses, strict=True) if tokens > 0]
+    run_losses = read_run_losses(path, counted=law.data.params_counted)
+    curve = [(tokens, loss) for tokens, loss in zip(run_losses.tokens, run_losses.losses, strict=True) if tokens > 0]
     notes: tuple[str, ...] = ()
-    if not found.evaluated:
+    if not run_losses.evaluated:
         notes = ("no evaluation was recorded: these are means of training losses",)
         curve = average_windows(curve)
-    for what, theirs, ours in (
-        ("tokenizer", law.data.tokenizer, found.tokenizer),
-        ("data", law.data.data, found.data),
+    for kind, of_law, of_run in (
+        ("tokenizer", law.data.tokenizer, run_losses.tokenizer),
+        ("data", law.data.data, run_losses.data),
     ):
-        if theirs and ours and theirs != ours:
-            notes += (f"the law is of other {what} ({theirs[:40]}, here {ours[:40]}): losses may not compare",)
+        if of_law and of_run and of_law != of_run:
+            notes += (f"the law is of other {kind} ({of_law[:40]}, here {of_run[:40]}): losses may not compare",)
     forecast = judge_run(
         law,
-        run=found.name,
-        finished=found.state == "done",
-        params=found.params,
-        planned_tokens=found.planned_tokens,
+        run=run_losses.name,
+        finished=run_losses.state == "done",
+        params=run_losses.params,
+        planned_tokens=run_losses.planned_tokens,
         curve=curve,
-        rate_left=[_rate_left(found.optim, tokens, found.planned_tokens) for tokens, _ in curve],
-        evaluated=found.evaluated,
+        rate_left=[_rate_left(run_losses.optim, tokens, run_losses.planned_tokens) for tokens, _ in curve],
+        evaluated=run_losses.evaluated,
         allowance=allowance,
         notes=notes,
     )
@@ -129,7 +131,7 @@ def _predict_folder(law: ScalingFit, path: Path, allowance: float) -> ForecastCo
 
 
 def _rate_left(optim: Optim, tokens: float, planned_tokens: float) -> float:
-    """What is left of the way that a run's learning rate decays, from 1 to 0."""
+    """Return the remaining part of a run's learning rate decay, from 1 to 0."""
     from phalanx.train.optim.learning_rate import learning_rate
 
     if optim.final_lr >= 1.0 or tokens < optim.warmup_tokens:
@@ -149,14 +151,14 @@ def _predict_table(
     if len(set(points.params.tolist())) > 1:
         raise mistake(str(path), "holds more than one model size", fix="give the rows of one run")
     order = points.tokens.argsort()
-    curve = [(float(points.tokens[one]), float(points.loss[one])) for one in order]
+    curve = [(float(points.tokens[row]), float(points.loss[row])) for row in order]
     planned, note = curve[-1][0], "a table does not say when the run ends: it is taken as going on; --tokens says it"
     if planned_tokens is not None:
         planned = positive_amount("--tokens", str(planned_tokens))
         note = "the schedule of the run is not known: its learning rate is taken as being at its peak"
         if planned < curve[-1][0]:
-            what = f"{format_count(planned)} are fewer than the {format_count(curve[-1][0])} of the last row"
-            raise mistake("--tokens", what, fix="give the tokens that the run is to be trained on in all")
+            message = f"{format_count(planned)} are fewer than the {format_count(curve[-1][0])} of the last row"
+            raise mistake("--tokens", message, fix="give the tokens that the run is to be trained on in all")
     forecast = judge_run(
         law,
         run=points.run[0] or path.stem,

@@ -1,4 +1,4 @@
-"""`phalanx.scale.sweep`: a grid of small runs, packed on this machine, whose table a scaling law is fitted to."""
+"""`phalanx.scale.sweep`: a grid of small runs on this machine or a cluster, and the table for fitting a scaling law."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 WHERE = "phalanx scale sweep"
 PER_GPU = 4  # small runs that share a GPU: none of them fills it
-KEPT_CHECKPOINTS = 100  # of a run: the one where its decay begins must stay
+KEPT_CHECKPOINTS = 100  # of a run: the checkpoint at which its decay begins must stay
 COUNTING = "N all parameters, embedding and head included; C = 6·N·D"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Sweep(PublicResult):
-    """A grid of runs and what became of it; `table` is the file for `phalanx scale fit`.
+    """A grid of runs and their outcomes; `table` is the file for `phalanx scale fit`.
 
     >>> made = phalanx.scale.sweep("examples/scaling.toml", budgets="1e12..1e14", dry_run=True)  # doctest: +SKIP
     >>> len(made.outcomes), made.predicted_usd  # doctest: +SKIP
@@ -53,56 +53,56 @@ class Sweep(PublicResult):
     table: str
     method: str
     outcomes: tuple[SweepOutcome, ...]
-    predicted_s: tuple[float, ...]  # of each run, with this machine to itself
-    predicted_usd: float | None  # for all of it; None where no price is known
+    predicted_s: tuple[float, ...]  # of each run, if it had this machine to itself
+    predicted_usd: float | None  # for all runs; None if no price is known
     rates: str
     wall_s: float
     is_dry: bool
-    on: str = ""  # the cluster's system; empty: this machine
-    launched: LaunchResult | None = None  # what was, or would be, submitted to Slurm or Kubernetes
+    on: str = ""  # the cluster's system; empty for this machine
+    launched: LaunchResult | None = None  # submitted to Slurm or Kubernetes, or to be submitted in a dry run
 
     @property
     def group(self) -> str:
-        """What the runs are called together on a cluster."""
+        """The group name of the runs on a cluster."""
         return sweep_group(Path(self.folder))
 
     @property
     def is_complete(self) -> bool:
-        """Whether every run is done, or was given up as diverged."""
-        return all(one.is_final for one in self.outcomes)
+        """True if every run is done, or was given up as diverged."""
+        return all(outcome.is_final for outcome in self.outcomes)
 
     @property
     def exit_code(self) -> int:
-        """1 where runs failed or diverged; runs that a cluster still has are neither."""
+        """1 if runs failed or diverged; runs that a cluster still has count as neither."""
         fine = (DONE, "waiting", "running") if self.on else (DONE,)
-        return 0 if self.is_dry or all(one.state in fine for one in self.outcomes) else 1
+        return 0 if self.is_dry or all(outcome.state in fine for outcome in self.outcomes) else 1
 
     def to_dict(self) -> dict[str, Any]:
-        """The grid with its outcomes."""
+        """Return the grid with its outcomes."""
         rows = [
             {
-                "run": one.run.name,
-                "params": one.run.params,
-                "tokens": one.run.tokens,
-                "flops": one.run.flops,
-                "budget": one.run.budget,
-                "layers": one.run.job.model.layers,
-                "hidden": one.run.job.model.hidden,
-                "heads": one.run.job.model.heads,
-                "lr": one.run.job.optim.lr,
-                "batch_tokens": one.run.job.batch.global_tokens,
-                "steps": one.run.steps,
-                "trunk": one.run.trunk,
-                "state": one.state,
-                "loss": one.loss,
-                "message": one.message,
-                "cached": one.cached,
-                "digest": one.digest,
-                "folder": one.folder,
-                "seconds": one.seconds,
+                "run": outcome.run.name,
+                "params": outcome.run.params,
+                "tokens": outcome.run.tokens,
+                "flops": outcome.run.flops,
+                "budget": outcome.run.budget,
+                "layers": outcome.run.job.model.layers,
+                "hidden": outcome.run.job.model.hidden,
+                "heads": outcome.run.job.model.heads,
+                "lr": outcome.run.job.optim.lr,
+                "batch_tokens": outcome.run.job.batch.global_tokens,
+                "steps": outcome.run.steps,
+                "trunk": outcome.run.trunk,
+                "state": outcome.state,
+                "loss": outcome.loss,
+                "message": outcome.message,
+                "cached": outcome.cached,
+                "digest": outcome.digest,
+                "folder": outcome.folder,
+                "seconds": outcome.seconds,
                 "predicted_s": predicted_s,
             }
-            for one, predicted_s in zip(self.outcomes, self.predicted_s, strict=True)
+            for outcome, predicted_s in zip(self.outcomes, self.predicted_s, strict=True)
         ]
         return {
             "folder": self.folder,
@@ -122,9 +122,9 @@ class Sweep(PublicResult):
     def __str__(self) -> str:
         head = ["run", "budget", "N", "D", "layers × width", "lr", "batch", "steps", "time" if self.is_dry else "loss"]
         rows = [head]
-        for one, predicted_s in zip(self.outcomes, self.predicted_s, strict=True):
-            run, job = one.run, one.run.job
-            last = f"{one.loss:.4f}" if one.loss is not None else one.state
+        for outcome, predicted_s in zip(self.outcomes, self.predicted_s, strict=True):
+            run, job = outcome.run, outcome.run.job
+            last = f"{outcome.loss:.4f}" if outcome.loss is not None else outcome.state
             rows.append(
                 [
                     run.name,
@@ -135,10 +135,10 @@ class Sweep(PublicResult):
                     f"{job.optim.lr:.2e}",
                     f"{job.batch.global_tokens:,}",
                     f"{run.steps:,}",
-                    ("cached" if one.is_final else format_seconds(predicted_s)) if self.is_dry else last,
+                    ("cached" if outcome.is_final else format_seconds(predicted_s)) if self.is_dry else last,
                 ]
             )
-        flops = sum(one.run.flops for one in self.outcomes)
+        flops = sum(outcome.run.flops for outcome in self.outcomes)
         cost = "price unknown" if self.predicted_usd is None else format_money(self.predicted_usd)
         lines = [
             f"{plural(len(self.outcomes), 'run')} ({self.method}), {flops:.3g} FLOPs in all; {COUNTING}",
@@ -153,13 +153,13 @@ class Sweep(PublicResult):
             if self.launched is not None:
                 lines += ["", str(self.launched)]
             return "\n".join(lines)
-        for one in self.outcomes:
-            if one.state != DONE and not (self.on and one.state in ("waiting", "running")):
-                lines.append(f"{one.run.name} {one.state}{': ' + one.message if one.message else ''}")
-        cached = sum(one.cached and one.is_final for one in self.outcomes)
+        for outcome in self.outcomes:
+            if outcome.state != DONE and not (self.on and outcome.state in ("waiting", "running")):
+                lines.append(f"{outcome.run.name} {outcome.state}{': ' + outcome.message if outcome.message else ''}")
+        cached = sum(outcome.cached and outcome.is_final for outcome in self.outcomes)
         reused = f", {plural(cached, 'run')} from earlier calls" if cached else ""
         if self.on and not self.is_complete:
-            done = sum(one.is_final for one in self.outcomes)
+            done = sum(outcome.is_final for outcome in self.outcomes)
             lines.append(f"{done} of {plural(len(self.outcomes), 'run')} have ended; table so far: {self.table}")
             lines.append(f"repeat the command to collect the others; phalanx queue --group {self.group} lists them")
             return "\n".join(lines)
@@ -172,7 +172,7 @@ class Sweep(PublicResult):
 
 
 def sweep_group(folder: Path) -> str:
-    """The name of a sweep's jobs on a cluster: that of its folder.
+    """Return the group name of a sweep's jobs on a cluster, from its folder.
 
     >>> sweep_group(Path("runs/sweep-scaling"))
     'sweep-scaling'
@@ -198,12 +198,13 @@ def sweep(
 ) -> Sweep:
     """Train a grid of small models of the job's family, and write the table that `scale.fit` reads.
 
-    `budgets` are FLOPs, as "1e15..1e17" or numbers; of each, `sizes` models from a fourth to four times (`spread`) the
-    present optimum at `tokens_per_parameter`. "isoflop" trains each from the start; "wsd" trains the runs of one size
-    as one trunk with short decays, which gives the same numbers for less. Results are kept in `out` under the hash of
-    what decides them: called again, only what is missing is trained; an interrupted run goes on from its checkpoint.
-    `parallel` runs share this machine, one core each or four on a GPU unless given. `on="slurm"` or "k8s" submits them
-    there as one group instead, to partition or queue `queue`; called again, it collects what has ended.
+    `budgets` are in FLOPs, as "1e15..1e17" or numbers; for each, `sizes` models from a fourth to four times (`spread`)
+    the present optimum at `tokens_per_parameter`. "isoflop" trains each from the start; "wsd" trains the runs of one
+    size as one trunk with short decays, which gives the same numbers for less. Results are stored in `out` under the
+    hash of the inputs that determine them: a repeated call trains only what is missing, and an interrupted run
+    continues from its checkpoint. `parallel` runs share this machine, by default one per core or four per GPU.
+    `on="slurm"` or "k8s" submits them there as one group instead, to partition or queue `queue`; a repeated call
+    collects the runs that have ended.
 
     >>> made = phalanx.scale.sweep("examples/scaling.toml", budgets="1e12..1e14")  # doctest: +SKIP
     >>> law = phalanx.scale.fit(made.table)  # doctest: +SKIP
@@ -229,8 +230,8 @@ def sweep(
     _refuse_job(resolved.job)
     if parallel is not None and not 1 <= parallel <= 4096:
         raise mistake(WHERE, f"--parallel {parallel} is not between 1 and 4,096", fix="one per core, or a few per GPU")
-    if short := [one for one in grid if one.steps < ENOUGH_STEPS]:
-        least = min(short, key=lambda one: one.steps)
+    if short := [sweep_run for sweep_run in grid if sweep_run.steps < ENOUGH_STEPS]:
+        least = min(short, key=lambda sweep_run: sweep_run.steps)
         takes = "1 run takes" if len(short) == 1 else f"{plural(len(short), 'run')} take"
         tell(
             f"warning: {takes} fewer than {ENOUGH_STEPS} steps ({least.name} {least.steps}): "
@@ -242,25 +243,25 @@ def sweep(
         if queue is not None:
             raise mistake("--queue", "names a partition or queue of a cluster", fix="add --on slurm or --on k8s")
         gpus, cores = _devices(resolved.job)
-        grid = [replace(one, job=_local_job(one.job, on_gpu=gpus > 0)) for one in grid]
+        grid = [replace(sweep_run, job=_local_job(sweep_run.job, on_gpu=gpus > 0)) for sweep_run in grid]
     else:
         from phalanx.api.sweep_launch import one_device_job, refuse_launch
 
         refuse_launch(on, method=method, parallel=parallel)
         gpus = cores = 0
-        grid = [replace(one, job=one_device_job(one.job, resolved.path.parent)) for one in grid]
+        grid = [replace(sweep_run, job=one_device_job(sweep_run.job, resolved.path.parent)) for sweep_run in grid]
     folder = SweepFolder(path=Path(out) if out is not None else Path("runs") / f"sweep-{resolved.job.name}")
     identity: dict[str, Any] = {}
-    paths = [resolved.path.parent / one for one in resolved.job.data.paths]
+    paths = [resolved.path.parent / data_path for data_path in resolved.job.data.paths]
     if not dry_run or (paths and all(is_folder(path) for path in paths)):  # a dry run builds no dataset
         grid, identity = _with_data(grid, resolved, tell)
     data = str(identity.get("data", ""))
-    outcomes = [folder.outcome(one, decides_digest(one, data=data)) for one in grid]
-    plans = _plan_all([one.run for one in outcomes], resolved)
-    predicted = _predicted_seconds([one.run for one in outcomes], plans, devices=max(gpus, 1))
+    outcomes = [folder.outcome(sweep_run, decides_digest(sweep_run, data=data)) for sweep_run in grid]
+    plans = _plan_all([outcome.run for outcome in outcomes], resolved)
+    predicted = _predicted_seconds([outcome.run for outcome in outcomes], plans, devices=max(gpus, 1))
     price = plans[0].bill.usd_per_device_hour
     usd = None if not price else price[1] * max(gpus, 1) * sum(predicted) / 3600.0
-    found = Sweep(
+    planned_sweep = Sweep(
         folder=str(folder.path),
         table=str(folder.table),
         method=method,
@@ -273,30 +274,30 @@ def sweep(
         on=on or "",
     )
     if on is not None:
-        return _launch_grid(found, plans, folder, identity, resolved, queue=queue, tell=tell)
+        return _launch_grid(planned_sweep, plans, folder, identity, resolved, queue=queue, tell=tell)
     if dry_run:
-        return found
+        return planned_sweep
     return _train_grid(
-        found, plans, folder, identity, gpus=gpus, parallel=parallel or gpus * PER_GPU or cores, tell=tell
+        planned_sweep, plans, folder, identity, gpus=gpus, parallel=parallel or gpus * PER_GPU or cores, tell=tell
     )
 
 
 def _refuse_job(job: Job) -> None:
-    """Raise UserError for what a sweep does not do."""
+    """Raise UserError for settings that a sweep does not support."""
     from phalanx.job.plugin_reference import list_references
 
-    if found := [key for key, _ in list_references(job.plugins)]:
-        what = f"plugins.{found[0]} names code of your own, which a sweep does not run"
-        raise mistake(WHERE, what, fix="sweep without it, or train the runs one by one with phalanx.train")
+    if plugin_keys := [key for key, _ in list_references(job.plugins)]:
+        message = f"plugins.{plugin_keys[0]} names code of your own, which a sweep does not run"
+        raise mistake(WHERE, message, fix="sweep without it, or train the runs one by one with phalanx.train")
     if job.train.weights:
         raise mistake("train.weights", "a sweep trains models of many sizes from the start", fix="leave it out")
     if not job.train.evaluate_sequences:
-        what = "0: the loss of a run would not be measured on held-out text"
-        raise mistake("train.evaluate_sequences", what, fix="use 64 or more")
+        message = "0: the loss of a run would not be measured on held-out text"
+        raise mistake("train.evaluate_sequences", message, fix="use 64 or more")
 
 
 def _devices(job: Job) -> tuple[int, int]:
-    """GPUs of this machine that the job may use, and its cores."""
+    """Return the number of GPUs of this machine that the job may use, and its cores."""
     from phalanx.hardware.discover import discover
 
     machine = discover()
@@ -305,7 +306,7 @@ def _devices(job: Job) -> tuple[int, int]:
 
 
 def _local_job(job: Job, *, on_gpu: bool) -> Job:
-    """The job as one rank of this machine, without what only long runs need."""
+    """Return the job as one rank of this machine, without features that only long runs need."""
     from phalanx.job.run_sections import ClusterChoice
     from phalanx.job.schema import Parallel
 
@@ -322,17 +323,17 @@ def _local_job(job: Job, *, on_gpu: bool) -> Job:
 
 
 def _with_data(grid: list[SweepRun], resolved: ResolvedJob, tell: Tell) -> tuple[list[SweepRun], dict[str, Any]]:
-    """The runs with their dataset, built now if the job names a corpus, and what identifies it in the table."""
+    """Return the runs with their dataset, built now if the job names a corpus, and its identity for the table."""
     from phalanx.job.dataset import read_manifest
     from phalanx.train.prepare import find_data, need_torch
 
     need_torch()
     paths = tuple(resolve_path(path) for path in find_data(resolved.job, resolved.path.parent))
     manifests = [read_manifest(path) for path in paths]
-    if not sum(one.total("tokens", "heldout") for one in manifests):
+    if not sum(manifest.total("tokens", "heldout") for manifest in manifests):
         raise mistake(str(paths[0]), "holds nothing out", why="losses of a law are on text that was not trained on")
-    unique = sum(one.total("tokens", "train") for one in manifests)
-    if most := [one for one in grid if one.tokens > 4 * unique]:
+    unique = sum(manifest.total("tokens", "train") for manifest in manifests)
+    if most := [sweep_run for sweep_run in grid if sweep_run.tokens > 4 * unique]:
         reads = "1 run reads" if len(most) == 1 else f"{plural(len(most), 'run')} read"
         tell(
             f"warning: {reads} the {format_count(unique)} tokens of the data more than four "
@@ -341,21 +342,24 @@ def _with_data(grid: list[SweepRun], resolved: ResolvedJob, tell: Tell) -> tuple
         )
     texts = tuple(str(path) for path in paths)
     identity = {
-        "tokenizer": "+".join(one.tokenizer_sha256[:16] for one in manifests),
-        "data": "+".join(one.digest[:16] for one in manifests),
+        "tokenizer": "+".join(manifest.tokenizer_sha256[:16] for manifest in manifests),
+        "data": "+".join(manifest.digest[:16] for manifest in manifests),
         "unique_tokens": unique,
     }
-    return [replace(one, job=replace(one.job, data=replace(one.job.data, paths=texts))) for one in grid], identity
+    return [
+        replace(sweep_run, job=replace(sweep_run.job, data=replace(sweep_run.job.data, paths=texts)))
+        for sweep_run in grid
+    ], identity
 
 
 def _plan_all(grid: list[SweepRun], resolved: ResolvedJob) -> list[Plan]:
-    """A plan of each run. All mistakes of the job come out before anything is started."""
+    """Return a plan of each run; all mistakes of the job are raised before any run starts."""
     from phalanx.plan.make import make_plan
     from phalanx.plan.trainable import trainer_problems
 
     plans = []
-    for one in grid:
-        plan = make_plan(replace(resolved, job=one.job))
+    for sweep_run in grid:
+        plan = make_plan(replace(resolved, job=sweep_run.job))
         if problems := trainer_problems(plan.job, plan.layout, plan.cluster):
             from phalanx.errors import UserError
 
@@ -365,11 +369,11 @@ def _plan_all(grid: list[SweepRun], resolved: ResolvedJob) -> list[Plan]:
 
 
 def _predicted_seconds(grid: list[SweepRun], plans: list[Plan], *, devices: int) -> list[float]:
-    """Of each run with the whole machine to itself: packed runs share what one of them alone would have."""
-    trunks = {one.name: one.decay_step for one in grid}
+    """Predict the seconds of each run with the whole machine to itself: packed runs share the machine's speed."""
+    trunks = {sweep_run.name: sweep_run.decay_step for sweep_run in grid}
     return [
-        plan.prediction.step_s * (one.steps - trunks.get(one.trunk, 0)) / devices
-        for one, plan in zip(grid, plans, strict=True)
+        plan.prediction.step_s * (sweep_run.steps - trunks.get(sweep_run.trunk, 0)) / devices
+        for sweep_run, plan in zip(grid, plans, strict=True)
     ]
 
 
@@ -387,25 +391,25 @@ def _train_grid(
 
     folder.prepare()
     began_s = time.monotonic()
-    left = [number for number, one in enumerate(found.outcomes) if not one.is_final]
+    unfinished = [number for number, outcome in enumerate(found.outcomes) if not outcome.is_final]
     outcomes = list(found.outcomes)
     tell_ended = _progress_teller(found, tell, began_s=began_s)
 
     def on_ended(outcome: SweepOutcome, done_s: float, left: int) -> None:
-        folder.write_table(outcomes, identity=identity)  # a sweep that is killed has a table of what is done
+        folder.write_table(outcomes, identity=identity)  # a sweep that is killed has a table of the finished runs
         tell_ended(outcome, done_s, left)
 
     try:
         folder.write_table(outcomes, identity=identity)
-        if left:
-            workers = min(parallel, len(left))
+        if unfinished:
+            workers = min(parallel, len(unfinished))
             where = f"{plural(gpus, 'GPU')}" if gpus else "one core each"
-            asked = f"{plural(len(left), 'run')} of {len(outcomes)} to train"
+            asked = f"{plural(len(unfinished), 'run')} of {len(outcomes)} to train"
             tell(f"{asked}, {workers} at a time ({where}), in {folder.path}")
             with SweepPool(folder, workers=workers, gpus=gpus) as pool:
                 pool.train(outcomes, plans, weights=found.predicted_s, on_ended=on_ended)
     except KeyboardInterrupt:
-        done = sum(one.is_final for one in outcomes)
+        done = sum(outcome.is_final for outcome in outcomes)
         tell(f"interrupted: {done} of {plural(len(outcomes), 'run')} are done and stored in {folder.path}")
         tell("repeat the command to continue; unfinished runs resume from their checkpoints")
         raise
@@ -424,7 +428,7 @@ def _launch_grid(
     queue: str | None,
     tell: Tell,
 ) -> Sweep:
-    """Submit what is missing, collect what has ended, and write the table of it."""
+    """Submit the missing runs, collect those that have ended, and write their table."""
     from phalanx.api.sweep_launch import launch_group
 
     outcomes = list(found.outcomes)
@@ -447,7 +451,7 @@ def _launch_grid(
 
 
 def _time_left(seconds: float) -> str:
-    """What a line of progress says of it: an estimate that is below a second is none.
+    """Format the remaining time for a progress line; empty for an estimate below a second.
 
     >>> _time_left(0.00854), _time_left(12.34), _time_left(5400)
     ('', 'and about 12 s ', 'and about 1.50 h ')
@@ -458,15 +462,17 @@ def _time_left(seconds: float) -> str:
 
 
 def _progress_teller(found: Sweep, tell: Tell, *, began_s: float) -> Callable[[SweepOutcome, float, int], None]:
-    """Tells of each run that ended, and what is left in time and money by the pace so far."""
-    total = sum(seconds for one, seconds in zip(found.outcomes, found.predicted_s, strict=True) if not one.is_final)
+    """Return a function that prints each ended run, with the remaining time and money at the pace so far."""
+    total = sum(
+        seconds for outcome, seconds in zip(found.outcomes, found.predicted_s, strict=True) if not outcome.is_final
+    )
 
     def on_ended(outcome: SweepOutcome, done_s: float, left: int) -> None:
-        """`done_s` is the predicted time of the runs that are done, with shares of those that are going on."""
-        said = f"loss {outcome.loss:.4f}" if outcome.loss is not None else outcome.state
+        """Print an ended run; `done_s` is the predicted time of the finished runs, with shares of the running ones."""
+        result = f"loss {outcome.loss:.4f}" if outcome.loss is not None else outcome.state
         if outcome.state in (DIVERGED, "failed"):
-            said += f": {outcome.message}"
-        line = f"{outcome.run.name}: {said}, {format_seconds(outcome.seconds)}"
+            result += f": {outcome.message}"
+        line = f"{outcome.run.name}: {result}, {format_seconds(outcome.seconds)}"
         if left and done_s > 0:
             left_s = (time.monotonic() - began_s) * max(total - done_s, 0.0) / done_s
             line += f"; {plural(left, 'run')} {_time_left(left_s)}left"

@@ -1,4 +1,4 @@
-"""A run's numbers for other people's tools, and the dashboard over a folder of runs."""
+"""Export of a run's metrics to other tools, and the dashboard over a folder of runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTERVAL_S = 15.0
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MetricsSnapshot(PublicResult):
-    """What a scrape of Prometheus would see now."""
+    """The series that a Prometheus scrape would return now."""
 
     readings: Readings
 
@@ -36,18 +36,18 @@ class MetricsSnapshot(PublicResult):
         return f"<MetricsSnapshot: {self.readings.run.name}>"
 
     def to_dict(self) -> dict[str, Any]:
-        """Every series with its labels."""
+        """Return every series with its labels."""
         rows = [
-            {"name": one.metric.name, "unit": one.metric.unit, "value": json_values(one.value)}
-            | {"labels": dict(zip(one.metric.labels, one.labels, strict=True))}
-            for one in self.readings.points()
+            {"name": point.metric.name, "unit": point.metric.unit, "value": json_values(point.value)}
+            | {"labels": dict(zip(point.metric.labels, point.labels, strict=True))}
+            for point in self.readings.points()
         ]
         return {"run": self.readings.run.name, "metrics": rows}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class ExportedMetrics(PublicResult):
-    """What was sent or written."""
+    """The counts and targets of an export."""
 
     values: dict[str, object]
 
@@ -55,7 +55,7 @@ class ExportedMetrics(PublicResult):
         return ", ".join(f"{name}: {value}" for name, value in self.values.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts and the place."""
+        """Return the counts and the target."""
         return dict(self.values)
 
 
@@ -75,9 +75,10 @@ def metrics(
     serving: Callable[[str, str | None], None] = lambda url, token: None,
     progress: bool | Tell = False,
 ) -> MetricsSnapshot | ExportedMetrics:
-    """A run's numbers for Prometheus (`listen`), OTLP, TensorBoard, MLflow or W&B; without a target, as they are now.
+    """Export a run's metrics to Prometheus (`listen`), OTLP, TensorBoard, MLflow or W&B; without a target, return
+    them.
 
-    `follow` goes on until the run ends. While it serves, `serving` is called with the address and the token.
+    `follow` continues until the run ends. While it serves, `serving` is called with the address and the token.
 
     >>> phalanx.metrics("runs/first-run", tensorboard="tb", follow=True)  # doctest: +SKIP
     """
@@ -95,21 +96,21 @@ def metrics(
         if is_wrong:
             raise mistake("phalanx metrics", f"{option} is out of range", fix=f"use {right}")
     if token is not None and listen is None:
-        what = "--token guards --listen, which is not given"
-        raise mistake("phalanx metrics", what, fix="add --listen, or leave --token out")
-    found = run(path)
+        message = "--token guards --listen, which is not given"
+        raise mistake("phalanx metrics", message, fix="add --listen, or leave --token out")
+    exported_run = run(path)
     if named and named[0] not in ("listen", "otlp"):
         from phalanx.metrics.step_export import StepExporter
         from phalanx.metrics.trackers import OPENERS
 
-        opened: TrackerSink = OPENERS[named[0]](found, str(targets[named[0]]))
+        opened: TrackerSink = OPENERS[named[0]](exported_run, str(targets[named[0]]))
         with opened as sink:
-            exporter = StepExporter(found, sink, every=every)
-            _repeat(exporter.export, found, follow=follow, interval_s=interval)
+            exporter = StepExporter(exported_run, sink, every=every)
+            _repeat(exporter.export, exported_run, follow=follow, interval_s=interval)
         return ExportedMetrics(values={"steps": exporter.written, "where": str(sink.where)})
     from phalanx.metrics.readings import Readings
 
-    readings = Readings(found, most_ranks=ranks)
+    readings = Readings(exported_run, most_ranks=ranks)
     if listen is not None:
         _serve_metrics(readings, listen, token, follow=follow, serving=serving)
     elif otlp is not None:
@@ -139,7 +140,7 @@ def _push_metrics(readings: Readings, url: str, *, follow: bool, interval_s: flo
         def push() -> None:
             try:
                 pusher.push()
-            except SystemFailure as error:  # a collector that is restarted must not end hours of following
+            except SystemFailure as error:  # a collector that restarts must not end hours of following
                 if not follow:
                     raise
                 tell(str(error))
@@ -149,12 +150,12 @@ def _push_metrics(readings: Readings, url: str, *, follow: bool, interval_s: flo
 
 
 def _repeat(act: Callable[[], object], found: Run, *, follow: bool, interval_s: float) -> int:
-    """Once; with `follow`, until the run is over and everything was seen."""
+    """Call `act` once; with `follow`, until the run is over and all of it was exported."""
     from phalanx.record.run_lock import is_run_over
 
     count = 0
     while True:
-        over = not follow or is_run_over(found)  # asked before the last look, so that nothing falls between
+        over = not follow or is_run_over(found)  # checked before the last call, so that nothing in between is missed
         act()
         count += 1
         if over:
@@ -163,7 +164,7 @@ def _repeat(act: Callable[[], object], found: Run, *, follow: bool, interval_s: 
 
 
 def grafana() -> str:
-    """The Grafana dashboard for the exported series, as JSON.
+    """Return the Grafana dashboard for the exported series, as JSON.
 
     >>> import json
     >>> json.loads(grafana())["title"]
@@ -179,11 +180,11 @@ def grafana() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WebAddress:
-    """Where the dashboard listens."""
+    """The address of the dashboard."""
 
     url: str
     token: str | None
-    open: str  # the address with the token in it
+    open: str  # the address with the token
     runs: int
 
 
@@ -195,7 +196,7 @@ def web(
     serving: Callable[[WebAddress], None] = lambda address: None,
     progress: bool | Tell = False,
 ) -> None:
-    """Serve the dashboard over a folder of runs, or one run, until Ctrl-C; read-only, on this machine unless told.
+    """Serve the dashboard over a folder of runs, or one run, until Ctrl-C; read-only, by default on this machine only.
 
     `token` is a file with the secret that visitors must know, or "auto" for a new one; an address beyond loopback
     needs one. `serving` is called with the address once the page is up.
@@ -238,7 +239,7 @@ def _require_web() -> None:
 
 
 def web_token(choice: str | None, tell: Tell) -> str | None:
-    """The secret in a file, a new one for "auto", or none."""
+    """Return the secret in a file, a new one for "auto", or None."""
     import os
     import stat
 

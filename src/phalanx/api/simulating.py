@@ -34,18 +34,18 @@ WHERE = "phalanx sim"
 BREAKS = ("link", "t1", "t0", "nic", "transceiver", "grey")  # sim.step.breaks.PARTS, without numpy for --help
 ROUTINGS = ("spray", "ecmp")
 MOST_OUTAGE_S = 86400.0
-DEVICES_PER_S = 30_000  # on one busy core, of a step on a fabric (docs/simulation/step.md)
+DEVICES_PER_S = 30_000  # on one busy core, for a step on a fabric (docs/simulation/step.md)
 LEAST_DAYS, MOST_DAYS, MOST_RUNS = 0.01, 3653.0, 10_000  # ten years at most
 # About 50,000 failures a second on a busy core (docs/simulation/months.md): a minute and a half.
 MOST_FAILURES, FAILURES_PER_S = 5_000_000, 50_000
 MOST_LEVERS = 7  # changes that `levers` tries
 MOST_CASES = 6  # rows of `compare`
-PROGRESS_S = 5.0  # between lines of progress, and the length of a simulation that is announced
+PROGRESS_S = 5.0  # seconds between lines of progress; a longer simulation is announced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonthsCall:
-    """Options of months; the defaults are those that nobody gave, so that the step can refuse the others."""
+    """Options of months; the defaults mean "not given", so that a step simulation can refuse the others."""
 
     runs: int = 20
     seed: int = 0
@@ -90,11 +90,11 @@ def simulate(
 ) -> StepSimulation | MonthsForecast | MonthsComparison | PeersSimulation:
     """Simulate one step of a plan on a fabric or, with `days`, months of running with failures.
 
-    `plan` is a Plan, or a job that is planned first. Of a step: `routing` is spray (packets over 256 paths) or ecmp
-    (16 hashed QPs), `broken` a part that fails for `outage_s` seconds. Of months: `runs` with other random numbers,
-    `edge_recovery` for a network in which a lost link costs bandwidth and no restart, `compare` for both networks with
-    three recovery times, `levers` for what would help most. On a cluster of sites, months are of peers that come and
-    go, and only `runs` and `seed` apply. Ctrl-C keeps what is finished.
+    `plan` is a Plan, or a job that is planned first. For a step: `routing` is spray (packets over 256 paths) or ecmp
+    (16 hashed QPs), `broken` a part that fails for `outage_s` seconds. For months: `runs` with different random
+    numbers, `edge_recovery` for a network in which a lost link costs bandwidth and no restart, `compare` for both
+    networks with three recovery times, `levers` for the changes that would help most. On a cluster of sites, months
+    simulate peers that come and go, and only `runs` and `seed` apply. Ctrl-C keeps what is finished.
 
     >>> forecast = simulate("examples/llama-3-8b-64xH100.toml", days=30, runs=2)
     >>> 0 < forecast.forecast.effective.mean <= 1
@@ -119,31 +119,31 @@ def simulate(
     if problems:
         raise UserError(problems)
     if isinstance(plan, Plan):
-        made = plan
+        plan_ = plan
     else:
-        made = make_plan(read_job(plan, overrides, where="phalanx.simulate"), cluster, allow_unfinishable=True)
-        warn((Problem(where="", what=line) for line in made.warnings), tell)
-    found = named_fabric(str(fabric), tell) if isinstance(fabric, str | Path) else fabric
+        plan_ = make_plan(read_job(plan, overrides, where="phalanx.simulate"), cluster, allow_unfinishable=True)
+        warn((Problem(where="", what=line) for line in plan_.warnings), tell)
+    simulated_fabric = named_fabric(str(fabric), tell) if isinstance(fabric, str | Path) else fabric
     if days is None:
-        return _simulate_step(made, found, step, tell)
-    if made.sites is not None:
-        if others := _no_effect_on_peers(months, has_fabric=found is not None):
-            raise UserError(others)
-        return simulate_peers(made, days=days, runs=runs, seed=seed, tell=tell)
-    network = _network_causes(made, found, months, tell)
+        return _simulate_step(plan_, simulated_fabric, step, tell)
+    if plan_.sites is not None:
+        if peer_problems := _no_effect_on_peers(months, has_fabric=simulated_fabric is not None):
+            raise UserError(peer_problems)
+        return simulate_peers(plan_, days=days, runs=runs, seed=seed, tell=tell)
+    network = _network_causes(plan_, simulated_fabric, months, tell)
     if compare:
-        return _compare_recoveries(made, network, days, months, tell)
-    return _make_forecast(made, network, days, months, tell)
+        return _compare_recoveries(plan_, network, days, months, tell)
+    return _make_forecast(plan_, network, days, months, tell)
 
 
 # ---- one step --------------------------------------------------------------------------------------------------------
 
-# Options of months that say something of one step's caller, by the name on the command line.
+# Options of months that a call for one step may not have, by their command line names.
 MONTHS_OPTIONS = {f"--{item.name.replace('_', '-')}": item.name for item in fields(MonthsCall)}
 
 
 def _step_problems(step: StepCall, months: MonthsCall) -> list[Problem]:
-    """Options that have no effect on one step."""
+    """Return a problem for each option that has no effect on one step."""
     usual = MonthsCall()
     problems = [
         Problem(where=WHERE, what=f"{option} belongs to months, not to one step", fix="add --days 90, or leave it out")
@@ -153,14 +153,14 @@ def _step_problems(step: StepCall, months: MonthsCall) -> list[Problem]:
     if step.outage is not None and step.broken is None:
         problems.append(Problem(where=WHERE, what="--outage without --break: nothing fails", fix="add --break nic"))
     elif step.outage is not None and not 0 < step.outage <= MOST_OUTAGE_S:
-        what = f"--outage {step.outage:g} is out of range"
-        problems.append(Problem(where=WHERE, what=what, fix=f"use seconds above 0, up to {MOST_OUTAGE_S:g}"))
+        message = f"--outage {step.outage:g} is out of range"
+        problems.append(Problem(where=WHERE, what=message, fix=f"use seconds above 0, up to {MOST_OUTAGE_S:g}"))
     return problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StepSimulation(PublicResult):
-    """One step of a plan on a fabric, and what a failed part does to it."""
+    """One simulated step of a plan on a fabric, and the effects of a failed part."""
 
     plan: Plan
     report: SimulatedStep
@@ -177,21 +177,21 @@ class StepSimulation(PublicResult):
         return page
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the spans, which `write_trace` writes; seconds of every stage by part."""
+        """Return everything but the spans, which `write_trace` writes; seconds of every stage by part."""
         report = self.report
-        made = {item.name: getattr(report, item.name) for item in fields(report) if item.name != "timeline"}
-        made["stages_s"] = report.timeline.device_s
+        values = {item.name: getattr(report, item.name) for item in fields(report) if item.name != "timeline"}
+        values["stages_s"] = report.timeline.device_s
         if self.broken is not None:
-            made |= {"break": self.broken, "aftermath": self.aftermath}
-        return dict(json_values(made))
+            values |= {"break": self.broken, "aftermath": self.aftermath}
+        return dict(json_values(values))
 
     @property
     def exit_code(self) -> int:
-        """130 when Ctrl-C left the failure out."""
+        """130 if Ctrl-C left the failure out."""
         return INTERRUPTED if self.interrupted else 0
 
     def write_trace(self, path: str | Path) -> str:
-        """Write the timeline for ui.perfetto.dev; returns what was written, in words."""
+        """Write the timeline for ui.perfetto.dev; return the number of spans written, in words."""
         from phalanx.io.files import write_text
         from phalanx.sim.step.trace_file import MOST_EVENTS, trace_json
 
@@ -203,24 +203,24 @@ class StepSimulation(PublicResult):
 
 
 def _simulate_step(plan: Plan, fabric: Fabric | None, call: StepCall, tell: Tell) -> StepSimulation:
-    """Both ways of recovering from a failure, or those that Ctrl-C left finished."""
+    """Simulate both ways of recovering from a failure, or those finished before Ctrl-C."""
     from phalanx.sim.step.axis_paths import PathTransport, derived_fabric
     from phalanx.sim.step.breaks import broken_parts, failure_aftermath
     from phalanx.sim.step.step_report import step_report
 
-    if call.broken is not None:  # before anything is simulated: a fabric may lack the part
+    if call.broken is not None:  # before any simulation: the fabric may lack the part
         broken_parts(fabric or derived_fabric(plan.layout.devices, plan.cluster.nic_bytes_per_s), call.broken)
     seconds = plan.layout.devices / DEVICES_PER_S * (3 if call.broken else 1)
     if seconds > PROGRESS_S and fabric is not None:
         tell(f"{plural(plan.layout.devices, 'device')} on {fabric.name}: about {seconds:.0f} s")
     report = step_report(plan, fabric, PathTransport(edge=call.routing != "ecmp"))
-    found: list[Aftermath] = []
+    aftermaths: list[Aftermath] = []
     interrupted = False
     if call.broken is not None:
         try:
             for edge in (False, True):
                 healthy = report if report.edge == edge else None
-                found.append(
+                aftermaths.append(
                     failure_aftermath(
                         plan, report.fabric, call.broken, edge=edge, outage_s=call.outage, healthy=healthy
                     )
@@ -228,15 +228,17 @@ def _simulate_step(plan: Plan, fabric: Fabric | None, call: StepCall, tell: Tell
         except KeyboardInterrupt:
             tell("stopped by Ctrl-C: the step is finished, and shown; what a failure does to it is not")
             interrupted = True
-    return StepSimulation(plan=plan, report=report, broken=call.broken, aftermath=tuple(found), interrupted=interrupted)
+    return StepSimulation(
+        plan=plan, report=report, broken=call.broken, aftermath=tuple(aftermaths), interrupted=interrupted
+    )
 
 
 # ---- months ----------------------------------------------------------------------------------------------------------
 
 
 def _months_problems(days: float, months: MonthsCall, step: StepCall, *, has_fabric: bool) -> list[Problem]:
-    """All wrong options at once."""
-    found = [
+    """Return a problem for each wrong option."""
+    problems = [
         _outside_range("--days", days, LEAST_DAYS, MOST_DAYS),
         _outside_range("--runs", months.runs, 1, MOST_RUNS),
         _outside_range("--seed", months.seed, 0, 1e9),
@@ -244,15 +246,15 @@ def _months_problems(days: float, months: MonthsCall, step: StepCall, *, has_fab
         _outside_range("--planned-per-day", months.planned_per_day or 0.0, 0, 100),
         _outside_range("--repair-hours", months.repair_hours, 0, 8760),
     ]
-    given = {"--break": step.broken, "--outage": step.outage, "--routing": step.routing}
+    step_options = {"--break": step.broken, "--outage": step.outage, "--routing": step.routing}
     fix = {"--routing": "use --edge-recovery for spraying with recovery at the edge, or leave --routing out"}
-    for option in (name for name, value in given.items() if value is not None):
-        what = f"{option} belongs to one step, --days to months"
-        found.append(Problem(where=WHERE, what=what, fix=fix.get(option, "leave one of them out")))
+    for option in (name for name, value in step_options.items() if value is not None):
+        message = f"{option} belongs to one step, --days to months"
+        problems.append(Problem(where=WHERE, what=message, fix=fix.get(option, "leave one of them out")))
     if months.planes is not None and not 1 <= months.planes <= 1024:
-        found.append(_outside_range("--planes", months.planes, 1, 1024))
+        problems.append(_outside_range("--planes", months.planes, 1, 1024))
     elif months.planes == 1 and (months.edge_recovery or months.compare) and not has_fabric:
-        found.append(
+        problems.append(
             Problem(
                 where=WHERE,
                 what="--planes 1 with --edge-recovery",
@@ -261,21 +263,21 @@ def _months_problems(days: float, months: MonthsCall, step: StepCall, *, has_fab
             )
         )
     if months.compare and months.edge_recovery:
-        both = "--compare runs both networks: leave --edge-recovery out"
-        found.append(Problem(where=WHERE, what="--compare with --edge-recovery", fix=both))
+        remedy = "--compare runs both networks: leave --edge-recovery out"
+        problems.append(Problem(where=WHERE, what="--compare with --edge-recovery", fix=remedy))
     if months.compare and months.levers:
-        what = "--compare and --levers are two tables"
-        found.append(Problem(where=WHERE, what=what, fix="leave one of them out"))
-    return [one for one in found if one]
+        message = "--compare and --levers are two tables"
+        problems.append(Problem(where=WHERE, what=message, fix="leave one of them out"))
+    return [problem for problem in problems if problem]
 
 
 def _no_effect_on_peers(months: MonthsCall, *, has_fabric: bool) -> list[Problem]:
-    """Options of a network inside a cluster, where sites come and go."""
+    """Return a problem for each option of a cluster-internal network, which has no effect on a cluster of sites."""
     usual = MonthsCall(runs=months.runs, seed=months.seed)
-    given = [option for option, name in MONTHS_OPTIONS.items() if getattr(months, name) != getattr(usual, name)]
+    named_options = [option for option, name in MONTHS_OPTIONS.items() if getattr(months, name) != getattr(usual, name)]
     return [
         Problem(where=WHERE, what=f"{option} has no effect on a cluster of sites", fix="leave it out, or name one site")
-        for option in (*given, *(["--fabric"] if has_fabric else []))
+        for option in (*named_options, *(["--fabric"] if has_fabric else []))
     ]
 
 
@@ -287,7 +289,7 @@ def _outside_range(option: str, value: float, least: float, most: float) -> Prob
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MonthsForecast(PublicResult):
-    """How much of the time a plan trains over so many days, with its interval and what costs the rest."""
+    """The share of time in which a plan trains over some days, with its interval and the causes of the rest."""
 
     plan: Plan
     policy: MonthsPolicy
@@ -300,18 +302,18 @@ class MonthsForecast(PublicResult):
         return forecast_text(self.plan, self.policy, self.forecast)
 
     def to_dict(self) -> dict[str, Any]:
-        """The forecast."""
+        """Return the forecast."""
         return dict(json_values(self.forecast))
 
     @property
     def exit_code(self) -> int:
-        """130 when Ctrl-C left runs out."""
+        """130 if Ctrl-C left runs out."""
         return INTERRUPTED if self.interrupted else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MonthsComparison(PublicResult):
-    """A conventional network beside recovery at the edge, with three recovery times."""
+    """A comparison of a conventional network and recovery at the edge, with three recovery times."""
 
     plan: Plan
     rows: tuple[RecoveryTableRow, ...]
@@ -329,13 +331,13 @@ class MonthsComparison(PublicResult):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every row."""
+        """Return every row."""
         call = {"days": self.days, "runs": self.runs, "seed": self.seed, "devices": self.plan.layout.devices}
         return {**call, "rows": json_values(self.rows)}
 
     @property
     def exit_code(self) -> int:
-        """130 when Ctrl-C left rows out."""
+        """130 if Ctrl-C left rows out."""
         return INTERRUPTED if self.interrupted else 0
 
 
@@ -344,19 +346,19 @@ def _network_causes(plan: Plan, fabric: Fabric | None, call: MonthsCall, tell: T
 
     if fabric is None:
         if call.planes is not None and not (call.edge_recovery or call.compare or call.levers):
-            what = "--planes has no effect: only --edge-recovery and --compare use it"
-            warn([Problem(where=WHERE, what=what)], tell)
+            message = "--planes has no effect: only --edge-recovery and --compare use it"
+            warn([Problem(where=WHERE, what=message)], tell)
         return NetworkCauses(edge=call.edge_recovery, planes=call.planes or DEFAULT_PLANES)
     from phalanx.network.fabric.failure_budget import can_spray
     from phalanx.sim.step.axis_paths import check_size
 
     check_size(fabric, plan.layout.devices)
     if call.planes not in (None, fabric.planes):
-        what = f"--planes {call.planes}, and {fabric.name} has {fabric.planes}"
-        raise mistake(WHERE, what, fix="leave --planes out: the fabric says it")
+        message = f"--planes {call.planes}, and {fabric.name} has {fabric.planes}"
+        raise mistake(WHERE, message, fix="leave --planes out: the fabric says it")
     if (call.edge_recovery or call.compare) and not can_spray(fabric):
-        what = f"{fabric.name} is InfiniBand: for recovery at the edge stands what its switches do (SHIELD)"
-        warn([Problem(where=WHERE, what=what, why="a NIC's lost port or T0 restarts the job under both")], tell)
+        message = f"{fabric.name} is InfiniBand: for recovery at the edge stands what its switches do (SHIELD)"
+        warn([Problem(where=WHERE, what=message, why="a NIC's lost port or T0 restarts the job under both")], tell)
     return NetworkCauses(edge=call.edge_recovery, planes=fabric.planes, fabric=fabric)
 
 
@@ -373,7 +375,7 @@ def _months_policy(plan: Plan, network: NetworkCauses, call: MonthsCall) -> Mont
 
 
 def _make_forecast(plan: Plan, network: NetworkCauses, days: float, call: MonthsCall, tell: Tell) -> MonthsForecast:
-    """All runs, or those that Ctrl-C left finished; then the plan at other sites, and the levers."""
+    """Simulate all runs, or those finished before Ctrl-C; then the plan at other sites, and the levers."""
     from phalanx.sim.months.forecast import compare_losses, forecast_months, site_range, try_levers
 
     policy = _months_policy(plan, network, call)
@@ -386,12 +388,12 @@ def _make_forecast(plan: Plan, network: NetworkCauses, days: float, call: Months
         except KeyboardInterrupt:
             tell("stopped by Ctrl-C: the runs are finished, and shown; other sites are not")
             interrupted = True
-    found: tuple[Lever, ...] = ()
+    tried_levers: tuple[Lever, ...] = ()
     if call.levers and len(outcomes) == call.runs:
-        found = try_levers(plan, policy, outcomes, days=days, seed=call.seed)
-    both = () if interrupted else compare_losses(plan, policy, outcomes, days=days, seed=call.seed)
-    made = forecast_months(plan, policy, outcomes, seed=call.seed, sites=sites, levers=found, losses=both)
-    return MonthsForecast(plan=plan, policy=policy, forecast=made, interrupted=interrupted)
+        tried_levers = try_levers(plan, policy, outcomes, days=days, seed=call.seed)
+    losses = () if interrupted else compare_losses(plan, policy, outcomes, days=days, seed=call.seed)
+    forecast = forecast_months(plan, policy, outcomes, seed=call.seed, sites=sites, levers=tried_levers, losses=losses)
+    return MonthsForecast(plan=plan, policy=policy, forecast=forecast, interrupted=interrupted)
 
 
 def _run_all(policy: MonthsPolicy, days: float, call: MonthsCall, tell: Tell) -> tuple[list[RunOutcome], bool]:
@@ -400,8 +402,8 @@ def _run_all(policy: MonthsPolicy, days: float, call: MonthsCall, tell: Tell) ->
     outcomes: list[RunOutcome] = []  # those before Ctrl-C are kept
     started = reported = time.perf_counter()
     try:
-        for one in simulate_runs(policy, days=days, count=call.runs, seed=call.seed):
-            outcomes.append(one)
+        for outcome in simulate_runs(policy, days=days, count=call.runs, seed=call.seed):
+            outcomes.append(outcome)
             if time.perf_counter() - reported > PROGRESS_S:
                 reported = time.perf_counter()
                 tell(f"{len(outcomes):,} of {call.runs:,} runs")
@@ -411,7 +413,7 @@ def _run_all(policy: MonthsPolicy, days: float, call: MonthsCall, tell: Tell) ->
         tell(f"stopped by Ctrl-C: {len(outcomes):,} of {call.runs:,} runs are finished, and shown")
         return outcomes, True
     seconds = time.perf_counter() - started
-    failures = sum(one.failures for one in outcomes)
+    failures = sum(outcome.failures for outcome in outcomes)
     tell(f"{plural(failures, 'failure')} in {seconds:.2f} s ({failures / seconds:,.0f} per second)")
     return outcomes, False
 
@@ -419,23 +421,23 @@ def _run_all(policy: MonthsPolicy, days: float, call: MonthsCall, tell: Tell) ->
 def _compare_recoveries(
     plan: Plan, network: NetworkCauses, days: float, call: MonthsCall, tell: Tell
 ) -> MonthsComparison:
-    """Row by row; those before Ctrl-C are kept."""
+    """Compute the comparison row by row; keep the rows before Ctrl-C."""
     from phalanx.sim.months.forecast import site_range
     from phalanx.sim.months.recovery_table import recovery_cases, recovery_row
     from phalanx.sim.months.simulate_run import simulate_runs
 
-    both = [_months_policy(plan, replace(network, edge=edge), call) for edge in (False, True)]
-    _check_size(both[0], days, call.runs, times=MOST_CASES, tell=tell)
+    policies = [_months_policy(plan, replace(network, edge=edge), call) for edge in (False, True)]
+    _check_size(policies[0], days, call.runs, times=MOST_CASES, tell=tell)
     rows: list[RecoveryTableRow] = []
-    interrupted, asked = False, list(recovery_cases(*both))
+    interrupted, cases = False, list(recovery_cases(*policies))
     try:
-        for one in asked:
-            outcomes = list(simulate_runs(one, days=days, count=call.runs, seed=call.seed))
-            rows.append(recovery_row(plan, one, outcomes, site_range(plan, one, days=days, seed=call.seed)))
+        for case in cases:
+            outcomes = list(simulate_runs(case, days=days, count=call.runs, seed=call.seed))
+            rows.append(recovery_row(plan, case, outcomes, site_range(plan, case, days=days, seed=call.seed)))
     except KeyboardInterrupt:
         if not rows:
             raise
-        tell(f"stopped by Ctrl-C: {len(rows)} of {len(asked)} rows are finished, and shown")
+        tell(f"stopped by Ctrl-C: {len(rows)} of {len(cases)} rows are finished, and shown")
         interrupted = True
     unnamed = f"without a name, Llama 3's rate, {plural(network.planes, 'plane')}"
     return MonthsComparison(
@@ -450,7 +452,7 @@ def _compare_recoveries(
 
 
 def _check_size(policy: MonthsPolicy, days: float, runs: int, *, times: int, tell: Callable[[str], None]) -> None:
-    """Refuses what would take minutes, and says how long the rest takes when that is long."""
+    """Raise UserError for a simulation that would take minutes, and announce the time of a long one."""
     from phalanx.sim.months.policy import expected_failures
 
     each = expected_failures(policy, days) * times

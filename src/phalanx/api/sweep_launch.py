@@ -1,7 +1,7 @@
-"""A sweep on Slurm or Kubernetes: its runs launched as one group, and what they gave, read from their records later.
+"""A sweep on Slurm or Kubernetes: its runs are launched as one group, and their results read from their records later.
 
 Each run is an ordinary job on one device. The command is repeated to collect: finished runs become results under the
-hash of what decides them, those that wait or train are left alone, and only what is missing is submitted.
+hash of their inputs, waiting and training runs are left alone, and only missing runs are submitted.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from phalanx.units import plural
 
 WHERE = "phalanx scale sweep"
 SYSTEMS = ("slurm", "k8s")
-START_S = 600.0  # of a run: imports, the first step, the last checkpoint and the evaluation
+START_S = 600.0  # added to a run's time limit: imports, the first step, the last checkpoint and the evaluation
 ASTRAY = "Astray"  # kind of an incident in which every process lives and the numbers are wrong
-ABOVE_NOTHING = 0.5  # nats above ln(vocabulary), from which a finished run has learned nothing: as train.lone_rank says
+# Nats above ln(vocabulary) from which a finished run has learned nothing, as in train.lone_rank.
+ABOVE_NOTHING = 0.5
 
 
 def refuse_launch(on: str, *, method: str, parallel: int | None) -> None:
-    """Raise UserError for what a sweep cannot do on a cluster."""
+    """Raise UserError for options that a sweep on a cluster does not support."""
     if on not in SYSTEMS:
         fix = "use slurm or k8s; without --on the sweep is packed on this machine"
         raise mistake(f"--on {on[:40]}", "is no system a sweep can be launched on", fix=fix)
@@ -51,7 +52,9 @@ def refuse_launch(on: str, *, method: str, parallel: int | None) -> None:
 
 
 def one_device_job(job: Job, base: Path) -> Job:
-    """The job as one rank on one device of its own cluster, evaluated at its end; `base` is the job file's folder."""
+    """Return the job as one rank on one device of its cluster, evaluated at its end; `base` is the job
+    file's folder.
+    """
     from phalanx.hardware.cluster import resolve_cluster
     from phalanx.job.run_sections import ClusterChoice
 
@@ -81,29 +84,30 @@ def launch_group(
     dry_run: bool,
     tell: Tell,
 ) -> LaunchResult | None:
-    """Collect what has ended and submit what is missing; entries of `outcomes` are replaced. None: nothing to submit.
+    """Collect ended runs and submit missing ones, replacing entries of `outcomes`; return None if nothing is
+    submitted.
 
     All missing runs are submitted together, or none of them.
     """
     collect_results(outcomes, folder, keep=not dry_run)
     alive = {} if dry_run else _known_jobs(on, group, tell)
     missing, elsewhere = [], []
-    for number, one in enumerate(outcomes):
-        if one.is_final:
+    for number, outcome in enumerate(outcomes):
+        if outcome.is_final:
             continue
-        known = alive.get(one.folder) if one.folder else None
+        known = alive.get(outcome.folder) if outcome.folder else None
         if known is not None and queue_name and known.queue not in ("", queue_name):
-            if known.state in OVER and not any((folder.runs / one.folder / "checkpoints").glob("*")):
-                known = None  # nothing would be lost: submitted anew, to the queue that is named now
+            if known.state in OVER and not any((folder.runs / outcome.folder / "checkpoints").glob("*")):
+                known = None  # no progress is lost: submitted again, to the queue that is named now
             else:
                 elsewhere.append(known)
         if known is None or known.state == DONE:
             missing.append(number)
         elif known.state in OVER:
-            requeue(known.id)  # it goes on from its newest checkpoint
-            outcomes[number] = replace(one, state="waiting", message=f"was {known.state}: submitted again")
+            requeue(known.id)  # it continues from its newest checkpoint
+            outcomes[number] = replace(outcome, state="waiting", message=f"was {known.state}: submitted again")
         else:
-            outcomes[number] = replace(one, state=known.state, message=known.id)
+            outcomes[number] = replace(outcome, state=known.state, message=known.id)
     if elsewhere:
         tell(
             f"{plural(len(elsewhere), 'run')} ({elsewhere[0].id} first) stay in {elsewhere[0].queue}, where an earlier "
@@ -112,11 +116,13 @@ def launch_group(
         )
     if not missing:
         return None
-    # One time limit for all: requests that differ in their run alone become one array.
+    # One time limit for all: requests that differ only in their run become one array job.
     time_s = max(plans[number].duration.wall_s_high for number in missing) + START_S
 
     def keep_folders(requests: Sequence[LaunchRequest]) -> None:
-        """Before anything is submitted: killed after that, the next call finds its runs in the queue by these."""
+        """Store the run folders' names before submission: if killed later, the next call finds its runs in the queue
+        by them.
+        """
         for number, request in zip(missing, requests, strict=True):
             name = request.run.rsplit("/", 1)[-1]
             folder.keep(replace(outcomes[number], state="stopped", folder=name, message="", cached=False))
@@ -129,10 +135,11 @@ def launch_group(
         time_s=time_s,
         runs=folder.runs,
         dry_run=dry_run,
-        share_hosts=True,  # of one device each
-        volume=folder.runs.absolute().parent.parent,  # where --out lies: there the dataset has room beside it
+        share_hosts=True,  # each uses one device
+        # the folder that contains --out, so that the dataset fits next to it
+        volume=folder.runs.absolute().parent.parent,
         before_submit=keep_folders,
-        check=False,  # warnings of a training specification on each of many small runs are noise
+        check=False,  # warnings of the training specification for each of many small runs are noise
         progress=lambda line: None,
     )
     if not dry_run:
@@ -144,50 +151,51 @@ def launch_group(
 
 
 def collect_results(outcomes: list[SweepOutcome], folder: SweepFolder, *, keep: bool = True) -> None:
-    """Runs whose record says that they are done become results."""
-    for number, one in enumerate(outcomes):
-        if one.is_final or not one.folder:
+    """Turn runs that are done according to their record into results."""
+    for number, outcome in enumerate(outcomes):
+        if outcome.is_final or not outcome.folder:
             continue
         try:
-            found = read_run_losses(folder.runs / one.folder, counted="total")
+            losses = read_run_losses(folder.runs / outcome.folder, counted="total")
         except (PhalanxError, OSError):
             continue  # nothing recorded yet
-        if found.state == "failed" and (why := _divergence(folder.runs / one.folder)):
-            outcomes[number] = replace(one, state=DIVERGED, loss=None, message=why)
-        elif found.state != "done" or not found.evaluated:
+        if losses.state == "failed" and (reason := _divergence(folder.runs / outcome.folder)):
+            outcomes[number] = replace(outcome, state=DIVERGED, loss=None, message=reason)
+        elif losses.state != "done" or not losses.evaluated:
             continue
-        elif math.isfinite(loss := found.losses[-1]) and loss <= math.log(one.run.job.model.vocab) + ABOVE_NOTHING:
-            outcomes[number] = replace(one, state="done", loss=loss, message="")
+        elif math.isfinite(loss := losses.losses[-1]) and loss <= math.log(outcome.run.job.model.vocab) + ABOVE_NOTHING:
+            outcomes[number] = replace(outcome, state="done", loss=loss, message="")
         else:
-            outcomes[number] = replace(one, state=DIVERGED, loss=None, message=f"ended at {loss:.4g} nats")
+            outcomes[number] = replace(outcome, state=DIVERGED, loss=None, message=f"ended at {loss:.4g} nats")
         if keep:
             folder.keep(outcomes[number])
 
 
 def _divergence(run: Path) -> str:
-    """Why a failed run diverged; empty where it failed for another reason, and may do better when it goes on.
+    """Return the reason why a failed run diverged; empty if it failed otherwise and may succeed when continued.
 
-    It went back to an earlier step and its gradients broke again at the same one: a third time would be no different.
+    A run diverged if it went back to an earlier step and its gradients broke again at the same step: a third attempt
+    would not differ.
     """
     try:
         events, _ = read_events(Run(path=run).supervisor)
     except (PhalanxError, OSError):
         return ""
-    broke = [one for one in events if one["event"] == "incident"][-2:]
-    causes = [at(one, "cause") for one in broke]
+    broke = [event for event in events if event["event"] == "incident"][-2:]
+    causes = [at(event, "cause") for event in broke]
     if len(broke) < 2 or any(text(cause, "kind") != ASTRAY for cause in causes) or broke[0]["step"] != broke[1]["step"]:
         return ""
     return f"step {broke[1]['step']}: {text(causes[1], 'message')}, twice"
 
 
 def _known_jobs(on: str, group: str, tell: Tell) -> dict[str, QueuedJob]:
-    """Jobs of the group by the name of their run folder; the newest of each."""
-    found: dict[str, QueuedJob] = {}
+    """Return the jobs of the group by the name of their run folder; the newest of each."""
+    jobs_by_folder: dict[str, QueuedJob] = {}
     table = queue(group=group, on=on)
-    for one in table.jobs:
-        name = one.run.rstrip("/").rsplit("/", 1)[-1]
-        if name not in found or found[name].state in (FAILED, CANCELLED, DONE):
-            found[name] = one
+    for queued_job in table.jobs:
+        name = queued_job.run.rstrip("/").rsplit("/", 1)[-1]
+        if name not in jobs_by_folder or jobs_by_folder[name].state in (FAILED, CANCELLED, DONE):
+            jobs_by_folder[name] = queued_job
     for note in table.notes:
         tell(note)
-    return found
+    return jobs_by_folder

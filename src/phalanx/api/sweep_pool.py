@@ -1,4 +1,4 @@
-"""Processes that train the runs of a sweep side by side, each one run after the other."""
+"""Worker processes that train the runs of a sweep in parallel, each worker one run after the other."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from phalanx.record.provenance import job_provenance
 from phalanx.record.run import Run, create_run
 from phalanx.scale.sweep_store import SweepFolder, SweepOutcome
 
-SAVE_S = 60.0  # that interrupted runs may take to save
-MOST_DEATHS = 3  # of a worker's process in a row, before its sweep is given up
+SAVE_S = 60.0  # seconds that interrupted runs may take to save
+MOST_DEATHS = 3  # consecutive deaths of a worker's process, after which the sweep is given up
 OnRunEnded = Callable[[SweepOutcome, float, int], None]
 
 
 class SweepPool:
-    """A context: `workers` processes that import torch once. Leaving it lets runs in the middle save, and ends them."""
+    """A context manager with `workers` processes that import torch once. On exit, unfinished runs save and end."""
 
     def __init__(self, folder: SweepFolder, *, workers: int, gpus: int) -> None:
         self._folder, self._count, self._gpus = folder, workers, gpus
@@ -52,7 +52,7 @@ class SweepPool:
                 assert worker.stdin is not None
                 worker.stdin.close()
             if kind is not None and worker.poll() is None:
-                worker.terminate()  # heard after the step; it saves
+                worker.terminate()  # handled after the step, with a checkpoint
         until_s = time.monotonic() + SAVE_S
         for worker in self._workers:
             with suppress(subprocess.TimeoutExpired):
@@ -77,7 +77,7 @@ class SweepPool:
                 stderr=log,
                 env=environ,
                 text=True,
-                start_new_session=True,  # Ctrl-C is for us: workers are asked to save
+                start_new_session=True,  # Ctrl-C is handled here: workers are asked to save
             )
 
     def _log(self, number: int) -> Path:
@@ -100,17 +100,17 @@ class SweepPool:
     def train(
         self, outcomes: list[SweepOutcome], plans: Sequence[Plan], *, weights: Sequence[float], on_ended: OnRunEnded
     ) -> None:
-        """Train what is not final; each entry of `outcomes` is replaced as soon as it is known, and kept on disk.
+        """Train all runs that are not final; replace entries of `outcomes` as results arrive, and store them on disk.
 
-        The longest runs come first, so that none is left alone at the end; one that goes on from another's checkpoint
-        waits for that.
+        The longest runs come first, so that none is left alone at the end; a run that continues from another's
+        checkpoint waits for that one.
         """
-        by_name = {one.run.name: number for number, one in enumerate(outcomes)}
-        waiting = sorted((n for n, one in enumerate(outcomes) if not one.is_final), key=lambda n: -weights[n])
-        ended = {number for number, one in enumerate(outcomes) if one.is_final}
+        by_name = {outcome.run.name: number for number, outcome in enumerate(outcomes)}
+        waiting = sorted((n for n, outcome in enumerate(outcomes) if not outcome.is_final), key=lambda n: -weights[n])
+        ended = {number for number, outcome in enumerate(outcomes) if outcome.is_final}
         idle, deaths = list(range(self._count)), [0] * self._count
-        busy: dict[int, int] = {}  # number of the run by worker
-        shares: dict[int, float] = {}  # done of the run of that number
+        busy: dict[int, int] = {}  # run number by worker
+        shares: dict[int, float] = {}  # completed share by run number
         done_s = 0.0
         while waiting or busy:
             for number in list(waiting):
@@ -148,14 +148,14 @@ class SweepPool:
             )
             self._folder.keep(outcomes[number])
             done_s += weights[number]
-            going_s = sum(share * weights[one] for one, share in shares.items())
+            going_s = sum(share * weights[run_number] for run_number, share in shares.items())
             on_ended(outcomes[number], done_s + going_s, len(waiting) + len(busy))
 
     def _replace(self, worker: int, deaths: int) -> None:
-        """A process that was killed (for memory, say) takes one run with it, not the sweep."""
+        """Start a new process for a worker that was killed (for example for lack of memory), so that only its current run fails."""
         if deaths >= MOST_DEATHS:
-            what = f"a process of the sweep ended {deaths} times in a row"
-            raise SystemFailure(Problem(where=str(self._log(worker)), what=what, fix="its last lines say why"))
+            message = f"a process of the sweep ended {deaths} times in a row"
+            raise SystemFailure(Problem(where=str(self._log(worker)), what=message, fix="its last lines say why"))
         self._workers[worker].wait()
         self._workers[worker] = self._start(worker)
         self._listen(worker)
@@ -163,7 +163,7 @@ class SweepPool:
     def _hand_over(
         self, worker: int, outcomes: Sequence[SweepOutcome], number: int, by_name: dict[str, int], plan: Plan
     ) -> SweepOutcome:
-        """Make the run's folder, unless an earlier call left one, and give it to a worker."""
+        """Create the run's folder, unless an earlier call left one, and hand the run to a worker."""
         outcome = outcomes[number]
         if not outcome.folder:
             job = job_to_dict(plan.job)
@@ -182,7 +182,7 @@ class SweepPool:
             )
             outcome = replace(outcome, folder=run.name)
         outcome = replace(outcome, state="stopped", cached=False)
-        self._folder.keep(outcome)  # so that it is found again if we are killed
+        self._folder.keep(outcome)  # so that the next call finds it if this process is killed
         trunk = outcomes[by_name[outcome.run.trunk]] if outcome.run.trunk else None
         task = {
             "run": str(self._path(outcome)),
@@ -192,7 +192,8 @@ class SweepPool:
         }
         process = self._workers[worker]
         assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: heard of through its output
+        # The worker has ended, which its output reader reports.
+        with suppress(BrokenPipeError):
             print(json.dumps(task), file=process.stdin, flush=True)
         return outcome
 

@@ -1,4 +1,4 @@
-"""Pages of `phalanx fabric simulate`: one way of sending, several side by side, and named failures."""
+"""Pages of `phalanx fabric simulate`: one way of sending, a comparison of several, and named failures."""
 
 from __future__ import annotations
 
@@ -15,48 +15,53 @@ if TYPE_CHECKING:
 
 
 def incast_text(traffic: FabricTraffic) -> list[str]:
-    """Hosts of an incast, whose numbers nobody gave."""
+    """Return the hosts of an incast, which the simulation chose."""
     if traffic.watched is None:
         return []
     source, target = traffic.flows.source.tolist(), traffic.flows.target.tolist()
-    crowd = ", ".join(f"{host:,}" for at, host in enumerate(source) if at != traffic.watched)
+    crowd = ", ".join(f"{host:,}" for place, host in enumerate(source) if place != traffic.watched)
     victim = f"{source[traffic.watched]:,} to {target[traffic.watched]:,}"
     return [f"  incast: hosts {crowd} to {target[0]:,}; the victim sends from {victim}"]
 
 
 def not_mapped_text(said: Sequence[str]) -> list[str]:
-    """What of a file is not simulated."""
-    return [f"  not mapped: {one}" for one in said]
+    """Return lines about the parts of a file that are not simulated."""
+    return [f"  not mapped: {remark}" for remark in said]
 
 
 def notes_text(notes: Sequence[str]) -> list[str]:
-    """Lines below a table, none longer than a page is wide."""
-    return [line for one in notes for line in wrap(one, 110, initial_indent="  note: ", subsequent_indent="        ")]
+    """Return lines below a table, wrapped to the width of a page."""
+    return [line for note in notes for line in wrap(note, 110, initial_indent="  note: ", subsequent_indent="        ")]
 
 
 def columns_text(found: list[dict[str, Any]]) -> str:
-    """One column for each way of sending."""
+    """Return a table with one column for each way of sending."""
     first = found[0]
     rows = [
-        ("", [one["transport"] for one in found]),
-        ("paths per flow", [f"{one['paths']} {one['spread']}" if one["paths"] > 1 else "1" for one in found]),
+        ("", [column["transport"] for column in found]),
+        (
+            "paths per flow",
+            [f"{column['paths']} {column['spread']}" if column["paths"] > 1 else "1" for column in found],
+        ),
         *_broken_rows(found),
-        ("throughput", [_gbps_text(_healthy_gbps(one)) for one in found] if not first["failed"] else []),
-        ("over time", [one["bars"] for one in found]),
-        ("done, mean", [_time_text(one["mean_s"]) for one in found]),
-        ("done, 99 %", [_time_text(one["p99_s"]) for one in found]),
-        ("done, last", [_finish_text(one, "tail_s") for one in found]),
-        ("without failure", [_time_text(one["healthy_tail_s"]) for one in found] if first["failed"] else []),
+        ("throughput", [_gbps_text(_healthy_gbps(column)) for column in found] if not first["failed"] else []),
+        ("over time", [column["bars"] for column in found]),
+        ("done, mean", [_time_text(column["mean_s"]) for column in found]),
+        ("done, 99 %", [_time_text(column["p99_s"]) for column in found]),
+        ("done, last", [_finish_text(column, "tail_s") for column in found]),
+        ("without failure", [_time_text(column["healthy_tail_s"]) for column in found] if first["failed"] else []),
         (
             "delay, at most",
-            [_finish_text(one, "later_s", less_s=one["healthy_tail_s"]) for one in found] if first["failed"] else [],
+            [_finish_text(column, "later_s", less_s=column["healthy_tail_s"]) for column in found]
+            if first["failed"]
+            else [],
         ),
-        ("packets lost", [f"{one['lost']:,}" for one in found]),
-        ("flows affected", [_part_of(one["touched_flows"], one["flows"]) for one in found]),
-        ("victim gets", [_victim_text(one) for one in found] if "victim_share" in first else []),
+        ("packets lost", [f"{column['lost']:,}" for column in found]),
+        ("flows affected", [_part_of(column["touched_flows"], column["flows"]) for column in found]),
+        ("victim gets", [_victim_text(column) for column in found] if "victim_share" in first else []),
     ]
-    if any(one["finished_flows"] < one["flows"] for one in found):
-        rows.append(("flows unfinished", [f"{one['flows'] - one['finished_flows']:,}" for one in found]))
+    if any(column["finished_flows"] < column["flows"] for column in found):
+        rows.append(("flows unfinished", [f"{column['flows'] - column['finished_flows']:,}" for column in found]))
     return "\n".join([_head_line(first), *_cell_table([row for row in rows if row[1]])])
 
 
@@ -64,31 +69,37 @@ def _broken_rows(found: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     if not found[0]["failed"]:
         return []
     return [
-        ("time to recover", [_time_text(one["recovered_after_s"], none="no effect") for one in found]),
-        ("Gb/s before", [_gbps_text(one["before_gbps"]) for one in found]),
-        ("  until then", [_gbps_text(one["during_gbps"]) for one in found]),
-        ("  afterwards", [_gbps_text(one["after_gbps"]) for one in found]),
+        ("time to recover", [_time_text(column["recovered_after_s"], none="no effect") for column in found]),
+        ("Gb/s before", [_gbps_text(column["before_gbps"]) for column in found]),
+        ("  until then", [_gbps_text(column["during_gbps"]) for column in found]),
+        ("  afterwards", [_gbps_text(column["after_gbps"]) for column in found]),
     ]
 
 
 def lines_text(done: dict[str, list[dict[str, Any]]]) -> str:
-    """One line for each scenario: when all was done, packets lost and flows affected, by way of sending."""
+    """Return one line for each scenario: completion time, packets lost and flows affected, by way of sending."""
     first = next(iter(done.values()))
-    names = [str(one["transport"]).rpartition(", ")[2] for one in first]
+    names = [str(column["transport"]).rpartition(", ")[2] for column in first]
     groups = ("done, last", "packets lost", "flows affected")
-    whole_cells = [_time_text(one["healthy_tail_s"]) for one in first] + [f"{one['healthy_lost']:,}" for one in first]
-    rows = [("no failure", whole_cells + [_part_of(one["healthy_touched_flows"], one["flows"]) for one in first])]
-    for name, found in done.items():
-        cells = [_finish_text(one, "tail_s") for one in found] + [f"{one['lost']:,}" for one in found]
-        rows.append((name, cells + [_part_of(one["touched_flows"], one["flows"]) for one in found]))
-    whole = [row for row in rows if len(row[1]) == len(rows[0][1])]  # Ctrl-C may have cut the last
-    table = _cell_table([("", names * len(groups)), *whole])
+    intact_cells = [_time_text(column["healthy_tail_s"]) for column in first] + [
+        f"{column['healthy_lost']:,}" for column in first
+    ]
+    rows = [
+        ("no failure", intact_cells + [_part_of(column["healthy_touched_flows"], column["flows"]) for column in first])
+    ]
+    for name, columns in done.items():
+        cells = [_finish_text(column, "tail_s") for column in columns] + [f"{column['lost']:,}" for column in columns]
+        rows.append((name, cells + [_part_of(column["touched_flows"], column["flows"]) for column in columns]))
+    complete_rows = [row for row in rows if len(row[1]) == len(rows[0][1])]  # Ctrl-C may have cut the last row
+    table = _cell_table([("", names * len(groups)), *complete_rows])
     places = [at for at in range(len(table[0])) if table[0].startswith(names[0], at)]
     head = " " * len(table[0])
     for group, place in zip(groups, places, strict=True):
         head = head[:place] + group + head[place + len(group) :]
-    if "incast" in done and len(whole) == len(rows):
-        victims = ", ".join(f"{name} {_victim_text(one)}" for name, one in zip(names, done["incast"], strict=True))
+    if "incast" in done and len(complete_rows) == len(rows):
+        victims = ", ".join(
+            f"{name} {_victim_text(column)}" for name, column in zip(names, done["incast"], strict=True)
+        )
         table.append(f"  victim of the incast: {victims}")
     return "\n".join([_head_line(first[0], broken=False), head.rstrip(), *table])
 
@@ -103,7 +114,7 @@ def _head_line(one: dict[str, Any], *, broken: bool = True) -> str:
 
 
 def job_hint(fabric: str, failed: Sequence[str], *, loss: bool) -> str:
-    """Where the step time of a job with such a failure is to be had."""
+    """Return the command for the step time of a job under this failure."""
     kind = "grey" if loss else failed[0].partition(":")[0].strip().lower() if failed else ""
     kind = {"t1link": "link"}.get(kind, kind)
     breaks = f" --break {kind}" if kind in ("link", "t1", "t0", "nic", "transceiver", "grey") else ""
@@ -117,7 +128,7 @@ def _time_text(value: float | None, none: str = "-") -> str:
 
 
 def _finish_text(one: dict[str, Any], key: str, *, less_s: float = 0.0) -> str:
-    """When all was done; packets stop being simulated some time after the last failure is over."""
+    """Format a completion time; the simulation of packets stops some time after the last failure is over."""
     if math.isinf(one[key]) and one["stopped"]:
         return "-"
     if math.isinf(one[key]) and "simulated_s" in one:
@@ -154,8 +165,8 @@ def _broken_text(found: dict[str, Any]) -> str:
     denied = f"; denied: {', '.join(found['denied'])}" if found["denied"] else ""
     if not found["failed"]:
         return f"nothing{denied}"
-    how = f"losing {found['loss']:.2%}" if found.get("loss") else f"at {found['left']:.0%}"
-    return f"{', '.join(found['failed'])} {how}{denied}"
+    effect = f"losing {found['loss']:.2%}" if found.get("loss") else f"at {found['left']:.0%}"
+    return f"{', '.join(found['failed'])} {effect}{denied}"
 
 
 def settled_text(found: dict[str, Any]) -> str:
@@ -212,7 +223,7 @@ def _planes_text(one: dict[str, Any]) -> str:
 
 
 def _finished_share(one: dict[str, Any], key: str) -> str:
-    """Of the flows that finished."""
+    """Format a time over the flows that finished."""
     return format_seconds(one[key]) if one["finished_flows"] else "-"
 
 

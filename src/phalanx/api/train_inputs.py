@@ -1,4 +1,4 @@
-"""From what was asked of `train` to a plan that can start: files, rules, data and hosts are checked first."""
+"""Turn the arguments of `train` into a plan that can start: files, rules, data and hosts are checked first."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PLUGIN_KEYS = ("callbacks", "loss", "optimizer", "data", "model", "metrics")  # 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainCall:
-    """What was asked of `train`."""
+    """The arguments of a `train` call."""
 
     job: AnyJob | None = None
     plan: str | Path | Plan | None = None
     resume: str | Path | Run | None = None
     cluster: str | None = None
     overrides: tuple[str, ...] = ()
-    steps: int | None = None  # None: as many as data.tokens takes
+    steps: int | None = None  # None: as many as data.tokens needs
     runs: Path = Path("runs")
     name: str | None = None
     hosts: int = 1
@@ -42,25 +42,27 @@ class TrainCall:
     join: int = 0
     address: str | None = None
     measure: bool = False
-    check: bool = True  # refuse to start against errors of the specification
+    check: bool = True  # refuse to start if a rule of the specification fails with severity error
     allow_code: bool = False
     plugins: Mapping[str, Any] = field(default_factory=dict)
     tell: Tell = tell_stderr
 
     @property
     def consents(self) -> bool:
-        """Whether code that the job names may be run; what a caller passes in is the caller's own."""
+        """True if code that the job names may run; objects passed in by the caller count as consent."""
         return self.allow_code or bool(self.plugins)
 
 
 def setting_texts(overrides: Overrides, ranks_per_gpu: int | None) -> tuple[str, ...]:
-    """With the ranks that may share a GPU: a setting of the job, so that it is recorded and reaches every agent."""
+    """Return the overrides with the ranks that may share a GPU: a setting of the job, which is recorded and reaches
+    every agent.
+    """
     sharing = [f"train.ranks_per_gpu={ranks_per_gpu}"] if ranks_per_gpu is not None else []
     return (*override_texts(overrides), *sharing)
 
 
 def given_plugins(**given: Any) -> dict[str, Any]:
-    """Those of a caller's plug-ins that were given: an empty list or None is none."""
+    """Return the plug-ins that the caller gave; empty lists and None are dropped."""
     return {
         key: value
         for key, value in given.items()
@@ -69,7 +71,9 @@ def given_plugins(**given: Any) -> dict[str, Any]:
 
 
 def prepare_here(call: TrainCall) -> tuple[Plan, Run | None, float]:
-    """The plan with its data, the run it continues, and the seconds that the data took; for ranks that we start."""
+    """Return the plan with its data, the run it continues, and the seconds that the data took; for ranks
+    started here.
+    """
     from phalanx.metrics.prometheus import check_served
 
     plan, resolved, old = plan_call(call, here=not call.join)
@@ -80,18 +84,22 @@ def prepare_here(call: TrainCall) -> tuple[Plan, Run | None, float]:
 
 
 def require_spec(cluster: object, where: str) -> None:
-    """The job of a run names its cluster, so that it can be resumed; a Cluster in memory has no such name."""
+    """Raise UserError for a Cluster object: a job names its cluster by a spec or file, so that its run
+    can be resumed.
+    """
     if cluster is not None and not isinstance(cluster, str):
-        what = f"cluster = {repr(cluster)[:60]} is of type {type(cluster).__name__}"
-        why = "a run keeps the name of its cluster, to be resumed by"
-        raise mistake(where, what, why=why, fix='give a spec such as "local:4", or the path of a cluster file, as text')
+        message = f"cluster = {repr(cluster)[:60]} is of type {type(cluster).__name__}"
+        reason = "a run keeps the name of its cluster, to be resumed by"
+        raise mistake(
+            where, message, why=reason, fix='give a spec such as "local:4", or the path of a cluster file, as text'
+        )
 
 
 def check_call(call: TrainCall) -> None:
-    """Options that exclude each other, or that nothing can be; raises UserError."""
+    """Raise UserError for options that exclude each other or are out of range."""
     require_spec(call.cluster, "phalanx.train")
-    given = {"JOB": call.job, "--resume": call.resume}
-    named = [name for name, value in given.items() if value is not None]
+    job_sources = {"JOB": call.job, "--resume": call.resume}
+    named = [name for name, value in job_sources.items() if value is not None]
     if not named and call.plan is None:
         raise mistake(WHERE, "no job file is named", fix="phalanx train job.toml; phalanx init writes one")
     if len(named) > 1:
@@ -120,7 +128,7 @@ def check_call(call: TrainCall) -> None:
 
 
 def plan_call(call: TrainCall, *, here: bool) -> tuple[Plan, ResolvedJob, Run | None]:
-    """The plan to launch, its job, and the run it continues; `here`: all its ranks are to run on this machine."""
+    """Return the plan to launch, its job, and the run it continues; `here`: all its ranks run on this machine."""
     from phalanx.train import prepare
     from phalanx.train.attach_plugins import attach_plugins, without_plugins
 
@@ -130,16 +138,16 @@ def plan_call(call: TrainCall, *, here: bool) -> tuple[Plan, ResolvedJob, Run | 
 
         old = call.resume if isinstance(call.resume, Run) else open_run(call.resume)
         with old.held():
-            pass  # somebody else may be training in it: say so before anything is planned or changed
+            pass  # another process may be training in it: raise before anything is planned or changed
         plan, warnings = prepare.resumed_plan(
             old, overrides=call.overrides, cluster=call.cluster, steps=call.steps or 0
         )
         warn(warnings, call.tell)
         resolved = prepare.job_of(old, plan)
-        # Objects given anew take the place of those it began with; only the others still need consent.
+        # Objects given again replace those of the first start; only the others still need consent.
         plan = replace(plan, job=without_plugins(plan.job, call.plugins))
-        cure = "; or give the run the same objects again, in Python"
-        prepare.check_code(plan.job, allowed=call.allow_code, or_else=cure)
+        remedy = "; or give the run the same objects again, in Python"
+        prepare.check_code(plan.job, allowed=call.allow_code, or_else=remedy)
         plan = attach_plugins(plan, **call.plugins)
         _check_files(plan.job, resolved, call, old)
     else:
@@ -156,9 +164,9 @@ def plan_call(call: TrainCall, *, here: bool) -> tuple[Plan, ResolvedJob, Run | 
 
 
 def _fresh_plan(call: TrainCall) -> tuple[Plan, ResolvedJob]:
-    """The plan and its job, from whose folder relative paths in it start.
+    """Return the plan and its job; relative paths in the job start at the job's folder.
 
-    Files are looked at first: measuring the machine takes 20 s, which nobody should wait to hear of a missing one.
+    Files are checked first: measuring the machine takes 20 s, too long to wait for the report of a missing file.
     """
     from phalanx.elastic.launchers import find_rank
     from phalanx.train import prepare
@@ -175,19 +183,19 @@ def _fresh_plan(call: TrainCall) -> tuple[Plan, ResolvedJob]:
         prepare.check_code(plan.job, allowed=call.allow_code)
         _check_files(plan.job, resolved, call)
         return plan, resolved
-    asked, found = resolved, prepare.with_absolute_files(resolved).job
-    prepare.check_code(found, allowed=call.allow_code)
-    _check_files(found, asked, call)
+    requested, absolute_job = resolved, prepare.with_absolute_files(resolved).job
+    prepare.check_code(absolute_job, allowed=call.allow_code)
+    _check_files(absolute_job, requested, call)
     if not call.measure or find_rank(os.environ) is not None:
-        return prepare.plan_for_run(asked), asked
+        return prepare.plan_for_run(requested), requested
     from phalanx.plan.make import plan_here
 
-    target = str(asked.job.cluster.target)
-    return plan_here(lambda: prepare.plan_for_run(asked), target, environ=os.environ, tell=call.tell), asked
+    target = str(requested.job.cluster.target)
+    return plan_here(lambda: prepare.plan_for_run(requested), target, environ=os.environ, tell=call.tell), requested
 
 
 def _load_job(job: AnyJob, call: TrainCall) -> ResolvedJob:
-    """The job with the settings of the call in it; a job in memory is changed as its file would be."""
+    """Return the job with the settings of the call; a job in memory is changed as its file would be."""
     from phalanx.train import prepare
 
     if isinstance(job, str | Path):
@@ -208,18 +216,18 @@ def _load_job(job: AnyJob, call: TrainCall) -> ResolvedJob:
 
 
 def _plan_in_memory(plan: Plan, resolved: ResolvedJob | None) -> Plan:
-    """The plan with the files of its job as absolute paths, from the folder of the job file or from this one."""
+    """Return the plan with the job's files as absolute paths, relative to the job file's folder or the current one."""
     from phalanx.train import prepare
 
     if resolved is not None and (changed := prepare.changed_keys(plan.job, resolved.job)):
-        what = f"the plan is of another job: {', '.join(changed[:3])} differ from {resolved.path}"
-        raise mistake("phalanx.train", what, fix="plan that job: phalanx.plan(job)")
+        message = f"the plan is of another job: {', '.join(changed[:3])} differ from {resolved.path}"
+        raise mistake("phalanx.train", message, fix="plan that job: phalanx.plan(job)")
     base = resolved.path if resolved is not None else Path("job.toml")
     return replace(plan, job=prepare.with_absolute_files(prepare.job_in(plan, base)).job)
 
 
 def _check_files(job: Job, resolved: ResolvedJob, call: TrainCall, old: Run | None = None) -> None:
-    """What the job reads is here, and what it writes can be written."""
+    """Check that the job's inputs exist and its outputs can be written."""
     from phalanx.train import prepare
 
     prepare.check_inputs(job, resolved, _base_folder(call, resolved), fresh=old is None)
@@ -227,12 +235,12 @@ def _check_files(job: Job, resolved: ResolvedJob, call: TrainCall, old: Run | No
 
 
 def _base_folder(call: TrainCall, resolved: ResolvedJob) -> Path:
-    """Where relative paths of the job start; a run that is continued has absolute ones."""
+    """Return the folder of the job's relative paths; a run that is continued has absolute ones."""
     return Path() if call.resume is not None else resolved.path.parent
 
 
 def ready_to_start(plan: Plan, resolved: ResolvedJob, call: TrainCall, *, checked: bool = False) -> tuple[Plan, float]:
-    """The plan with its data, once the specification has nothing against it, and the seconds the data took."""
+    """Check the plan against the specification and prepare its data; return the plan, and the seconds the data took."""
     from phalanx.train import prepare
 
     _describe_plan(plan, call.tell)
@@ -241,17 +249,17 @@ def ready_to_start(plan: Plan, resolved: ResolvedJob, call: TrainCall, *, checke
     began = time.time()
     plan = prepare.with_data(plan, _base_folder(call, resolved))
     data_s = time.time() - began
-    found = prepare.check_inputs(plan.job, resolved, _base_folder(call, resolved), fresh=call.resume is None)
+    findings = prepare.check_inputs(plan.job, resolved, _base_folder(call, resolved), fresh=call.resume is None)
     if call.resume is None:
         prepare.check_weight_files(plan.job)
-    for line in found.remarks:
+    for line in findings.remarks:
         call.tell(f"  {line}")
-    warn((*found.warnings, *prepare.check_data(plan)), call.tell)
+    warn((*findings.warnings, *prepare.check_data(plan)), call.tell)
     return plan, data_s
 
 
 def _describe_plan(plan: Plan, tell: Tell) -> None:
-    """Three lines before the first step: what runs, what it should take, what to watch."""
+    """Print the plan before the first step: what runs, the predictions, the warnings."""
     from phalanx.train.prepare import tell_sharing
 
     p, job = plan.prediction, plan.job
@@ -271,10 +279,10 @@ def _describe_plan(plan: Plan, tell: Tell) -> None:
 
 
 def _check_hosts(plan: Plan, call: TrainCall) -> None:
-    """Every host has a rank, and others can reach the first."""
+    """Check that every host has a rank, and that other hosts can reach the first one."""
     if call.address and not call.join:
-        what = f"--address {call.address} without --join has no effect"
-        raise mistake(WHERE, what, fix="add --join N, or leave it out")
+        message = f"--address {call.address} without --join has no effect"
+        raise mistake(WHERE, message, fix="add --join N, or leave it out")
     if call.join and not (call.address or plan.job.fault.interface):
         raise mistake(
             WHERE,

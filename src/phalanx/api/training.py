@@ -1,4 +1,4 @@
-"""Training: plan a job, start its ranks, follow them, and hand back the run."""
+"""Training: plan a job, start its ranks, follow them, and return the run."""
 
 from __future__ import annotations
 
@@ -66,22 +66,22 @@ def train(
     allow_code: bool = False,
     progress: bool | Tell = True,
 ) -> Run:
-    """Train a job on this machine, or continue a run with `resume`; returns the Run when the ranks are gone.
+    """Train a job on this machine, or continue a run with `resume`; return the Run when the ranks have ended.
 
-    The ranks are processes of their own, so this works in a notebook cell too. Ctrl-C, or interrupting the kernel,
-    saves a checkpoint after the current step and returns the run; a second one ends it at once. `train(resume=run)`
+    The ranks are separate processes, so this works in a notebook cell too. Ctrl-C, or interrupting the kernel, saves a
+    checkpoint after the current step and returns the run; a second one ends it immediately. `train(resume=run)`
     continues from the newest checkpoint.
 
-    `job` is a path, what `load` returned, or a Job; `plan` a plan made before. `steps` trains so many steps instead of
-    data.tokens. `callbacks`, `loss`, `optimizer`, `data`, `model` and `metrics` are your own code, as Python objects
-    or "file.py:name"; with `resume`, give them again, or `allow_code=True` (docs/python.md). `progress` is False for
-    silence, or a function that takes lines.
+    `job` is a path, the result of `load`, or a Job; `plan` is a plan made before. `steps` trains that many steps
+    instead of data.tokens. `callbacks`, `loss`, `optimizer`, `data`, `model` and `metrics` are your own code, as
+    Python objects or "file.py:name"; with `resume`, give them again, or `allow_code=True` (docs/python.md). `progress`
+    is False for silence, or a function that receives lines.
 
     Raises UserError for a job that cannot run, RuleError for one that breaks the training specification (`check=False`
-    starts it all the same), and TrainingFailure when the run fails, with the run in `.run`.
+    starts it anyway), and TrainingFailure if the run fails, with the run in `.run`.
 
-    In a process that torchrun, srun or mpirun started this is one rank of the run; rank 0 gets the Run back, and the
-    others end here (SystemExit).
+    In a process that torchrun, srun or mpirun started, this is one rank of the run; rank 0 gets the Run back, and the
+    other ranks end here (SystemExit).
 
     >>> run = phalanx.train("examples/first-run.toml", steps=20)  # doctest: +SKIP
     >>> print(run)  # doctest: +SKIP
@@ -117,33 +117,33 @@ def train(
     if place is not None:
         return _train_as_rank(call, place)
     started = time.time()
-    made, old, data_s = prepare_here(call)
-    if made.job.sync.has_peers:
-        return _train_peers(made, old, call, started=started, data_s=data_s)
-    run = make_run_folder(made, call, old, started=started, data_s=data_s)
-    return _launch_run(run, made, call, started=started)
+    prepared_plan, old, data_s = prepare_here(call)
+    if prepared_plan.job.sync.has_peers:
+        return _train_peers(prepared_plan, old, call, started=started, data_s=data_s)
+    run = make_run_folder(prepared_plan, call, old, started=started, data_s=data_s)
+    return _launch_run(run, prepared_plan, call, started=started)
 
 
 def _train_peers(plan: Plan, old: Run | None, call: TrainCall, *, started: float, data_s: float) -> Run:
-    """A trial of a job with peers: as many as [sync] says, each a process on this machine with a run of its own."""
+    """Train a job with peers as a trial: as many as [sync] names, each a process on this machine with its own run."""
     from phalanx.api.peer_processes import run_trial, trial_peers
     from phalanx.train.slow_links.peer_launch import make_trial
 
     sync = plan.job.sync
-    others = trial_peers(old) if old is not None else []
+    other_peers = trial_peers(old) if old is not None else []
     _check_trial(plan, old)
     run = make_run_folder(plan, call, old, started=started, data_s=data_s)
     if old is None:
         stem = call.name if call.name is not None else plan.job.name
         for place in range(2, sync.peers + 1):
             named = replace(call, name=f"{stem[:54]}-peer-{place}")
-            others.append(make_run_folder(plan, named, None, started=started, data_s=data_s))
-        make_trial(run, others)
+            other_peers.append(make_run_folder(plan, named, None, started=started, data_s=data_s))
+        make_trial(run, other_peers)
     else:
-        for one in others:
-            make_run_folder(plan, call, one, started=started, data_s=data_s)
-        run.set_launch(**{**run.launch(), "is_trial": True, "trial": [one.path.name for one in others]})
-    return run_trial(run, others, plan, allow_code=call.consents, tell=call.tell)
+        for peer in other_peers:
+            make_run_folder(plan, call, peer, started=started, data_s=data_s)
+        run.set_launch(**{**run.launch(), "is_trial": True, "trial": [peer.path.name for peer in other_peers]})
+    return run_trial(run, other_peers, plan, allow_code=call.consents, tell=call.tell)
 
 
 def _check_trial(plan: Plan, old: Run | None) -> None:
@@ -172,7 +172,7 @@ def dry_run(
     progress: bool | Tell = True,
     **options: Any,
 ) -> Plan:
-    """Plan and check everything that `train` would, start nothing, and return the Plan; options as of `train`.
+    """Plan and check everything that `train` would, start nothing, and return the Plan; options as for `train`.
 
     >>> dry_run("examples/first-run.toml").layout.devices  # doctest: +SKIP
     4
@@ -196,7 +196,7 @@ def dry_run(
 
 
 def make_run_folder(plan: Plan, call: TrainCall, old: Run | None, *, started: float, data_s: float) -> Run:
-    """The run folder: a new one, or the old one with what changed written over it."""
+    """Create the run folder, or update the existing one with the new plan."""
     from phalanx.io.toml import to_toml
     from phalanx.job.load import job_to_dict
     from phalanx.record.provenance import job_provenance
@@ -216,7 +216,7 @@ def make_run_folder(plan: Plan, call: TrainCall, old: Run | None, *, started: fl
         started=round(started, 3),
         earlier=earlier,
         data_s=round(data_s, 3),  # building or finding the dataset, before any rank starts
-        allow_code=call.consents,  # for the record: agents take no consent from a folder
+        allow_code=call.consents,  # for the record only: agents accept no consent from a folder
         provenance=job_provenance(job),
     )
     call.tell(f"  run: {run.path}")
@@ -259,13 +259,13 @@ def _launch_run(run: Run, plan: Plan, call: TrainCall, *, started: float) -> Run
 
 
 def _first_host(run: Run, call: TrainCall) -> tuple[HostSpec, ...]:
-    """This host as the first of several; tells what to start on the others."""
+    """Return this host as the first of several, and print the command for the other hosts."""
     from phalanx.elastic.local_launch import HostSpec, address_of, share_of
 
     run.set_launch(**{**run.launch(), "join": call.join})
-    others = plural(call.join - 1, "other host")
+    other_hosts = plural(call.join - 1, "other host")
     consent = " --allow-code" if call.consents else ""
-    call.tell(f"  on the {others}: phalanx agent {resolve_path(run.path)} --address THEIR_ADDRESS{consent}")
+    call.tell(f"  on the {other_hosts}: phalanx agent {resolve_path(run.path)} --address THEIR_ADDRESS{consent}")
     name = platform.node() or "localhost"
     return (
         HostSpec(
@@ -275,14 +275,16 @@ def _first_host(run: Run, call: TrainCall) -> tuple[HostSpec, ...]:
 
 
 def _add_baselines(run: Run, plan: Plan, tell: Tell) -> None:
-    """Counted when the ranks are gone and the cores are free; only where there is something to compare."""
+    """Count the unigram and bigram baselines once the ranks have ended and the cores are idle, if there is an
+    evaluation.
+    """
     from phalanx.train.prepare import counting_baselines
 
-    found = run.summary().evaluation
-    if found is not None and found.bits_per_byte is not None and found.bigram_bits_per_byte is None:
+    evaluation = run.summary().evaluation
+    if evaluation is not None and evaluation.bits_per_byte is not None and evaluation.bigram_bits_per_byte is None:
         try:
             run.set_launch(**{**run.launch(), "baselines": counting_baselines(plan.job)})
-        except (PhalanxError, ValueError, IndexError) as error:  # a report without them is better than none
+        except (PhalanxError, ValueError, IndexError) as error:  # a report without baselines is better than none
             tell(f"no baselines: {str(error).splitlines()[0]}; phalanx data checksum checks the dataset")
 
 
@@ -290,20 +292,25 @@ def _add_baselines(run: Run, plan: Plan, tell: Tell) -> None:
 
 
 def _train_as_rank(call: TrainCall, place: RankPlace) -> Run:
-    """Be one rank of a job that another launcher started; rank 0 makes the run folder for all."""
+    """Run one rank of a job that another launcher started; rank 0 creates the run folder for all."""
     from phalanx.elastic.local_launch import agent_command
     from phalanx.train.joined import check_world, run_joined_rank
 
-    given = {"--hosts": call.hosts > 1, "--spares": call.spares, "--join": call.join, "--address": call.address}
-    for option in (name for name, value in given.items() if value):
+    launch_options = {
+        "--hosts": call.hosts > 1,
+        "--spares": call.spares,
+        "--join": call.join,
+        "--address": call.address,
+    }
+    for option in (name for name, value in launch_options.items() if value):
         raise mistake(
             WHERE,
             f"{option} has no effect: {place.launcher} started {plural(place.world, 'process')}, and each is one rank",
             why="every process it starts is a host with one rank",
             fix=f"leave {option} out; or start phalanx train once, and phalanx agent on the other hosts",
         )
-    os.environ.update(place.environ())  # what torch and the trainer read, also where srun or mpirun set other names
-    if place.one_host:  # nothing of one machine listens beyond it
+    os.environ.update(place.environ())  # the variables that torch and the trainer read; srun and mpirun set other names
+    if place.one_host:  # on a single machine, listen on loopback only
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     started = time.time()
 
@@ -331,29 +338,29 @@ def _train_as_rank(call: TrainCall, place: RankPlace) -> Run:
     _add_baselines(run, plan, call.tell)
     if outcome.message:
         call.tell(outcome.message)
-    return run  # also when it was stopped as asked: no failure to a scheduler
+    return run  # also if it was stopped on request, which a scheduler must not count as a failure
 
 
 class OtherRankDone(SystemExit):
-    """This process was a rank other than 0, and its work is done: only rank 0 has a run to hand back."""
+    """Ends the process of a rank other than 0: only rank 0 has a run to return."""
 
     def __init__(self, code: int = 0) -> None:
         super().__init__(code)
 
 
 def _asked_of_all(call: TrainCall) -> list[str]:
-    """What must be the same in every rank of a run: its job and what is changed in it, not where the file lies."""
+    """Return what must be equal in every rank of a run: its job and the changes to it, not the location of its file."""
     resume = call.resume.path if isinstance(call.resume, Run) else call.resume
     settings = (list(call.overrides), call.cluster, call.steps or 0, str(resume or "").rstrip("/"), call.consents)
-    asked = [repr(settings)]
+    shared_facts = [repr(settings)]
     for name in (call.job, call.plan):
         if isinstance(name, str | Path) or name is None:
-            with contextlib.suppress(OSError):  # rank 0 says what is wrong with it
-                asked.append(Path(name).read_text(encoding="utf-8", errors="replace") if name else "")
-        else:  # not all of a plan: the seconds of its search are another number in every rank
+            with contextlib.suppress(OSError):  # rank 0 reports the error
+                shared_facts.append(Path(name).read_text(encoding="utf-8", errors="replace") if name else "")
+        else:  # not the complete plan: the seconds of its search differ between ranks
             shared = (name.job, name.cluster.name, name.layout) if isinstance(name, Plan) else read_job(name).job
-            asked.append(json_text(shared))
-    return asked
+            shared_facts.append(json_text(shared))
+    return shared_facts
 
 
 # ---- agent -----------------------------------------------------------------------------------------------------------
@@ -369,12 +376,13 @@ def join_run(
     allow_code: bool = False,
     progress: bool | Tell = True,
 ) -> None:
-    """Join a run as one of its hosts. This process becomes the host's agent, and does not come back.
+    """Join a run as one of its hosts. This process becomes the host's agent, and the function does not return.
 
-    `run` is the folder that `phalanx train --join N` made, on a disk that all hosts share; `slots` are the ranks this
-    host can hold (its share of the plan), `address` is where the other hosts reach it. `election` replaces, for this
-    host, what the launcher chose of the job's `fault.election`: another address of the same etcd, say. Code that the
-    run's job names is run only with `allow_code`: what the folder says of consent was written by somebody else.
+    `run` is the folder that `phalanx train --join N` created, on a disk that all hosts share; `slots` is the number of
+    ranks this host can hold (default: its share of the plan), `address` is where the other hosts reach it. `election`
+    replaces, for this host, the launcher's choice from the job's `fault.election`, for example by another address of
+    the same etcd. Code that the run's job names is run only with `allow_code`: consent recorded in the folder is
+    ignored, since someone else wrote it.
 
     >>> join_run("/shared/runs/first-run", slots=8, address="10.0.0.2")  # doctest: +SKIP
     """
@@ -384,32 +392,32 @@ def join_run(
     from phalanx.train.prepare import check_code, need_torch
 
     need_torch()
-    found = run if isinstance(run, Run) else open_run(run)
-    where = str(found.path if isinstance(run, Run) else run)
-    if not is_file(found.path / "secret"):
+    joined_run = run if isinstance(run, Run) else open_run(run)
+    where = str(joined_run.path if isinstance(run, Run) else run)
+    if not is_file(joined_run.path / "secret"):
         raise mistake(
             where,
             "has no secret: nobody has launched it yet",
             why="agents prove with it that they belong to the run",
             fix="phalanx train JOB --join N on the first host, then this on the others",
         )
-    state = found.status().get("state")
+    state = joined_run.status().get("state")
     if state == "done":
-        fix = f"phalanx train --report {found.path} shows what came of it"
+        fix = f"phalanx train --report {joined_run.path} shows what came of it"
         raise mistake(where, "is complete: all steps are done", fix=fix)
     if state in ENDED:
-        fix = f"phalanx train --resume {found.path} --join N continues it, on the first host"
+        fix = f"phalanx train --resume {joined_run.path} --join N continues it, on the first host"
         raise mistake(where, f"is over: {state}", fix=fix)
-    check_code(Plan.from_dict(found.plan(), where=str(found.plan_json)).job, allowed=allow_code)
-    slots = slots if slots is not None else share_of(found)
+    check_code(Plan.from_dict(joined_run.plan(), where=str(joined_run.plan_json)).job, allowed=allow_code)
+    slots = slots if slots is not None else share_of(joined_run)
     if slots < 1:
         raise mistake("phalanx agent", f"--slots {slots} is below 1", fix="use 1 or more")
     name = host or platform.node() or "localhost"
     if election is not None:
         check_election(election)
-    words = [str(found.path), name, str(slots), address or _own_address(found), "0"]
-    teller(progress)(f"host {name} joins {found.path} with {plural(slots, 'slot')}")
-    # Signals are held back until the agent counts them: in its first half second Python would answer with a traceback.
+    words = [str(joined_run.path), name, str(slots), address or _own_address(joined_run), "0"]
+    teller(progress)(f"host {name} joins {joined_run.path} with {plural(slots, 'slot')}")
+    # Signals are blocked until the agent handles them: in its first half second Python would print a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         command = agent_command(allow_code=allow_code, election=election or "")
@@ -419,17 +427,17 @@ def join_run(
 
 
 def _own_address(run: Run) -> str:
-    """Where the others reach this host when nobody says so: the job's interface, or the loopback of one machine."""
+    """Return the address for other hosts if none is given: the job's interface, or loopback on a single machine."""
     from phalanx.elastic.local_launch import LOOPBACK
     from phalanx.io.listen import is_loopback_host
 
-    given = str(run.plan()["job"]["fault"]["interface"])
+    interface = str(run.plan()["job"]["fault"]["interface"])
     first = [str(address) for address in run.launch().get("addresses", ())][:1]
-    if not given and first and not is_loopback_host(first[0]):
+    if not interface and first and not is_loopback_host(first[0]):
         raise mistake(
             "phalanx agent",
             "no --address is given",
             why=f"the first host is at {first[0]}, and would look for this one at {LOOPBACK}",
             fix="--address with an address of this host that the others reach; ip address lists them",
         )
-    return given or LOOPBACK
+    return interface or LOOPBACK

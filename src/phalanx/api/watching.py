@@ -1,4 +1,4 @@
-"""Follow a run: looks at it while it grows, with verdicts worked out in a thread so that nobody waits for them."""
+"""Follow a run: periodic looks while it grows, with verdicts computed in a background thread."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from phalanx.rules.live_check import Verdicts
     from phalanx.rules.run_rules import Finding
 
-LEAST_S = 2.0  # between two judgements
-REST = 10.0  # and ten times what the last one took: at most a tenth of a core
-PATIENCE_S = 20.0  # for the last word on a run that is over
-MOST_LISTED = 20  # findings in an object
+LEAST_S = 2.0  # seconds between two checks
+REST = 10.0  # and ten times the duration of the last check: at most a tenth of a core
+PATIENCE_S = 20.0  # for the final verdicts on a run that is over
+MOST_LISTED = 20  # findings in the JSON of a look
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownVerdicts:
-    """The newest verdicts, or why there are none."""
+    """The newest verdicts, or the reason why there are none."""
 
     verdicts: Verdicts | None = None
     trouble: str = ""
-    is_last: bool = False  # nothing better is to come
+    is_last: bool = False  # True if no newer verdicts will follow
 
     def line(self) -> str:
-        """The counts; empty before the first judgement."""
+        """Return the counts of verdicts; empty before the first check."""
         if self.verdicts is None:
             return self.trouble
         from phalanx.rules.formats.text import summary_of
@@ -40,13 +40,13 @@ class KnownVerdicts:
         return summary_of(self.verdicts.report) + ("" if self.is_last else "; so far")
 
     def problems(self) -> tuple[Finding, ...]:
-        """What speaks against the run, worst first; remarks left out."""
+        """Return the findings of severity error or warning, worst first."""
         if self.verdicts is None:
             return ()
-        return tuple(one for one in self.verdicts.report.problems if one.severity != "info")
+        return tuple(finding for finding in self.verdicts.report.problems if finding.severity != "info")
 
     def as_json(self) -> dict[str, object] | None:
-        """For `--json`; None before the first judgement."""
+        """Return the verdicts for `--json`; None before the first check."""
         if self.verdicts is None:
             return {"trouble": self.trouble} if self.trouble else None
         from phalanx.rules.formats.text import counts_of, fix_of
@@ -58,21 +58,26 @@ class KnownVerdicts:
             "errors": report.errors,
             "so_far": not self.is_last,
             "findings": [
-                {"rule": one.rule.id, "severity": one.severity, "what": one.outcome.what, "fix": fix_of(one.outcome)}
-                for one in self.problems()[:MOST_LISTED]
+                {
+                    "rule": finding.rule.id,
+                    "severity": finding.severity,
+                    "what": finding.outcome.what,
+                    "fix": fix_of(finding.outcome),
+                }
+                for finding in self.problems()[:MOST_LISTED]
             ],
         }
 
 
 class BackgroundCheck:
-    """Judges a run in the background; `known` is always there at once."""
+    """Checks a run in the background; `known` never waits."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._known = KnownVerdicts()
         self._changed = threading.Condition()
         self._over = False
-        # A daemon: Ctrl-C does not wait for a verdict nobody is going to read.
+        # A daemon thread: Ctrl-C does not wait for a verdict that will not be read.
         threading.Thread(target=self._judge_on, daemon=True, name="phalanx-check").start()
 
     @property
@@ -81,7 +86,7 @@ class BackgroundCheck:
         return self._known
 
     def last(self, wait_s: float = PATIENCE_S) -> KnownVerdicts:
-        """The verdicts on a run that is over; what is known by then where that takes longer than `wait_s`."""
+        """Return the final verdicts on a run that is over; those known so far if they take longer than `wait_s`."""
         until_s = time.monotonic() + wait_s
         with self._changed:
             self._over = True
@@ -93,7 +98,7 @@ class BackgroundCheck:
     def _judge_on(self) -> None:
         try:
             self._judge_run()
-        except Exception as error:  # a fault of ours must not end the watching
+        except Exception as error:  # an internal error must not end the watching
             self._publish_verdicts(
                 KnownVerdicts(trouble=f"could not be worked out ({type(error).__name__})", is_last=True)
             )
@@ -103,7 +108,7 @@ class BackgroundCheck:
 
         check = LiveCheck(self._run)
         while not self._known.is_last:
-            # Asked before the look: what is written later does not belong to a run that was over then.
+            # Read before the check: events written later do not belong to a run that was over at this time.
             over, began_s = self._over, time.monotonic()
             verdicts = check.look()
             last = verdicts.is_last or (over and verdicts.is_settled)
@@ -120,7 +125,7 @@ class BackgroundCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class RunLook(PublicResult):
-    """A run at one moment: its state and numbers, what is new since the look before, and the findings so far."""
+    """A run at one moment: its state and numbers, the remarks since the last look, and the findings so far."""
 
     view: View
     remarks: tuple[str, ...]
@@ -131,14 +136,14 @@ class RunLook(PublicResult):
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing more is to come from the run."""
+        """True if the run has ended."""
         return self.view.is_finished
 
     def to_dict(self) -> dict[str, Any]:
-        """What `phalanx watch --json` prints on a line."""
+        """Return what `phalanx watch --json` prints on a line."""
         s, p = self.view.summary, self.view.progress
         cost = s.cost.so_far if s.cost is not None else None
-        found = {
+        values = {
             "state": self.view.state,
             "step": p.step if p is not None else 0,
             "steps": p.steps if p is not None else None,
@@ -158,11 +163,11 @@ class RunLook(PublicResult):
             "damage": s.damage,
             "check": self.check.as_json(),
         }
-        return dict(json_values(found))
+        return dict(json_values(values))
 
 
 def run_looks(run: Run, *, every_s: float) -> Iterator[RunLook]:
-    """A look every `every_s` seconds until the run is over; the last one waits for the verdicts on the whole."""
+    """Yield a look every `every_s` seconds until the run is over; the last one waits for the final verdicts."""
     watcher, checker = Watcher(run), BackgroundCheck(run)
     while True:
         view = watcher.look()
