@@ -39,7 +39,8 @@ class ForecastComparison(PublicResult):
             f"{forecast.run}: {forecast.verdict}",
             f"  {forecast.sentence}",
             f"  at its end ({format_count(forecast.params)} parameters, "
-            f"{format_count(forecast.planned_tokens)} tokens) the law predicts {forecast.final_loss:.4f} (80 %: {forecast.final_low:.4f} to {forecast.final_high:.4f})",
+            f"{format_count(forecast.planned_tokens)} tokens) the law predicts "
+            f"{forecast.final_loss:.4f} (80 %: {forecast.final_low:.4f} to {forecast.final_high:.4f})",
         ]
         rows = [("tokens", "loss", "predicted", "80 % interval", "difference")]
         for evaluation in forecast.evaluations[-MOST_SHOWN:]:

@@ -152,7 +152,7 @@ class SweepPool:
             on_ended(outcomes[number], done_s + going_s, len(waiting) + len(busy))
 
     def _replace(self, worker: int, deaths: int) -> None:
-        """Start a new process for a worker that was killed (for example for lack of memory), so that only its current run fails."""
+        """Start a new process for a worker that was killed, as for lack of memory; only its current run fails."""
         if deaths >= MOST_DEATHS:
             message = f"a process of the sweep ended {deaths} times in a row"
             raise SystemFailure(Problem(where=str(self._log(worker)), what=message, fix="its last lines say why"))
