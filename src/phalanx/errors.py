@@ -18,7 +18,8 @@ from typing import Any
 from phalanx.io.visible import one_line, visible
 
 MAX_WHERE = 1000  # characters of a place in a message; a longer path cannot exist
-MOST_SHOWN = 100  # problems in one message: more are not read, and a hostile file has a million
+# Problems in one message: more are not read, and a hostile file has a million.
+MOST_SHOWN = 100
 # a line break before an unindented line; a part of a message may be rendered already
 _FURTHER = re.compile(r"\n(?!  )")
 
@@ -111,7 +112,8 @@ def mistake(where: str, what: str, *, why: str = "", fix: str = "") -> UserError
 ALIKE = 0.65
 LEAST_PREFIX = 3  # letters from which the beginning of a word identifies it
 MOST_WORD = 120
-MOST_UNKNOWN = 20  # unknown keys of one table for which a suggestion is searched: 1 ms each
+# Unknown keys of one table for which a suggestion is searched: 1 ms each.
+MOST_UNKNOWN = 20
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from phalanx.rules.rule import Rule
     from phalanx.rules.run_rules import CheckReport
 
-PROGRESS_S = 2.0  # seconds between progress lines; a log that is read faster needs none
+# Seconds between progress lines; a log that is read faster needs none.
+PROGRESS_S = 2.0
 
 
 def check(

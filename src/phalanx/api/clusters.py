@@ -25,7 +25,8 @@ from phalanx.io.path_probes import is_folder
 from phalanx.io.tables import text_table
 from phalanx.units import format_bytes, format_flops, format_seconds, plural
 
-TORCH_WORKER = "phalanx.train.torch_probe"  # run in a separate process: this one never imports torch
+# Run in a separate process: this one never imports torch.
+TORCH_WORKER = "phalanx.train.torch_probe"
 LEAST_S, MOST_S = 2.0, 600.0
 
 
@@ -231,9 +232,11 @@ def probe(
         tell(f"note: {text}")
     usual = usual_path(machine.hostname, os.environ)
     named = os.environ.get("PHALANX_PROFILE", "")
-    read_later = Path(named) if named else usual  # the file in which later plans look for a profile of this machine
+    # The file in which later plans look for a profile of this machine.
+    read_later = Path(named) if named else usual
     path = Path(out) if out is not None else read_later
-    if path != usual and not is_folder(path.parent):  # checked before half a minute of measuring
+    # Checked before half a minute of measuring.
+    if path != usual and not is_folder(path.parent):
         message = f"cannot be written: there is no folder {path.parent}"
         raise SystemFailure(Problem(where=str(path), what=message, fix="make the folder, or name another --out"))
     profile = _measure_machine(machine, engine=engine, seconds=seconds, disk=Path(disk), tell=tell)

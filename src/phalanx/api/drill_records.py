@@ -43,7 +43,8 @@ def keep_record(
         "outcomes": json_values(outcome.outcomes),
         "verdicts": json_values(outcome.verdicts),
         "numbers": json_values(outcome.numbers),
-        "profile": profile_of(plan.cluster).name,  # the record counts only for this profile and this job
+        # The record counts only for this profile and this job.
+        "profile": profile_of(plan.cluster).name,
         "subject": drill_subject(job_to_dict(plan.job), asdict(plan.layout), base=Path(call.job).parent),
         **more,
     }
@@ -51,7 +52,8 @@ def keep_record(
     if outcome.ok:
         try:
             store_record(path, store_path(os.environ))
-        except SystemFailure as error:  # the record itself is written: its result matters more than the copy
+        except SystemFailure as error:
+            # The record itself is written: its result matters more than the copy.
             warn(error.problems, call.tell)
     if call.out is not None:
         write_text(call.out, path.read_text(encoding="utf-8"))

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 WHERE = "phalanx drill"
 USUAL_FAULT = "kill:rank=1,step=5,point=collective"
 RATE_PER_MIN = 6.0  # of chaos faults
-SHRINK_FACTOR = 2.0  # a failing chaos schedule is reduced for at most this many times its own length
+# A failing chaos schedule is reduced for at most this many times its own length.
+SHRINK_FACTOR = 2.0
 LEAST_SHRINK_S = 120.0
 CHAOS_RESTARTS = 10
-AFTER_S = 15.0  # seconds that a run continues after its last fault while a schedule is reduced
+# Seconds that a run continues after its last fault while a schedule is reduced.
+AFTER_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -405,7 +407,8 @@ def drill_suite(
         allow_code=allow_code,
         tell=teller(progress),
     )
-    plan = drill_plan(call)  # the job unchanged: the length of its steps, and its number of ranks
+    # The job unchanged: the length of its steps, and its number of ranks.
+    plan = drill_plan(call)
     if plan.layout.devices < LEAST_WORLD:
         raise mistake(
             call.job,

@@ -24,7 +24,8 @@ from phalanx.units import plural
 WHERE = "phalanx evolve kernels"
 OPS = ("rms-norm",)
 SHAPES = {"cuda": (16384, 4096), "cpu": (2048, 2048)}  # tokens, width
-START_S, EACH_S = 120.0, 20.0  # seconds a measuring process may take: to start, and for each candidate
+# Seconds a measuring process may take: to start, and for each candidate.
+START_S, EACH_S = 120.0, 20.0
 MOST_ANSWER = 4 << 20
 MOST_JUDGED = 3  # candidates judged, fastest first, until the guard accepts one
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 WHERE = "phalanx fabric design"
 NIC_GBPS = 800.0  # default of a NIC: ConnectX-8 and similar
 MOST_TIERS = 3  # the simulation engine routes at most three (sim.links)
-BUDGET_S = 60.0  # after this no further design is simulated; 16,384 GPUs take about a second each
+# After this no further design is simulated; 16,384 GPUs take about a second each.
+BUDGET_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

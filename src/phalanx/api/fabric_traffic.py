@@ -340,7 +340,8 @@ def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
 
     picked = chosen_scenarios(str(call.scenario), fabric)
     done: dict[str, list[dict[str, Any]]] = {}
-    intact_runs: list[RecoveryRun] = []  # without failure, of the traffic that all scenarios but the incast share
+    # Without failure, of the traffic that all scenarios but the incast share.
+    intact_runs: list[RecoveryRun] = []
     interrupted = False
     questions = [_scenario_question(call, fabric, scenario) for scenario in picked]
     _announce_time(questions, call)
@@ -431,7 +432,8 @@ def _announce_time(questions: Sequence[RecoveryQuestion], call: TrafficCall) -> 
     cpu_s, seen_traffic = 0.0, set()
     for entry in questions:
         cpu_s += expected(entry)
-        if entry.traffic in seen_traffic and entry.broken.failed:  # the same traffic without failure runs once
+        # The same traffic without failure runs once.
+        if entry.traffic in seen_traffic and entry.broken.failed:
             cpu_s -= expected(whole_of(entry))
         seen_traffic.add(entry.traffic)
     question = questions[0]

@@ -14,7 +14,8 @@ from phalanx.plan.plan import Plan
 from phalanx.record.run import Run, open_run
 
 TICK_S = 0.05
-START_S = 120.0  # seconds that the first peer of a trial may take to listen, on idle cores
+# Seconds that the first peer of a trial may take to listen, on idle cores.
+START_S = 120.0
 
 
 def run_peer(run: Run, plan: Plan, *, allow_code: bool, tell: Tell) -> Run:

@@ -37,7 +37,8 @@ __all__ = ["PeerTable", "SavedInvitation", "go_on_alone", "invite", "join", "mem
 WHERE = "phalanx peers"
 ANY_PORT = "127.0.0.1:0"
 MOST_INVITATION_BYTES = 16 * 2**20
-ANSWER_S = 60.0  # seconds that a running peer may take to agree with the remaining members
+# Seconds that a running peer may take to agree with the remaining members.
+ANSWER_S = 60.0
 SILENT_S = 10.0  # a running peer writes its status twice a second
 ALONE = "no majority is left, so rounds wait; if the lost peers are gone for good: phalanx peers go-on-alone {run}"
 HEAD = ("name", "id", "address", "step", "samples", "latency", "Mbit/s", "state")

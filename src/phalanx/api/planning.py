@@ -275,7 +275,8 @@ def _network_backtest(table: Path, *, simulate: bool, tell: Tell) -> NetworkBack
 
     def progress(done: int, of: int) -> None:
         nonlocal printed_s
-        if time.monotonic() - printed_s > PROGRESS_S and done < of:  # a minute without output would look like a hang
+        # A minute without output would look like a hang.
+        if time.monotonic() - printed_s > PROGRESS_S and done < of:
             printed_s = time.monotonic()
             tell(f"  {done:,} of {of:,} rows")
 

@@ -146,7 +146,8 @@ def check_project(
                 try:
                     reports.append(check(recipe, rules=own, allow_code=allow_code, progress=tell, **chosen, **options))
                 except TrainsNothingError as error:
-                    if recipe == str(path) and not skip_others:  # named by the caller; in a folder it is skipped
+                    # Named by the caller; in a folder it is skipped.
+                    if recipe == str(path) and not skip_others:
                         failures.append(error)
                         tell(str(error))
                 except PhalanxError as error:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phalanx.errors import Problem
 
-Tell = Callable[[str], None]  # receives a line of progress or advice; the command line prints it on stderr
-Overrides = Sequence[str] | Mapping[str, object]  # ["parallel.tensor=8"] or {"parallel.tensor": 8}
+# Receives a line of progress or advice; the command line prints it on stderr.
+Tell = Callable[[str], None]
+# ["parallel.tensor=8"] or {"parallel.tensor": 8}
+Overrides = Sequence[str] | Mapping[str, object]
 
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 

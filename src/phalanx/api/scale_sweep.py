@@ -396,7 +396,8 @@ def _train_grid(
     tell_ended = _progress_teller(found, tell, began_s=began_s)
 
     def on_ended(outcome: SweepOutcome, done_s: float, left: int) -> None:
-        folder.write_table(outcomes, identity=identity)  # a sweep that is killed has a table of the finished runs
+        # A sweep that is killed has a table of the finished runs.
+        folder.write_table(outcomes, identity=identity)
         tell_ended(outcome, done_s, left)
 
     try:

@@ -140,7 +140,8 @@ def _push_metrics(readings: Readings, url: str, *, follow: bool, interval_s: flo
         def push() -> None:
             try:
                 pusher.push()
-            except SystemFailure as error:  # a collector that restarts must not end hours of following
+            except SystemFailure as error:
+                # A collector that restarts must not end hours of following.
                 if not follow:
                     raise
                 tell(str(error))
@@ -155,7 +156,8 @@ def _repeat(act: Callable[[], object], found: Run, *, follow: bool, interval_s: 
 
     count = 0
     while True:
-        over = not follow or is_run_over(found)  # checked before the last call, so that nothing in between is missed
+        # Checked before the last call, so that nothing in between is missed.
+        over = not follow or is_run_over(found)
         act()
         count += 1
         if over:

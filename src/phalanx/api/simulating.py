@@ -31,16 +31,19 @@ if TYPE_CHECKING:
     from phalanx.sim.step.step_report import SimulatedStep
 
 WHERE = "phalanx sim"
-BREAKS = ("link", "t1", "t0", "nic", "transceiver", "grey")  # sim.step.breaks.PARTS, without numpy for --help
+# sim.step.breaks.PARTS, without numpy for --help.
+BREAKS = ("link", "t1", "t0", "nic", "transceiver", "grey")
 ROUTINGS = ("spray", "ecmp")
 MOST_OUTAGE_S = 86400.0
-DEVICES_PER_S = 30_000  # on one busy core, for a step on a fabric (docs/simulation/step.md)
+# On one busy core, for a step on a fabric (docs/simulation/step.md).
+DEVICES_PER_S = 30_000
 LEAST_DAYS, MOST_DAYS, MOST_RUNS = 0.01, 3653.0, 10_000  # ten years at most
 # About 50,000 failures a second on a busy core (docs/simulation/months.md): a minute and a half.
 MOST_FAILURES, FAILURES_PER_S = 5_000_000, 50_000
 MOST_LEVERS = 7  # changes that `levers` tries
 MOST_CASES = 6  # rows of `compare`
-PROGRESS_S = 5.0  # seconds between lines of progress; a longer simulation is announced
+# Seconds between lines of progress; a longer simulation is announced.
+PROGRESS_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,8 +29,10 @@ from phalanx.units import plural
 
 WHERE = "phalanx scale sweep"
 SYSTEMS = ("slurm", "k8s")
-START_S = 600.0  # added to a run's time limit: imports, the first step, the last checkpoint and the evaluation
-ASTRAY = "Astray"  # kind of an incident in which every process lives and the numbers are wrong
+# Added to a run's time limit: imports, the first step, the last checkpoint and the evaluation.
+START_S = 600.0
+# Kind of an incident in which every process lives and the numbers are wrong.
+ASTRAY = "Astray"
 # Nats above ln(vocabulary) from which a finished run has learned nothing, as in train.lone_rank.
 ABOVE_NOTHING = 0.5
 
@@ -98,7 +100,8 @@ def launch_group(
         known = alive.get(outcome.folder) if outcome.folder else None
         if known is not None and queue_name and known.queue not in ("", queue_name):
             if known.state in OVER and not any((folder.runs / outcome.folder / "checkpoints").glob("*")):
-                known = None  # no progress is lost: submitted again, to the queue that is named now
+                # No progress is lost: submitted again, to the queue that is named now.
+                known = None
             else:
                 elsewhere.append(known)
         if known is None or known.state == DONE:
@@ -139,7 +142,8 @@ def launch_group(
         # the folder that contains --out, so that the dataset fits next to it
         volume=folder.runs.absolute().parent.parent,
         before_submit=keep_folders,
-        check=False,  # warnings of the training specification for each of many small runs are noise
+        # Warnings of the training specification for each of many small runs are noise.
+        check=False,
         progress=lambda line: None,
     )
     if not dry_run:

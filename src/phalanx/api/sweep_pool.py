@@ -25,7 +25,8 @@ from phalanx.record.run import Run, create_run
 from phalanx.scale.sweep_store import SweepFolder, SweepOutcome
 
 SAVE_S = 60.0  # seconds that interrupted runs may take to save
-MOST_DEATHS = 3  # consecutive deaths of a worker's process, after which the sweep is given up
+# Consecutive deaths of a worker's process, after which the sweep is given up.
+MOST_DEATHS = 3
 OnRunEnded = Callable[[SweepOutcome, float, int], None]
 
 

@@ -138,7 +138,8 @@ def plan_call(call: TrainCall, *, here: bool) -> tuple[Plan, ResolvedJob, Run | 
 
         old = call.resume if isinstance(call.resume, Run) else open_run(call.resume)
         with old.held():
-            pass  # another process may be training in it: raise before anything is planned or changed
+            # Another process may be training in it: raise before anything is planned or changed.
+            pass
         plan, warnings = prepare.resumed_plan(
             old, overrides=call.overrides, cluster=call.cluster, steps=call.steps or 0
         )

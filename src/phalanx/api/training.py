@@ -284,7 +284,8 @@ def _add_baselines(run: Run, plan: Plan, tell: Tell) -> None:
     if evaluation is not None and evaluation.bits_per_byte is not None and evaluation.bigram_bits_per_byte is None:
         try:
             run.set_launch(**{**run.launch(), "baselines": counting_baselines(plan.job)})
-        except (PhalanxError, ValueError, IndexError) as error:  # a report without baselines is better than none
+        except (PhalanxError, ValueError, IndexError) as error:
+            # A report without baselines is better than none.
             tell(f"no baselines: {str(error).splitlines()[0]}; phalanx data checksum checks the dataset")
 
 
@@ -309,7 +310,8 @@ def _train_as_rank(call: TrainCall, place: RankPlace) -> Run:
             why="every process it starts is a host with one rank",
             fix=f"leave {option} out; or start phalanx train once, and phalanx agent on the other hosts",
         )
-    os.environ.update(place.environ())  # the variables that torch and the trainer read; srun and mpirun set other names
+    # The variables that torch and the trainer read; srun and mpirun set other names.
+    os.environ.update(place.environ())
     if place.one_host:  # on a single machine, listen on loopback only
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     started = time.time()
@@ -338,7 +340,8 @@ def _train_as_rank(call: TrainCall, place: RankPlace) -> Run:
     _add_baselines(run, plan, call.tell)
     if outcome.message:
         call.tell(outcome.message)
-    return run  # also if it was stopped on request, which a scheduler must not count as a failure
+    # Also if it was stopped on request, which a scheduler must not count as a failure.
+    return run
 
 
 class OtherRankDone(SystemExit):
@@ -357,7 +360,8 @@ def _asked_of_all(call: TrainCall) -> list[str]:
         if isinstance(name, str | Path) or name is None:
             with contextlib.suppress(OSError):  # rank 0 reports the error
                 shared_facts.append(Path(name).read_text(encoding="utf-8", errors="replace") if name else "")
-        else:  # not the complete plan: the seconds of its search differ between ranks
+        else:
+            # Not the complete plan: the seconds of its search differ between ranks.
             shared = (name.job, name.cluster.name, name.layout) if isinstance(name, Plan) else read_job(name).job
             shared_facts.append(json_text(shared))
     return shared_facts

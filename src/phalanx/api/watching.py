@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from phalanx.rules.run_rules import Finding
 
 LEAST_S = 2.0  # seconds between two checks
-REST = 10.0  # and ten times the duration of the last check: at most a tenth of a core
+# Pause in durations of the last check: checks take at most a tenth of a core.
+REST = 10.0
 PATIENCE_S = 20.0  # for the final verdicts on a run that is over
 MOST_LISTED = 20  # findings in the JSON of a look
 

@@ -56,7 +56,8 @@ def json_values(value: Any) -> Any:
 def json_text(value: Any, *, indent: int | None = None) -> str:
     """Return one JSON document of a value as `json_values` would convert it; compact without `indent`."""
     separators = None if indent is not None else (",", ":")
-    try:  # most values are finite, and checking that costs more than the rest
+    # Most values are finite, and checking that costs more than the rest.
+    try:
         return json.dumps(
             value, ensure_ascii=False, allow_nan=False, indent=indent, separators=separators, default=_simpler_value
         )

@@ -19,7 +19,8 @@ from phalanx.units import MIB
 if TYPE_CHECKING:
     import csv
 
-MOST_JSON_BYTES = 64 * MIB  # of a file that Phalanx wrote: plans of the largest jobs are below 1 MB
+# Of a file that Phalanx wrote: plans of the largest jobs are below 1 MB.
+MOST_JSON_BYTES = 64 * MIB
 
 
 def write_text(path: Path, text: str, *, fix: str = "name a writable file") -> None:
@@ -49,7 +50,8 @@ def replace_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
     # short, because the target's name may have the maximum length
     temporary = path.parent / f".phalanx-{os.urandom(8).hex()}.tmp"
     try:
-        with temporary.open("xb") as stream:  # with the mode from the umask, which tempfile.mkstemp ignores
+        # With the mode from the umask, which tempfile.mkstemp ignores.
+        with temporary.open("xb") as stream:
             if mode is not None:
                 os.fchmod(stream.fileno(), mode)
             stream.write(data)

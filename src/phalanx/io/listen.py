@@ -78,7 +78,8 @@ def open_socket(address: Address, *, guarded: bool, where: str = "--listen") -> 
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((numeric, address.port))
-        listener.listen(128)  # listen here, so that a port in use is reported before anything is printed
+        # Listen here, so that a port in use is reported before anything is printed.
+        listener.listen(128)
     except OSError as error:
         listener.close()
         message = f"cannot listen there: {(error.strerror or str(error)).lower()}"

@@ -13,7 +13,8 @@ import os
 from pathlib import Path
 
 AnyPath = str | os.PathLike[str]
-MAX_SHOWN = 300  # characters of a path in a message; the longest path that a file system accepts has 4,096
+# Characters of a path in a message; the longest path that a file system accepts has 4,096.
+MAX_SHOWN = 300
 
 # Errors of a path that no file can have: the call is wrong. Other errors are the machine's (permissions, devices,
 # networks).
@@ -43,7 +44,8 @@ def resolve_path(path: AnyPath) -> Path:
     """Return the absolute path with links resolved, or the plain absolute path if the links cannot be followed."""
     try:
         return Path(path).resolve()
-    except (OSError, RuntimeError, ValueError):  # RuntimeError: a circle of links, until Python 3.13
+    except (OSError, RuntimeError, ValueError):
+        # RuntimeError: a circle of links, until Python 3.13.
         return Path(os.path.abspath(path))
 
 

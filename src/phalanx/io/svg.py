@@ -243,7 +243,8 @@ def _draw_axes(
         parts.append(f'<text class="tick y" x="{LEFT - 6}" y="{y + 3.5:.1f}">{escape(show(value))}</text>')
     for value in (time_ticks if times else round_ticks)(x_scale.low, x_scale.high):
         label = show_x(value)
-        x = min(x_scale.at(value), WIDTH - len(label) * LETTER_WIDTH / 2)  # the last label would be cut off at the edge
+        # The last label would be cut off at the edge.
+        x = min(x_scale.at(value), WIDTH - len(label) * LETTER_WIDTH / 2)
         parts.append(f'<text class="tick x" x="{x:.1f}" y="{HEIGHT - 8}">{escape(label)}</text>')
     base = HEIGHT - BOTTOM
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')

@@ -24,7 +24,8 @@ def text_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), in
     """
     if not rows:
         return []
-    rows = [[one_line(cell) for cell in row] for row in rows]  # a line break in a cell would begin another row
+    # A line break in a cell would begin another row.
+    rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -73,7 +73,8 @@ def read_toml(path: Path, *, noun: str = "file") -> TomlFile:
         raise _too_deep(str(path), noun) from error
     except tomllib.TOMLDecodeError as error:
         raise _syntax_error(path, text, str(error)) from error
-    except ValueError as error:  # int() refuses more than 4,300 digits, dates their impossible days
+    except ValueError as error:
+        # int() refuses more than 4,300 digits, dates their impossible days.
         raise mistake(str(path), f"holds a value no computer can use: {str(error).split(';')[0]}") from error
     return TomlFile(path=path, table=deepcopy(table), lines=lines)
 

@@ -22,7 +22,8 @@ def finite(value: object) -> float | None:
     """Return the value if it is a finite number, or None."""
     if value is None:
         return None
-    if type(value) is float:  # nearly all values are floats: the other checks take twice as long
+    # Nearly all values are floats: the other checks take twice as long.
+    if type(value) is float:
         return value if math.isfinite(value) else None
     if not isinstance(value, int) or isinstance(value, bool):
         return None

@@ -31,7 +31,8 @@ MOST_READ = 2048
 TOKEN_POINTS = 2000  # buckets over which the tokens are summed
 
 
-MOST_RANKS = 64  # ranks with their own series; with more ranks, three aggregates replace them
+# Ranks with their own series; with more ranks, three aggregates replace them.
+MOST_RANKS = 64
 MOST_LABEL = 100  # characters: labels come from files that may have been edited
 SPREAD: dict[str, Callable[[list[float]], float]] = {"min": min, "median": statistics.median, "max": max}
 

@@ -24,7 +24,8 @@ class TensorBoardSink:
     def __init__(self, run: Run, folder: Path) -> None:
         self.where = folder
         self._folder = folder / run.name
-        self._writer: Any = None  # opened on first use: an export without new steps leaves no empty file
+        # Opened on first use: an export without new steps leaves no empty file.
+        self._writer: Any = None
 
     def _open_tracker(self) -> Any:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -37,7 +38,8 @@ class TensorBoardSink:
 
         self._writer = self._writer or self._open_tracker()
         mark = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(step=step + 1, session_log=mark))  # TensorBoard purges from this step on
+        # TensorBoard purges from this step on.
+        self._writer.add_event(Event(step=step + 1, session_log=mark))
 
     def write(self, rows: Sequence[StepRow]) -> None:
         """Write one summary per row."""
@@ -170,7 +172,8 @@ class WandbSink:
     def __init__(self, run: Run, folder: Path) -> None:
         self.where = folder
         self._source = run
-        self._run: Any = None  # opened on first use: an export without new steps leaves no empty W&B run
+        # Opened on first use: an export without new steps leaves no empty W&B run.
+        self._run: Any = None
 
     def _open_tracker(self) -> Any:
         import wandb

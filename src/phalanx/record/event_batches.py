@@ -29,7 +29,8 @@ from phalanx.record.host_file import EventBytes, has_events, open_events, opened
 # Bytes per read and parse: the decoded result fits in the cache of a core. Reads of 4 MiB are 3 % slower, reads of 64
 # KiB 13 %.
 READ_BYTES = 256 * 2**10
-PIECE_BYTES = 512 * 2**10  # less than MOST_LINE_BYTES, so only the last line of a piece can be too long
+# Less than MOST_LINE_BYTES, so only the last line of a piece can be too long.
+PIECE_BYTES = 512 * 2**10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,8 @@ class EventFeed:
         self._held = b""
         self._is_overlong = False
         self.read_bytes = 0
-        self.bad = 0  # lines that are too long or torn in a closed file, and files that cannot be read
+        # Lines that are too long or torn in a closed file, and files that cannot be read.
+        self.bad = 0
         self.bad_spot: Spot | None = None
         self._is_odd = False
 
@@ -97,7 +99,8 @@ class EventFeed:
             self._part = min(self._closed_parts(), default=1) - 1
         while True:
             after = part_path(self._path, self._part + 1)
-            file = self._open_or_note(self._path)  # before the check for the next part, as in EventReader
+            # Before the check for the next part, as in EventReader.
+            file = self._open_or_note(self._path)
             closed = has_events(after)
             if closed:
                 if file is not None:
@@ -199,9 +202,11 @@ def _event_bytes(path: Path) -> int:
 
 
 STEP = "step"
-ROWS = frozenset((STEP, "monitor"))  # kinds of many events and flat ones: they become rows, the others tables
+# Kinds of many events and flat ones: they become rows, the others tables.
+ROWS = frozenset((STEP, "monitor"))
 LEAST, MOST = -(2**63), 2**63 - 1  # integers that are integers to every parser
-MOST_MADE = 64  # decoders: a log whose events look different again and again is read as ever
+# Decoders: a log whose events look different again and again is read as ever.
+MOST_MADE = 64
 MOST_KINDS, MOST_NAMES = 64, 64
 _SCALARS: frozenset[type] = frozenset((int, float, str, bool, type(None)))
 
@@ -244,7 +249,8 @@ class TypedDecoder:
             for place, kind in rare:
                 if kind not in ROWS:
                     decoded[place] = self._event_table(kind, decoded[place])
-        except (ValueError, RecursionError):  # msgspec and orjson raise subclasses of ValueError
+        except (ValueError, RecursionError):
+            # Msgspec and orjson raise subclasses of ValueError.
             return None
         return decoded, rare
 
@@ -339,7 +345,8 @@ def _any_of(hints: Iterable[Any]) -> Any:
 
 
 _TIMELINE = b'"event":"timeline"'
-_SOUGHT = _TIMELINE[:14]  # `find` searches for the last character first: a rare one there makes it three times as fast
+# `find` searches for the last character first: a rare one there makes it three times as fast.
+_SOUGHT = _TIMELINE[:14]
 # Matches a timeline as EventWriter writes it, up to its spans. The spans, up to 150 kB, are dropped.
 _HEAD = re.compile(
     rb'\{"v":\d{1,9},"event":"timeline","t":[\d.]{1,20},"rank":\d{1,9}(?:,"(?:step|epoch|seconds)":[\d.eE+-]{1,30})*'

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 VERSION = 1
 # Steps that are faster than this share one write (a write takes about 5 µs). Every other event is written at once.
 FLUSH_S = 0.05
-MOST_PENDING_BYTES = 4 * 2**20  # buffered while the disk refuses writes; the oldest events are dropped first
+# Buffered while the disk refuses writes; the oldest events are dropped first.
+MOST_PENDING_BYTES = 4 * 2**20
 MOST_LINE_BYTES = 2**20  # readers skip longer lines
 READ_BYTES = 2**20
 ROTATE_BYTES = 256 * 2**20  # half a million steps of a rank
@@ -81,7 +82,8 @@ class EventWriter:
         self._is_held = False  # True while `write_all` collects events for one write
         self._file = -1
         self._index: IndexWriter | None = None
-        self.lost = 0  # events dropped because they were too long, or because the disk refused them for too long
+        # Events dropped because they were too long, or because the disk refused them for too long.
+        self.lost = 0
         self._open_file()
 
     def write(self, event: str, **fields: Any) -> None:
@@ -203,7 +205,8 @@ class EventWriter:
                 os.fstat(self._file), os.stat(self._path)
             ):  # otherwise another process has already renamed it
                 aside = part_path(self._path, 1 + max(part_numbers(self._path), default=0))
-                os.rename(self._path, aside)  # the events first: an index without its events is ignored
+                # The events first: an index without its events is ignored.
+                os.rename(self._path, aside)
                 if self._index is not None:
                     os.rename(self._path.with_suffix(".index"), aside.with_suffix(".index"))
         except OSError:

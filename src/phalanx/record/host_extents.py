@@ -154,7 +154,8 @@ class ExtentChain:
         # By session name and rank. Extents after a lost extent form a separate session.
         self.sessions: dict[str, Session] = {}
         self.end = 0  # end of the last extent: where the next one begins
-        self._current: dict[str, str] = {}  # by session and rank, the key in `sessions` that a new extent extends
+        # By session and rank, the key in `sessions` that a new extent extends.
+        self._current: dict[str, str] = {}
         self._bases: dict[str, int] = {}
         self._inode = self._size = -1
         self.is_whole = True  # True if every head could be read
@@ -305,7 +306,8 @@ class HostStream:
         with self._locked():
             self._chain.refresh(self._file)
             begin, length = self._chain.end, os.fstat(self._file).st_size
-            if length > begin:  # an unreadable head: leave its owner the room that its extent may have
+            # An unreadable head: leave its owner the room that its extent may have.
+            if length > begin:
                 begin = _rounded_up(length) + MOST_EXTENT_BYTES
             extent = Extent(begin, size, self.end)
             head = _make_head(self._session, extent)

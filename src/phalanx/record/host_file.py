@@ -30,7 +30,8 @@ from phalanx.io.files import open_regular
 from phalanx.record.host_extents import EVENTS, HEAD_BYTES, INDEX, ExtentChain, Session, read_used
 from phalanx.record.rank_table import BLOCK_BYTES, TABLE
 
-if TYPE_CHECKING:  # numpy takes half of the time in which a coordinator starts, and that reads no files of hosts
+# Numpy takes half of the time in which a coordinator starts, and that reads no files of hosts.
+if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
@@ -145,7 +146,8 @@ class HostFiles:
         self._hosts: list[HostFile] = []
         self._indexes: dict[str, ExtentChain] = {}
         self._rows: RankRows | None = None  # None: the folder has no host files
-        self._sessions: dict[int, list[Session]] = {}  # cache of the ranks requested since the last change
+        # Cache of the ranks requested since the last change.
+        self._sessions: dict[int, list[Session]] = {}
         self.counts = SessionCounts({})  # as of the last scan
         # Names of the files that belong to a single rank.
         self._own: frozenset[str] = frozenset()

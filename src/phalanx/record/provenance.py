@@ -109,6 +109,7 @@ def redact(text: str, environ: Mapping[str, str]) -> str:
     '401 for [HF_TOKEN] at https://[password]@host/x'
     """
     secrets = {value: name for name, value in environ.items() if len(value) >= LEAST_LENGTH and _SECRET.search(name)}
-    for value in sorted(secrets, key=len, reverse=True):  # longest first: one secret may contain another
+    # Longest first: one secret may contain another.
+    for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, f"[{secrets[value]}]")
     return _IN_URL.sub("[password]", text)

@@ -214,5 +214,6 @@ class RankTableWriter:
         return entries if len(entries) == len(heads) == len({entry.rank for entry in entries}) else None
 
     def _write_at(self, at: int, data: bytes) -> None:
-        if os.pwrite(self._file, data, at) != len(data):  # a full disk; readers reject the torn entry
+        # A full disk; readers reject the torn entry.
+        if os.pwrite(self._file, data, at) != len(data):
             raise OSError

@@ -37,7 +37,8 @@ VERSION = 1
 # table, which mix machines and versions (throughput_score.SCATTER_SHARE).
 OWN_SCATTER_SHARE = 0.3
 LEAST_STEPS = 3  # minimum steps of a run after warm-up
-WARM_UP_SHARE = 0.2  # first share of a run's steps, left out because of compilation, caches and allocator
+# First share of a run's steps, left out because of compilation, caches and allocator.
+WARM_UP_SHARE = 0.2
 LARGEST_EVENTS_BYTES = 256 * 2**20
 
 

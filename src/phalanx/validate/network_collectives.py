@@ -49,7 +49,8 @@ FAMILY_OF: Mapping[str, Family] = {
     "GB200": "blackwell",
     "GB300": "blackwell",
 }
-NIC_GBPS = 400.0  # per GPU, if a row with several nodes names no NIC: the common NIC of Hopper and Blackwell boards
+# Per GPU, if a row with several nodes names no NIC: the common NIC of Hopper and Blackwell boards.
+NIC_GBPS = 400.0
 MOST = 1 << 20
 _NODES = re.compile(r"\b(\d+) nodes? x (\d+) ([A-Z]+\d+)\b|\b(\d+) ?x ?(\d+) ([A-Z]+\d+)\b|\b(\d+)x ([A-Z]+\d+)\b")
 _RACK = re.compile(r"\bNVL(\d+)\b")

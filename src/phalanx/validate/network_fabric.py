@@ -43,7 +43,8 @@ from phalanx.validate.network_claims import (
 
 BOX_GBPS = 51_200  # the boxes of arXiv:2605.04333: 512 ports of 100G, 64 of 800G
 NIC_GBPS = 800.0
-MOST_NIC_GBPS = 1600  # `8x100G` up to this total is a NIC in planes, `64x800G` beyond it is a switch
+# `8x100G` up to this total is a NIC in planes, `64x800G` beyond it is a switch.
+MOST_NIC_GBPS = 1600
 MOST_PORTS = 4096  # of one switch; no product has more than 1,024
 MOST_TIERS = 4
 HOSTS = r"(?:hosts?|NICs?|GPUs?)(?! per\b)"
@@ -141,7 +142,8 @@ def _number_after(text: str, pattern: str) -> int | None:
 
 EXACT = 1e-3  # exact values are printed with four digits
 SAMPLED = 0.02  # the Monte Carlo error of the rows themselves
-MOST_UNITS = 10**8  # units per link; more is a typing mistake, and loads up to this count fit in an array
+# Units per link; more is a typing mistake, and loads up to this count fit in an array.
+MOST_UNITS = 10**8
 # The two ends of the comparison in arXiv:2605.04333 section 2: 8 planes on two tiers of 512x100G, one plane of 64x800G.
 MULTI_PLANE, MULTI_RADIX, SINGLE_RADIX = ClosShape(planes=8, tiers=2), 512, 64
 TIER_OF = {"NIC-T0": 0, "T0-T1": 1, "T1-T2": 2}

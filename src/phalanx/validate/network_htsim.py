@@ -40,7 +40,8 @@ PORT_GBPS = 100  # uet-htsim main.h
 HOP_US = 1.0
 END_US = 1000.0  # flows that have not finished by then are not printed
 PACKET_BYTES = 4150
-SACK_BYTES = 4 * PACKET_BYTES  # bytes received before an acknowledgement: one for four packets ("4SACK" in the table)
+# Bytes received before an acknowledgement: one for four packets ("4SACK" in the table).
+SACK_BYTES = 4 * PACKET_BYTES
 MOST_HOSTS = 16_384
 SPRAYS: dict[str, Spray] = {"oblivious": "oblivious", "bitmap": "skip", "reps": "recycle", "mixed": "recycle"}
 # Options by their effect here. Options that only change the output or the random numbers are ignored.
@@ -359,7 +360,8 @@ MEAN, TAIL, FEW = 0.05, 0.10, 0.15
 MANY_PATHS = 64
 # With few paths the slowest flow depends on the hashes, which differ from uet-htsim's: a median, with its range.
 SEEDS = range(5)
-SLOW = 0.25  # share of a link's speed: uet-htsim's topology.cpp, though its test plans call such links "10 %"
+# Share of a link's speed: uet-htsim's topology.cpp, though its test plans call such links "10 %".
+SLOW = 0.25
 
 
 def completion(row: Claim, context: ClaimContext) -> ClaimOutcome:

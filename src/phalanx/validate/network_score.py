@@ -51,7 +51,8 @@ READERS = (
 )
 NEEDS = (*HTSIM_NEEDS, *LOSS_NEEDS, *INCAST_NEEDS, *SLOTTED_NEEDS)
 FAILURES = (PhalanxError, OverflowError, ZeroDivisionError, ValueError)
-FREE_S = 60.0  # CPU seconds of simulations that run without a request, the cheapest first
+# CPU seconds of simulations that run without a request, the cheapest first.
+FREE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

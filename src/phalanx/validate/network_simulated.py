@@ -41,7 +41,8 @@ from phalanx.validate.network_claims import (
 )
 
 MEAN = 0.02 / 0.50  # the design requires 0.50 ± 0.02
-EXTREME = 0.25  # the slowest of 131,072 is one flow of one permutation: 1/7, 1/8 or 1/9 of a link
+# The slowest of 131,072 is one flow of one permutation: 1/7, 1/8 or 1/9 of a link.
+EXTREME = 0.25
 FLUID_MOST_HOSTS = 131_072
 FLUID_PORT_GBPS = 100.0
 FLUID_RADIX = 512  # ports of 100G, for a row that names none
@@ -184,7 +185,8 @@ def _loss_question(row: Claim) -> tuple[float, int]:
 
 @functools.lru_cache(maxsize=16)
 def _mean_s(hosts: int, loss: float) -> float:
-    each = 1 - math.sqrt(1 - loss)  # loss on the sender's and on the receiver's NIC link, so that a path loses `loss`
+    # Loss on the sender's and on the receiver's NIC link, so that a path loses `loss`.
+    each = 1 - math.sqrt(1 - loss)
     faults = tuple(
         FabricFault(part="nic", number=host, plane=plane, loss=each) for host in range(hosts) for plane in range(PLANES)
     )
@@ -225,7 +227,8 @@ INCAST_SAMPLE_S = 1e-3
 # fluctuate slowly and need a long average.
 PFC_S, DCQCN_S, MRC_S = 2e-3, 40e-3, 25e-3
 INCAST_CPU_S = {"PFC": 4.0, "DCQCN": 34.0, "MRC": 3.0}  # measured on 2026-11-15
-HARMED = 0.98  # share of the victim's rate alone; pauses leave it a fifth or everything, so any threshold between works
+# Share of the victim's rate alone; pauses leave it a fifth or everything, so any threshold between works.
+HARMED = 0.98
 WHOLE = 1.0  # per cent of the victim's rate: the design's limit for MRC
 MOST_SENDERS = 63
 

@@ -19,7 +19,8 @@ from phalanx.plan.step import StepTimes, predict_step
 from phalanx.validate import throughput_table
 from phalanx.validate.throughput_table import PublishedRun, number, published_cluster, why_not_priced
 
-NO_FIT_PENALTY = 1e6  # a candidate setting that does not fit loses against every one that fits
+# A candidate setting that does not fit loses against every one that fits.
+NO_FIT_PENALTY = 1e6
 # Published runs that do not state recompute or micro-batch were tuned by experts with more ways to save memory than
 # the table names (offload, fused losses, in-place norms): a setting this far over the limit still counts.
 UNSTATED_SLACK = 1.3

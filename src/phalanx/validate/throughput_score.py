@@ -24,8 +24,10 @@ from phalanx.validate.throughput_rows import RowPredictions, predict_rows
 from phalanx.validate.throughput_table import PublishedRun, number
 
 LEAST_ROWS = 5  # sources with fewer rows do not count in the mean
-LEAST_CELL = 6  # finished runs that a (model, GPUs) cell of a sweep needs to count in the regret
-IDLE_SOURCES = ("hf-ultrascale", "vtrain-single")  # sweeps whose runs below IDLE_MFU count only for ranking
+# Finished runs that a (model, GPUs) cell of a sweep needs to count in the regret.
+LEAST_CELL = 6
+# Sweeps whose runs below IDLE_MFU count only for ranking.
+IDLE_SOURCES = ("hf-ultrascale", "vtrain-single")
 IDLE_MFU = 5.0
 # A single run scatters around its calibrated prediction by about half of the uncalibrated 80 % width (z = 1.28, less
 # what calibration removes).

@@ -107,7 +107,8 @@ def number(row: PublishedRun, name: str) -> float | None:
         value = float(text)
     except ValueError:
         return None
-    return value if abs(value) < 1e18 else None  # comparisons with NaN are false, and infinity exceeds the limit
+    # Comparisons with NaN are false, and infinity exceeds the limit.
+    return value if abs(value) < 1e18 else None
 
 
 def why_not_priced(row: PublishedRun) -> str:
@@ -125,7 +126,8 @@ def why_not_priced(row: PublishedRun) -> str:
         value = number(row, name)
         if row.get(name) and (value is None or value < 1 or value != int(value)):
             return f"{name} = {row[name][:40]!r} is not a whole number of 1 or more"
-    micro = number(row, "micro_batch")  # a fraction if one sequence is split over devices (MaxText)
+    # A fraction if one sequence is split over devices (MaxText).
+    micro = number(row, "micro_batch")
     if row.get("micro_batch") and (micro is None or micro <= 0):
         return f"micro_batch = {row['micro_batch'][:40]!r} is not a positive number"
     for name in _AMOUNTS:
@@ -269,7 +271,8 @@ def attention_is_fused(row: PublishedRun) -> bool:
     if stated:
         return stated != "standard"
     year = re.match(r"20\d\d", row.get("date", ""))
-    return year is None or int(year.group()) >= 2023  # FlashAttention reached training frameworks during 2022
+    # FlashAttention reached training frameworks during 2022.
+    return year is None or int(year.group()) >= 2023
 
 
 def zero_stage(row: PublishedRun) -> int:

@@ -15,7 +15,8 @@ from phalanx.web.run_views import mark_count, plan_of, run_progress
 
 POLL_S = 0.5
 KEEP_ALIVE_S = 15.0
-MOST_STREAMS = 64  # a browser opens at most six per server, so this is enough for ten users
+# A browser opens at most six per server, so this is enough for ten users.
+MOST_STREAMS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -109,7 +109,8 @@ def _known_peers(rounds: Sequence[Event], happened: Sequence[Event], status: Jso
             rows_by_peer[peer]["is_self"] = peer == text(status, "id")
     shares = next((event_shares for event in reversed(rounds) if (event_shares := _table(event, "shares"))), {})
     for peer in present if shares else ():
-        rows_by_peer[peer]["share"] = number(shares, peer) or 0.0  # a peer that averages nothing is not in the shares
+        # A peer that averages nothing is not in the shares.
+        rows_by_peer[peer]["share"] = number(shares, peer) or 0.0
     total_credit = sum(number(credit, peer) or 0.0 for peer in credit)
     rows = []
     for peer, row in rows_by_peer.items():

@@ -60,7 +60,8 @@ class AnswerMemo:
         self._clock = clock
         self._changed = threading.Condition()  # guards all attributes below
         self._answers: OrderedDict[Hashable, _Answer] = OrderedDict()
-        self._orders: OrderedDict[Hashable, _Order] = OrderedDict()  # not started yet; the last one is next
+        # Not started yet; the last one is next.
+        self._orders: OrderedDict[Hashable, _Order] = OrderedDict()
         self._busy: set[Hashable] = set()
         self._workers = 0
         self._closed = False
@@ -139,7 +140,8 @@ class AnswerMemo:
 
 # ---- verdicts on runs: the position in the log of each, read in bounded turns ----------------------------------------
 
-MOST_CHECKS = 8  # runs whose logs are open; a run that is dropped is read again from its start
+# Runs whose logs are open; a run that is dropped is read again from its start.
+MOST_CHECKS = 8
 
 
 class Checks:
@@ -188,7 +190,8 @@ class LogReader:
 
 
 MOST_OPEN = 24  # open histories: ten runs for comparison, and some viewed before
-FRESH_S = 0.4  # The files of ranks other than 0 do not affect the mark; they are read at most this often.
+# The files of ranks other than 0 do not affect the mark; they are read at most this often.
+FRESH_S = 0.4
 
 Mark = tuple[tuple[int, int], ...]
 
@@ -246,7 +249,8 @@ class RunStore:
             yield self._read_history(run, opened)
 
     def _read_history(self, run: Run, opened: _Opened) -> RunHistory:
-        now = run_stamp(run)  # Before reading: an answer cached under this mark contains at least that much.
+        # Before reading: an answer cached under this mark contains at least that much.
+        now = run_stamp(run)
         # Takes a second for a large run; only requests for this run wait.
         if opened.history is None:
             opened.history = RunHistory.open(run)

@@ -119,7 +119,8 @@ def _within_time(run: Run, work: Callable[[Run, float], Json], until_s: float) -
         return work(run, max(0.0, until_s - time.monotonic()))
     except NotYetError:
         return None
-    except Exception:  # one run that is unreadable or deleted meanwhile must not hide the others
+    except Exception:
+        # One run that is unreadable or deleted meanwhile must not hide the others.
         return {"damage": 1}
 
 
@@ -170,7 +171,8 @@ def _run_standing(store: RunStore, run: Run) -> Json:
 
 
 MOST_MARKS = 2000  # of each kind; the newest
-PATIENCE_S = 1.0  # for the account of a run; without it, only values that are quick to compute
+# For the account of a run; without it, only values that are quick to compute.
+PATIENCE_S = 1.0
 MOST_RANKS = 256  # rows of the summary's table
 
 

@@ -20,7 +20,8 @@ from phalanx.web.event_stream import NewsHub
 from phalanx.web.request_guard import MOST_HEADER_BYTES
 from phalanx.web.run_store import RunStore
 
-LOOK_S = 10.0  # a client has this long, at most twice this, to finish a request or to receive sent data
+# A client has this long, at most twice this, to finish a request or to receive sent data.
+LOOK_S = 10.0
 KEEP_ALIVE_S = 8  # less than LOOK_S: idle connections end regularly
 MOST_CONNECTIONS = 512
 SHUTDOWN_S = 1  # for answers that are being sent
@@ -129,4 +130,5 @@ def is_any(bound: Address) -> bool:
 
 
 def _numeric_address(bound: Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    return ipaddress.ip_address(bound.host.partition("%")[0])  # without the zone of a link-local address
+    # Without the zone of a link-local address.
+    return ipaddress.ip_address(bound.host.partition("%")[0])

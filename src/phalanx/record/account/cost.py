@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 J_PER_KWH = 3.6e6
 EARLY = "not known yet: the ranks have not read their counters"
-INTERVAL_S = 10.0  # between two readings of the counters, where the plan has no other interval
+# Between two readings of the counters, where the plan has no other interval.
+INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +135,8 @@ class _Rates:
         )
 
 
-Spent = tuple[_Rates, float]  # the rates of the devices, and the seconds for which they were held
+# The rates of the devices, and the seconds for which they were held.
+Spent = tuple[_Rates, float]
 
 
 def _spent_shares(run: Run, history: RunHistory, rates: _Rates, wall_s: float) -> list[Spent]:
@@ -234,7 +236,8 @@ def _amount_sources(plan: Mapping[str, Any], rates: _Rates, measured: Used | Non
 # Up to this size all `monitor` events are read; beyond, restarts are detected on a mesh of COLUMNS columns.
 MOST_READ_BYTES = 64 * 2**20
 COLUMNS = 240
-SOME = 16  # number of ranks whose newest `monitor` event is read for the source, in a large run
+# Number of ranks whose newest `monitor` event is read for the source, in a large run.
+SOME = 16
 MOST_READ_RANKS = 1024  # counted event by event: each rank takes a millisecond
 # 32 years of a 1 GW power station: beyond this a counter is damaged.
 MOST_J = 1e18

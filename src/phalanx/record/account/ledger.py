@@ -55,7 +55,8 @@ SMALL_BYTES = 2**20  # smaller runs take a tenth of a second either way
 MOST_SUPERVISOR_BYTES = 16 * 2**20
 MOST_STARTS = 16_384  # start events kept in memory; a run has one per membership
 LEAST = 8  # shorter stretches of steps are not worth batching
-MOST_S = 30 * 86400.0  # the longest credible duration in a step event, as in `values.seconds`
+# The longest credible duration in a step event, as in `values.seconds`.
+MOST_S = 30 * 86400.0
 TROUBLES = (PhalanxError, OSError, KeyError, TypeError, ValueError, ArithmeticError, IndexError)
 _ACCOUNTED_KINDS = frozenset(kind.decode() for kind in REPORTED)
 _NUMBERS = frozenset((int, float))

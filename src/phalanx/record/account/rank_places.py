@@ -50,7 +50,8 @@ class RankPlaces:
         size = math.prod(max(1, integer(self.layout, axis) or 1) for axis in AXES[:3])  # ranks of a pipeline stage
         known, begin = sorted(ranks), 0
         groups = []
-        while begin < len(known):  # not rank by rank: there may be 131,072, and a report calls this five times
+        # Not rank by rank: there may be 131,072, and a report calls this five times.
+        while begin < len(known):
             stop = bisect_left(known, (known[begin] // size + 1) * size, begin)
             groups.append(known[begin:stop])
             begin = stop

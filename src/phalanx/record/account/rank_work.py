@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from phalanx.record.archive.history import Mesh, RunHistory
 
 MOST_S = 1e9  # 30 years: a longer step is a damaged record
-Table = np.ndarray[Any, np.dtype[np.float64]]  # [rank][column of steps], seconds, NaN where unknown
+# [rank][column of steps], seconds, NaN where unknown.
+Table = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,11 +25,13 @@ from phalanx.record.run import Run
 
 __all__ = ["Evaluation", "LayoutResult", "Pair", "RankTime", "Summary", "summarize_briefly", "summarize_run"]
 
-WARM_UP_SHARE = 0.2  # first share of the steps, left out of timings as in `phalanx calibrate`
+# First share of the steps, left out of timings as in `phalanx calibrate`.
+WARM_UP_SHARE = 0.2
 MOST_RANKS = 4096  # maximum number of ranks in the table
 COLUMNS = 64
 SOME = 64  # number of ranks whose utilization is read
-ABSURD = 1e18  # seconds, bytes or tokens of a step beyond this are a damaged record
+# Seconds, bytes or tokens of a step beyond this are a damaged record.
+ABSURD = 1e18
 FEW = 10_000  # steps × ranks up to which memory is read step by step
 # Timelines are long, and hold nothing for the summary.
 RARE = tuple(kind for kind in KINDS if kind not in (*FREQUENT, "timeline"))

@@ -67,7 +67,8 @@ ACCOUNT_LABELS = {
 }
 
 
-Point = tuple[float, float, float]  # Unix time, seconds of the run until then, effective seconds among them
+# Unix time, seconds of the run until then, effective seconds among them.
+Point = tuple[float, float, float]
 
 
 class EffectiveTrail:

@@ -52,7 +52,8 @@ def kind_bits(kinds: tuple[str, ...]) -> int:
     mask = 0
     for kind in kinds:
         mask |= _BITS.get(kind, UNKNOWN_BIT)
-        mask |= UNKNOWN_BIT if kind in LATER else 0  # the version that wrote the index may not have known the kind
+        # The version that wrote the index may not have known the kind.
+        mask |= UNKNOWN_BIT if kind in LATER else 0
     return mask
 
 
@@ -124,7 +125,8 @@ class BlockMaker:
         self._kinds |= _BITS.get(kind, UNKNOWN_BIT)
         self._unknown += kind not in _BITS
         if rows is not None:
-            get = event.get  # nearly all values are floats or absent: a call for each takes twice as long
+            # Nearly all values are floats or absent: a call for each takes twice as long.
+            get = event.get
             rows.append(
                 [
                     self._step,
@@ -211,7 +213,8 @@ def _spread_rows(rows: list[list[float]], fields: list[tuple[int, str]]) -> Floa
 
 def _reduce_columns(block: Blocks, values: Floats, columns: list[int]) -> None:
     """Store minimum, maximum and mean of each column; values that are not finite 32-bit numbers do not count."""
-    values = np.where(np.abs(values) < np.finfo(np.float32).max, values, np.nan)  # the comparison is false for NaN too
+    # The comparison is false for NaN too.
+    values = np.where(np.abs(values) < np.finfo(np.float32).max, values, np.nan)
     count = (~np.isnan(values)).sum(axis=0)
     into = block["series"][0]
     into["low"][columns] = np.fmin.reduce(values)

@@ -75,7 +75,8 @@ class EventFile:
             self.replaced, self.content, self._gaps = True, object(), []
         if stamp != self._stamp or size < self.size:
             self._index, self._stamp = read_index(self.path), stamp
-            size = max(size, _file_size(self.path))  # the index may cover events written in between
+            # The index may cover events written in between.
+            size = max(size, _file_size(self.path))
         self.size, self._blocks, self._places = size, None, None
         self._fit_gaps()
         return True

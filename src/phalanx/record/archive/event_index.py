@@ -40,7 +40,8 @@ SUFFIX = ".index"
 VERSION = 1
 HEAD_BYTES = 4 * BLOCK.itemsize
 SIZE = BLOCK.itemsize
-MOST_RECORDS = 2**17  # 33 million steps; a part of a rank's events has a few thousand records
+# 33 million steps; a part of a rank's events has a few thousand records.
+MOST_RECORDS = 2**17
 SIGNATURE = 256  # bytes of the first event that identify the event file
 
 
@@ -56,7 +57,8 @@ class IndexWriter:
         self._stream = stream
         self._into: HostStream | None = None
         self._tail = b""  # the last records of the index in a host's file
-        self._is_torn = False  # True after a torn record there; readers decide which of the following records are valid
+        # True after a torn record there; readers decide which of the following records are valid.
+        self._is_torn = False
         self._file = -1
         self._lines: list[tuple[Mapping[str, Any], int]] = []  # events that may not be on disk yet
         self._maker: BlockMaker | None = None
@@ -69,7 +71,8 @@ class IndexWriter:
         """Record that all added events are in the file now, and end at `end`."""
         at = end - sum(length for _, length in self._lines)
         maker = self._maker
-        if maker is None or maker.end != at:  # the first event, or another process wrote in between
+        # The first event, or another process wrote in between.
+        if maker is None or maker.end != at:
             if maker is not None:
                 maker.cut()
                 self._write_records(maker)
@@ -120,7 +123,8 @@ class IndexWriter:
         if self._into is None:
             self._into = events.open_index()
             data = _make_head(events.first_bytes(SIGNATURE)) + data
-        events.forget_block()  # if the process is killed here, the table directs readers to the index
+        # If the process is killed here, the table directs readers to the index.
+        events.forget_block()
         done, self._is_torn = 0, True
         # A full disk leaves a torn record: readers reject those behind it and read the events.
         while done < len(data):
@@ -208,7 +212,8 @@ def read_index(events: Path) -> Index:
     except OSError as error:
         return Index(blocks=EMPTY.blocks, places=EMPTY.places, columns={}, trouble=error.strerror or "unreadable")
     names = _read_head(head, events)
-    events_stat = stat_events(events)  # after reading the index: events are written before their index records
+    # After reading the index: events are written before their index records.
+    events_stat = stat_events(events)
     size = events_stat.size if events_stat is not None else 0
     if names is None:
         return Index(blocks=EMPTY.blocks, places=EMPTY.places, columns={}, trouble="it belongs to other events")
@@ -226,7 +231,8 @@ def read_index(events: Path) -> Index:
     return Index(blocks=blocks, places=_believed_places(lists, blocks), columns=columns, refused=refused)
 
 
-TAIL = 4  # at least one of the last 4 records is a block: the others are places of rare events
+# At least one of the last 4 records is a block: the others are places of rare events.
+TAIL = 4
 
 
 def newest_blocks(folder: str, ranks: Sequence[int]) -> NDArray[np.void]:

@@ -28,12 +28,15 @@ from phalanx.units import plural
 
 __all__ = ["Curve", "Damage", "Mesh", "RunHistory", "list_runs", "run_in"]
 
-RAW_STEPS = 16_384  # steps of a curve that are drawn from the events: 10 MB, parsed in about 0.2 s
+# Steps of a curve that are drawn from the events: 10 MB, parsed in about 0.2 s.
+RAW_STEPS = 16_384
 RAW_MESH_STEPS = 32_768  # of all ranks together
 MOST_POINTS = 20_000
 MOST_HELD_BYTES = 32 * 2**20  # indexes in memory: 100 ranks of 100,000 steps
-MOST_DIGEST_BYTES = 96 * 2**20  # means for meshes: 1,200 such ranks; further ranks are read again for each mesh
-MOST_SCAN_BYTES = 256 * 2**20  # bytes that one mesh may read of ranks without an index, about 4 s
+# Means for meshes: 1,200 such ranks; further ranks are read again for each mesh.
+MOST_DIGEST_BYTES = 96 * 2**20
+# Bytes that one mesh may read of ranks without an index, about 4 s.
+MOST_SCAN_BYTES = 256 * 2**20
 MOST_SUPERVISOR = 50_000
 MANY_RANKS = 1024  # with more ranks, meshes show some of them, evenly spread
 SAMPLE_RANKS = 256
@@ -82,7 +85,8 @@ class RunHistory:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.ranks: tuple[int, ...] = ()
-        self.sample: tuple[int, ...] = ()  # ranks that meshes show: all, or an evenly spread sample of very many
+        # Ranks that meshes show: all, or an evenly spread sample of very many.
+        self.sample: tuple[int, ...] = ()
         # The observer: the lowest rank that has a record. Its events represent the run.
         self.witness = 0
         self._parts: dict[int, list[int]] = {}
@@ -95,7 +99,8 @@ class RunHistory:
         self._digested_bytes = 0
         self._newest: dict[tuple[str, ...], dict[str, NDArray[np.float64]]] = {}  # since the last refresh
         self._answers: dict[Hashable, Any] = {}  # results of `once` since the last refresh
-        self._checked: set[int] = set()  # ranks whose digests are known to be current since the last refresh
+        # Ranks whose digests are known to be current since the last refresh.
+        self._checked: set[int] = set()
         self._budget = MOST_SCAN_BYTES
         self._held: dict[int, int] = {}  # bytes in memory, by rank
         self._troubles: dict[int, Counter[str]] = {}
@@ -243,7 +248,8 @@ class RunHistory:
         if low is None or high is None:
             return columns
         low, high = max(low, low if first is None else first), min(high, high if last is None else last)
-        for begin in range(low, high + 1, RAW_STEPS):  # a longer curve would be drawn from means of blocks
+        # A longer curve would be drawn from means of blocks.
+        for begin in range(low, high + 1, RAW_STEPS):
             end = min(begin + RAW_STEPS - 1, high)
             values_by_step = {}
             for name in chosen:
@@ -376,7 +382,8 @@ class RunHistory:
 
     def _mfu_scales(self) -> tuple[tuple[int, float], ...]:
         """Return the first step of each layout, and its MFU at one token per second, by its own plan and devices."""
-        from phalanx.record.account.memberships import layout_spans  # imported here because it imports this module
+        # Imported here because it imports this module.
+        from phalanx.record.account.memberships import layout_spans
 
         try:
             changed = self.run.plan_json.stat().st_mtime_ns

@@ -86,7 +86,8 @@ class RankFile:
         """Look for new data; return True if there was any."""
         self._follow_rotation()
         changed = [segment.refresh() for segment in self.segments]
-        while has_events(self._next_part()):  # closed during the refresh: the data just read may be of the next file
+        # Closed during the refresh: the data just read may be of the next file.
+        while has_events(self._next_part()):
             self._live = EventFile(self._path)
             self._follow_rotation()
             changed += [segment.refresh() for segment in self.segments]
@@ -140,7 +141,8 @@ class RankFile:
             # A copy takes as long as everything else.
             blocks = np.concatenate(segment_blocks) if len(segment_blocks) > 1 else segment_blocks[0]
             number = np.repeat(np.arange(len(segment_blocks)), [len(part) for part in segment_blocks])
-            first = np.where(blocks["steps"] > 0, blocks["first"], FOREVER)  # a block without steps undoes nothing
+            # A block without steps undoes nothing.
+            first = np.where(blocks["steps"] > 0, blocks["first"], FOREVER)
             below = np.append(np.minimum.accumulate(first[::-1])[::-1], FOREVER)[1:]
             below = np.minimum(below, self._undone_from())
             stay = blocks["first"] < below

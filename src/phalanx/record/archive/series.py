@@ -69,7 +69,8 @@ SERIES = (
 )
 COLUMN = {series.name: number for number, series in enumerate(SERIES)}
 MFU = "mfu"  # not recorded: computed from tokens/s and the plan
-FREQUENT = ("step", "monitor", "peers")  # kinds whose places in the file are not indexed one by one
+# Kinds whose places in the file are not indexed one by one.
+FREQUENT = ("step", "monitor", "peers")
 # Kinds added after the first indexes were written: add new ones at the end. An older index counts their events as
 # unknown kinds, so they are looked for there too (`blocks.kind_bits`).
 LATER = ("memory", "communicators", "compile_check", "regroup", "exchange", "peer")

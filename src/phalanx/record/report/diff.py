@@ -65,7 +65,8 @@ def of_plan(name: str, plan: Mapping[str, Value]) -> Side:
 
 def of_job(name: str, job: Mapping[str, Value]) -> Side:
     """Return the side of a job with every value resolved."""
-    settings = json.loads(json.dumps(job, default=str))  # lists instead of tuples, as in the JSON of a plan
+    # Lists instead of tuples, as in the JSON of a plan.
+    settings = json.loads(json.dumps(job, default=str))
     return Side(name=name, kind="job", settings=settings, plan={}, results={})
 
 
