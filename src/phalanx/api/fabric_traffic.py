@@ -233,7 +233,9 @@ def _simulate_fluid(call: TrafficCall, fabric: Fabric, traffic: FabricTraffic) -
     not_mapped = traffic.not_mapped
     if call.fabric.strip().lower().endswith(".topo"):
         not_mapped += ("latencies: the fluid engine takes them from --wire",)
-    in_time = bool(call.loss or call.converge is not None or call.pfc or any("@" in part for part in call.fail))
+    in_time = bool(
+        call.loss or call.converge is not None or call.pfc or any("@" in failed_part for failed_part in call.fail)
+    )
     result: dict[str, Any]
     if in_time:
         result = one_fluid_run(

@@ -309,9 +309,9 @@ def new(op: str, out: str | Path) -> NewKernel:
 
     files = template_files(find_op(op, _known_ops()))
     folder = Path(out)
-    there = [name for name in files if path_exists(folder / name)]
-    if there:
-        raise mistake(str(folder / there[0]), "is there already", fix="name another folder with --out")
+    existing = [name for name in files if path_exists(folder / name)]
+    if existing:
+        raise mistake(str(folder / existing[0]), "is there already", fix="name another folder with --out")
     _make_folder(folder)
     for name, text in files.items():
         write_text(folder / name, text, fix="name another folder with --out")

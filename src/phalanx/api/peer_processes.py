@@ -35,7 +35,7 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
 
     first, started = peers[0], time.time()
     line = ProgressLine(first, steps=plan.duration.steps, world=len(peers), since_s=started, tell=tell)
-    with collected_signals() as asked, line as shown:
+    with collected_signals() as signals, line as shown:
         handled_signals, ended = 0, set[Path]()
         processes = {first.path: start_process(first, allow_code=allow_code, sharers=len(peers))}
         waiting = peers[1:]
@@ -51,8 +51,8 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
                     processes[first.path].poll() is not None or time.time() > started + crowded_limit_s(START_S)
                 ):
                     break
-                if len(asked) > handled_signals:
-                    handled_signals = len(asked)
+                if len(signals) > handled_signals:
+                    handled_signals = len(signals)
                     shown.note(
                         "leaving after this step; Ctrl-C again ends it at once" if handled_signals == 1 else "ending"
                     )
@@ -75,11 +75,11 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
             tell(f"{run.path.name} ended with exit code {processes[run.path].returncode}: {_reason(run)}")
     code = processes[first.path].returncode
     if code:
-        what = f"was {_how(code)}" if code < 0 else _reason(first)
+        reason = f"was {_how(code)}" if code < 0 else _reason(first)
         command = "phalanx train" if len(peers) > 1 else "phalanx peers start"
         fix = f"{command} --resume {first.path}" if code < 0 else ""
         raise TrainingFailure(
-            Problem(where=str(first.path), what=what, fix=fix), run=first, exit_code=2 if code == 2 else 3
+            Problem(where=str(first.path), what=reason, fix=fix), run=first, exit_code=2 if code == 2 else 3
         )
     return first
 

@@ -186,8 +186,8 @@ def join(
     up, down = parse_bandwidth(bandwidth)
     place, public = parse_address(listen), parse_address(advertise) if advertise else None
     if client_only and (listen != ANY_PORT or advertise):
-        what = "--client-only excludes --listen and --advertise: such a peer accepts no connections"
-        raise mistake(f"{WHERE} join", what, fix="leave one of them out")
+        message = "--client-only excludes --listen and --advertise: such a peer accepts no connections"
+        raise mistake(f"{WHERE} join", message, fix="leave one of them out")
     if not client_only:
         check_listen(place)
     texts = [

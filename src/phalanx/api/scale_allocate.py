@@ -53,8 +53,8 @@ class SizedRun(PublicResult):
 
         text, spec = self.allocation.job_toml, self.allocation.cluster_spec
         if (spec.endswith(".toml") or "/" in spec) and not Path(spec).is_absolute():
-            there = os.path.relpath(resolve_path(spec), resolve_path(path).parent)
-            text = text.replace(cluster_section(spec), cluster_section(there))
+            path_from_job = os.path.relpath(resolve_path(spec), resolve_path(path).parent)
+            text = text.replace(cluster_section(spec), cluster_section(path_from_job))
         write_text(Path(path), text, fix="name another --out")
 
 

@@ -405,8 +405,8 @@ def _train_grid(
         if unfinished:
             workers = min(parallel, len(unfinished))
             where = f"{plural(gpus, 'GPU')}" if gpus else "one core each"
-            asked = f"{plural(len(unfinished), 'run')} of {len(outcomes)} to train"
-            tell(f"{asked}, {workers} at a time ({where}), in {folder.path}")
+            to_train = f"{plural(len(unfinished), 'run')} of {len(outcomes)} to train"
+            tell(f"{to_train}, {workers} at a time ({where}), in {folder.path}")
             with SweepPool(folder, workers=workers, gpus=gpus) as pool:
                 pool.train(outcomes, plans, weights=found.predicted_s, on_ended=on_ended)
     except KeyboardInterrupt:

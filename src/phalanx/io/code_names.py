@@ -37,8 +37,8 @@ def missing_code(name: str, folder: Path) -> tuple[str, str] | None:
         with open_regular(path, follow_links=True) as file:
             source = file.read(LONGEST_SOURCE + 1)
     except (OSError, ValueError) as error:
-        there = not isinstance(error, FileNotFoundError)
-        message = f"{path} cannot be read: {error}" if there else f"there is no file {path}"
+        file_exists = not isinstance(error, FileNotFoundError)
+        message = f"{path} cannot be read: {error}" if file_exists else f"there is no file {path}"
         return message, "name a file relative to the job file"
     if len(source) > LONGEST_SOURCE:
         return None

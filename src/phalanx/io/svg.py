@@ -170,7 +170,7 @@ def line_plot(
     parts = [
         *_draw_axes(x_scale, y_scale, show=show, show_x=show_x or "{:,.0f}".format, times=times),
         *_draw_marks(marks, x_scale),
-        *(piece for line in lines for piece in _draw_line(line, x_scale, y_scale)),
+        *(element for line in lines for element in _draw_line(line, x_scale, y_scale)),
     ]
     drawn = [line for line in lines if any(_is_drawable(value) for value in line.mean)]
     label = escape(f"{title}: {', '.join(_spoken_text(line, show) for line in drawn)}", quote=True)
@@ -301,9 +301,9 @@ def _draw_band(line: PlotLine, x_scale: PlotScale, y_scale: PlotScale) -> list[s
     ]
     if len(rows) < 2:
         return []
-    there = [f"{x_scale.at(x):.1f} {y_scale.at(high):.1f}" for x, _, high in rows]
+    upper_edge = [f"{x_scale.at(x):.1f} {y_scale.at(high):.1f}" for x, _, high in rows]
     back = [f"{x_scale.at(x):.1f} {y_scale.at(low):.1f}" for x, low, _ in reversed(rows)]
-    return ["M" + "L".join([*there, *back]) + "Z"]
+    return ["M" + "L".join([*upper_edge, *back]) + "Z"]
 
 
 def stacked_bar(parts: Sequence[tuple[str, float]], *, height: int = 26) -> str:

@@ -172,8 +172,8 @@ class _Scanner:
         parts = self.key()
         self.expect("]" * len(opening))
         path: KeyPath = ()
-        for part in parts[:-1]:
-            path = self.newest((*path, part))
+        for key in parts[:-1]:
+            path = self.newest((*path, key))
             self.lines.setdefault(path, line)
         path = (*path, parts[-1])
         if opening == "[[":
@@ -194,8 +194,8 @@ class _Scanner:
         parts = self.key()
         self.deepen(depth + len(parts))
         path = prefix
-        for part in parts:
-            path = (*path, part)
+        for key in parts:
+            path = (*path, key)
             self.lines.setdefault(path, line)
         self.expect("=")
         self.skip(_SPACE)

@@ -49,10 +49,10 @@ def seconds(data: Mapping[str, Any], name: str, *, most: float = 30 * 86400.0) -
 
 def at(data: Any, *path: str) -> Mapping[str, Any]:
     """Return a nested table; empty if it is missing."""
-    here = data
+    table = data
     for name in path:
-        here = here.get(name) if isinstance(here, Mapping) else None
-    return here if isinstance(here, Mapping) else {}
+        table = table.get(name) if isinstance(table, Mapping) else None
+    return table if isinstance(table, Mapping) else {}
 
 
 def text(data: Mapping[str, Any], name: str) -> str:

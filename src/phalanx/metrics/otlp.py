@@ -65,8 +65,8 @@ class OtlpPusher:
         if data is not None and self._exporter.export(data) is not MetricExportResult.SUCCESS:
             # Only the host name: the URL may contain a password.
             where = f"--otlp {urlsplit(self._url).hostname}"
-            what = f"the collector did not take the metrics within {TIMEOUT_S:g} s"
-            raise SystemFailure(Problem(where=where, what=what, fix="start it, or correct the address"))
+            message = f"the collector did not take the metrics within {TIMEOUT_S:g} s"
+            raise SystemFailure(Problem(where=where, what=message, fix="start it, or correct the address"))
 
     def __enter__(self) -> OtlpPusher:
         return self

@@ -97,19 +97,19 @@ class Readings:
         """Return every series that has a value now."""
         self._history.refresh()
         plan = plan_of(self.run)
-        there = rank_places(plan, self._history.supervisor())
+        places = rank_places(plan, self._history.supervisor())
         # Only ranks of the newest membership: a rank that was dropped would show its last values forever.
         supervised = self._history.supervisor()
         world = next((integer(event, "world") for event in reversed(supervised) if event["event"] == "epoch"), None)
         ranks = tuple(rank for rank in self._history.ranks if world is None or rank < world)
         points = [*self._run_points(plan, ranks), *self._newest_points(plan, len(ranks)), *rare_points(self._history)]
         if len(ranks) > self._most_ranks:
-            points += self._many.points(lambda: self._by_rank(plan, there, _spread_ranks(ranks)))
+            points += self._many.points(lambda: self._by_rank(plan, places, _spread_ranks(ranks)))
         else:
-            points += self._by_rank(plan, there, ranks)
+            points += self._by_rank(plan, places, ranks)
         limit = self._most_ranks
         return points + self._from_events.points(
-            lambda: list(event_points(self._history, self.run, hosts=there.hosts, most_ranks=limit))
+            lambda: list(event_points(self._history, self.run, hosts=places.hosts, most_ranks=limit))
         )
 
     def _by_rank(self, plan: Mapping[str, Any], there: RankPlaces, ranks: Sequence[int]) -> list[MetricPoint]:
@@ -287,10 +287,10 @@ def peer_points(history: RunHistory, ranks: Sequence[int], *, most_ranks: int) -
 
 def _axis_points(pairs: Mapping[tuple[int, int, str], Mapping[str, Any]]) -> Iterator[MetricPoint]:
     for axis in sorted({axis for *_, axis in pairs})[:MOST_PAIRS]:
-        here = [pair for (*_, named), pair in pairs.items() if named == axis]
-        usual = [value for pair in here if (value := number(pair, "p50_s")) is not None]
-        worst = [value for pair in here if (value := number(pair, "p99_s")) is not None]
-        lost = sum(number(pair, "lost") or 0.0 for pair in here)
+        axis_pairs = [pair for (*_, named), pair in pairs.items() if named == axis]
+        usual = [value for pair in axis_pairs if (value := number(pair, "p50_s")) is not None]
+        worst = [value for pair in axis_pairs if (value := number(pair, "p99_s")) is not None]
+        lost = sum(number(pair, "lost") or 0.0 for pair in axis_pairs)
         labels = {"src": "all", "dst": "all", "axis": axis}
         yield from metric_points(names.PEER_RTT, statistics.median(usual) if usual else None, **labels, percentile="50")
         yield from metric_points(names.PEER_RTT, max(worst, default=None), **labels, percentile="99")

@@ -86,30 +86,32 @@ class BelievedTable:
 def believe_tables(tables: Sequence[bytes], sizes: Sequence[int], *, head_bytes: int) -> list[BelievedTable | None]:
     """Validate tables against the sizes of their event files; return None for each table that does not match."""
     valid_tables: list[BelievedTable | None] = [None] * len(tables)
-    there = [number for number, data in enumerate(tables) if data]
-    if not there:
+    numbers_read = [number for number, data in enumerate(tables) if data]
+    if not numbers_read:
         return valid_tables
-    heads = _heads_of(b"".join([tables[number] for number in there]))
-    lengths = np.array([len(tables[number]) // ENTRY_BYTES for number in there])
+    heads = _heads_of(b"".join([tables[number] for number in numbers_read]))
+    lengths = np.array([len(tables[number]) // ENTRY_BYTES for number in numbers_read])
     stops = np.cumsum(lengths)
     starts = stops - lengths
     good = _are_whole(heads) & (heads["rank"] < MOST_RANK) & (heads["sessions"] <= MOST_SESSIONS)
     good &= (heads["sessions"] > 0) & (heads["extents"] >= heads["sessions"]) & (heads["extents"] < 2**40)
     # Each rank may occur once.
-    keys = np.repeat(np.arange(len(there)), lengths) * MOST_RANK + np.minimum(heads["rank"], MOST_RANK).astype(np.int64)
+    keys = np.repeat(np.arange(len(numbers_read)), lengths) * MOST_RANK + np.minimum(heads["rank"], MOST_RANK).astype(
+        np.int64
+    )
     order = np.argsort(keys, kind="stable")
     good[order[1:][keys[order[1:]] == keys[order[:-1]]]] = False
     fits = np.logical_and.reduceat(good, starts)
     newest_begin = np.maximum.reduceat(heads["last_begin"], starts)
     newest_end = np.maximum.reduceat(heads["last_end"], starts)
     fits &= np.add.reduceat(heads["extents"], starts) == np.maximum.reduceat(heads["file_extents"], starts)
-    size = np.array([sizes[number] for number in there], np.uint64)
+    size = np.array([sizes[number] for number in numbers_read], np.uint64)
     # A newer extent would begin where the newest one ends, and make the file longer.
     fits &= (newest_begin + np.uint64(head_bytes) <= size) & (size <= newest_end)
     data = heads.tobytes()
     for at in np.flatnonzero(fits).tolist():
         own = data[int(starts[at]) * ENTRY_HEAD_BYTES : int(stops[at]) * ENTRY_HEAD_BYTES]
-        valid_tables[there[at]] = BelievedTable(own, int(newest_begin[at]), int(newest_end[at]))
+        valid_tables[numbers_read[at]] = BelievedTable(own, int(newest_begin[at]), int(newest_end[at]))
     return valid_tables
 
 
@@ -157,12 +159,12 @@ class RankRows:
 
     def with_blocks(self, ranks: Sequence[int]) -> tuple[Integers, Integers]:
         """Return the places of those ranks whose newest block is in a table, and the files of those tables."""
-        asked = np.asarray(ranks, np.int64)
-        if not len(self._unique) or not len(asked):
+        requested = np.asarray(ranks, np.int64)
+        if not len(self._unique) or not len(requested):
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        at = np.minimum(np.searchsorted(self._unique, asked), len(self._unique) - 1)
+        at = np.minimum(np.searchsorted(self._unique, requested), len(self._unique) - 1)
         row = self._newest[at]
-        places = np.flatnonzero((self._unique[at] == asked) & self._is_known[row])
+        places = np.flatnonzero((self._unique[at] == requested) & self._is_known[row])
         return places, self._file[row[places]]
 
 
@@ -181,9 +183,9 @@ def read_blocks(
     rows = np.flatnonzero(good)
     keys = np.repeat(numbers, lengths)[rows] * MOST_RANK + heads["rank"][rows].astype(np.int64)
     rows, keys = rows[np.argsort(keys)], np.sort(keys)
-    wanted = files * MOST_RANK + ranks
-    at = np.minimum(np.searchsorted(keys, wanted), max(0, len(keys) - 1))
-    is_there = keys[at] == wanted if len(keys) else np.zeros(len(wanted), bool)
+    requested_keys = files * MOST_RANK + ranks
+    at = np.minimum(np.searchsorted(keys, requested_keys), max(0, len(keys) - 1))
+    is_there = keys[at] == requested_keys if len(keys) else np.zeros(len(requested_keys), bool)
     blocks = (
         entries[:, ENTRY_HEAD_BYTES:][rows[at[is_there]]] if is_there.any() else np.zeros((0, BLOCK_BYTES), np.uint8)
     )

@@ -113,8 +113,8 @@ def _newest_layout(folder: Path) -> list[float]:
             why="a calibration holds measured steps against the prediction for the same layout",
             fix="name a run that trained as planned",
         )
-    piece = planned[-1]
-    durations = (seconds(event, "duration_s") for event in history.steps(history.witness, piece.first, piece.last))
+    span = planned[-1]
+    durations = (seconds(event, "duration_s") for event in history.steps(history.witness, span.first, span.last))
     return [duration_s for duration_s in durations if duration_s]
 
 

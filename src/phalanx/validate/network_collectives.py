@@ -317,10 +317,10 @@ def _fitted_claim(
 
 
 def _modelled_claim(row: Claim, comm: NcclSystem, operation: Operation, nbytes: float) -> ClaimOutcome | None:
-    wanted = _named_algorithm(row.quantity)
-    best = _best_choice(comm, nbytes, operation, wanted)
+    algorithm = _named_algorithm(row.quantity)
+    best = _best_choice(comm, nbytes, operation, algorithm)
     if best is None:
-        return skipped(row, f"NCCL has no {wanted} for it")
+        return skipped(row, f"NCCL has no {algorithm} for it")
     # Rows computed from NCCL's model use its rounded rates and no pipeline fill; measured rows use the wire's.
     computed = "computed" in row.source
     seconds = best.seconds if computed else expected_s(comm, best, nbytes, operation=operation)

@@ -230,11 +230,11 @@ def model_shape(row: PublishedRun) -> ModelShape:
 
 
 def _row_preset(name: str, layers: int, hidden: int) -> ModelShape | None:
-    wanted = re.sub(r"[^a-z0-9]", "", name.lower())
+    wanted_name = re.sub(r"[^a-z0-9]", "", name.lower())
     for known, preset in known_presets().items():
         model = preset.model()
         same_name = re.sub(r"[^a-z0-9]", "", known.lower())
-        if wanted == same_name and (model.layers, model.hidden) == (layers, hidden):
+        if wanted_name == same_name and (model.layers, model.hidden) == (layers, hidden):
             return model
     return None
 

@@ -244,5 +244,5 @@ def run_remarks(store: RunStore, name: str, parts: AnswerParts) -> list[Json]:
 
 def _remark_view(source: str, rendered: str) -> Json:
     """Split a rendered problem into its first line, the problem itself, and hints: the reason and the fix."""
-    what, *hints = [printable(line) for line in rendered.splitlines() if line.strip()] or [""]
-    return {"source": source, "level": "warning", "what": what, "hints": [hint.strip() for hint in hints]}
+    problem, *hints = [printable(line) for line in rendered.splitlines() if line.strip()] or [""]
+    return {"source": source, "level": "warning", "what": problem, "hints": [hint.strip() for hint in hints]}

@@ -155,9 +155,9 @@ def walk_ledger(
         feed = EventFeed(run.events(known[0].witness), "")
         if feed.left_bytes >= least_bytes:
             merger, parser = _MarkMerger(run, history, known), EventParser()
-            for piece in feed.pieces():
+            for block in feed.pieces():
                 with gc_paused():
-                    merger.take(parser.batch(piece))
+                    merger.take(parser.batch(block))
             return merger.close(known)
     lines = MarkReader()
     book = open_book(run, known, history)

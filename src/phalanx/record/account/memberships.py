@@ -57,8 +57,11 @@ class RecordedMembership:
     @property
     def witness(self) -> int:
         """The rank whose events are read for this membership."""
-        here = [rank for rank in self.recorded if rank < self.world]
-        return next((rank for rank in here or range(self.world) if rank not in self.fallen), here[0] if here else 0)
+        present_ranks = [rank for rank in self.recorded if rank < self.world]
+        return next(
+            (rank for rank in present_ranks or range(self.world) if rank not in self.fallen),
+            present_ranks[0] if present_ranks else 0,
+        )
 
 
 def read_memberships(run: Run, *, starts: Callable[[int], Iterable[Event]] | None = None) -> list[RecordedMembership]:
@@ -362,7 +365,7 @@ def _find_spans(
         end = min(membership.floor - 1, last)
         if begin is None or begin > end:
             continue
-        piece = LayoutSpan(
+        span = LayoutSpan(
             layout=layout,
             world=world,
             first=max(first, begin),
@@ -371,9 +374,9 @@ def _find_spans(
             plan=plan,
             under=under,
         )
-        if spans and _goes_on(spans[-1], piece):
+        if spans and _goes_on(spans[-1], span):
             before = spans.pop()
-            piece = LayoutSpan(
+            span = LayoutSpan(
                 layout=layout,
                 world=world,
                 first=before.first,
@@ -382,7 +385,7 @@ def _find_spans(
                 plan=plan,
                 under=under,
             )
-        spans.append(piece)
+        spans.append(span)
     if spans:
         return spans
     plan = plans.newest

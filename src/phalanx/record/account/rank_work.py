@@ -57,11 +57,11 @@ def work_by_column(
         in_all, spent = (_mesh_table(mesh) for mesh in history.meshes(("compute_s", "cpu_s"), **span))
         if in_all.shape == spent.shape == own.shape:
             held_s = np.nan_to_num(np.maximum(in_all - spent, 0.0), nan=0.0)
-    there = [row for row, rank in enumerate(took.ranks) if world is None or rank < world]
-    own, wait, held_s = own[there], wait[there], held_s[there]
+    rows_kept = [row for row, rank in enumerate(took.ranks) if world is None or rank < world]
+    own, wait, held_s = own[rows_kept], wait[rows_kept], held_s[rows_kept]
     if own.shape[1] == 0 or int(np.isfinite(own).any(axis=1).sum()) < 2:
         return None
-    ranks = tuple(took.ranks[row] for row in there)
+    ranks = tuple(took.ranks[row] for row in rows_kept)
     wait = np.where(wait >= 0.0, wait, np.nan)
     return RankWork(ranks=ranks, step=took.step, own_s=own, wait_s=wait, held_s=held_s)
 

@@ -60,14 +60,14 @@ def _lags_of_run(run: Run, history: RunHistory | None) -> tuple[list[int], list[
     firsts: list[int] = []
     lost_s: list[float] = []
     # The groups with the same work depend on the layout.
-    for piece in layout_spans(run, history):
-        columns = max(1, min(MOST_COLUMNS, piece.steps // COLUMN_STEPS))
-        known = work_by_column(history, columns=columns, first=piece.first, last=piece.last, world=piece.world)
+    for span in layout_spans(run, history):
+        columns = max(1, min(MOST_COLUMNS, span.steps // COLUMN_STEPS))
+        known = work_by_column(history, columns=columns, first=span.first, last=span.last, world=span.world)
         if known is None:  # one rank, or no recorded durations: no waiting
-            firsts, lost_s = [*firsts, piece.first], [*lost_s, 0.0]
+            firsts, lost_s = [*firsts, span.first], [*lost_s, 0.0]
             continue
         firsts += known.step
-        lost_s += straggler_lags(known, RankPlaces(layout=piece.layout, hosts={})).tolist()
+        lost_s += straggler_lags(known, RankPlaces(layout=span.layout, hosts={})).tolist()
     return firsts, lost_s
 
 

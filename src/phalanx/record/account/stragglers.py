@@ -78,13 +78,17 @@ def _scores_until(history: RunHistory, end: int | None) -> StragglerScores:
     if end is None or len(history.ranks) < 2:
         return no_scores
     # Ranks of another layout do other work: the window does not extend back into it.
-    piece = next((span for span in layout_spans(history.run, history) if span.first <= end <= span.last), None)
-    began = piece.first if piece is not None else history.first_step or 0
-    first, where = max(began, end - WINDOW + 1), _rank_places(history, piece)
+    span_of_window = next((span for span in layout_spans(history.run, history) if span.first <= end <= span.last), None)
+    began = span_of_window.first if span_of_window is not None else history.first_step or 0
+    first, where = max(began, end - WINDOW + 1), _rank_places(history, span_of_window)
     if history.is_sampled:
         return _scores_of_many(history, where, first=first, last=end, is_newest=end == history.last_step)
     known = work_by_column(
-        history, columns=WINDOW, first=first, last=end, world=piece.world if piece is not None else None
+        history,
+        columns=WINDOW,
+        first=first,
+        last=end,
+        world=span_of_window.world if span_of_window is not None else None,
     )
     if known is None:
         return no_scores
@@ -241,7 +245,7 @@ def _scores_and_limits(own: Table, *, least: float) -> tuple[Table, Table]:
 
 def _named_straggler(rank: int, score: float, where: RankPlaces) -> Straggler:
     place, host = where.place(rank), where.host(rank)
-    parts = ", ".join(part for part in (place, f"on {host}" if host else "") if part)
+    parts = ", ".join(detail for detail in (place, f"on {host}" if host else "") if detail)
     text = f"rank {rank}{f' ({parts})' if parts else ''} is at work {score - 1:.0%} longer than its peers"
     return Straggler(rank=rank, place=place, host=host, score=score, text=text)
 

@@ -352,8 +352,8 @@ def _saved_steps(run: Run) -> list[int]:
 
 
 def _mean_utilization(history: RunHistory) -> float | None:
-    asked = history.ranks[:: max(1, len(history.ranks) // SOME)]
-    newest = (history.latest("monitor", rank) for rank in asked)
+    sampled_ranks = history.ranks[:: max(1, len(history.ranks) // SOME)]
+    newest = (history.latest("monitor", rank) for rank in sampled_ranks)
     return _mean_or_none(number(event, "utilization") for event in newest if event is not None)
 
 
@@ -426,11 +426,11 @@ def _rank_times(history: RunHistory, piece: LayoutSpan) -> Iterable[RankTime]:
     means = {
         name: _rank_means(history, name, _first_settled_step(piece)) for name in ("compute_s", "wait_s", "bytes_sent")
     }
-    memory, there = _peak_memory(history, piece), [rank for rank in history.ranks if rank < piece.world]
-    for rank in there[:MOST_RANKS]:
+    memory, present_ranks = _peak_memory(history, piece), [rank for rank in history.ranks if rank < piece.world]
+    for rank in present_ranks[:MOST_RANKS]:
         yield RankTime(
             rank=rank,
-            place=rank_place(rank, piece.layout) if len(there) > 1 else "",
+            place=rank_place(rank, piece.layout) if len(present_ranks) > 1 else "",
             compute_s=means["compute_s"].get(rank),
             wait_s=means["wait_s"].get(rank),
             memory_bytes=memory.get(rank),

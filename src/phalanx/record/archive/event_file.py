@@ -177,13 +177,13 @@ class EventFile:
 
     def search(self, block: np.void, kinds: tuple[str, ...]) -> list[Event]:
         """Return the events of some kinds in a block; without kinds, all but the frequent ones."""
-        wanted = kinds or None
-        if int(block["kinds"]) & (kind_bits(kinds) if wanted else ~kind_bits(FREQUENT)) == 0:
+        is_filtered = kinds or None
+        if int(block["kinds"]) & (kind_bits(kinds) if is_filtered else ~kind_bits(FREQUENT)) == 0:
             return []
         if is_crowded(block) or any(kind in FREQUENT for kind in kinds):
             return [event for line in self.lines(block) if (event := _wanted_event(line, kinds)) is not None]
         places = self._places_in(block)
-        if wanted:
+        if is_filtered:
             places = places[np.isin(places["kind"], [kind_code(kind) for kind in kinds])]
         return [event for place in places if (event := self.at(place)) is not None and _is_wanted(event, kinds)]
 

@@ -140,7 +140,9 @@ class RankFile:
             segment_blocks = [segment.blocks() for segment in self.segments]
             # A copy takes as long as everything else.
             blocks = np.concatenate(segment_blocks) if len(segment_blocks) > 1 else segment_blocks[0]
-            number = np.repeat(np.arange(len(segment_blocks)), [len(part) for part in segment_blocks])
+            number = np.repeat(
+                np.arange(len(segment_blocks)), [len(blocks_of_segment) for blocks_of_segment in segment_blocks]
+            )
             # A block without steps undoes nothing.
             first = np.where(blocks["steps"] > 0, blocks["first"], FOREVER)
             below = np.append(np.minimum.accumulate(first[::-1])[::-1], FOREVER)[1:]
