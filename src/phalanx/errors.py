@@ -125,12 +125,12 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """
     if len(word) > MOST_WORD:  # no name is that long, and the comparison takes quadratic time
         return ""
-    known = [choice for choice in choices if len(choice) <= 2 * MOST_WORD]
-    likeness = [(_alike(word.lower(), choice.lower()), choice) for choice in known]
+    candidates = [choice for choice in choices if len(choice) <= 2 * MOST_WORD]
+    likeness = [(_alike(word.lower(), choice.lower()), choice) for choice in candidates]
     best, closest = max(likeness, key=lambda scored: scored[0], default=(0.0, ""))
     if best >= ALIKE:
         return closest
-    begins = [choice for choice in known if len(word) >= LEAST_PREFIX and choice.lower().startswith(word.lower())]
+    begins = [choice for choice in candidates if len(word) >= LEAST_PREFIX and choice.lower().startswith(word.lower())]
     return begins[0] if len(begins) == 1 else ""
 
 

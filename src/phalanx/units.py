@@ -75,8 +75,8 @@ def first_few(items: Sequence[object], most: int) -> str:
     >>> first_few([3, 5], 2), first_few("abcde", 2)
     ('3, 5', 'a, b and 3 more')
     """
-    more = f" and {len(items) - most:,} more" if len(items) > most else ""
-    return ", ".join(map(str, items[:most])) + more
+    others_text = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + others_text
 
 
 def format_count(value: float) -> str:

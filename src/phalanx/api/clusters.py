@@ -231,9 +231,9 @@ def probe(
     for text in machine.notes:
         tell(f"note: {text}")
     usual = usual_path(machine.hostname, os.environ)
-    named = os.environ.get("PHALANX_PROFILE", "")
+    named_profile = os.environ.get("PHALANX_PROFILE", "")
     # The file in which later plans look for a profile of this machine.
-    read_later = Path(named) if named else usual
+    read_later = Path(named_profile) if named_profile else usual
     path = Path(out) if out is not None else read_later
     # Checked before half a minute of measuring.
     if path != usual and not is_folder(path.parent):

@@ -127,8 +127,8 @@ def drill(
     """
     tell = teller(progress)
     require_spec(cluster, "phalanx.drill")
-    named = (faults,) if isinstance(faults, str) else tuple(faults)
-    if chaos and named:
+    named_faults = (faults,) if isinstance(faults, str) else tuple(faults)
+    if chaos and named_faults:
         raise mistake(WHERE, "--chaos and --fault exclude each other", fix="give one of them")
     if chaos and not minutes:
         raise mistake(WHERE, "--chaos has no end", why="faults are drawn for so many minutes", fix="add --minutes 2")
@@ -143,7 +143,7 @@ def drill(
         )
     call = DrillCall(
         job=job_as_file(job, Path(runs)),
-        faults=named,
+        faults=named_faults,
         chaos=chaos,
         rate=RATE_PER_MIN if rate is None else rate,
         seed=seed or 0,
@@ -437,12 +437,12 @@ def _play_drill(call: DrillCall, part: SuitePart) -> SuiteDrill:
     on = f"{plural(plan.layout.devices, 'rank')}, {plan.layout.name}"
     call.tell(f"{part.name}: {plural(len(faults), 'fault')} in {plan.job.name} on {on}")
     outcome = perform_drill(make_scene(drill_call, plan), faults)
-    more: dict[str, Any] = {"suite": True, "part": part.name}
+    extra_fields: dict[str, Any] = {"suite": True, "part": part.name}
     if part.slow_rank is not None:
         verdict = judge_slow_rank(outcome.run, slow_rank=part.slow_rank, world=plan.layout.devices)
         outcome = replace(outcome, verdicts=(*outcome.verdicts, verdict))
-        more["named_right"] = verdict.ok
-    return SuiteDrill(part=part, outcome=outcome, record=keep_record(drill_call, faults, outcome, plan, **more))
+        extra_fields["named_right"] = verdict.ok
+    return SuiteDrill(part=part, outcome=outcome, record=keep_record(drill_call, faults, outcome, plan, **extra_fields))
 
 
 def _suite_text(one: SuiteDrill) -> str:

@@ -77,10 +77,12 @@ class EvolvedKernels(PublicResult):
         rows = [["share of light", "time", "values"]]
         for entry in sorted(elites, key=lambda elite: -elite.fitness)[:8]:
             seconds = entry.outcome.details.get("seconds")
-            shown = f"{1e6 * seconds:.1f} µs" if isinstance(seconds, float) else ""
+            time_text = f"{1e6 * seconds:.1f} µs" if isinstance(seconds, float) else ""
             genes = {name: value for name, value in entry.genome.items() if name != "source"}
             words = ", ".join(f"{name} {value}" for name, value in genes.items())
-            rows.append([f"{entry.fitness:.1%}", shown, words + (", own source" if "source" in entry.genome else "")])
+            rows.append(
+                [f"{entry.fitness:.1%}", time_text, words + (", own source" if "source" in entry.genome else "")]
+            )
         first = f", first {self.first_share:.1%}" if self.first_share is not None else ""
         head = f"best {self.light_share:.1%} of the speed of light{first}" if self.light_share else "none was right"
         return "\n".join(
@@ -130,10 +132,10 @@ def kernels(
             raise mistake(option, f"{size:,} is not between 8 and {1 << 20:,}, or the two are too large together")
     shape = {"tokens": sizes[0], "width": sizes[1]}
     # The guard takes seconds per candidate: it judges the fastest at the end, not all during the search.
-    measured = evaluate or ProcessEvaluator(op=op, device=place, shape=shape)
-    about = measured.about() if isinstance(measured, ProcessEvaluator) else {}
+    measure = evaluate or ProcessEvaluator(op=op, device=place, shape=shape)
+    about = measure.about() if isinstance(measure, ProcessEvaluator) else {}
     problem = KernelProblem(
-        op=op, device=place, shape=shape, about=about, evaluator=measured, allows_source=evaluate is not None
+        op=op, device=place, shape=shape, about=about, evaluator=measure, allows_source=evaluate is not None
     )
     search = finish_search(
         problem,

@@ -209,8 +209,8 @@ def _answer_link(
             answers.append(PlanAnswer(memory_gb=limit, link_gbits=link_gbits, tokens_per_s=None))
             continue
         fitness, place = max(fitting)
-        genome, measured = genomes[place], outcomes[place].place
-        assert measured is not None
+        genome, limits_used = genomes[place], outcomes[place].place
+        assert limits_used is not None
         peers = genome["peers"]
         answers.append(
             PlanAnswer(
@@ -219,8 +219,8 @@ def _answer_link(
                 tokens_per_s=fitness,
                 layout=problem.layout(genome).short,
                 exchange=f"{peers} peers, {genome['codec']}, H = {genome['h']}" if peers > 1 else "every step",
-                memory_bytes=measured[0],
-                sent_bytes=measured[1],
+                memory_bytes=limits_used[0],
+                sent_bytes=limits_used[1],
                 genome=genome,
             )
         )

@@ -133,10 +133,10 @@ def _plan_flows(name: str, fabric: Fabric, tell: Tell) -> Flows:
             "--traffic", explanation, fix="use " + " or ".join(f"{match['file']}:{axis}" for axis in flows_by_axis)
         )
     wanted_axis = match["axis"].lower() if match["axis"] else None
-    picked = {axis: entry for axis, entry in flows_by_axis.items() if wanted_axis in (None, axis)}
-    for axis, (operation, flows) in picked.items():
+    picked_axes = {axis: entry for axis, entry in flows_by_axis.items() if wanted_axis in (None, axis)}
+    for axis, (operation, flows) in picked_axes.items():
         tell(f"{axis}: {operation}, {plural(len(flows), 'flow')}, {format_bytes(float(flows.nbytes.sum()))} in a step")
-    every_flow = [flows for _, flows in picked.values()]
+    every_flow = [flows for _, flows in picked_axes.values()]
     return make_flows(
         np.concatenate([flows.source for flows in every_flow]),
         np.concatenate([flows.target for flows in every_flow]),

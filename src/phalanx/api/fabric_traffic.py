@@ -206,8 +206,14 @@ def _check_call(call: TrafficCall) -> None:
             raise mistake(option, "--compare and --scenario choose it for all columns", fix="leave one of the two out")
     if call.each_plane and (call.compare or call.scenario):
         raise mistake("--each-plane", "--compare and --scenario do what a failure needs", fix="leave it out")
-    named = {"--fail": call.fail, "--left": call.left, "--loss": call.loss, "--cm": call.cm, "--traffic": call.traffic}
-    for option, value in named.items():
+    scenario_options = {
+        "--fail": call.fail,
+        "--left": call.left,
+        "--loss": call.loss,
+        "--cm": call.cm,
+        "--traffic": call.traffic,
+    }
+    for option, value in scenario_options.items():
         if call.scenario and value:
             raise mistake(option, "--scenario says what fails under which traffic", fix="use --compare for your own")
     if call.paths is not None and call.paths < 1:
@@ -340,27 +346,27 @@ def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
     from phalanx.sim.compare_recovery import effects_left_out
     from phalanx.sim.fabric_failures import chosen_scenarios
 
-    picked = chosen_scenarios(str(call.scenario), fabric)
+    scenarios = chosen_scenarios(str(call.scenario), fabric)
     done: dict[str, list[dict[str, Any]]] = {}
     # Without failure, of the traffic that all scenarios but the incast share.
     intact_runs: list[RecoveryRun] = []
     interrupted = False
-    questions = [_scenario_question(call, fabric, scenario) for scenario in picked]
+    questions = [_scenario_question(call, fabric, scenario) for scenario in scenarios]
     _announce_time(questions, call)
-    for scenario, question in zip(picked, questions, strict=True):
-        if len(picked) > 1:
+    for scenario, question in zip(scenarios, questions, strict=True):
+        if len(scenarios) > 1:
             call.tell(f"{scenario.name}: {scenario.what}")
         done[scenario.name], interrupted = _compared_columns(question, call, [] if scenario.incast else intact_runs)
         if interrupted:
             break
     notes = tuple(
         dict.fromkeys(
-            line for scenario in picked for line in effects_left_out(scenario.broken, done.get(scenario.name, ()))
+            line for scenario in scenarios for line in effects_left_out(scenario.broken, done.get(scenario.name, ()))
         )
     )
     values = {"scenarios": [{"scenario": name, "compare": columns} for name, columns in done.items()], "notes": notes}
-    if len(picked) == 1:
-        scenario = picked[0]
+    if len(scenarios) == 1:
+        scenario = scenarios[0]
         incast = text.incast_text(FabricTraffic(name="", flows=questions[0].flows, watched=questions[0].watched))
         hint = text.job_hint(call.fabric, scenario.broken.failed, loss=scenario.broken.loss > 0)
         head = [

@@ -356,10 +356,10 @@ class SkillLift(PublicResult):
                 kinds[attempt.kind] = kinds.get(attempt.kind, 0) + 1
         lines = text_table(rows, right=(1, 2))
         if kinds:
-            listed = ", ".join(
+            counts_text = ", ".join(
                 f"{kind} {count}" for kind, count in sorted(kinds.items(), key=lambda kind_count: -kind_count[1])
             )
-            lines.append(f"why the others did not pass: {listed}")
+            lines.append(f"why the others did not pass: {counts_text}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -397,8 +397,8 @@ def skill_eval(
         raise mistake("phalanx kernels skill-eval", "needs one of --proposer, --endpoint and --replay")
     if not 1 <= runs <= MOST_RUNS:
         raise mistake("--runs", f"{runs} is not in 1 to {MOST_RUNS}")
-    known = _known_ops()
-    chosen = [find_op(name, known, where="--op") for name in ops] or list(known.values())
+    operations_by_name = _known_ops()
+    chosen = [find_op(name, operations_by_name, where="--op") for name in ops] or list(operations_by_name.values())
     writer: Proposer
     if proposer is not None:
         writer = CommandProposer(proposer, timeout_s=timeout_s)

@@ -92,12 +92,12 @@ def launch(
     from phalanx.launch.book import job_digest
     from phalanx.launch.settings import launch_settings
 
-    listed: list[AnyJob] = list(jobs) if isinstance(jobs, list | tuple) else [cast(AnyJob, jobs)]
+    job_list: list[AnyJob] = list(jobs) if isinstance(jobs, list | tuple) else [cast(AnyJob, jobs)]
     tell = teller(progress)
-    _check_launch(listed, name=name, group=group, spares=spares)
+    _check_launch(job_list, name=name, group=group, spares=spares)
     prepared = [
         _plan_job(job, overrides, cluster, steps, Path(runs), name, check=check, allow_code=allow_code, tell=tell)
-        for job in listed
+        for job in job_list
     ]
     chosen = {"on": on, "queue": queue, "flavour": flavour, "hosts": hosts, "time_s": time_s}
     settings = [launch_settings(job_plan.plan.job.launch, os.environ, **chosen) for job_plan in prepared]
@@ -134,8 +134,8 @@ def launch(
             for job_plan, setting, folder in zip(prepared, settings, folders, strict=True)
         ]
 
-    planned = [(Path(runs) / f"{job_plan.name}-DATE").absolute() for job_plan in prepared]
-    requests = requests_for(planned)
+    planned_folders = [(Path(runs) / f"{job_plan.name}-DATE").absolute() for job_plan in prepared]
+    requests = requests_for(planned_folders)
     _tell_requests(prepared, requests, tell)
     if system.is_here or not dry_run:
         for remark in system.check(requests, submits=submit and not dry_run):
@@ -170,12 +170,12 @@ def queue(*, group: str = "", on: str | None = None, progress: bool | Tell = Fal
     from phalanx.errors import PhalanxError
     from phalanx.launch.book import read_records
 
-    known = read_records(os.environ, group=group)
-    if group and not known and (all_records := read_records(os.environ)):
+    records = read_records(os.environ, group=group)
+    if group and not records and (all_records := read_records(os.environ)):
         groups = sorted({record.group for record in all_records if record.group})
         fix = f"the groups are {first_few(groups, 8)}" if groups else "phalanx launch JOB… --group NAME makes one"
         raise mistake(f"--group {group}", "no launched job is in this group", fix=fix)
-    names = [on] if on else sorted({record.system for record in known})
+    names = [on] if on else sorted({record.system for record in records})
     jobs: list[QueuedJob] = []
     notes = []
     for name in names:

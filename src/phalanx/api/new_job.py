@@ -85,11 +85,11 @@ def job_name(path: Path) -> str:
 def _known_preset(name: str) -> Preset:
     from phalanx.job.model import known_presets
 
-    known = known_presets()
-    if name in known:
-        return known[name]
-    close = nearest(name, known)
-    fix = f"did you mean {close}?" if close else f"the known models are {', '.join(known)}"
+    presets = known_presets()
+    if name in presets:
+        return presets[name]
+    close = nearest(name, presets)
+    fix = f"did you mean {close}?" if close else f"the known models are {', '.join(presets)}"
     raise mistake("--model", f'"{name[:60]}" is not a known model', fix=fix)
 
 

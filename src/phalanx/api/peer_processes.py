@@ -36,7 +36,7 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
     first, started = peers[0], time.time()
     line = ProgressLine(first, steps=plan.duration.steps, world=len(peers), since_s=started, tell=tell)
     with collected_signals() as signals, line as shown:
-        handled_signals, ended = 0, set[Path]()
+        handled_signals, ended_paths = 0, set[Path]()
         processes = {first.path: start_process(first, allow_code=allow_code, sharers=len(peers))}
         waiting = peers[1:]
         try:
@@ -45,8 +45,10 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
                     host, port = read_status(first)["address"]
                     for run in waiting:
                         set_addresses(run, [(str(host), int(port))])
-                    more = {run.path: start_process(run, allow_code=allow_code, sharers=len(peers)) for run in waiting}
-                    processes, waiting = {**processes, **more}, []
+                    new_processes = {
+                        run.path: start_process(run, allow_code=allow_code, sharers=len(peers)) for run in waiting
+                    }
+                    processes, waiting = {**processes, **new_processes}, []
                 elif waiting and (
                     processes[first.path].poll() is not None or time.time() > started + crowded_limit_s(START_S)
                 ):
@@ -60,8 +62,8 @@ def run_processes(peers: list[Run], plan: Plan, *, allow_code: bool, tell: Tell)
                         process.send_signal(signal.SIGINT if handled_signals == 1 else signal.SIGKILL)
                 for path, process in processes.items():
                     # With an exit code: reported now, since the other peers may continue training.
-                    if process.poll() and path not in ended:
-                        ended.add(path)
+                    if process.poll() and path not in ended_paths:
+                        ended_paths.add(path)
                         shown.note(f"{path.name} has ended: {_how(process.returncode)}")
                 shown.tick()
                 time.sleep(TICK_S)

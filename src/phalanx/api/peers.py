@@ -265,8 +265,8 @@ def members(run: AnyRun) -> PeerTable:
     facts, status = read_session(peer_run), read_status(peer_run)
     allowed = AllowList.load(peers_folder(peer_run) / ALLOWED)
     credit = status.get("credit", {})
-    named = {**allowed.fingerprints(), **dict(allowed.revoked_names)}
-    names = {fingerprint[:ID_DIGITS]: name for fingerprint, name in named.items()}
+    names_by_fingerprint = {**allowed.fingerprints(), **dict(allowed.revoked_names)}
+    names = {fingerprint[:ID_DIGITS]: name for fingerprint, name in names_by_fingerprint.items()}
     present = {member["id"]: member for member in status.get("members", ())}
     revoked = {fingerprint[:ID_DIGITS] for fingerprint in allowed.revoked}
     excluded = excluded_before(status)
@@ -274,9 +274,9 @@ def members(run: AnyRun) -> PeerTable:
     for peer in dict.fromkeys([*present, *names, *credit, *sorted(revoked), *excluded]):
         state = "revoked" if peer in revoked else "member" if peer in present else "away"
         state = "excluded" if peer in excluded else state
-        known = {"id": peer, "name": names.get(peer, "–"), **present.get(peer, {})}
+        row = {"id": peer, "name": names.get(peer, "–"), **present.get(peer, {})}
         reason = {"excluded_for": excluded[peer]} if peer in excluded else {}
-        rows.append({**known, "samples": int(credit.get(peer, 0)), "state": state, **reason})
+        rows.append({**row, "samples": int(credit.get(peer, 0)), "state": state, **reason})
     age_s = max(0.0, time.time() - float(status["t"])) if "t" in status else None
     return PeerTable(
         run=str(peer_run.path),
@@ -332,8 +332,8 @@ def revoke(run: AnyRun, name: str) -> PeerTable:
         allowed = _owned_group(run)[2]
         matches = [
             fingerprint
-            for fingerprint, known in allowed.fingerprints().items()
-            if name in (known, fingerprint, fingerprint[:ID_DIGITS])
+            for fingerprint, known_name in allowed.fingerprints().items()
+            if name in (known_name, fingerprint, fingerprint[:ID_DIGITS])
         ]
         if not matches:
             names, present = dict(allowed.revoked_names), ", ".join(sorted(allowed.fingerprints().values()))

@@ -128,8 +128,10 @@ def compare_plans(plans: Sequence[Plan], names: Sequence[str] = ()) -> PlanCompa
 
     if not 2 <= len(plans) <= MOST_COMPARED:
         raise mistake("phalanx.compare_plans", f"{plural(len(plans), 'plan')} given", fix=f"give 2 to {MOST_COMPARED}")
-    named = tuple(names) or tuple(plan_.job.name for plan_ in plans)
-    return PlanComparison(names=named, plans=tuple(plans), differences=tuple(compare_plans(plans, list(named))))
+    plan_names = tuple(names) or tuple(plan_.job.name for plan_ in plans)
+    return PlanComparison(
+        names=plan_names, plans=tuple(plans), differences=tuple(compare_plans(plans, list(plan_names)))
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -249,12 +251,12 @@ def backtest(
     if draw < 0 or (draw and calibration):
         raise mistake("--draw", "needs a positive number and excludes --calibrate", fix="use one of the two")
     rows = read_table(Path(table)).rows
-    known = read_table(Path(calibration)).rows if calibration else ()
+    known_rows = read_table(Path(calibration)).rows if calibration else ()
     if draw:
-        known, rows = draw_known(rows, per_source=draw, seed=seed)
-    predictions = predict_table(rows, known=known)
+        known_rows, rows = draw_known(rows, per_source=draw, seed=seed)
+    predictions = predict_table(rows, known=known_rows)
     return Backtest(
-        scorecard=score_predictions(rows, predictions), calibrated_on=len(known), predictions=tuple(predictions)
+        scorecard=score_predictions(rows, predictions), calibrated_on=len(known_rows), predictions=tuple(predictions)
     )
 
 
@@ -265,12 +267,12 @@ def _network_backtest(table: Path, *, simulate: bool, tell: Tell) -> NetworkBack
     from phalanx.validate.network_score import score_claims
 
     rows = read_claims(table)
-    planned = plan_rows(rows, simulate=simulate)
-    if planned.keys:
-        cpu = f"about {planned.cpu_s:.0f} s of CPU; Ctrl-C keeps what is finished"
-        tell(f"{plural(len(planned.keys), 'simulation')}, {cpu}")
-    if planned.left_out:
-        tell(f"{planned.left_out} more would take about {planned.left_out_cpu_s:,.0f} s: add --simulate")
+    simulations = plan_rows(rows, simulate=simulate)
+    if simulations.keys:
+        cpu = f"about {simulations.cpu_s:.0f} s of CPU; Ctrl-C keeps what is finished"
+        tell(f"{plural(len(simulations.keys), 'simulation')}, {cpu}")
+    if simulations.left_out:
+        tell(f"{simulations.left_out} more would take about {simulations.left_out_cpu_s:,.0f} s: add --simulate")
     printed_s = time.monotonic()
 
     def progress(done: int, of: int) -> None:
@@ -280,4 +282,4 @@ def _network_backtest(table: Path, *, simulate: bool, tell: Tell) -> NetworkBack
             printed_s = time.monotonic()
             tell(f"  {done:,} of {of:,} rows")
 
-    return NetworkBacktest(card=score_claims(rows, simulate=simulate, planned=planned, progress=progress))
+    return NetworkBacktest(card=score_claims(rows, simulate=simulate, planned=simulations, progress=progress))

@@ -63,8 +63,8 @@ class ProjectReport(PublicResult):
             warnings = sum(finding.severity == "warning" for finding in report.problems)
             waived = sum(finding.verdict == "waived" for finding in report.findings)
             counts = (report.errors, warnings, waived, counts_of(report)["unknown"])
-            errors, warned, known, unknown = (str(count) for count in counts)
-            rows.append((report.target, errors, warned, known, unknown, "ok" if report.is_clean else "FAIL"))
+            errors, warned, waived_text, unknown = (str(count) for count in counts)
+            rows.append((report.target, errors, warned, waived_text, unknown, "ok" if report.is_clean else "FAIL"))
         for error in self.failures:
             rows.append((error.problems[0].where, "", "", "", "", "cannot be read"))
         failing = sum(not report.is_clean for report in self.reports)
@@ -162,8 +162,8 @@ def check_project(
     if write_baseline and name is not None:
         tell(f"{name}: {plural(write_known(name, reports), 'known finding')}")
     elif name is not None:
-        known = read_baseline(name)
-        reports = [without_known(report, known, baseline=name) for report in reports]
+        known_findings = read_baseline(name)
+        reports = [without_known(report, known_findings, baseline=name) for report in reports]
     return ProjectReport(
         reports=tuple(reports),
         failures=tuple(failures),
@@ -192,8 +192,10 @@ def _project_rules(
     if not allow_code:
         tell(f"{project.file}: {plural(len(project.rules), 'rule')} of its own not asked: give --allow-code")
         return given
-    named = [rule_name if ".py" not in rule_name else str(project.folder / rule_name) for rule_name in project.rules]
-    return (*given, *named)
+    rule_files = [
+        rule_name if ".py" not in rule_name else str(project.folder / rule_name) for rule_name in project.rules
+    ]
+    return (*given, *rule_files)
 
 
 def _file_options(
@@ -209,9 +211,9 @@ def _file_options(
     from phalanx.rules.foreign.detect import trainer_of_file
     from phalanx.rules.gather import is_plan
 
-    planned = not is_file(file) or is_plan(file)
+    is_planned = not is_file(file) or is_plan(file)
     try:
-        foreign = bool(source) or (not planned and bool(trainer_of_file(file)))
+        foreign = bool(source) or (not is_planned and bool(trainer_of_file(file)))
     except PhalanxError:
         foreign = False
     file_settings = project.settings_for(file, foreign=foreign)
@@ -219,7 +221,7 @@ def _file_options(
         return None
     ignored = ",".join(rule_list for rule_list in (ignore, *file_settings.ignore) if rule_list)
     options: dict[str, Any] = {"select": select or ",".join(file_settings.select), "ignore": ignored, "source": source}
-    if planned:  # a plan is final: neither cluster nor overrides may change it
+    if is_planned:  # a plan is final: neither cluster nor overrides may change it
         return {**options, "cluster": cluster, "overrides": tuple(overrides)}
     return {
         **options,
@@ -232,8 +234,8 @@ def _file_options(
 def _baseline_path(given: str | Path | None, configs: Sequence[ProjectConfig], *, write: bool) -> Path | None:
     if given is not None:
         return Path(given)
-    named = next((project_config for project_config in configs if project_config.baseline), None)
-    if named is not None:
-        path = named.folder / named.baseline
+    config_with_baseline = next((project_config for project_config in configs if project_config.baseline), None)
+    if config_with_baseline is not None:
+        path = config_with_baseline.folder / config_with_baseline.baseline
         return path if write or is_file(path) else None
     return Path(BASELINE_NAME) if write else None

@@ -128,14 +128,14 @@ def fit(
     from phalanx.scale.fit_points import METHODS, fit_law
     from phalanx.scale.points import read_points
 
-    for option, value, known in (
+    for option, value, choices in (
         ("--method", method, METHODS),
         ("--params-counted", params_counted, COUNTED),
         ("--flops-counted", flops_counted, {"": "", **FLOPS_COUNTED}),
     ):
-        if value not in known:
-            close = nearest(value, known)
-            fix = f"did you mean {close}?" if close else f"use {', '.join(choice for choice in known if choice)}"
+        if value not in choices:
+            close = nearest(value, choices)
+            fix = f"did you mean {close}?" if close else f"use {', '.join(choice for choice in choices if choice)}"
             raise mistake(option, f'"{value[:40]}" is not known', fix=fix)
     if draws != 0 and not LEAST_DRAWS <= draws <= MOST_DRAWS:
         message = f"{draws} is neither 0 nor in {LEAST_DRAWS} to {MOST_DRAWS:,}"

@@ -218,10 +218,10 @@ def sweep(
         require_whole("--parallel", parallel)
     for option, value in (("--tokens-per-parameter", tokens_per_parameter), ("--spread", spread)):
         require_number(option, value)
-    listed = parse_budgets(budget_list(budgets))
+    budget_flops = parse_budgets(budget_list(budgets))
     grid = sweep_runs(
         resolved.job,
-        budgets=listed,
+        budgets=budget_flops,
         sizes=sizes,
         method=method,
         tokens_per_parameter=tokens_per_parameter,

@@ -84,9 +84,9 @@ def metrics(
     """
     tell = teller(progress)
     targets = {"listen": listen, "otlp": otlp, "tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
-    named = [name for name, value in targets.items() if value is not None]
-    if len(named) > 1:
-        flags = " and ".join(f"--{name}" for name in named)
+    targets_given = [name for name, value in targets.items() if value is not None]
+    if len(targets_given) > 1:
+        flags = " and ".join(f"--{name}" for name in targets_given)
         raise mistake("phalanx metrics", f"{flags} exclude each other", fix="give one of them; start it twice for two")
     for option, is_wrong, right in (
         (f"--every {every}", every < 1, "1 or more"),
@@ -99,11 +99,11 @@ def metrics(
         message = "--token guards --listen, which is not given"
         raise mistake("phalanx metrics", message, fix="add --listen, or leave --token out")
     exported_run = run(path)
-    if named and named[0] not in ("listen", "otlp"):
+    if targets_given and targets_given[0] not in ("listen", "otlp"):
         from phalanx.metrics.step_export import StepExporter
         from phalanx.metrics.trackers import OPENERS
 
-        opened: TrackerSink = OPENERS[named[0]](exported_run, str(targets[named[0]]))
+        opened: TrackerSink = OPENERS[targets_given[0]](exported_run, str(targets[targets_given[0]]))
         with opened as sink:
             exporter = StepExporter(exported_run, sink, every=every)
             _repeat(exporter.export, exported_run, follow=follow, interval_s=interval)

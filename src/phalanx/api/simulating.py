@@ -403,12 +403,12 @@ def _run_all(policy: MonthsPolicy, days: float, call: MonthsCall, tell: Tell) ->
     from phalanx.sim.months.simulate_run import simulate_runs
 
     outcomes: list[RunOutcome] = []  # those before Ctrl-C are kept
-    started = reported = time.perf_counter()
+    started = printed_s = time.perf_counter()
     try:
         for outcome in simulate_runs(policy, days=days, count=call.runs, seed=call.seed):
             outcomes.append(outcome)
-            if time.perf_counter() - reported > PROGRESS_S:
-                reported = time.perf_counter()
+            if time.perf_counter() - printed_s > PROGRESS_S:
+                printed_s = time.perf_counter()
                 tell(f"{len(outcomes):,} of {call.runs:,} runs")
     except KeyboardInterrupt:
         if not outcomes:

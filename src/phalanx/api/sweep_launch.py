@@ -97,20 +97,20 @@ def launch_group(
     for number, outcome in enumerate(outcomes):
         if outcome.is_final:
             continue
-        known = alive.get(outcome.folder) if outcome.folder else None
-        if known is not None and queue_name and known.queue not in ("", queue_name):
-            if known.state in OVER and not any((folder.runs / outcome.folder / "checkpoints").glob("*")):
+        queued_job = alive.get(outcome.folder) if outcome.folder else None
+        if queued_job is not None and queue_name and queued_job.queue not in ("", queue_name):
+            if queued_job.state in OVER and not any((folder.runs / outcome.folder / "checkpoints").glob("*")):
                 # No progress is lost: submitted again, to the queue that is named now.
-                known = None
+                queued_job = None
             else:
-                elsewhere.append(known)
-        if known is None or known.state == DONE:
+                elsewhere.append(queued_job)
+        if queued_job is None or queued_job.state == DONE:
             missing.append(number)
-        elif known.state in OVER:
-            requeue(known.id)  # it continues from its newest checkpoint
-            outcomes[number] = replace(outcome, state="waiting", message=f"was {known.state}: submitted again")
+        elif queued_job.state in OVER:
+            requeue(queued_job.id)  # it continues from its newest checkpoint
+            outcomes[number] = replace(outcome, state="waiting", message=f"was {queued_job.state}: submitted again")
         else:
-            outcomes[number] = replace(outcome, state=known.state, message=known.id)
+            outcomes[number] = replace(outcome, state=queued_job.state, message=queued_job.id)
     if elsewhere:
         tell(
             f"{plural(len(elsewhere), 'run')} ({elsewhere[0].id} first) stay in {elsewhere[0].queue}, where an earlier "

@@ -99,11 +99,11 @@ def check_call(call: TrainCall) -> None:
     """Raise UserError for options that exclude each other or are out of range."""
     require_spec(call.cluster, "phalanx.train")
     job_sources = {"JOB": call.job, "--resume": call.resume}
-    named = [name for name, value in job_sources.items() if value is not None]
-    if not named and call.plan is None:
+    given_names = [name for name, value in job_sources.items() if value is not None]
+    if not given_names and call.plan is None:
         raise mistake(WHERE, "no job file is named", fix="phalanx train job.toml; phalanx init writes one")
-    if len(named) > 1:
-        raise mistake(WHERE, f"{' and '.join(named)} exclude each other", fix="give one of them")
+    if len(given_names) > 1:
+        raise mistake(WHERE, f"{' and '.join(given_names)} exclude each other", fix="give one of them")
     if call.steps is not None and call.steps < 1:
         raise mistake(WHERE, f"--steps {call.steps} is below 1", fix="use 1 or more")
     if call.steps is not None and call.steps > MAX_STEPS:

@@ -136,8 +136,8 @@ def _train_peers(plan: Plan, old: Run | None, call: TrainCall, *, started: float
     if old is None:
         stem = call.name if call.name is not None else plan.job.name
         for place in range(2, sync.peers + 1):
-            named = replace(call, name=f"{stem[:54]}-peer-{place}")
-            other_peers.append(make_run_folder(plan, named, None, started=started, data_s=data_s))
+            peer_call = replace(call, name=f"{stem[:54]}-peer-{place}")
+            other_peers.append(make_run_folder(plan, peer_call, None, started=started, data_s=data_s))
         make_trial(run, other_peers)
     else:
         for peer in other_peers:

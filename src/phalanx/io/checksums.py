@@ -26,9 +26,12 @@ def write_checksums(folder: Path, digests: Mapping[str, str]) -> None:
 
 def add_checksums(folder: Path, digests: Mapping[str, str]) -> None:
     """Add digests to those in the file, before the files are replaced. Raise OSError."""
-    known = {(digest, name) for name, known_digests in _known_digests(folder).items() for digest in known_digests}
+    digests_and_names = {
+        (digest, name) for name, known_digests in _known_digests(folder).items() for digest in known_digests
+    }
     lines = sorted(
-        known | {(digest, name) for name, digest in digests.items()}, key=lambda digest_and_name: digest_and_name[::-1]
+        digests_and_names | {(digest, name) for name, digest in digests.items()},
+        key=lambda digest_and_name: digest_and_name[::-1],
     )
     replace_text(folder / CHECKSUMS, "".join(f"{digest}  {name}\n" for digest, name in lines))
 
@@ -94,7 +97,7 @@ def compare_digest(
 
 def verify_checksums(folder: Path, *, fix: str) -> tuple[int, list[Problem]]:
     """Compare every file in SHA256SUMS with its digest; return the number of files and all problems."""
-    known = read_checksums(folder)
+    checksums = read_checksums(folder)
 
     def look_at(name: str) -> Problem | None:
         try:
@@ -103,11 +106,11 @@ def verify_checksums(folder: Path, *, fix: str) -> tuple[int, list[Problem]]:
             return Problem(where=str(folder / name), what=f"is missing, and {CHECKSUMS} lists it", fix=fix)
         except OSError as error:
             return Problem(where=str(folder / name), what=f"cannot be read: {error.strerror or error}", fix=fix)
-        return compare_digest(folder, name, digest, known, fix=fix)
+        return compare_digest(folder, name, digest, checksums, fix=fix)
 
     # Imported here: the import takes 10 ms, and few callers need it.
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(max_workers=HASH_THREADS) as pool:
-        results = list(pool.map(look_at, sorted(known)))
-    return len(known), [problem for problem in results if problem is not None]
+        results = list(pool.map(look_at, sorted(checksums)))
+    return len(checksums), [problem for problem in results if problem is not None]

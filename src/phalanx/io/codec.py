@@ -148,16 +148,16 @@ class _Reader:
     def _record(self, kind: Any, data: Any, where: str) -> Any:
         if not isinstance(data, dict):
             return self._refuse(where, data, "an object")
-        known, before = _entries(kind), len(self.problems)
-        for name in [name for name in data if name not in known][:MOST_UNKNOWN]:
-            close = nearest(str(name), known)
+        entries, before = _entries(kind), len(self.problems)
+        for name in [name for name in data if name not in entries][:MOST_UNKNOWN]:
+            close = nearest(str(name), entries)
             fix = f"did you mean {close}?" if close else self._fix
             self._note(f"{where}.{str(name)[:80]}", f"is not an entry of a {self._noun}", fix)
         # A setting that did not exist when the file was written takes its default: old runs are resumed and read.
-        if missing := [name for name, (_, optional) in known.items() if name not in data and not optional]:
+        if missing := [name for name, (_, optional) in entries.items() if name not in data and not optional]:
             self._note(where, f"lacks {', '.join(missing)}", self._fix)
         values = {
-            name: self.read(hint, data[name], f"{where}.{name}") for name, (hint, _) in known.items() if name in data
+            name: self.read(hint, data[name], f"{where}.{name}") for name, (hint, _) in entries.items() if name in data
         }
         return kind(**values) if len(self.problems) == before else None
 

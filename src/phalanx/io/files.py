@@ -110,8 +110,8 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         data = file.read() if size <= most_bytes else b""
     if max(size, len(data)) > most_bytes:
-        shown = f"{most_bytes // MIB} MiB" if most_bytes >= MIB else f"{most_bytes:,} bytes"
-        raise FileTooLargeError(f"is larger than {shown}")
+        limit_text = f"{most_bytes // MIB} MiB" if most_bytes >= MIB else f"{most_bytes:,} bytes"
+        raise FileTooLargeError(f"is larger than {limit_text}")
     return data
 
 

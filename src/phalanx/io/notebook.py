@@ -31,12 +31,12 @@ def as_frame(columns: Mapping[str, Sequence[object]], *, index: str = "") -> Any
 
 def _dtype(values: Sequence[object]) -> Any:
     """Return the dtype of a column: integers stay integers; texts and mixtures are objects."""
-    known = [value for value in values if value is not None]
-    if all(isinstance(value, bool) for value in known) and len(known) == len(values):
+    known_values = [value for value in values if value is not None]
+    if all(isinstance(value, bool) for value in known_values) and len(known_values) == len(values):
         return bool
-    if all(isinstance(value, int) for value in known) and len(known) == len(values):
+    if all(isinstance(value, int) for value in known_values) and len(known_values) == len(values):
         return "int64"
-    return float if all(isinstance(value, int | float) for value in known) else object
+    return float if all(isinstance(value, int | float) for value in known_values) else object
 
 
 def one_line_repr(value: object, page: str) -> str:

@@ -38,10 +38,10 @@ def png_of_plots(plots: Sequence[LinePlot]) -> bytes:
     check_pillow()
     from PIL import Image
 
-    drawn = [_draw_plot(plot) for plot in plots]
-    combined = Image.new("RGB", (drawn[0].width, sum(image.height for image in drawn)), PAGE)
+    images = [_draw_plot(plot) for plot in plots]
+    combined = Image.new("RGB", (images[0].width, sum(image.height for image in images)), PAGE)
     top = 0
-    for image in drawn:
+    for image in images:
         combined.paste(image, (0, top))
         top += image.height
     data = io.BytesIO()
@@ -90,12 +90,12 @@ def _draw_series(pen: Any, line: PlotLine, at: Any) -> None:
         outline = [at(x, high) for x, _, high in rows] + [at(x, low) for x, low, _ in reversed(rows)]
         faint = tuple(int(colour[place : place + 2], 16) for place in (1, 3, 5))
         pen.polygon(outline, fill=(*faint, BAND_OPACITY))
-    known = [at(x, y) for x, y in zip(line.x, line.mean, strict=False) if y is not None]
-    if line.dots or len(known) == 1:
-        for x, y in known:
+    points = [at(x, y) for x, y in zip(line.x, line.mean, strict=False) if y is not None]
+    if line.dots or len(points) == 1:
+        for x, y in points:
             pen.ellipse([x - 3 * SCALE, y - 3 * SCALE, x + 3 * SCALE, y + 3 * SCALE], fill=colour)
     elif line.style == PLANNED_STYLE:  # dashed: every second segment
-        for begin, end in list(pairwise(known))[::2]:
+        for begin, end in list(pairwise(points))[::2]:
             pen.line([begin, end], fill=colour, width=SCALE)
     else:
-        pen.line(known, fill=colour, width=SCALE * 2, joint="curve")
+        pen.line(points, fill=colour, width=SCALE * 2, joint="curve")

@@ -33,8 +33,8 @@ def svg_element(name: str, content: str = "", **attributes: object) -> str:
     """
     words = [name]
     for key, value in attributes.items():
-        shown = f"{value:.1f}" if isinstance(value, float) else escape(str(value), quote=True)
-        words.append(f'{key.rstrip("_").replace("_", "-")}="{shown}"')
+        value_text = f"{value:.1f}" if isinstance(value, float) else escape(str(value), quote=True)
+        words.append(f'{key.rstrip("_").replace("_", "-")}="{value_text}"')
     head = " ".join(words)
     return f"<{head}>{content}</{name}>" if content else f"<{head}/>"
 
@@ -57,14 +57,14 @@ def stacked_svgs(pictures: Sequence[str]) -> str:
 
 def coloured_bar(parts: Sequence[tuple[str, float]], *, colours: Sequence[str], height: int = 26) -> str:
     """Return a horizontal bar of named parts with explicit colours, for pages without the report's style sheet."""
-    total, x, drawn = sum(size for _, size in parts) or 1.0, 0.0, []
+    total, x, rects = sum(size for _, size in parts) or 1.0, 0.0, []
     for index, (name, size) in enumerate(parts):
         width, colour = WIDTH * size / total, colours[index % len(colours)]
         title = svg_element("title", escape(name))
-        drawn.append(svg_element("rect", title, x=x, y=0, width=width, height=height, fill=colour))
+        rects.append(svg_element("rect", title, x=x, y=0, width=width, height=height, fill=colour))
         x += width
     box = f"0 0 {WIDTH} {height}"
-    return svg_element("svg", "".join(drawn), viewBox=box, width=WIDTH, height=height, role="img")
+    return svg_element("svg", "".join(rects), viewBox=box, width=WIDTH, height=height, role="img")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,8 +139,8 @@ def _plot_scales(
 ) -> tuple[PlotScale, PlotScale]:
     xs = [x for line in lines for x in line.x]
     ys = sorted(value for line in lines if line.style != PLANNED_STYLE for value in _line_values(line))
-    planned = [value for line in lines if line.style == PLANNED_STYLE for value in _line_values(line)]
-    low, high = _value_range(ys, kept=[*planned, *([most] if most is not None else [])], zero=zero, rough=rough)
+    planned_values = [value for line in lines if line.style == PLANNED_STYLE for value in _line_values(line)]
+    low, high = _value_range(ys, kept=[*planned_values, *([most] if most is not None else [])], zero=zero, rough=rough)
     return (
         PlotScale(low=min(xs), high=max(xs), begin=LEFT, end=WIDTH - RIGHT),
         PlotScale(low=low, high=high, begin=HEIGHT - BOTTOM, end=TOP),
@@ -172,16 +172,16 @@ def line_plot(
         *_draw_marks(marks, x_scale),
         *(element for line in lines for element in _draw_line(line, x_scale, y_scale)),
     ]
-    drawn = [line for line in lines if any(_is_drawable(value) for value in line.mean)]
-    label = escape(f"{title}: {', '.join(_spoken_text(line, show) for line in drawn)}", quote=True)
+    drawn_lines = [line for line in lines if any(_is_drawable(value) for value in line.mean)]
+    label = escape(f"{title}: {', '.join(_spoken_text(line, show) for line in drawn_lines)}", quote=True)
     head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" class="plot">'
     return "\n".join([head, *parts, "</svg>"])
 
 
 def _spoken_text(line: PlotLine, show: Callable[[float], str]) -> str:
     """Return a description of a line for screen readers."""
-    known = [value for value in line.mean if value is not None and _is_drawable(value)]
-    return f"{line.label} from {show(known[0])} to {show(known[-1])}"
+    known_values = [value for value in line.mean if value is not None and _is_drawable(value)]
+    return f"{line.label} from {show(known_values[0])} to {show(known_values[-1])}"
 
 
 def _is_drawable(value: Value) -> bool:
@@ -271,10 +271,10 @@ def _draw_line(line: PlotLine, x_scale: PlotScale, y_scale: PlotScale) -> list[s
     parts = []
     if line.low and line.high:
         parts += [f'<path class="band s{style}" d="{path}"/>' for path in _draw_band(line, x_scale, y_scale)]
-    known = [(x, y) for x, y in zip(line.x, line.mean, strict=False) if y is not None and _is_drawable(y)]
-    if line.dots or len(known) == 1:
+    points = [(x, y) for x, y in zip(line.x, line.mean, strict=False) if y is not None and _is_drawable(y)]
+    if line.dots or len(points) == 1:
         dots = [
-            f'<circle class="dot s{style}" cx="{x_scale.at(x):.1f}" cy="{y_scale.at(y):.1f}" r="3"/>' for x, y in known
+            f'<circle class="dot s{style}" cx="{x_scale.at(x):.1f}" cy="{y_scale.at(y):.1f}" r="3"/>' for x, y in points
         ]
         return parts + dots
     return parts + [
@@ -311,19 +311,19 @@ def stacked_bar(parts: Sequence[tuple[str, float]], *, height: int = 26) -> str:
     total = sum(share for _, share in parts)
     if total <= 0.0:
         return ""
-    drawn, x = [], 0.0
+    rects, x = [], 0.0
     for name, share in parts:
         width = share / total * WIDTH
         kind = escape(name.replace(" ", "-"), quote=True)
         title = f"<title>{escape(name)} {share / total:.1%}</title>"
-        drawn.append(
+        rects.append(
             f'<rect class="part {kind}" x="{x:.2f}" y="0" width="{width:.2f}" height="{height}">{title}</rect>'
         )
         x += width
     spoken = escape(", ".join(f"{name} {share / total:.1%}" for name, share in parts), quote=True)
     box = f'viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none"'
     head = f'<svg {box} role="img" aria-label="{spoken}" class="stack">'
-    return "\n".join([head, *drawn, "</svg>"])
+    return "\n".join([head, *rects, "</svg>"])
 
 
 def _short_seconds(value: float) -> str:

@@ -98,8 +98,8 @@ def html_table(
     def line(tag: str, cells: Sequence[str | HtmlCell], style: str = "") -> str:
         html_cells = [cell if isinstance(cell, HtmlCell) else HtmlCell(escape(cell)) for cell in cells]
         scope = ' scope="col"' if tag == "th" else ""
-        shown = "".join(f"<{tag}{scope}{style_attribute(cell.style)}>{cell.html}</{tag}>" for cell in html_cells)
-        return f"<tr{style_attribute(style)}>{shown}</tr>"
+        cells_html = "".join(f"<{tag}{scope}{style_attribute(cell.style)}>{cell.html}</{tag}>" for cell in html_cells)
+        return f"<tr{style_attribute(style)}>{cells_html}</tr>"
 
     top = f"<thead>{line('th', head)}</thead>" if head else ""
     body = "\n".join(line("td", row, "alarm" if place in alarms else "") for place, row in enumerate(rows))
@@ -157,15 +157,15 @@ def sparkline(values: Sequence[float | None], room: int, *, from_zero: bool = Fa
         return ""
     groups = [values[number * len(values) // room : (number + 1) * len(values) // room] for number in range(room)]
     means = [_mean_of(group) for group in groups if group]
-    known = [value for value in means if value is not None]
-    if not known:
+    known_means = [value for value in means if value is not None]
+    if not known_means:
         return ""
-    low = 0.0 if from_zero else min(known)
-    span = max(known) - low
+    low = 0.0 if from_zero else min(known_means)
+    span = max(known_means) - low
     heights = [None if value is None else math.ceil(8 * (value - low) / span) if span else 0 for value in means]
     return "".join(" " if height is None else TICKS[max(0, height - 1)] for height in heights)
 
 
 def _mean_of(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None and abs(value) < MOST_DRAWN]
-    return math.fsum(known) / len(known) if known else None
+    known_values = [value for value in values if value is not None and abs(value) < MOST_DRAWN]
+    return math.fsum(known_values) / len(known_values) if known_values else None

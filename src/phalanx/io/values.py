@@ -28,17 +28,17 @@ def finite(value: object) -> float | None:
     if not isinstance(value, int) or isinstance(value, bool):
         return None
     try:
-        known = float(value)
+        as_float = float(value)
     except OverflowError:  # an integer of 400 digits is valid JSON
         return None
-    return known if math.isfinite(known) else None
+    return as_float if math.isfinite(as_float) else None
 
 
 def integer(data: Mapping[str, Any], name: str) -> int | None:
     """Return an integer of at most 63 bits, or None."""
     value = data.get(name)
-    known = isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
-    return value if known else None
+    is_integer = isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    return value if is_integer else None
 
 
 def seconds(data: Mapping[str, Any], name: str, *, most: float = 30 * 86400.0) -> float | None:
@@ -67,6 +67,6 @@ def printable(value: object, *, most: int = MOST_TEXT) -> str:
     >>> printable("a\x1b[2Jb\nc")
     'a [2Jb c'
     """
-    shown = str(value)
-    cut = shown if len(shown) <= most else shown[: most - 1] + "…"
+    value_text = str(value)
+    cut = value_text if len(value_text) <= most else value_text[: most - 1] + "…"
     return "".join(char if char.isprintable() else " " for char in cut)

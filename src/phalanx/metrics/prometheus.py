@@ -189,8 +189,8 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _has_token(self, token: bytes) -> bool:
-        kind, _, shown = self.headers.get("Authorization", "").partition(" ")
-        return kind.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), token)
+        kind, _, credential = self.headers.get("Authorization", "").partition(" ")
+        return kind.lower() == "bearer" and hmac.compare_digest(credential.strip().encode(), token)
 
     def _send_answer(self, status: int, body: str | bytes, kind: str = "text/plain; charset=utf-8") -> None:
         data = body if isinstance(body, bytes) else body.encode() + b"\n"

@@ -66,9 +66,9 @@ def points_by_rank(
     metric: Metric, values: Iterable[RankValue], *, hosts: Mapping[int, str], most_ranks: int = MOST_RANKS
 ) -> Iterator[MetricPoint]:
     """Yield a point per rank; with more than `most_ranks`, the label `rank` is `min`, `median` and `max` instead."""
-    known = list(values)
-    if len(known) <= most_ranks:
-        for rank_value in known:
+    known_values = list(values)
+    if len(known_values) <= most_ranks:
+        for rank_value in known_values:
             yield from metric_points(
                 metric,
                 rank_value.value,
@@ -79,7 +79,7 @@ def points_by_rank(
         return
     for name, of in SPREAD.items():
         yield from metric_points(
-            metric, of([rank_value.value for rank_value in known]), rank=name, source=known[0].source
+            metric, of([rank_value.value for rank_value in known_values]), rank=name, source=known_values[0].source
         )
 
 
@@ -287,14 +287,14 @@ def peer_points(history: RunHistory, ranks: Sequence[int], *, most_ranks: int) -
 
 def _axis_points(pairs: Mapping[tuple[int, int, str], Mapping[str, Any]]) -> Iterator[MetricPoint]:
     for axis in sorted({axis for *_, axis in pairs})[:MOST_PAIRS]:
-        axis_pairs = [pair for (*_, named), pair in pairs.items() if named == axis]
+        axis_pairs = [pair for (*_, pair_axis), pair in pairs.items() if pair_axis == axis]
         usual = [value for pair in axis_pairs if (value := number(pair, "p50_s")) is not None]
         worst = [value for pair in axis_pairs if (value := number(pair, "p99_s")) is not None]
-        lost = sum(number(pair, "lost") or 0.0 for pair in axis_pairs)
+        lost_pings = sum(number(pair, "lost") or 0.0 for pair in axis_pairs)
         labels = {"src": "all", "dst": "all", "axis": axis}
         yield from metric_points(names.PEER_RTT, statistics.median(usual) if usual else None, **labels, percentile="50")
         yield from metric_points(names.PEER_RTT, max(worst, default=None), **labels, percentile="99")
-        yield from metric_points(names.PEER_LOST, lost, **labels)
+        yield from metric_points(names.PEER_LOST, lost_pings, **labels)
 
 
 def _mappings_of(value: object) -> list[Mapping[str, Any]]:

@@ -148,12 +148,12 @@ class StepExporter:
         step, t = integer(event, "step"), number(event, "t")
         if step is None or t is None:
             return None
-        known = {metric.name: number(event, metric.field) for metric in names.STEP}
+        values = {metric.name: number(event, metric.field) for metric in names.STEP}
         # The layout that did this step: a run may have several.
         segment = next((segment for segment in reversed(self._segments) if segment.first <= step), None)
         rate, scale = number(event, "tokens_per_s"), (segment.mfu_per_token if segment is not None else None)
-        known[names.MFU.name] = rate * scale if rate is not None and rate >= 0.0 and scale is not None else None
-        return StepRow(step=step + 1, t=t, values={name: value for name, value in known.items() if value is not None})
+        values[names.MFU.name] = rate * scale if rate is not None and rate >= 0.0 and scale is not None else None
+        return StepRow(step=step + 1, t=t, values={name: value for name, value in values.items() if value is not None})
 
     def _evaluation_rows(self) -> Iterator[StepRow]:
         for event in self._history.events("evaluate"):

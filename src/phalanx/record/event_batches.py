@@ -276,13 +276,13 @@ class TypedDecoder:
         seen_kinds: set[str] = set()
         for event in events:
             kind = event["event"]
-            known = shapes.get(kind, ())
-            if len(event) > MOST_NAMES or (not known and len(shapes) >= MOST_KINDS):
+            known_names = shapes.get(kind, ())
+            if len(event) > MOST_NAMES or (not known_names and len(shapes) >= MOST_KINDS):
                 continue
             if kind in ROWS and kind not in seen_kinds:
                 shapes[kind] = tuple(event)
-            elif kind not in ROWS and not event.keys() <= set(known):
-                shapes[kind] = tuple(dict.fromkeys((*known, *event)))
+            elif kind not in ROWS and not event.keys() <= set(known_names):
+                shapes[kind] = tuple(dict.fromkeys((*known_names, *event)))
             seen_kinds.add(kind)
         if shapes != self._shapes:
             self._shapes = shapes
@@ -300,12 +300,12 @@ class TypedDecoder:
 
 def _event_struct(kind: str, names: Sequence[str]) -> type | None:
     """Return a struct type for events of this kind with exactly these fields; None if the fields have no such type."""
-    known: Mapping[str, FieldShape] = fields_of(kind) if kind in known_kinds() else {}
+    schema_fields: Mapping[str, FieldShape] = fields_of(kind) if kind in known_kinds() else {}
     if "t" not in names or len(names) > MOST_NAMES:
         return None
     fields: list[Any] = []
     for place, name in enumerate(names):
-        hint = _field_hint(known.get(name))
+        hint = _field_hint(schema_fields.get(name))
         if name == "t":
             fields.append((name, hint, msgspec.field()))
         elif kind not in ROWS:

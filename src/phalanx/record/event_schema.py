@@ -30,7 +30,7 @@ def event_fields() -> dict[str, tuple[str, ...]]:
     >>> event_fields()["run_end"]
     ('step', 'state')
     """
-    return {kind: tuple(known["properties"]) for kind, known in load_schema()["$defs"].items()}
+    return {kind: tuple(kind_schema["properties"]) for kind, kind_schema in load_schema()["$defs"].items()}
 
 
 # Checks of events against record/data/events.schema.json: many events at once by the types of their columns, single
@@ -86,7 +86,7 @@ def fields_of(kind: str) -> dict[str, FieldShape]:
     """Return the fields that the schema defines for a kind, except `event`."""
     schema = _loaded_schema()
     properties = {**schema["properties"], **schema["$defs"][kind]["properties"]}
-    return {name: _field_shape(known) for name, known in properties.items() if name != "event"}
+    return {name: _field_shape(field_schema) for name, field_schema in properties.items() if name != "event"}
 
 
 def _field_shape(known: Mapping[str, Any]) -> FieldShape:
@@ -316,8 +316,8 @@ def _check_table(value: Any, schema: Mapping[str, Any], at: str) -> str:
         return ""
     if missing := [name for name in schema.get("required", ()) if name not in value]:
         return f"{at + '.' if at else ''}{missing[0]} is missing"
-    for name, known in schema.get("properties", {}).items():
-        if name in value and (wrong := _check_schema(value[name], known, f"{at}.{name}" if at else name)):
+    for name, property_schema in schema.get("properties", {}).items():
+        if name in value and (wrong := _check_schema(value[name], property_schema, f"{at}.{name}" if at else name)):
             return wrong
     return ""
 
@@ -327,8 +327,8 @@ def _check_list(value: Any, schema: Mapping[str, Any], at: str) -> str:
         return ""
     if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
         return f"{at} has {len(value):,} entries"
-    for place, known in enumerate(schema.get("prefixItems", ())[: len(value)]):
-        if wrong := _check_schema(value[place], known, f"{at}[{place}]"):
+    for place, item_schema in enumerate(schema.get("prefixItems", ())[: len(value)]):
+        if wrong := _check_schema(value[place], item_schema, f"{at}[{place}]"):
             return wrong
     items = schema.get("items")
     if items is not None:

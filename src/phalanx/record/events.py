@@ -262,8 +262,8 @@ def part_numbers(path: Path) -> list[int]:
     try:
         folder = os.stat(path.parent)
         is_settled = time.time_ns() - folder.st_mtime_ns > SETTLED_NS
-        listed = _listed_parts if is_settled else _listed_parts.__wrapped__
-        numbers = listed(str(path.parent), folder.st_ino, folder.st_mtime_ns).get((path.stem, path.suffix), ())
+        list_parts = _listed_parts if is_settled else _listed_parts.__wrapped__
+        numbers = list_parts(str(path.parent), folder.st_ino, folder.st_mtime_ns).get((path.stem, path.suffix), ())
     except OSError:
         return []
     rank = path.stem.removeprefix("events-")

@@ -92,8 +92,8 @@ class Session:
 
 
 def _make_head(session: Session, extent: Extent) -> bytes:
-    known = [session.rank, session.generation, session.opened_s, session.name, extent.at, extent.size]
-    head_fields = dict(zip(("rank", "epoch", "t", "session", "at", "bytes"), known, strict=True))
+    values = [session.rank, session.generation, session.opened_s, session.name, extent.at, extent.size]
+    head_fields = dict(zip(("rank", "epoch", "t", "session", "at", "bytes"), values, strict=True))
     text = orjson.dumps(head_fields)[1:-1]
     head = _used_field(0) + b'","crc":%d,' % zlib.crc32(text) + text + b"}"
     return head.ljust(HEAD_BYTES - 1) + b"\n"
@@ -190,11 +190,11 @@ class ExtentChain:
         self.extents += 1
         stem = f"{name} {rank}"
         key = self._current.get(stem, stem)
-        known = self.sessions.get(key)
-        if known is not None:
-            last, base = known.extents[-1], self._bases[key]
+        session = self.sessions.get(key)
+        if session is not None:
+            last, base = session.extents[-1], self._bases[key]
             if 0 <= at - base - last.at <= last.size - HEAD_BYTES:
-                known.extents.append(Extent(begin, size, at - base))
+                session.extents.append(Extent(begin, size, at - base))
                 return
             key = self._current[stem] = f"{stem} {begin}"
         self.sessions[key] = Session(self.path, rank, generation, opened_s, name, [Extent(begin, size, 0)])
@@ -214,15 +214,15 @@ class HostStream:
         self._chain = ExtentChain(self._session.path)
         self._extent = Extent(0, HEAD_BYTES, 0)  # empty: the first write takes an extent
         self._used = 0
-        known = self._session
+        session = self._session
         # An index has no rank table: its readers find it through the session of the events.
         self._table = (
             RankTableWriter(
                 os.fspath(Path(path).with_suffix(TABLE)),
                 rank=rank,
                 generation=generation,
-                opened_s=known.opened_s,
-                name=known.name,
+                opened_s=session.opened_s,
+                name=session.name,
             )
             if is_lines
             else None
@@ -290,8 +290,8 @@ class HostStream:
 
     def open_index(self) -> HostStream:
         """Open a stream for the index of this session, in the host's index file."""
-        path, known = Path(self._session.path).with_suffix(INDEX), self._session
-        return HostStream(path, rank=known.rank, generation=known.generation, name=known.name, is_lines=False)
+        path, session = Path(self._session.path).with_suffix(INDEX), self._session
+        return HostStream(path, rank=session.rank, generation=session.generation, name=session.name, is_lines=False)
 
     def close(self) -> None:
         """Close the file; nothing is written afterwards."""

@@ -222,11 +222,11 @@ class HostFiles:
 
         from phalanx.record.rank_table_reader import read_blocks
 
-        known = np.zeros(len(ranks), bool)
+        has_block = np.zeros(len(ranks), bool)
         with self._lock:
             self.look()
             if self._rows is None:
-                return known, np.zeros(0, f"V{BLOCK_BYTES}")
+                return has_block, np.zeros(0, f"V{BLOCK_BYTES}")
             places, files = self._rows.with_blocks(ranks)
             if self._own:
                 shared = np.array([not self.has_own_file(ranks[place]) for place in places.tolist()], bool)
@@ -234,8 +234,8 @@ class HostFiles:
             needed = np.unique(files).tolist()
             paths = {number: self._hosts[number].path.removesuffix(EVENTS) + TABLE for number in needed}
         is_there, blocks = read_blocks(paths, files, np.asarray(ranks, np.int64)[places])
-        known[places[is_there]] = True
-        return known, blocks
+        has_block[places[is_there]] = True
+        return has_block, blocks
 
     def _look_again(self, *, now: bool) -> None:
         self._looks += 1
@@ -439,11 +439,11 @@ def has_bytes(session: Session) -> bool:
 
 def total_bytes(folder: Path) -> int:
     """Return the bytes of all events in the host files of a folder; each file is opened once."""
-    known = host_files(os.fspath(folder))
-    known.look(now=True)
+    host_files_of_folder = host_files(os.fspath(folder))
+    host_files_of_folder.look(now=True)
     files: dict[str, list[Session]] = {}
-    for rank in known.counts.by_rank:
-        for session in known.sessions_of(rank):
+    for rank in host_files_of_folder.counts.by_rank:
+        for session in host_files_of_folder.sessions_of(rank):
             files.setdefault(session.path, []).append(session)
     total = 0
     for path, sessions in files.items():

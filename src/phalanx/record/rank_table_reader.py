@@ -122,8 +122,8 @@ def heads_of_sessions(sessions: Iterable[SessionSummary]) -> bytes:
 
 def tells_of(heads: bytes, sessions: Iterable[SessionSummary]) -> bool:
     """Return True if the table heads list these sessions: the same number for each rank."""
-    known = np.frombuffer(heads, HEAD)
-    return dict(zip(known["rank"].tolist(), known["sessions"].tolist(), strict=True)) == Counter(
+    entries = np.frombuffer(heads, HEAD)
+    return dict(zip(entries["rank"].tolist(), entries["sessions"].tolist(), strict=True)) == Counter(
         session.rank for session in sessions
     )
 

@@ -276,7 +276,7 @@ class Run:
         """Yield the ranks that have written at least one byte of events, in order."""
         folder = os.fspath(self.path)
         shared = host_files(folder)
-        known: frozenset[int] | None = None
+        ranks_with_bytes: frozenset[int] | None = None
         try:
             live = list_names(self.path).live
         except OSError:
@@ -293,9 +293,9 @@ class Run:
             if own is not None:
                 is_recorded = bool(own.st_size) and stat.S_ISREG(own.st_mode)
             else:
-                if known is None:
-                    known = shared.ranks_with_bytes()
-                is_recorded = rank in known or any(map(has_bytes, shared.sessions_of(rank)))
+                if ranks_with_bytes is None:
+                    ranks_with_bytes = shared.ranks_with_bytes()
+                is_recorded = rank in ranks_with_bytes or any(map(has_bytes, shared.sessions_of(rank)))
             if is_recorded:
                 yield rank
 
@@ -364,22 +364,22 @@ class Run:
         except UserError:
             return []
         earlier = launch.get("earlier")
-        known = [finite(time_s) for time_s in earlier] if isinstance(earlier, list) else []
-        known.append(number(launch, "launched") or number(launch, "started"))
-        return sorted({time_s for time_s in known if time_s})
+        launch_times = [finite(time_s) for time_s in earlier] if isinstance(earlier, list) else []
+        launch_times.append(number(launch, "launched") or number(launch, "started"))
+        return sorted({time_s for time_s in launch_times if time_s})
 
     def world(self) -> int | None:
         """Return the number of ranks: the smaller of launch.json and plan, or the one that is known; None if neither
         is.
         """
-        known = [planned] if (planned := self.planned_world()) is not None else []
+        worlds = [planned] if (planned := self.planned_world()) is not None else []
         try:
-            reported = integer(self.launch(), "world")
+            launched_world = integer(self.launch(), "world")
         except UserError:
-            reported = None
+            launched_world = None
         return (
-            max(0, min([*known, reported if reported is not None else known[0]]))
-            if known or reported is not None
+            max(0, min([*worlds, launched_world if launched_world is not None else worlds[0]]))
+            if worlds or launched_world is not None
             else None
         )
 

@@ -111,8 +111,8 @@ def _with_sessions(names: ListedNames, sessions: SessionCounts) -> tuple[dict[in
     parts, counts = dict(names.parts), dict(names.counts)
     for rank, count in sessions.by_rank.items():
         closed = count - (rank not in names.live)
-        known = parts.get(rank)
-        parts[rank] = sorted({*known, *range(1, closed + 1)}) if known else list(range(1, closed + 1))
+        closed_parts = parts.get(rank)
+        parts[rank] = sorted({*closed_parts, *range(1, closed + 1)}) if closed_parts else list(range(1, closed + 1))
         counts[rank] = counts.get(rank, 0) + count
     return dict(sorted(parts.items())), counts
 
@@ -121,8 +121,8 @@ def list_names(folder: Path) -> ListedNames:
     """List the names in a run folder; a folder that has not changed for a while is listed only once."""
     folder_stat = os.stat(folder)
     is_settled = time.time_ns() - folder_stat.st_mtime_ns > SETTLED_NS
-    listed = _read_names if is_settled else _read_names.__wrapped__
-    return listed(os.fspath(folder), folder_stat.st_ino, folder_stat.st_mtime_ns)
+    read_names = _read_names if is_settled else _read_names.__wrapped__
+    return read_names(os.fspath(folder), folder_stat.st_ino, folder_stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=4)

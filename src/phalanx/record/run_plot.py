@@ -37,9 +37,9 @@ def plot_run(run: Run, names: Sequence[str], *, rank: int | None) -> RunPlot:
     from phalanx.record.archive.history import RunHistory
 
     history = RunHistory.open(run)
-    drawn = []
+    svgs = []
     for name in names:
         curve = history.curve(name, rank=rank)
         line = PlotLine(label=name, x=curve.step, mean=curve.mean, low=curve.low, high=curve.high, style="1")
-        drawn.append(line_plot(name, [line], show=axis_format(curve.unit)))
-    return RunPlot(names=tuple(names), svgs=tuple(drawn))
+        svgs.append(line_plot(name, [line], show=axis_format(curve.unit)))
+    return RunPlot(names=tuple(names), svgs=tuple(svgs))

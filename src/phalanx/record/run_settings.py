@@ -36,8 +36,8 @@ def write_settings(folder: Path, *, job_toml: str, job: Mapping[str, Any], plan_
     """Write the settings. The digests come first: a process that dies in between leaves nothing that looks damaged."""
     job_json = json.dumps(job, indent=1, ensure_ascii=False) + "\n"
     texts = dict(zip(SETTINGS, (job_toml, job_json, plan_json), strict=True))
-    if known := read_run_id(folder):
-        texts[RUN_ID] = f"{known}\n"
+    if run_id := read_run_id(folder):
+        texts[RUN_ID] = f"{run_id}\n"
     digests = {name: text_digest(text) for name, text in texts.items()}
     try:
         add_checksums(folder, digests)
@@ -72,14 +72,14 @@ def read_plan_text(path: Path) -> str:
 
 def _refuse_changed(folder: Path, digests: Mapping[str, str]) -> None:
     try:
-        known = read_checksums(folder)
+        checksums = read_checksums(folder)
     except FileNotFoundError:  # a run of 0.6
         return
     fix = (
         "put it back from a copy; to change a setting: phalanx train --resume "
         f"{folder} --set KEY=VALUE; to keep the file as it is: delete {folder / CHECKSUMS}"
     )
-    results = [compare_digest(folder, name, digest, known, fix=fix) for name, digest in digests.items()]
+    results = [compare_digest(folder, name, digest, checksums, fix=fix) for name, digest in digests.items()]
     if problems := [replace(problem, why=problem.why or WHY_CHANGED) for problem in results if problem is not None]:
         raise UserError(problems)
 

@@ -66,11 +66,11 @@ def calibrate_table(path: Path) -> CalibrationReport:
         raise mistake(
             str(path), f"has no row that can be priced: {predictions.reason[0]}", fix="see docs/validation.md"
         )
-    measured = np.array([number(rows[index], "step_s") or np.nan for index in predictions.priced])
+    measured_s = np.array([number(rows[index], "step_s") or np.nan for index in predictions.priced])
     low, high = step_interval(predictions.cases, predictions.times, predictions.frameworks)
     skipped = len(rows) - predictions.priced.size
     return _fit_report(
-        str(path), predictions.times, measured, OWN_SCATTER_SHARE * np.log(high / low) / 2.0, skipped=skipped
+        str(path), predictions.times, measured_s, OWN_SCATTER_SHARE * np.log(high / low) / 2.0, skipped=skipped
     )
 
 
@@ -79,7 +79,7 @@ def calibrate_run(folder: Path) -> CalibrationReport:
     plan_file = folder / "plan.json"
     if not is_file(plan_file):
         raise mistake(str(folder), "has no plan.json", fix="name a run folder, or a CSV table of measured steps")
-    planned = Plan.from_json(read_text(plan_file, noun="plan"), where=str(plan_file))
+    plan = Plan.from_json(read_text(plan_file, noun="plan"), where=str(plan_file))
     durations = _newest_layout(folder) or list(_step_durations(folder))
     settled_s = durations[int(len(durations) * WARM_UP_SHARE) :]
     if len(settled_s) < LEAST_STEPS:
@@ -88,8 +88,8 @@ def calibrate_run(folder: Path) -> CalibrationReport:
             f"has {plural(len(durations), 'measured step')}, and calibration needs {LEAST_STEPS} after warm-up",
             fix='let it run longer; steps are lines {"event": "step", "duration_s": 1.25} of events*.jsonl',
         )
-    question, _ = request.request_from_job(planned.job, planned.cluster)
-    _, times, _ = price_layouts(question, [planned.layout])
+    question, _ = request.request_from_job(plan.job, plan.cluster)
+    _, times, _ = price_layouts(question, [plan.layout])
     return _fit_report(str(folder), times, np.array([statistics.median(settled_s)]), np.array([0.0]))
 
 
@@ -101,19 +101,19 @@ def _newest_layout(folder: Path) -> list[float]:
     """
     run = Run(path=folder)
     history = RunHistory.open(run)
-    known = layout_spans(run, history)
-    if len(known) < 2:
+    spans = layout_spans(run, history)
+    if len(spans) < 2:
         return []
     newest = run.plan()
-    planned = [span for span in known if span.plan == newest]
-    if not planned:
+    planned_spans = [span for span in spans if span.plan == newest]
+    if not planned_spans:
         raise mistake(
             str(folder),
-            f"has no step in the layout of its plan.json; its newest steps are of {known[-1].name}",
+            f"has no step in the layout of its plan.json; its newest steps are of {spans[-1].name}",
             why="a calibration holds measured steps against the prediction for the same layout",
             fix="name a run that trained as planned",
         )
-    span = planned[-1]
+    span = planned_spans[-1]
     durations = (seconds(event, "duration_s") for event in history.steps(history.witness, span.first, span.last))
     return [duration_s for duration_s in durations if duration_s]
 

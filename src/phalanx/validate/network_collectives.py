@@ -108,9 +108,9 @@ BY_NODES: Mapping[str, Mapping[tables.Family, tables.Triple]] = {
 def hop_latency(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
     """Compare base, NVLink, PCI and network latency of an algorithm and protocol."""
     hop, _latency, algorithm, protocol = row.quantity.split(" ")[:4]
-    for known, of_hop in tables.LATENCY_US.items():
+    for known_hop, of_hop in tables.LATENCY_US.items():
         for name, triple in of_hop.items():
-            if (known, name) == (hop, algorithm) and protocol in tables.PROTOCOLS:
+            if (known_hop, name) == (hop, algorithm) and protocol in tables.PROTOCOLS:
                 return calibrated(row, triple[[*tables.PROTOCOLS].index(protocol)], SAME, tolerance=EXACT)
     return None
 
@@ -164,8 +164,8 @@ def _ranked_system(row: Claim) -> NcclSystem | None:
     channels = re.search(r"(\d+) ch x ([\d.]+) GB/s", row.conditions)
     speed = float(channels[2]) if channels else 24.0
     ring = Channels(count=int(channels[1]) if channels else 16, inside_gb=speed, across_gb=speed)
-    named = (family_name for family_name in tables.FAMILIES if family_name in row.conditions.lower())
-    family: tables.Family = next(named, "hopper")
+    named_families = (family_name for family_name in tables.FAMILIES if family_name in row.conditions.lower())
+    family: tables.Family = next(named_families, "hopper")
     nodes = ranks // per_node
     amd = "AMD" in row.conditions
     return NcclSystem(
@@ -192,7 +192,7 @@ def start_up(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
     if comm is None or protocol not in tables.PROTOCOLS:
         return None
     algorithm: tables.Algorithm = "Ring" if name == "ring" else "Tree"
-    chosen = next(known for known in tables.PROTOCOLS if known == protocol)
+    chosen = next(known_protocol for known_protocol in tables.PROTOCOLS if known_protocol == protocol)
     scale = {"ms": 1e-3, "us": 1.0, "s": 1e-6}.get(row.unit)
     if scale is None:
         return None
@@ -204,20 +204,20 @@ def start_up(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
 def last_of_pair(row: Claim, _: ClaimContext) -> ClaimOutcome | None:
     """Compare the largest power of two for which NCCL takes the named pair before it takes another."""
     pair = re.search(r"using (\w+) (LL128|LL|Simple)", row.quantity)
-    known = machine(row.conditions)
-    if pair is None or known is None or row.unit != "MiB":
+    system = machine(row.conditions)
+    if pair is None or system is None or row.unit != "MiB":
         return None
     sizes = (2.0**power for power in range(10, LARGEST_POWER))
 
     def holds(nbytes: float) -> bool:
-        best = choose_pair(known, nbytes)
+        best = choose_pair(system, nbytes)
         return (best.algorithm.lower(), best.protocol) == (pair[1].lower(), pair[2])
 
     sizes_of_pair = list(takewhile(holds, sizes))
     if not sizes_of_pair:
         return reproduced(row, 0.0, "network/nccl_choice: never takes it")
-    then = choose_pair(known, 2 * sizes_of_pair[-1])
-    pairs = len(possible_pairs(known, 2 * sizes_of_pair[-1]))
+    then = choose_pair(system, 2 * sizes_of_pair[-1])
+    pairs = len(possible_pairs(system, 2 * sizes_of_pair[-1]))
     note = f"network/nccl_choice; then {then.algorithm} {then.protocol} of {pairs} pairs"
     return reproduced(row, sizes_of_pair[-1] / MIB, note, tolerance=EXACT)
 
@@ -259,13 +259,13 @@ def bus_bandwidth(row: Claim, context: ClaimContext) -> ClaimOutcome | None:
     comm = machine(words, nvls=not off)
     if comm is None:
         return skipped(row, "its GPUs are not among those of NCCL's model")
-    nbytes, measured = size_bytes(row.conditions), "computed" not in row.source
-    if measured and nbytes is not None and nbytes < LEAST_BYTES:
+    nbytes, is_measured = size_bytes(row.conditions), "computed" not in row.source
+    if is_measured and nbytes is not None and nbytes < LEAST_BYTES:
         return _small_message(row, comm, operation, nbytes)
-    series = _claim_series(row, context) if measured and nbytes is not None else ()
-    picked = fit_ends(_series_points(series, operation, comm.ranks))
-    if nbytes is not None and picked is not None:
-        return _fitted_claim(row, comm, operation, nbytes, picked)
+    series = _claim_series(row, context) if is_measured and nbytes is not None else ()
+    end_points = fit_ends(_series_points(series, operation, comm.ranks))
+    if nbytes is not None and end_points is not None:
+        return _fitted_claim(row, comm, operation, nbytes, end_points)
     return _modelled_claim(row, comm, operation, nbytes or LARGE)
 
 

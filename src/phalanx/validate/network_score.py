@@ -148,11 +148,11 @@ def attempt_claim(row: Claim, context: ClaimContext) -> ClaimOutcome:
     """Return the outcome of the first reader that knows the quantity and finds what it needs in the conditions."""
     if row.value is None:
         return skipped(row, "its value is no number")
-    known = False
+    has_reader = False
     for pattern, reader in READERS:
         if not re.search(pattern, row.quantity):
             continue
-        known = True
+        has_reader = True
         try:
             outcome = reader(row, context)
         except NotStated as missing:
@@ -164,15 +164,15 @@ def attempt_claim(row: Claim, context: ClaimContext) -> ClaimOutcome:
             return skipped(row, f"cannot be computed: {first_line}")
         if outcome is not None:
             return outcome
-    if known:
+    if has_reader:
         return skipped(row, "its conditions do not say enough")
     return skipped(row, f"no reader for '{row.quantity[:60]}'{_unknown_words(row.quantity)}")
 
 
 def _unknown_words(quantity: str) -> str:
     """Return the words of a quantity that no reader knows."""
-    known = set(re.findall(r"[a-z]{3,}", " ".join(pattern for pattern, _ in READERS).lower()))
-    odd = [word for word in re.findall(r"[A-Za-z]{3,}", quantity) if word.lower() not in known]
+    known_words = set(re.findall(r"[a-z]{3,}", " ".join(pattern for pattern, _ in READERS).lower()))
+    odd = [word for word in re.findall(r"[A-Za-z]{3,}", quantity) if word.lower() not in known_words]
     return f": not understood: {', '.join(dict.fromkeys(odd))[:80]}" if odd else ""
 
 
@@ -243,11 +243,11 @@ def _card_lines(card: NetworkCard) -> list[str]:
 
 def _claim_cells(one: ClaimOutcome) -> tuple[str, ...]:
     row = one.row
-    named = _cut_words(f"{row.quantity} | {row.conditions}" if row.conditions else row.quantity)
+    claim_text = _cut_words(f"{row.quantity} | {row.conditions}" if row.conditions else row.quantity)
     published = f"{_number_text(row.value)} {row.unit}".strip()
     if one.status == "not attempted":
-        return named, published, "", "", f"not attempted: {one.note}"
-    return named, published, _number_text(one.ours), _error_text(one), f"{_claim_verdict(one)}: {one.note}"
+        return claim_text, published, "", "", f"not attempted: {one.note}"
+    return claim_text, published, _number_text(one.ours), _error_text(one), f"{_claim_verdict(one)}: {one.note}"
 
 
 def _claim_verdict(one: ClaimOutcome) -> str:

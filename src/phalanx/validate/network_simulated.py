@@ -193,9 +193,9 @@ def _mean_s(hosts: int, loss: float) -> float:
     fabric = parse_fabric(FABRIC.format(hosts=hosts))
     step = min(T0_HOSTS, hosts // 2)
     traffic = shift(hosts, NBYTES, step=step)
-    lost = faults if loss else ()
+    loss_faults = faults if loss else ()
     result = run_connections(
-        fabric, traffic, transport=MRC, faults=lost, sample_s=SAMPLE_S, limit_s=10.0, each_plane=True
+        fabric, traffic, transport=MRC, faults=loss_faults, sample_s=SAMPLE_S, limit_s=10.0, each_plane=True
     )
     if result.stopped == "interrupted":
         raise KeyboardInterrupt

@@ -97,7 +97,7 @@ def candidates(row: PublishedRun) -> list[dict[str, float]]:
 def predict_rows(rows: tuple[PublishedRun, ...], *, constants: Physics | None = None,
                  framework_profiles: dict[str, Profile] | None = None) -> RowPredictions:  # fmt: skip
     """Predict every row that has the required columns."""
-    known = framework_profiles or shipped_profiles()
+    profiles = framework_profiles or shipped_profiles()
     columns: list[dict[str, float]] = []
     owner: list[int] = []
     names: list[str] = []
@@ -108,13 +108,13 @@ def predict_rows(rows: tuple[PublishedRun, ...], *, constants: Physics | None = 
         name = profile_name(row.get("framework", ""), row.get("date", ""))
         columns += row_cases
         owner += [index] * len(row_cases)
-        names += [name if name in known else "default"] * len(row_cases)
+        names += [name if name in profiles else "default"] * len(row_cases)
     if not columns:
         columns, owner, names = [_EMPTY], [-1], ["default"]
     table = to_cases(columns)
     memory_by = memory_profiles()
     memory = predict_memory(table, stack_memory([memory_by.get(name, memory_by["default"]) for name in names]))
-    times = predict_step(table, constants or shipped_physics(), stack_profiles([known[name] for name in names]))
+    times = predict_step(table, constants or shipped_physics(), stack_profiles([profiles[name] for name in names]))
     best = _best_candidates(np.asarray(owner), times.step_s, memory.total <= UNSTATED_SLACK * memory.usable)
     return RowPredictions(
         cases=table.take(best),

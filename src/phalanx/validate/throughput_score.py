@@ -120,13 +120,13 @@ def fit_sources(known: tuple[PublishedRun, ...]) -> dict[str, Calibration]:
     predictions = predict_rows(known)
     low, high = step_interval(predictions.cases, predictions.times, predictions.frameworks)
     scatter = SCATTER_SHARE * np.log(high / low) / 2.0
-    measured = np.array([number(known[index], "step_s") or np.nan for index in predictions.priced])
+    measured_s = np.array([number(known[index], "step_s") or np.nan for index in predictions.priced])
     source = np.array([known[index].get("source", "") for index in predictions.priced])
     fitted = {}
     for name in sorted(set(source)):
         of_source = source == name
         fitted[str(name)] = fit_calibration(
-            take_rows(predictions.times, of_source), measured[of_source], scatter[of_source]
+            take_rows(predictions.times, of_source), measured_s[of_source], scatter[of_source]
         )
     return fitted
 
@@ -176,7 +176,7 @@ def score_predictions(rows: Sequence[PublishedRun], predictions: Sequence[RowPre
     large = [source for source in sources if source.rows >= LEAST_ROWS]
     precision, recall = _oom_scores(rows, predictions)
     regrets = _cell_regrets(rows, predictions)
-    lost = [regret.regret for regret in regrets]
+    lost_shares = [regret.regret for regret in regrets]
     reasons: dict[str, int] = defaultdict(int)
     for guess in predictions:
         if guess.reason:
@@ -195,8 +195,8 @@ def score_predictions(rows: Sequence[PublishedRun], predictions: Sequence[RowPre
         oom_recall=recall,
         coverage=_mean_or_none([float(is_inside) for is_inside in inside]),
         regret_cells=len(regrets),
-        regret_median=float(np.median(lost)) if lost else None,
-        regret_p90=quantile(lost, 0.9) if lost else None,
+        regret_median=float(np.median(lost_shares)) if lost_shares else None,
+        regret_p90=quantile(lost_shares, 0.9) if lost_shares else None,
         regrets=regrets,
     )
 
@@ -287,8 +287,8 @@ def _cell_regrets(rows: Sequence[PublishedRun], predictions: Sequence[RowPredict
             continue
         pick = min([run for run in cell if run.fits] or cell, key=lambda run: run.predicted)
         best = min(finished, key=lambda run: run.measured or 0.0)
-        lost = 1.0 if pick.measured is None else pick.measured / (best.measured or 1.0) - 1.0
-        regrets.append(Regret(source=source, model=model, gpus=gpus, pick=pick.id, best=best.id, regret=lost))
+        regret = 1.0 if pick.measured is None else pick.measured / (best.measured or 1.0) - 1.0
+        regrets.append(Regret(source=source, model=model, gpus=gpus, pick=pick.id, best=best.id, regret=regret))
     return regrets
 
 
@@ -304,8 +304,8 @@ def draw_known(
     drawn: set[int] = set()
     for name in sorted(by_source):
         drawn |= set(chooser.sample(by_source[name], min(per_source, len(by_source[name]))))
-    known = tuple(row for index, row in enumerate(rows) if index in drawn)
-    return known, tuple(row for index, row in enumerate(rows) if index not in drawn)
+    known_rows = tuple(row for index, row in enumerate(rows) if index in drawn)
+    return known_rows, tuple(row for index, row in enumerate(rows) if index not in drawn)
 
 
 # ---- the scorecard of `phalanx backtest` as text, and its predictions as a file --------------------------------------

@@ -207,10 +207,10 @@ def model_shape(row: PublishedRun) -> ModelShape:
     """Return the model shape that a row describes; a preset of the same name and size supplies missing values."""
     layers, hidden = (int(number(row, name) or 1) for name in ("layers", "hidden"))
     heads = int(number(row, "heads") or max(1, round(hidden / USUAL_HEAD_DIM)))
-    known = _row_preset(row.get("model_name", ""), layers, hidden)
-    if known is not None:
-        vocab = int(number(row, "vocab") or known.vocab)
-        return replace(known, vocab=vocab)
+    preset = _row_preset(row.get("model_name", ""), layers, hidden)
+    if preset is not None:
+        vocab = int(number(row, "vocab") or preset.vocab)
+        return replace(preset, vocab=vocab)
     experts = int(number(row, "experts") or 0)
     head_dim = max(1, hidden // heads)
     shape = ModelShape(
@@ -231,9 +231,9 @@ def model_shape(row: PublishedRun) -> ModelShape:
 
 def _row_preset(name: str, layers: int, hidden: int) -> ModelShape | None:
     wanted_name = re.sub(r"[^a-z0-9]", "", name.lower())
-    for known, preset in known_presets().items():
+    for preset_name, preset in known_presets().items():
         model = preset.model()
-        same_name = re.sub(r"[^a-z0-9]", "", known.lower())
+        same_name = re.sub(r"[^a-z0-9]", "", preset_name.lower())
         if wanted_name == same_name and (model.layers, model.hidden) == (layers, hidden):
             return model
     return None

@@ -41,12 +41,12 @@ def findings_view(store: RunStore, name: str) -> Json:
     parts, run = AnswerParts(), store.run(name)
     verdicts = parts.read("check", lambda: verdicts_if_known(store, run))
     report = report_dict(verdicts.report) if verdicts is not None else {}
-    listed = report.pop("findings", [])
+    findings = report.pop("findings", [])
     remarks = run_remarks(store, name, parts)
     return {
         **_check_standing(verdicts, parts),
         "report": {key: value for key, value in report.items() if key not in ("target", "unmapped", "notes")},
-        "groups": _finding_groups(listed, run.path),
+        "groups": _finding_groups(findings, run.path),
         "remarks": remarks,
         "damage": parts.damage,
     }
@@ -79,8 +79,8 @@ def _finding_groups(listed: Sequence[Json], folder: Path) -> list[Json]:
     """Group findings by their rule group, in the order of the specification."""
     own_groups = {finding["group"]: "your own rules" for finding in listed if finding.get("origin")}
     titles = {**GROUPS, "SPC": OTHER, **own_groups}
-    shown = [_finding_view(finding, folder) for finding in listed[:MOST_FINDINGS]]
-    by_group = {group: [finding for finding in shown if finding["group"] == group] for group in titles}
+    finding_views = [_finding_view(finding, folder) for finding in listed[:MOST_FINDINGS]]
+    by_group = {group: [finding for finding in finding_views if finding["group"] == group] for group in titles}
     return [
         {"group": key, "title": titles[key], "findings": findings} for key, findings in by_group.items() if findings
     ]

@@ -32,22 +32,22 @@ def mesh_view(store: RunStore, name: str, *, series: str, columns: int, first: i
     plan = parts.read("plan.json", run.plan, {})
     with store.history(name) as history:
         missing = series not in history.names()
-        drawn = None if missing else history.mesh(series, columns=columns, first=first, last=last)
+        mesh = None if missing else history.mesh(series, columns=columns, first=first, last=last)
         where = rank_places(plan, parts.read("supervisor.jsonl", history.supervisor, []))
         ranks = history.ranks
         slow = parts.read("stragglers", lambda: find_stragglers(history), [])
         parts.note(parts.read("events", history.damage, ()))
-    ranks = ranks if drawn is None else drawn.ranks
+    ranks = ranks if mesh is None else mesh.ranks
     return {
         "name": series,
-        "unit": drawn.unit if drawn else "",
+        "unit": mesh.unit if mesh else "",
         "missing": missing,
         "ranks": ranks,
         "places": [where.place(rank) for rank in ranks],
         "hosts": [where.host(rank) for rank in ranks],
-        "step": drawn.step if drawn else (),
-        "t": drawn.t if drawn else (),
-        "values": drawn.values if drawn else [[] for _ in ranks],
+        "step": mesh.step if mesh else (),
+        "t": mesh.t if mesh else (),
+        "values": mesh.values if mesh else [[] for _ in ranks],
         "stragglers": slow,
         "damage": parts.damage,
     }
@@ -209,8 +209,8 @@ def _search_lines(search: Mapping[str, Any]) -> list[str]:
     legal, fitting, seconds = (number(search, key) for key in ("legal", "fitting", "seconds"))
     if not legal or fitting is None:
         return []
-    spent = f", searched in {format_seconds(seconds)}" if seconds else ""
-    return [f"the best of {legal:,.0f} valid layouts, of which {fitting:,.0f} fit into memory{spent}"]
+    search_time = f", searched in {format_seconds(seconds)}" if seconds else ""
+    return [f"the best of {legal:,.0f} valid layouts, of which {fitting:,.0f} fit into memory{search_time}"]
 
 
 def _named_value(one: Any) -> Any:

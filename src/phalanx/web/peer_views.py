@@ -29,7 +29,7 @@ def peers_view(store: RunStore, name: str) -> Json:
         parts.note(parts.read("events", history.damage, ()))
     status_file = run.path / "peers" / "status.json"
     status = parts.read("peers/status.json", lambda: read_json(status_file), {}) if status_file.exists() else {}
-    drawn = [_round_row(event) for event in rounds]
+    round_rows = [_round_row(event) for event in rounds]
     peers = _known_peers(rounds, happened, status if isinstance(status, dict) else {})
     return {
         "mode": text(sync, "mode"),
@@ -37,12 +37,12 @@ def peers_view(store: RunStore, name: str) -> Json:
         "inner_steps": integer(sync, "inner_steps") if text(sync, "mode") in ("diloco", "quorum") else None,
         "planned_utilisation": _planned_utilisation(plan),
         # With a delay, training continues during an exchange, so its seconds are not waiting time.
-        "utilisation": None if integer(sync, "delay_steps") else _utilisation(drawn),
-        "bytes_sent": sum(row["bytes_sent"] or 0 for row in drawn),
-        "bytes_received": sum(row["bytes_received"] or 0 for row in drawn),
-        "rounds_in_all": len(drawn),
+        "utilisation": None if integer(sync, "delay_steps") else _utilisation(round_rows),
+        "bytes_sent": sum(row["bytes_sent"] or 0 for row in round_rows),
+        "bytes_received": sum(row["bytes_received"] or 0 for row in round_rows),
+        "rounds_in_all": len(round_rows),
         "peers": peers[:MOST_PEERS],
-        "rounds": drawn[-MOST_ROUNDS:],
+        "rounds": round_rows[-MOST_ROUNDS:],
         "happened": [_happened_row(event) for event in happened if text(event, "text")][-MOST_HAPPENED:],
         "damage": parts.damage,
     }

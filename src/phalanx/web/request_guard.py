@@ -66,8 +66,8 @@ class AccessKey:
 
     def is_held(self, headers: MutableMapping[bytes, bytes]) -> bool:
         """Return True if a request carries the token or the cookie."""
-        kind, _, shown = headers.get(b"authorization", b"").partition(b" ")
-        if kind.lower() == b"bearer" and self.is_token(shown.strip()):
+        kind, _, credential = headers.get(b"authorization", b"").partition(b" ")
+        if kind.lower() == b"bearer" and self.is_token(credential.strip()):
             return True
         pairs = (pair.strip().partition(b"=") for pair in headers.get(b"cookie", b"").split(b";"))
         return any(name == self._name and hmac.compare_digest(value, self._digest) for name, _, value in pairs)
@@ -125,8 +125,8 @@ class RequestGuard:
         if self._key is None:
             return None
         pairs = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        shown = [value for name, value in pairs if name == "token"]
-        if shown and self._key.is_token(shown[0].encode()):
+        tokens = [value for name, value in pairs if name == "token"]
+        if tokens and self._key.is_token(tokens[0].encode()):
             # Redirect to remove the token from the address bar: addresses end up in histories and screenshots.
             rest = urlencode([pair for pair in pairs if pair[0] != "token"])
             where = (_local_path(scope.get("raw_path") or b"/") + (f"?{rest}" if rest else "")).encode("ascii")

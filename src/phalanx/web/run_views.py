@@ -56,15 +56,15 @@ def run_progress(run: Run, plan: Json, history: RunHistory) -> Json:
     state, live = state_of(run)
     last, steps = history.last_step, total_steps(plan, history)
     recent = [] if last is None else list(history.steps(history.witness, max(0, last - RECENT + 1), last))
-    timed = [(number(event, "tokens") or 0.0, spent) for event in recent if (spent := seconds(event, "duration_s"))]
-    spent = sum(took for _, took in timed)
+    timed = [(number(event, "tokens") or 0.0, spent_s) for event in recent if (spent_s := seconds(event, "duration_s"))]
+    spent_s = sum(took for _, took in timed)
     done = 0 if last is None else last + 1
     return {
         "step": done,
         "steps": steps,
         "loss": number(recent[-1], "loss") if recent else None,
-        "tokens_per_s": sum(tokens for tokens, _ in timed) / spent if spent else None,
-        "left_s": max(0, steps - done) * spent / len(timed) if timed and steps and live else None,
+        "tokens_per_s": sum(tokens for tokens, _ in timed) / spent_s if spent_s else None,
+        "left_s": max(0, steps - done) * spent_s / len(timed) if timed and steps and live else None,
         "t": number(recent[-1], "t") if recent else None,
         "state": state,
         "live": live,
@@ -218,19 +218,19 @@ def curves_view(
     """Return some series of one rank; `missing` are those that the run does not have."""
     parts = AnswerParts()
     with store.history(name) as history:
-        known = set(parts.read("series", history.names, ()))
+        series_names = set(parts.read("series", history.names, ()))
         curves = {
             series: parts.read(
                 series, partial(_curve_view, history, series, rank=rank, first=first, last=last, points=points)
             )
             for series in names
-            if series in known
+            if series in series_names
         }
         span = {"first_step": history.first_step, "last_step": history.last_step}
-    drawn = {series: curve for series, curve in curves.items() if curve is not None}
-    missing = [series for series in names if series not in drawn]
+    known_curves = {series: curve for series, curve in curves.items() if curve is not None}
+    missing = [series for series in names if series not in known_curves]
     tokens = tokens_per_step(plan_of(store.run(name)))
-    return {"curves": drawn, "missing": missing, "tokens_per_step": tokens, **span, "damage": parts.damage}
+    return {"curves": known_curves, "missing": missing, "tokens_per_step": tokens, **span, "damage": parts.damage}
 
 
 def _curve_view(history: RunHistory, name: str, *, rank: int, first: int | None, last: int | None, points: int) -> Json:
@@ -350,12 +350,12 @@ def _compared_run(store: RunStore, run_name: str, *, name: str, points: int) -> 
     run = store.run(run_name)
     with store.history(run_name) as history:
         missing = name not in history.names()
-        drawn = None if missing else history.curve(name, points=points)
-        tokens = history.curve("tokens", points=points) if drawn and "tokens" in history.names() else None
+        curve = None if missing else history.curve(name, points=points)
+        tokens = history.curve("tokens", points=points) if curve and "tokens" in history.names() else None
     started = number(launch_of(run), "started")
     model = text(at(plan_of(run), "job", "model"), "name")
-    known = {"run": run_name, "model": model, "started": started, "missing": missing}
-    return known if drawn is None else {**known, **curve_json(drawn), "tokens": _tokens_seen(tokens, drawn)}
+    run_facts = {"run": run_name, "model": model, "started": started, "missing": missing}
+    return run_facts if curve is None else {**run_facts, **curve_json(curve), "tokens": _tokens_seen(tokens, curve)}
 
 
 def _tokens_seen(tokens: Curve | None, drawn: Curve) -> list[float | None]:
@@ -395,8 +395,8 @@ def cost_view(store: RunStore, name: str) -> Json:
     parts, run = AnswerParts(), store.run(name)
     account = parts.read("cost", lambda: account_soon(store, run, wait_s=LEDGER_PATIENCE_S))
     bill = account.summary.cost if account else None
-    known = {field.name: getattr(bill, field.name) for field in fields(bill)} if bill else {}
-    return {**NO_BILL, **known, **_settled_state(parts, account)}
+    amounts = {field.name: getattr(bill, field.name) for field in fields(bill)} if bill else {}
+    return {**NO_BILL, **amounts, **_settled_state(parts, account)}
 
 
 def _settled_state(parts: AnswerParts, account: RunAccount | None) -> Json:

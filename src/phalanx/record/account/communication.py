@@ -71,18 +71,18 @@ def read_communication(history: RunHistory) -> Communication | None:
     checks = tuple(_compile_check(event) for event in history.events("compile_check"))
     if not group_events and not checks:
         return None
-    reported = next((event for event in reversed(group_events) if "variables" in event), {})
+    newest_settings = next((event for event in reversed(group_events) if "variables" in event), {})
     return Communication(
         backend=text(group_events[-1], "backend") if group_events else "",
         mode=text(group_events[-1], "mode") if group_events else "",
         formations=tuple(_membership_groups(event) for event in group_events),
-        version=text(reported, "version"),
-        built_version=text(reported, "built_version"),
-        libraries=_text_tuple(reported.get("libraries")),
-        preloaded=_text_tuple(reported.get("preloaded")),
-        variables=_variable_texts(reported.get("variables")),
-        differences=_text_tuple(reported.get("differences")),
-        notes=_text_tuple(reported.get("notes")),
+        version=text(newest_settings, "version"),
+        built_version=text(newest_settings, "built_version"),
+        libraries=_text_tuple(newest_settings.get("libraries")),
+        preloaded=_text_tuple(newest_settings.get("preloaded")),
+        variables=_variable_texts(newest_settings.get("variables")),
+        differences=_text_tuple(newest_settings.get("differences")),
+        notes=_text_tuple(newest_settings.get("notes")),
         checks=checks,
     )
 

@@ -141,11 +141,11 @@ Spent = tuple[_Rates, float]
 
 def _spent_shares(run: Run, history: RunHistory, rates: _Rates, wall_s: float) -> list[Spent]:
     """Split the run's seconds by launch: each has its own number of devices, and perhaps another price."""
-    known = read_launches(run, history)
-    total_s = sum(launch.seconds for launch in known)
-    if len(known) < 2 or total_s <= 0:
+    launches = read_launches(run, history)
+    total_s = sum(launch.seconds for launch in launches)
+    if len(launches) < 2 or total_s <= 0:
         return [(rates, wall_s)]
-    return [(_Rates(launch.plan, world=launch.world), wall_s * launch.seconds / total_s) for launch in known]
+    return [(_Rates(launch.plan, world=launch.world), wall_s * launch.seconds / total_s) for launch in launches]
 
 
 def _is_early(run: Run, plan: Mapping[str, Any], book: Ledger) -> bool:
@@ -187,10 +187,10 @@ def _newest_over_all(run: Run, history: RunHistory) -> float:
     """Return the mean step time of the newest layout over that of the run: the remaining steps use the
     newest layout.
     """
-    known = layout_spans(run, history)
-    if len(known) < 2:
+    spans = layout_spans(run, history)
+    if len(spans) < 2:
         return 1.0
-    means = [history.curve("duration_s", first=first, points=1).mean for first in (known[-1].first, known[0].first)]
+    means = [history.curve("duration_s", first=first, points=1).mean for first in (spans[-1].first, spans[0].first)]
     newest_s, all_s = (next(iter(curve_means), None) for curve_means in means)
     return newest_s / all_s if newest_s and all_s else 1.0
 
@@ -288,12 +288,14 @@ def counted_energy(readings: Iterable[tuple[int | None, float | None]]) -> float
     309.0
     """
     total = last = 0.0
-    known: int | None = None
+    last_generation: int | None = None
     for generation, value in readings:
         if value is not None and _is_sane(value):
-            begins = value < last or (generation != known and generation is not None and known is not None)
+            begins = value < last or (
+                generation != last_generation and generation is not None and last_generation is not None
+            )
             total, last = (total + last, value) if begins else (total, value)
-            known = known if generation is None else generation
+            last_generation = last_generation if generation is None else generation
     return total + last
 
 

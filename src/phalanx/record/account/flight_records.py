@@ -92,22 +92,22 @@ class _Wait:
 
 def find_culprit(flights: Iterable[Flight]) -> HangCulprit | None:
     """Determine which ranks the others of a membership waited for; None if no rank waited."""
-    known = {flight.rank: flight for flight in flights}
-    waits = _group_waits(known)
+    flight_by_rank = {flight.rank: flight for flight in flights}
+    waits = _group_waits(flight_by_rank)
     for wait in waits:
         if differing := _call_mismatch(wait):
             return differing
-    idle = {rank for rank, flight in known.items() if not flight.waits}
-    blamed = [(wait, [rank for rank in wait.missing if rank in idle or rank not in known]) for wait in waits]
+    idle = {rank for rank, flight in flight_by_rank.items() if not flight.waits}
+    blamed = [(wait, [rank for rank in wait.missing if rank in idle or rank not in flight_by_rank]) for wait in waits]
     blamed = [(wait, ranks) for wait, ranks in blamed if ranks]
     if blamed:
         wait, culprits = max(blamed, key=lambda blamed_wait: (len(blamed_wait[0].waiting), -blamed_wait[0].number))
         return HangCulprit(sentence=f"{wait.name}: {_who_is_late(wait, culprits)}", culprits=tuple(culprits))
-    if message := _silent_peer(known, idle):
+    if message := _silent_peer(flight_by_rank, idle):
         return message
     if late := [wait for wait in waits if wait.missing]:
-        reported = "; ".join(f"{wait.name}: {_who_is_late(wait, sorted(wait.missing))}" for wait in late[:2])
-        return HangCulprit(sentence=f"ranks wait for each other: {reported}")
+        waits_text = "; ".join(f"{wait.name}: {_who_is_late(wait, sorted(wait.missing))}" for wait in late[:2])
+        return HangCulprit(sentence=f"ranks wait for each other: {waits_text}")
     if waits:
         inside = "every rank entered it and none came out: the network, a GPU, or a rank that died in it"
         return HangCulprit(sentence=f"{waits[0].name}: {inside}")
@@ -151,13 +151,13 @@ def _call_mismatch(wait: _Wait) -> HangCulprit | None:
         calls.setdefault((entry.op, sizes), []).append(rank)
     if len(calls) < 2:
         return None
-    reported = " and ".join(
+    calls_text = " and ".join(
         f"{op} {sizes}".strip() + f" on {_ranks_text(ranks)}" for (op, sizes), ranks in calls.items()
     )
     few = min(calls.values(), key=len)
     culprits = tuple(few) if 2 * len(few) < len(wait.entries) else ()
     return HangCulprit(
-        sentence=f"number {wait.number} of group {wait.label} is {reported}: the ranks do not run the same program",
+        sentence=f"number {wait.number} of group {wait.label} is {calls_text}: the ranks do not run the same program",
         culprits=culprits,
     )
 
@@ -189,12 +189,12 @@ def _who_is_late(wait: _Wait, culprits: Sequence[int]) -> str:
     # Not only those still waiting: gloo aborts an operation as soon as the connection to a dead rank breaks.
     entered = f"{_ranks_text(sorted(wait.entries))} entered it"
     silent = [rank for rank in culprits if wait.missing[rank] is None]
-    behind: dict[int, list[int]] = {}
+    ranks_by_number: dict[int, list[int]] = {}
     for rank in culprits:
         if (last := wait.missing[rank]) is not None:
-            behind.setdefault(last, []).append(rank)
+            ranks_by_number.setdefault(last, []).append(rank)
     parts = [f"{_ranks_text(silent)} left no record of entering it"] if silent else []
-    for last, ranks in sorted(behind.items()):
+    for last, ranks in sorted(ranks_by_number.items()):
         came = f"came to number {last}" if last else "recorded none of this group"
         parts.append(f"{_ranks_text(ranks)} did not: {came}")
     return ", ".join([entered, *parts])
@@ -245,11 +245,11 @@ def read_flights(run: Run, generation: int, *, most: int = MOST_FILES) -> list[F
 def flight_of(data: Mapping[str, Any], *, rank: int) -> Flight:
     """Convert one rank's file to a value; skip invalid entries."""
     groups, entries = data.get("groups"), data.get("entries")
-    known = {}
+    groups_by_name = {}
     for name, entry_table in groups.items() if isinstance(groups, dict) else ():
         ranks = entry_table.get("ranks") if isinstance(entry_table, dict) else None
         if isinstance(ranks, list) and all(isinstance(member, int) for member in ranks):
-            known[str(name)] = ProcessGroup(
+            groups_by_name[str(name)] = ProcessGroup(
                 label=printable(entry_table.get("label") or name, most=60), ranks=tuple(sorted(ranks))
             )
     valid_entries = []
@@ -267,4 +267,4 @@ def flight_of(data: Mapping[str, Any], *, rank: int) -> Flight:
                     peer=integer(entry_table, "peer"),
                 )
             )
-    return Flight(rank=rank, groups=known, entries=tuple(valid_entries))
+    return Flight(rank=rank, groups=groups_by_name, entries=tuple(valid_entries))

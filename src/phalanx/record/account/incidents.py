@@ -39,13 +39,18 @@ def supervisor_events(run: Run) -> list[Event]:
 
 def read_incidents(run: Run, walked: LedgerWalk | None = None, events: Sequence[Event] | None = None) -> list[Incident]:
     """Return every incident of a run, in order; `walked` and `events` save reading them again."""
-    reported = supervisor_events(run) if events is None else events
-    noticed = [event for event in reported if event["event"] == "incident" and number(event, "t") is not None]
-    if not noticed:
+    coordinator_events = supervisor_events(run) if events is None else events
+    incident_events = [
+        event for event in coordinator_events if event["event"] == "incident" and number(event, "t") is not None
+    ]
+    if not incident_events:
         return []
-    known = (walked or walk_ledger(run)).recoveries
-    spans: list[Recovery | None] = [*known, *[None] * len(noticed)]
-    return [_make_incident(run, event, reported, span) for event, span in zip(noticed, spans, strict=False)]
+    recoveries = (walked or walk_ledger(run)).recoveries
+    spans: list[Recovery | None] = [*recoveries, *[None] * len(incident_events)]
+    return [
+        _make_incident(run, event, coordinator_events, span)
+        for event, span in zip(incident_events, spans, strict=False)
+    ]
 
 
 def incident_text(event: Event) -> str:
@@ -56,8 +61,8 @@ def incident_text(event: Event) -> str:
 
 def _recorded_finding(run: Run, fell_in: int, events: Sequence[Event]) -> str:
     """Return the coordinator's finding for a membership; if it had no time for one, analyze the flight records now."""
-    reported = [event for event in events if event["event"] == "evidence" and integer(event, "epoch") == fell_in]
-    if finding := next((text(event, "finding") for event in reported if event.get("finding")), ""):
+    evidence = [event for event in events if event["event"] == "evidence" and integer(event, "epoch") == fell_in]
+    if finding := next((text(event, "finding") for event in evidence if event.get("finding")), ""):
         return printable(finding, most=500)
     culprit = find_culprit(read_flights(run, fell_in))
     return printable(culprit.sentence, most=500) if culprit is not None else ""

@@ -116,8 +116,8 @@ class Ledger:
         return asdict(self) | {"effective": self.effective, "closes": self.closes, "gap": self.gap}
 
     def __str__(self) -> str:
-        spent = sorted(asdict(self.accounts).items(), key=lambda account: -account[1])
-        parts = [f"{ACCOUNT_LABELS[name]} {format_seconds(took_s)}" for name, took_s in spent if took_s >= 0.0005]
+        accounts = sorted(asdict(self.accounts).items(), key=lambda account: -account[1])
+        parts = [f"{ACCOUNT_LABELS[name]} {format_seconds(took_s)}" for name, took_s in accounts if took_s >= 0.0005]
         closes = f"; does not close, {self.gap}" if self.gap else ""
         jumped = f"; {self.jumped}" if self.jumped else ""
         total = f"{format_seconds(self.wall_s)} (effective training time {self.effective:.1%})"
@@ -148,22 +148,22 @@ def walk_ledger(
     run; if it fits, nothing is read twice.
     """
     supervised = run.supervisor.is_file()
-    known = read_memberships(run, starts=passed.starts if passed is not None and not passed.is_lost else None)
-    if passed is not None and supervised and passed.fits(known):
+    memberships = read_memberships(run, starts=passed.starts if passed is not None and not passed.is_lost else None)
+    if passed is not None and supervised and passed.fits(memberships):
         return passed.close()
-    if supervised and _has_one_witness(run, known):
-        feed = EventFeed(run.events(known[0].witness), "")
+    if supervised and _has_one_witness(run, memberships):
+        feed = EventFeed(run.events(memberships[0].witness), "")
         if feed.left_bytes >= least_bytes:
-            merger, parser = _MarkMerger(run, history, known), EventParser()
+            merger, parser = _MarkMerger(run, history, memberships), EventParser()
             for block in feed.pieces():
                 with gc_paused():
                     merger.take(parser.batch(block))
-            return merger.close(known)
+            return merger.close(memberships)
     lines = MarkReader()
-    book = open_book(run, known, history)
-    for time_s, generation, event in merged_marks(run, known, lines):
+    book = open_book(run, memberships, history)
+    for time_s, generation, event in merged_marks(run, memberships, lines):
         book.take(time_s, generation, event)
-    return closed_ledger(book, known, unreadable=lines.unreadable, jumps=lines.jumps)
+    return closed_ledger(book, memberships, unreadable=lines.unreadable, jumps=lines.jumps)
 
 
 def open_book(run: Run, known: Sequence[RecordedMembership], history: RunHistory | None) -> LedgerBuilder:
@@ -222,11 +222,11 @@ class LedgerStream:
         try:
             if not run.supervisor.is_file() or EventFeed(run.events(witness), "").left_bytes < least_bytes:
                 return None
-            known = read_memberships(run, starts=lambda rank: ())
-            if not _has_one_witness(run, known) or known[0].witness != witness:
+            memberships = read_memberships(run, starts=lambda rank: ())
+            if not _has_one_witness(run, memberships) or memberships[0].witness != witness:
                 return None
             history.refresh()
-            return cls(known, _MarkMerger(run, history, known))
+            return cls(memberships, _MarkMerger(run, history, memberships))
         except TROUBLES:
             return None
 
@@ -235,9 +235,9 @@ class LedgerStream:
         if self.is_lost:
             return
         try:
-            begun = [batch.events[place] for place, kind in batch.others if kind == "run_start"]
+            starts = [batch.events[place] for place, kind in batch.others if kind == "run_start"]
             self._starts += [
-                {"epoch": event.get("epoch"), "step": event.get("step")} for event in begun if is_timed(event)
+                {"epoch": event.get("epoch"), "step": event.get("step")} for event in starts if is_timed(event)
             ]
             self._merger.take(batch)
         # A second walk over the records reports the error.

@@ -69,8 +69,10 @@ def read_memberships(run: Run, *, starts: Callable[[int], Iterable[Event]] | Non
 
     `starts` returns the `run_start` events of a rank if the caller knows them, so that the events are not read again.
     """
-    known = starts or functools.partial(_start_events, run)
-    memberships = _supervised_memberships(run, known) if run.supervisor.is_file() else list(_started_memberships(run))
+    starts_of = starts or functools.partial(_start_events, run)
+    memberships = (
+        _supervised_memberships(run, starts_of) if run.supervisor.is_file() else list(_started_memberships(run))
+    )
     floor = NEVER_UNDONE
     for membership in reversed(memberships):
         membership.floor = floor
@@ -296,10 +298,10 @@ def measured_mfu(plan: Table, tokens_per_s: float | None, *, world: int | None =
     the ratio of the rates, since the FLOPs per token and the peak of a device are the plan's in both.
     """
     prediction, planned_world = at(plan, "prediction"), world_of(at(plan, "layout"))
-    planned, rate = number(prediction, "mfu"), number(prediction, "tokens_per_s")
-    if not planned or not rate or tokens_per_s is None or tokens_per_s < 0.0:
+    planned_mfu, rate = number(prediction, "mfu"), number(prediction, "tokens_per_s")
+    if not planned_mfu or not rate or tokens_per_s is None or tokens_per_s < 0.0:
         return None
-    return planned * tokens_per_s / rate * (planned_world / world if planned_world and world else 1.0)
+    return planned_mfu * tokens_per_s / rate * (planned_world / world if planned_world and world else 1.0)
 
 
 def world_of(layout: Table) -> int | None:
@@ -351,11 +353,13 @@ def _find_spans(
 ) -> list[LayoutSpan]:
     if known is None:
         known = read_memberships(run, starts=lambda rank: history.events("run_start", rank=rank))
-    reported = {integer(event, "epoch"): event for event in history.supervisor() if event["event"] == "epoch"}
+    events_by_generation = {
+        integer(event, "epoch"): event for event in history.supervisor() if event["event"] == "epoch"
+    }
     plans = _Plans(run)
     spans: list[LayoutSpan] = []
     for membership in known:
-        event = reported.get(membership.generation, {})
+        event = events_by_generation.get(membership.generation, {})
         plan, under = plans.of(event)
         layout = at(event, "layout") or at(under, "layout")
         # A start without a recorded number of ranks counts as one rank: the layout is more reliable.
@@ -399,8 +403,8 @@ def _find_spans(
 
 def plan_at_step(run: Run, history: RunHistory, step: int | None) -> Table:
     """Return the plan of the layout that did a step; empty if that layout was not planned."""
-    known = layout_spans(run, history)
-    spans = [span for span in known if step is not None and span.first <= step <= span.last] or known[-1:]
+    all_spans = layout_spans(run, history)
+    spans = [span for span in all_spans if step is not None and span.first <= step <= span.last] or all_spans[-1:]
     return spans[0].plan if spans else _Plans(run).newest
 
 
@@ -419,19 +423,21 @@ def read_launches(run: Run, history: RunHistory) -> list[Launch]:
     """
     plans, launches = _Plans(run), []
     began: list[tuple[float, Table, int]] = []  # start time, plan, number of ranks
-    reported = [(time_s, event) for event in history.supervisor() if (time_s := number(event, "t")) is not None]
-    known = run.launches()
-    ends = [time_s for time_s, event in reported if event["event"] == "end"]
-    for time_s, event in reported:
+    timed_events = [(time_s, event) for event in history.supervisor() if (time_s := number(event, "t")) is not None]
+    launch_times = run.launches()
+    ends = [time_s for time_s, event in timed_events if event["event"] == "end"]
+    for time_s, event in timed_events:
         if event["event"] != "epoch":
             continue
         under, world = plans.of(event)[1], max(1, integer(event, "world") or 1)
         if event.get("reason") == "start" or not began:
-            launched = max((launch_s for launch_s in known if launch_s <= time_s), default=time_s)
+            launched = max((launch_s for launch_s in launch_times if launch_s <= time_s), default=time_s)
             began.append((launched, under, world))
         else:  # devices that a launch has lost are still rented
             began[-1] = (began[-1][0], began[-1][1], max(world, began[-1][2]))
-    newest_s = max([*(time_s for time_s, _ in reported), number(history.latest("step") or {}, "t") or 0.0], default=0.0)
+    newest_s = max(
+        [*(time_s for time_s, _ in timed_events), number(history.latest("step") or {}, "t") or 0.0], default=0.0
+    )
     for count, (launched, under, world) in enumerate(began):
         until = began[count + 1][0] if count + 1 < len(began) else newest_s
         end_s = next((time_s for time_s in ends if launched < time_s <= until), until)
@@ -461,9 +467,9 @@ class _Plans:
 
         An `epoch` event names the plan it was made under; in older records that is the next plan with its layout.
         """
-        reported, layout = integer(event, "plan"), at(event, "layout")
-        if reported is not None and 1 <= reported <= len(self._plans):
-            self._at = reported - 1
+        plan_number, layout = integer(event, "plan"), at(event, "layout")
+        if plan_number is not None and 1 <= plan_number <= len(self._plans):
+            self._at = plan_number - 1
         elif layout:
             later = range(self._at, len(self._plans))
             self._at = next((count for count in later if _is_of(self._plans[count], layout)), self._at)
@@ -474,8 +480,10 @@ class _Plans:
 
 
 def _is_of(plan: Table, layout: Table) -> bool:
-    planned = at(plan, "layout")
-    return bool(planned) and all(planned.get(key) == value for key, value in layout.items() if key in planned)
+    plan_layout = at(plan, "layout")
+    return bool(plan_layout) and all(
+        plan_layout.get(key) == value for key, value in layout.items() if key in plan_layout
+    )
 
 
 def _folder_names(run: Run) -> list[str]:

@@ -48,12 +48,12 @@ class RankPlaces:
     def same_work(self, ranks: Iterable[int]) -> list[list[int]]:
         """Group ranks that do the same work, those of a pipeline stage, in ascending order."""
         size = math.prod(max(1, integer(self.layout, axis) or 1) for axis in AXES[:3])  # ranks of a pipeline stage
-        known, begin = sorted(ranks), 0
+        sorted_ranks, begin = sorted(ranks), 0
         groups = []
         # Not rank by rank: there may be 131,072, and a report calls this five times.
-        while begin < len(known):
-            stop = bisect_left(known, (known[begin] // size + 1) * size, begin)
-            groups.append(known[begin:stop])
+        while begin < len(sorted_ranks):
+            stop = bisect_left(sorted_ranks, (sorted_ranks[begin] // size + 1) * size, begin)
+            groups.append(sorted_ranks[begin:stop])
             begin = stop
         return groups
 

@@ -54,9 +54,9 @@ def work_by_column(
     own = np.where(own > 0.0, own, np.nan)
     held_s = np.zeros(own.shape)
     if "cpu_s" in history.names():
-        in_all, spent = (_mesh_table(mesh) for mesh in history.meshes(("compute_s", "cpu_s"), **span))
-        if in_all.shape == spent.shape == own.shape:
-            held_s = np.nan_to_num(np.maximum(in_all - spent, 0.0), nan=0.0)
+        compute_s, cpu_s = (_mesh_table(mesh) for mesh in history.meshes(("compute_s", "cpu_s"), **span))
+        if compute_s.shape == cpu_s.shape == own.shape:
+            held_s = np.nan_to_num(np.maximum(compute_s - cpu_s, 0.0), nan=0.0)
     rows_kept = [row for row, rank in enumerate(took.ranks) if world is None or rank < world]
     own, wait, held_s = own[rows_kept], wait[rows_kept], held_s[rows_kept]
     if own.shape[1] == 0 or int(np.isfinite(own).any(axis=1).sum()) < 2:
@@ -102,8 +102,8 @@ def median_of_others(values: Table) -> Table:
     order = np.argsort(values, axis=0)  # NaN last
     ranked = np.take_along_axis(values, order, axis=0)
     place = np.argsort(order, axis=0)
-    known = np.isfinite(values)
-    others_count = np.broadcast_to(known.sum(axis=0), values.shape) - known
+    is_known = np.isfinite(values)
+    others_count = np.broadcast_to(is_known.sum(axis=0), values.shape) - is_known
     return 0.5 * (
         _nth_value(ranked, place, (others_count - 1) // 2, others_count)
         + _nth_value(ranked, place, others_count // 2, others_count)

@@ -62,24 +62,24 @@ def _lags_of_run(run: Run, history: RunHistory | None) -> tuple[list[int], list[
     # The groups with the same work depend on the layout.
     for span in layout_spans(run, history):
         columns = max(1, min(MOST_COLUMNS, span.steps // COLUMN_STEPS))
-        known = work_by_column(history, columns=columns, first=span.first, last=span.last, world=span.world)
-        if known is None:  # one rank, or no recorded durations: no waiting
+        rank_work = work_by_column(history, columns=columns, first=span.first, last=span.last, world=span.world)
+        if rank_work is None:  # one rank, or no recorded durations: no waiting
             firsts, lost_s = [*firsts, span.first], [*lost_s, 0.0]
             continue
-        firsts += known.step
-        lost_s += straggler_lags(known, RankPlaces(layout=span.layout, hosts={})).tolist()
+        firsts += rank_work.step
+        lost_s += straggler_lags(rank_work, RankPlaces(layout=span.layout, hosts={})).tolist()
     return firsts, lost_s
 
 
 def straggler_lags(known: RankWork, where: RankPlaces) -> Table:
     """Return the seconds per step lost to slow ranks, by column."""
     rows = {rank: row for row, rank in enumerate(known.ranks)}
-    behind = np.zeros(known.own_s.shape)  # each rank behind the median of its peers
+    lag_behind_s = np.zeros(known.own_s.shape)  # each rank behind the median of its peers
     for group in where.same_work(known.ranks):
         own = known.own_s[[rows[rank] for rank in group]]
-        behind[[rows[rank] for rank in group]] = np.nan_to_num(own - median_of_others(own), nan=0.0)
+        lag_behind_s[[rows[rank] for rank in group]] = np.nan_to_num(own - median_of_others(own), nan=0.0)
     # A rank that is not behind waits at least as long as the slowest lags. If some rank hardly waits, because another
     # stage is busier still, a faster straggler would have saved no more than that.
-    waits = np.where((behind <= 0.0) & np.isfinite(known.wait_s), known.wait_s, np.inf).min(axis=0)
-    lag_s: Table = np.maximum(np.minimum(behind.max(axis=0), waits), 0.0)
+    waits = np.where((lag_behind_s <= 0.0) & np.isfinite(known.wait_s), known.wait_s, np.inf).min(axis=0)
+    lag_s: Table = np.maximum(np.minimum(lag_behind_s.max(axis=0), waits), 0.0)
     return lag_s

@@ -83,16 +83,16 @@ def _scores_until(history: RunHistory, end: int | None) -> StragglerScores:
     first, where = max(began, end - WINDOW + 1), _rank_places(history, span_of_window)
     if history.is_sampled:
         return _scores_of_many(history, where, first=first, last=end, is_newest=end == history.last_step)
-    known = work_by_column(
+    rank_work = work_by_column(
         history,
         columns=WINDOW,
         first=first,
         last=end,
         world=span_of_window.world if span_of_window is not None else None,
     )
-    if known is None:
+    if rank_work is None:
         return no_scores
-    scores = score_ranks(known, where)
+    scores = score_ranks(rank_work, where)
     if scores.steps >= LEAST_STEPS or end - first + 1 < LEAST_STEPS:
         return _with_reasons(scores, history, where, first=first, last=end)
     # With many ranks the history returns means of whole blocks: ranks that seem slow there are read step by step.
@@ -121,8 +121,10 @@ def _scores_of_many(
         nothing = np.zeros(table.shape)
         glance = score_ranks(RankWork(ranks=ranks, step=(first,), own_s=table, wait_s=nothing, held_s=nothing), where)
     else:
-        known = work_by_column(history, columns=WINDOW, first=first, last=last)
-        glance = score_ranks(known, where) if known is not None else StragglerScores(score={}, named=(), steps=0)
+        rank_work = work_by_column(history, columns=WINDOW, first=first, last=last)
+        glance = (
+            score_ranks(rank_work, where) if rank_work is not None else StragglerScores(score={}, named=(), steps=0)
+        )
     closer = work_by_step(history, _slowest_ranks(glance, where), first=first, last=last) if glance.score else None
     if closer is None:
         return replace(glance, named=())
@@ -190,14 +192,14 @@ def reason_of(mine: OwnTime, others: OwnTime) -> str:
     >>> reason_of(replace(alike, held_s=2.0, core_wait_s=1.9), alike)
     'it waits for the processor: its core is shared'
     """
-    behind = {
+    lag_s = {
         name: (getattr(mine, name) or 0.0) - (getattr(others, name) or 0.0)
         for name in ("computed_s", "held_s", "core_wait_s", "data_s")
     }
-    shared = behind["core_wait_s"]
+    shared = lag_s["core_wait_s"]
     # On a GPU host, time without a core is part of the time in which the device seems to compute.
-    held_behind = behind["held_s"] if mine.held_s is not None else shared
-    parts = {WAITS_FOR_DATA: behind["data_s"], COMPUTES_LONGER: behind["computed_s"]}
+    held_behind = lag_s["held_s"] if mine.held_s is not None else shared
+    parts = {WAITS_FOR_DATA: lag_s["data_s"], COMPUTES_LONGER: lag_s["computed_s"]}
     parts[WAITS_FOR_CORE if shared >= 0.5 * held_behind else STANDS_STILL] = held_behind
     reason, most = max(parts.items(), key=lambda part: part[1])
     return reason if most > 0.0 else ""
@@ -269,10 +271,10 @@ def _standard_error(ratios: Table) -> Table:
 
 
 def _median_spread(medians: Table) -> float:
-    known = medians[np.isfinite(medians)]
-    if len(known) < MANY:
+    finite_medians = medians[np.isfinite(medians)]
+    if len(finite_medians) < MANY:
         return 0.0
-    return float(1.4826 * np.median(np.abs(known - np.median(known))))
+    return float(1.4826 * np.median(np.abs(finite_medians - np.median(finite_medians))))
 
 
 def _rank_places(history: RunHistory, piece: LayoutSpan | None) -> RankPlaces:

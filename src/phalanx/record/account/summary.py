@@ -165,8 +165,8 @@ def summarize_run(run: Run, history: RunHistory | None = None, walked: LedgerWal
     history = history if history is not None else RunHistory.open(run)
     walked = walked if walked is not None else walk_ledger(run, history)
     brief = summarize_briefly(run, history, walked)
-    reported = walked.ledger.steps + walked.ledger.steps_lost
-    effective = walked.ledger.effective if brief.steps and reported else None
+    step_count = walked.ledger.steps + walked.ledger.steps_lost
+    effective = walked.ledger.effective if brief.steps and step_count else None
     skipped, still = count_odd_steps(run, last=history.last_step)
     return replace(
         brief,
@@ -185,8 +185,8 @@ def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None =
     """
     walked = walked if walked is not None else _empty_walk()
     plan, launch, status = _or_empty(run.plan), _or_empty(run.launch), run.status()
-    reported, events = history.supervisor(), history.events(*RARE)
-    incidents = read_incidents(run, walked, reported)
+    coordinator_events, events = history.supervisor(), history.events(*RARE)
+    incidents = read_incidents(run, walked, coordinator_events)
     steps = _Steps(history)
     pieces = layout_spans(run, history)
     layouts = tuple(_layout_result(history, piece) for piece in pieces)
@@ -210,7 +210,7 @@ def summarize_briefly(run: Run, history: RunHistory, walked: LedgerWalk | None =
         steps=steps.count,
         planned_steps=integer(duration, "steps"),
         tokens=int(steps.tokens),
-        starts=_count_launches(reported, events),
+        starts=_count_launches(coordinator_events, events),
         wall_s=_event_span([*events, *steps.ends]),
         first_step_s=_first_step(history, launch),
         step_s=newest.step_s if newest is not None else Pair(predicted=number(prediction, "step_s")),
@@ -264,7 +264,7 @@ def _layout_result(history: RunHistory, piece: LayoutSpan) -> LayoutResult:
     """Compare prediction and measurement of one layout, over its own steps only."""
     settled, prediction = _first_settled_step(piece), at(piece.plan, "prediction")
     took = history.curve("duration_s", first=settled, last=piece.last, points=POINTS)
-    known = sorted(value for value in took.mean if value and _can_be(value))
+    step_times = sorted(value for value in took.mean if value and _can_be(value))
     spent_s = _curve_sum(took, piece.last)
     learnt = _curve_sum(history.curve("tokens", first=settled, last=piece.last, points=POINTS), piece.last)
     rate = learnt / spent_s if spent_s and learnt else None
@@ -275,10 +275,12 @@ def _layout_result(history: RunHistory, piece: LayoutSpan) -> LayoutResult:
         first_step=piece.first,
         last_step=piece.last,
         steps=piece.steps,
-        step_s=Pair(predicted=number(prediction, "step_s"), measured=statistics.median(known) if known else None),
+        step_s=Pair(
+            predicted=number(prediction, "step_s"), measured=statistics.median(step_times) if step_times else None
+        ),
         step_s_low=number(prediction, "step_s_low"),
         step_s_high=number(prediction, "step_s_high"),
-        step_s_p90=known[min(len(known) - 1, int(0.9 * len(known)))] if known else None,
+        step_s_p90=step_times[min(len(step_times) - 1, int(0.9 * len(step_times)))] if step_times else None,
         tokens_per_s=Pair(predicted=number(prediction, "tokens_per_s"), measured=rate),
         mfu=Pair(
             predicted=number(prediction, "mfu") or None,
@@ -298,8 +300,10 @@ def _training_s(layouts: Sequence[LayoutResult], duration: Mapping[str, Any]) ->
     """Return the predicted seconds of all steps, each by its own layout; None if one layout was not planned."""
     if len(layouts) < 2:
         return number(duration, "training_s")
-    known = [result.step_s.predicted * result.steps for result in layouts if result.step_s.predicted is not None]
-    return sum(known) if len(known) == len(layouts) else None
+    layout_seconds = [
+        result.step_s.predicted * result.steps for result in layouts if result.step_s.predicted is not None
+    ]
+    return sum(layout_seconds) if len(layout_seconds) == len(layouts) else None
 
 
 def _empty_walk() -> LedgerWalk:
@@ -326,13 +330,15 @@ class _Steps:
         tokens = history.curve("tokens", points=POINTS)
         self.training_s, self.tokens = _curve_sum(took, last), _curve_sum(tokens, last)
         near = min(10, max(0, self.count - 1))
-        begun = [] if first is None else list(history.steps(history.witness, first, first + near))
-        ended = [] if last is None else list(history.steps(history.witness, last - near, last))
-        self.ends = begun[:1] + ended[-1:]
-        self.first_loss = next((loss for event in begun if (loss := number(event, "loss")) is not None), None)
-        self.last_loss = next((loss for event in reversed(ended) if (loss := number(event, "loss")) is not None), None)
+        first_steps = [] if first is None else list(history.steps(history.witness, first, first + near))
+        last_steps = [] if last is None else list(history.steps(history.witness, last - near, last))
+        self.ends = first_steps[:1] + last_steps[-1:]
+        self.first_loss = next((loss for event in first_steps if (loss := number(event, "loss")) is not None), None)
+        self.last_loss = next(
+            (loss for event in reversed(last_steps) if (loss := number(event, "loss")) is not None), None
+        )
         self.noise_scale = next(
-            (b for event in reversed(ended) if (b := number(event, "noise_scale")) is not None), None
+            (b for event in reversed(last_steps) if (b := number(event, "noise_scale")) is not None), None
         )
 
 
@@ -359,8 +365,8 @@ def _mean_utilization(history: RunHistory) -> float | None:
 
 def _recovery_pair(plan: Mapping[str, Any], found: Sequence[Incident]) -> Pair:
     fault = at(plan, "job", "fault")
-    planned = (number(fault, "detect_s") or 0.0) + (number(fault, "restart_s") or 0.0)
-    return Pair(predicted=planned or None, measured=_mean_or_none(incident.recovery_s for incident in found))
+    planned_s = (number(fault, "detect_s") or 0.0) + (number(fault, "restart_s") or 0.0)
+    return Pair(predicted=planned_s or None, measured=_mean_or_none(incident.recovery_s for incident in found))
 
 
 def _count_launches(reported: Sequence[Event], events: Sequence[Event]) -> int:
@@ -377,8 +383,8 @@ def _or_empty(read: Any) -> dict[str, Any]:
 
 
 def _mean_or_none(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None and _can_be(abs(value))]
-    return statistics.fmean(known) if known else None
+    finite_values = [value for value in values if value is not None and _can_be(abs(value))]
+    return statistics.fmean(finite_values) if finite_values else None
 
 
 def _event_span(events: Sequence[Event]) -> float | None:
@@ -389,9 +395,9 @@ def _event_span(events: Sequence[Event]) -> float | None:
 def _first_step(history: RunHistory, launch: Mapping[str, Any]) -> float | None:
     """Return the seconds from the last launch to the end of the first step after it, without preparing the data."""
     started, data_s = number(launch, "started"), number(launch, "data_s") or 0.0
-    begun = [event for event in history.events("run_start") if started and (number(event, "t") or 0.0) >= started]
-    named = integer(begun[0], "step") if begun else None
-    first = history.first_step if named is None else named
+    starts = [event for event in history.events("run_start") if started and (number(event, "t") or 0.0) >= started]
+    start_step = integer(starts[0], "step") if starts else None
+    first = history.first_step if start_step is None else start_step
     if started is None or first is None:
         return None
     ends = [
@@ -404,13 +410,13 @@ def _last_evaluation(events: Sequence[Event], launch: Mapping[str, Any]) -> Eval
     last = next((event for event in reversed(events) if event["event"] == "evaluate"), None)
     if last is None:
         return None
-    known = {**at(launch, "baselines"), **last}
+    values = {**at(launch, "baselines"), **last}
     return Evaluation(
         step=integer(last, "step") or 0,
         loss=number(last, "loss"),
         bits_per_byte=number(last, "bits_per_byte"),
-        unigram_bits_per_byte=number(known, "unigram_bits_per_byte"),
-        bigram_bits_per_byte=number(known, "bigram_bits_per_byte"),
+        unigram_bits_per_byte=number(values, "unigram_bits_per_byte"),
+        bigram_bits_per_byte=number(values, "bigram_bits_per_byte"),
     )
 
 
@@ -470,15 +476,17 @@ def _can_be(value: float | None) -> bool:
 def _stage_compute(ranks: Sequence[RankTime], layout: Mapping[str, Any]) -> tuple[float, ...]:
     """Return the mean compute time of each pipeline stage; empty if there is one stage, or a rank has no value."""
     stages = integer(layout, "pipeline") or 1
-    known = [
+    compute_times = [
         rank_time.compute_s
         for rank_time in sorted(ranks, key=lambda rank_time: rank_time.rank)
         if rank_time.compute_s is not None
     ]
-    per_stage, rest = divmod(len(known), stages)
-    if stages < 2 or not per_stage or rest or len(known) != len(ranks):
+    per_stage, rest = divmod(len(compute_times), stages)
+    if stages < 2 or not per_stage or rest or len(compute_times) != len(ranks):
         return ()
-    return tuple(statistics.fmean(known[stage * per_stage : (stage + 1) * per_stage]) for stage in range(stages))
+    return tuple(
+        statistics.fmean(compute_times[stage * per_stage : (stage + 1) * per_stage]) for stage in range(stages)
+    )
 
 
 # ---- skipped steps ---------------------------------------------------------------------------------------------------

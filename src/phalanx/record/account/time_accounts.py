@@ -228,8 +228,10 @@ class LedgerBuilder:
     # ---- launches
 
     def _is_new_launch(self, time_s: float, event: Event) -> bool:
-        known = self._newest_launch(time_s)
-        return known is not None or (not self._supervised and event["event"] == "ready" and self._phase == "training")
+        launch_s = self._newest_launch(time_s)
+        return launch_s is not None or (
+            not self._supervised and event["event"] == "ready" and self._phase == "training"
+        )
 
     def _newest_launch(self, time_s: float) -> float | None:
         """Return the newest launch since the last mark; earlier ones in between left no mark."""
@@ -248,8 +250,8 @@ class LedgerBuilder:
         if generation >= 0 and event["event"] not in ("ready", "run_start"):
             return False
         launched, ready_s = self._newest_launch(time_s), seconds(event, "seconds") or 0.0
-        known = launched is not None and time_s <= launched + JUMP_S
-        self._began_s = launched if known and launched is not None else max(self._last_s, time_s - ready_s)
+        is_credible = launched is not None and time_s <= launched + JUMP_S
+        self._began_s = launched if is_credible and launched is not None else max(self._last_s, time_s - ready_s)
         self._at_s, self._phase = self._began_s, "init"
         return True
 

@@ -149,19 +149,19 @@ def _stage_order(count: int, stages: int, stage: int) -> list[tuple[str, float]]
     >>> _stage_order(2, 1, 0)
     [('forward', 0), ('backward', 0), ('forward', 1), ('backward', 1)]
     """
-    behind = stages - 1 - stage
-    ahead = min(count, behind + 1)  # forwards before the first backward
+    later_stages = stages - 1 - stage
+    ahead = min(count, later_stages + 1)  # forwards before the first backward
     # A backward takes as long as two forwards. The stage idles while the pipeline fills, until the first backward
     # arrives, and while it drains.
     order: list[tuple[str, float]] = [("idle", 1.0 * stage)] if stage else []
     order += [("forward", place) for place in range(ahead)]
-    order += [("idle", 2.0 * behind)] if behind else []
+    order += [("idle", 2.0 * later_stages)] if later_stages else []
     for place in range(count):
         order.append(("backward", place))
         if ahead + place < count:
             order.append(("forward", ahead + place))
-        elif behind and place < count - 1:
-            order.append(("idle", behind / max(1, ahead - 1)))
+        elif later_stages and place < count - 1:
+            order.append(("idle", later_stages / max(1, ahead - 1)))
     return [*order, ("idle", 2.0 * stage)] if stage else order
 
 

@@ -140,8 +140,8 @@ class BlockMaker:
 
     def _note_place(self, kind: str, step: Any, offset: int, length: int) -> None:
         if len(self._places) <= MOST_LISTED:
-            known = step if type(step) is int and abs(step) < 2**62 else -1
-            self._places.append((offset, length, kind_code(kind), known))
+            known_step = step if type(step) is int and abs(step) < 2**62 else -1
+            self._places.append((offset, length, kind_code(kind), known_step))
         if kind == "run_start" and type(step) is int and abs(step) < 2**62:
             self._step = step
 
@@ -205,9 +205,9 @@ class BlockMaker:
 def _spread_rows(rows: list[list[float]], fields: list[tuple[int, str]]) -> Floats:
     table = np.full((len(rows), 2 + len(SERIES)), np.nan)
     if rows:
-        known = np.array(rows)
-        table[:, :2] = known[:, :2]
-        table[:, [2 + number for number, _ in fields]] = np.where(np.isfinite(known[:, 2:]), known[:, 2:], np.nan)
+        values = np.array(rows)
+        table[:, :2] = values[:, :2]
+        table[:, [2 + number for number, _ in fields]] = np.where(np.isfinite(values[:, 2:]), values[:, 2:], np.nan)
     return table
 
 

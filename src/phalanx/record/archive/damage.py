@@ -38,12 +38,16 @@ def folder_damage(run: Run, ranks: Sequence[int]) -> list[Damage]:
             read()
         except UserError as error:
             problems.append(Damage(where=name, what=str(error).splitlines()[0].partition(": ")[2][:200], count=1))
-    reported, planned = _reported_world(run), run.planned_world()
-    if reported is not None and planned is not None and reported > planned:
+    launched_world, planned_world = _reported_world(run), run.planned_world()
+    if launched_world is not None and planned_world is not None and launched_world > planned_world:
         problems.append(
-            Damage(where="launch.json", what=f"{plural(reported, 'rank')}, where the plan has {planned:,}", count=1)
+            Damage(
+                where="launch.json",
+                what=f"{plural(launched_world, 'rank')}, where the plan has {planned_world:,}",
+                count=1,
+            )
         )
-    if not any(problem.where == "launch.json" and reported is None for problem in problems):
+    if not any(problem.where == "launch.json" and launched_world is None for problem in problems):
         missing = _missing_ranks(run, ranks)
         if missing:
             problems.append(Damage(where="events", what=f"no file of {_rank_names(missing)}", count=len(missing)))

@@ -83,7 +83,7 @@ class EventFile:
 
     def _fit_gaps(self) -> None:
         """Compute the gaps between the blocks of the index; known gaps keep what was read."""
-        blocks, known = self._index.blocks, {(gap.start, gap.stop): gap for gap in self._gaps}
+        blocks, known_gaps = self._index.blocks, {(gap.start, gap.stop): gap for gap in self._gaps}
         starts = np.concatenate([[0], blocks["end"].astype(np.int64)])
         stops = np.concatenate([blocks["start"].astype(np.int64), [self.size + 1]])
         steps = np.concatenate([[0], blocks["last"]])
@@ -92,7 +92,7 @@ class EventFile:
             start = int(starts[number])
             stop = int(stops[number]) if number < len(blocks) else None
             maker = BlockMaker(start, step=int(steps[number]))
-            self._gaps.append(known.get((start, stop), _Gap(start=start, stop=stop, maker=maker, read_to=start)))
+            self._gaps.append(known_gaps.get((start, stop), _Gap(start=start, stop=stop, maker=maker, read_to=start)))
 
     @property
     def unread(self) -> int:
@@ -204,8 +204,8 @@ class EventFile:
         stored.
         """
         if is_crowded(block):
-            reported = [event.get("step") for event in self.search(block, (kind,))]
-            return [step for step in reported if type(step) is int]
+            steps = [event.get("step") for event in self.search(block, (kind,))]
+            return [step for step in steps if type(step) is int]
         places = self._places_in(block)
         return [int(step) for step in places["step"][places["kind"] == kind_code(kind)]]
 

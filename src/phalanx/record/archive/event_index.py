@@ -242,14 +242,14 @@ def newest_blocks(folder: str, ranks: Sequence[int]) -> NDArray[np.void]:
     tenth of a millisecond. The columns are those of this version.
     """
     newest = np.zeros(len(ranks), BLOCK)
-    known, blocks = table_blocks(folder, ranks)
+    is_known, blocks = table_blocks(folder, ranks)
     if len(blocks):
-        newest.view(f"V{SIZE}")[known] = blocks
+        newest.view(f"V{SIZE}")[is_known] = blocks
         wrong = ~_are_newest(newest)
         # All zeros mean that a rank has no block; any other invalid entry is damage, and its index is read.
-        known &= ~(wrong & newest.view(np.uint8).reshape(len(newest), SIZE).any(axis=1))
+        is_known &= ~(wrong & newest.view(np.uint8).reshape(len(newest), SIZE).any(axis=1))
         newest[wrong] = np.zeros(1, BLOCK)
-    unknown_places = np.flatnonzero(~known)
+    unknown_places = np.flatnonzero(~is_known)
     if len(unknown_places):
         newest[unknown_places] = _newest_by_indexes(folder, [ranks[at] for at in unknown_places.tolist()])
     return newest

@@ -125,10 +125,10 @@ class RunHistory:
         self._checked.clear()
         self._newest.clear()
         self._answers.clear()
-        reported = self._supervisor.read()[-MOST_SUPERVISOR:]
-        self._reported = (self._reported + reported)[-MOST_SUPERVISOR:]
+        new_events = self._supervisor.read()[-MOST_SUPERVISOR:]
+        self._reported = (self._reported + new_events)[-MOST_SUPERVISOR:]
         self._starts_known = False
-        return (bool(self.ranks) and self._rank_file(self._rank_or_witness(None)).changed) or new or bool(reported)
+        return (bool(self.ranks) and self._rank_file(self._rank_or_witness(None)).changed) or new or bool(new_events)
 
     def once(self, question: Hashable, work_out: Callable[[], T]) -> T:
         """Compute a value derived from this history at most once between two refreshes."""
@@ -144,12 +144,12 @@ class RunHistory:
         observer's events are used. They are not read for this where no index covers them: then the starts are as known
         before.
         """
-        known = self._files[self.witness] if self.witness in self._fresh else None
-        if not self._starts_known and known is not None and known.unread <= MOST_BYTES:
-            events = known.events(("run_start",))
-            reported = [(integer(event, "epoch"), integer(event, "step")) for event in events]
+        observer_file = self._files[self.witness] if self.witness in self._fresh else None
+        if not self._starts_known and observer_file is not None and observer_file.unread <= MOST_BYTES:
+            events = observer_file.events(("run_start",))
+            starts = [(integer(event, "epoch"), integer(event, "step")) for event in events]
             self._starts = tuple(
-                (generation, step) for generation, step in reported if generation is not None and step is not None
+                (generation, step) for generation, step in starts if generation is not None and step is not None
             )
             self._starts_known = True
         return self._starts
@@ -392,8 +392,8 @@ class RunHistory:
         memberships = sum(event["event"] == "epoch" for event in self._reported)
         stamp = changed, memberships, len(self.events("run_start")), self.last_step is None
         if stamp != self._plan_seen[0]:
-            known = [(span.first, span.mfu_per_token) for span in layout_spans(self.run, self)]
-            scales = tuple((first, scale if scale is not None else float("nan")) for first, scale in known)
+            scale_by_step = [(span.first, span.mfu_per_token) for span in layout_spans(self.run, self)]
+            scales = tuple((first, scale if scale is not None else float("nan")) for first, scale in scale_by_step)
             self._plan_seen = stamp, scales if any(scale == scale for _, scale in scales) else ()
         return self._plan_seen[1]
 
@@ -460,8 +460,8 @@ class RunHistory:
         """Return the ranks of the last membership whose record ends long before the others', among those
         read so far.
         """
-        reported = next((event for event in reversed(self._reported) if event["event"] == "epoch"), {})
-        world = integer(reported, "world") or self.run.world() or 0
+        newest_epoch = next((event for event in reversed(self._reported) if event["event"] == "epoch"), {})
+        world = integer(newest_epoch, "world") or self.run.world() or 0
         ends = {rank: file.end for rank, file in self._files.items() if rank < world and file.unread <= MOST_BYTES}
         last, last_s = (max((end[which] for end in ends.values()), default=0) for which in (0, 1))
         short = {rank: last - step for rank, (step, t) in ends.items() if last - step > FEW and last_s - t > FEW_S}

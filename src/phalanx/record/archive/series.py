@@ -142,17 +142,17 @@ class Spans:
     @classmethod
     def of_blocks(cls, blocks: NDArray[np.void], column: int, below: Integers, inside: NDArray[np.bool_]) -> Spans:
         """Return a span for each block `inside` that has the number; its steps end where they were undone."""
-        known = blocks["series"][:, column]
-        used = inside & (known["count"] > 0)
-        known = known[used]
-        count = known["count"].astype(np.int64)
+        column_values = blocks["series"][:, column]
+        used = inside & (column_values["count"] > 0)
+        column_values = column_values[used]
+        count = column_values["count"].astype(np.int64)
         return cls(
             first=blocks["first"][used],
             last=np.minimum(blocks["last"], below - 1)[used],
             t=blocks["t_last"][used],
-            low=known["low"].astype(np.float64),
-            high=known["high"].astype(np.float64),
-            total=known["mean"].astype(np.float64) * count,
+            low=column_values["low"].astype(np.float64),
+            high=column_values["high"].astype(np.float64),
+            total=column_values["mean"].astype(np.float64) * count,
             count=count,
         )
 
@@ -213,16 +213,16 @@ def bucket_spans(spans: Spans, points: int) -> Buckets:
 
 def columns_of(rows: Sequence[Spans], most: int) -> Columns:
     """Return the rows over common columns of equally many steps, none narrower than the median span of any row."""
-    known = [row for row in rows if len(row.first)]
-    if not known:
+    filled_rows = [row for row in rows if len(row.first)]
+    if not filled_rows:
         return Columns(first=np.zeros(0, np.int64), t=np.zeros(0), values=np.zeros((len(rows), 0)))
-    first, last = min(int(row.first[0]) for row in known), max(int(row.last.max()) for row in known)
-    widest = max(1, *(int(np.median(row.last - row.first)) + 1 for row in known))
+    first, last = min(int(row.first[0]) for row in filled_rows), max(int(row.last.max()) for row in filled_rows)
+    widest = max(1, *(int(np.median(row.last - row.first)) + 1 for row in filled_rows))
     count = max(1, min(most, -(-(last - first + 1) // widest)))
     edges = first + (np.arange(count + 1) * (last - first + 1)) // count
     values = np.stack([_row_means(row, edges) for row in rows])
     used = ~np.isnan(values).all(axis=0)
-    longest = max(known, key=lambda row: len(row.first))
+    longest = max(filled_rows, key=lambda row: len(row.first))
     ends = np.searchsorted(longest.first, edges[1:], side="left") - 1
     t = longest.t[np.clip(ends, 0, None)]
     return Columns(first=edges[:-1][used], t=t[used], values=values[:, used])

@@ -254,10 +254,10 @@ def _difference_row(one: Difference) -> tuple[str, str, str, str]:
 def _shown_value(key: str, value: Value) -> str:
     if value is None:
         return "-"
-    known = number({"": value}, "")
-    if known is None or isinstance(value, bool):
+    number_value = number({"": value}, "")
+    if number_value is None or isinstance(value, bool):
         return printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), most=WIDEST)
-    return _shown_number(key.rsplit(".", 1)[-1], known, whole=integer({"": value}, "") is not None)
+    return _shown_number(key.rsplit(".", 1)[-1], number_value, whole=integer({"": value}, "") is not None)
 
 
 def _shown_number(key: str, value: float, *, whole: bool) -> str:

@@ -42,14 +42,16 @@ def render_html(report: RunReport, *, made: str) -> str:
     digest = base64.b64encode(hashlib.sha256(REPORT_CSS.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     sections = report_sections(s, report, most_rows=MOST_ROWS)
-    shown = [(section.title, "\n".join(_block_html(block) for block in section.blocks)) for section in sections]
+    titled_sections = [
+        (section.title, "\n".join(_block_html(block) for block in section.blocks)) for section in sections
+    ]
     places = [
         place
-        for place, (title, _) in enumerate(shown)
+        for place, (title, _) in enumerate(titled_sections)
         if title in ("Prediction and measurement", "Layouts", "Learning")
     ]
-    shown.insert(1 + max(places, default=-1), ("Over the run", report_figures(report)))
-    body = "\n".join(f"<section><h2>{title}</h2>\n{text}\n</section>" for title, text in shown if text)
+    titled_sections.insert(1 + max(places, default=-1), ("Over the run", report_figures(report)))
+    body = "\n".join(f"<section><h2>{title}</h2>\n{text}\n</section>" for title, text in titled_sections if text)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -178,7 +180,7 @@ LIMIT_SEEN = 4.0
 def report_figures(report: RunReport) -> str:
     """Return every curve that the run has, each with caption and legend."""
     s, curves = report.summary, report.curves
-    drawn = [
+    figures = [
         _curve_figure(report, "Loss", "", [_curve_line(curves, "loss", "training"), _evaluation_line(report)]),
         _curve_figure(
             report,
@@ -201,7 +203,7 @@ def report_figures(report: RunReport) -> str:
         _curve_figure(report, "A step of rank 0", "s", _step_lines(curves), zero=True, rough=True),
         _curve_figure(report, "Utilization of rank 0", "share", [_curve_line(curves, "utilization")], zero=True),
     ]
-    return f'<div class="plots">{"".join(drawn)}</div>' if any(drawn) else ""
+    return f'<div class="plots">{"".join(figures)}</div>' if any(figures) else ""
 
 
 def _curve_line(curves: dict[str, Curve], name: str, label: str = "measured", style: str = "1") -> PlotLine | None:
@@ -221,11 +223,11 @@ def _constant_line(curves: dict[str, Curve], value: float | None) -> PlotLine | 
 
 def _planned_line(layouts: Sequence[LayoutResult], pair: Callable[[LayoutResult], Pair]) -> PlotLine | None:
     """Return the prediction over the steps, each layout's own."""
-    known = [(layout, pair(layout).predicted) for layout in layouts]
-    if not any(value for _, value in known):
+    planned_values = [(layout, pair(layout).predicted) for layout in layouts]
+    if not any(value for _, value in planned_values):
         return None
-    x = tuple(step for layout, _ in known for step in (layout.first_step, layout.last_step))
-    mean = tuple(value or None for _, value in known for _ in range(2))
+    x = tuple(step for layout, _ in planned_values for step in (layout.first_step, layout.last_step))
+    mean = tuple(value or None for _, value in planned_values for _ in range(2))
     return PlotLine(label="planned", x=x, mean=mean, style=PLANNED_STYLE)
 
 
@@ -269,11 +271,11 @@ def _curve_figure(
     zero: bool = False,
     rough: bool = False,
 ) -> str:
-    known = [line for line in lines if line is not None]
-    if not any(line.style != PLANNED_STYLE for line in known):
+    known_lines = [line for line in lines if line is not None]
+    if not any(line.style != PLANNED_STYLE for line in known_lines):
         return ""
-    drawn = line_plot(title, known, show=axis_format(unit), marks=report.marks, zero=zero, rough=rough)
-    return _captioned_figure(title, known, drawn)
+    svg = line_plot(title, known_lines, show=axis_format(unit), marks=report.marks, zero=zero, rough=rough)
+    return _captioned_figure(title, known_lines, svg)
 
 
 def _effective_figure(report: RunReport) -> str:
@@ -286,8 +288,8 @@ def _effective_figure(report: RunReport) -> str:
         PlotLine(label=effective.window, x=hours, mean=effective.last_hour, style="2"),
     ]
     title = "Effective training time"
-    drawn = line_plot(title, lines, show=axis_format("share"), show_x=axis_format("s"), zero=True, most=1.0, times=True)
-    return _captioned_figure(title, lines, drawn)
+    svg = line_plot(title, lines, show=axis_format("share"), show_x=axis_format("s"), zero=True, most=1.0, times=True)
+    return _captioned_figure(title, lines, svg)
 
 
 def _captioned_figure(title: str, lines: Sequence[PlotLine], drawn: str) -> str:

@@ -99,10 +99,10 @@ class Follower:
         seconds, tokens = number(event, "duration_s"), number(event, "tokens")
         if seconds:
             self._recent.append((tokens or 0.0, seconds))
-        spent = sum(seconds for _, seconds in self._recent)
+        spent_s = sum(seconds for _, seconds in self._recent)
         done = (integer(event, "step") or 0) + 1
-        rate = sum(tokens for tokens, _ in self._recent) / spent if spent else None
-        remaining_s = max(0, self._steps - done) * spent / len(self._recent) if self._recent and self._steps else None
+        rate = sum(tokens for tokens, _ in self._recent) / spent_s if spent_s else None
+        remaining_s = max(0, self._steps - done) * spent_s / len(self._recent) if self._recent and self._steps else None
         self.progress = Progress(
             step=done,
             steps=self._steps,
@@ -168,8 +168,8 @@ def remark_of_rank(event: Event) -> list[str]:
         return _checkpoint_lines(event, step)
     if event["event"] == "peer":
         is_named = event.get("kind") in NAMED_PEERS
-        named = f"{text(event, 'name')}: " if is_named else ""
-        return [f"step {step:,}: {named}{text(event, 'text')}"] if event.get("kind") in TOLD_OF_PEERS else []
+        name_prefix = f"{text(event, 'name')}: " if is_named else ""
+        return [f"step {step:,}: {name_prefix}{text(event, 'text')}"] if event.get("kind") in TOLD_OF_PEERS else []
     if event["event"] == "memory":
         return [f"step {step:,}: {_copies_text(event)}"]
     if event["event"] == "remark" and event.get("is_warning") is True:
@@ -373,8 +373,8 @@ class Watcher:
         )
 
     def _steps(self) -> int:
-        begun = self._history.events("run_start")
-        detail = integer(begun[-1], "steps") if begun else None
+        starts = self._history.events("run_start")
+        detail = integer(starts[-1], "steps") if starts else None
         try:
             return detail or integer(at(self.run.plan(), "duration"), "steps") or 0
         except PhalanxError:

@@ -106,10 +106,10 @@ def render_markdown(report: RunReport) -> str:
 def _markdown_block(block: Block) -> str:
     match block:
         case Table():
-            drawn = {column for row in block.rows for column, cell in enumerate(row) if isinstance(cell, Bar)}
-            shown = [column for column in range(len(block.head)) if column not in drawn]
-            rows = [[_markdown_cell(row[column]) for column in shown] for row in block.rows]
-            return markdown_table([block.head[column] for column in shown], rows)
+            bar_columns = {column for row in block.rows for column, cell in enumerate(row) if isinstance(cell, Bar)}
+            text_columns = [column for column in range(len(block.head)) if column not in bar_columns]
+            rows = [[_markdown_cell(row[column]) for column in text_columns] for row in block.rows]
+            return markdown_table([block.head[column] for column in text_columns], rows)
         case Paragraph():
             return markdown_text(block.text, most=2000)
         case Items():

@@ -233,8 +233,8 @@ def _learning_section(s: Summary) -> Section:
         parts = [f"{e.loss:.4f} nats per token"] if e.loss is not None else []
         parts += [f"{e.bits_per_byte:.3f} bits per byte"] if e.bits_per_byte is not None else []
         lines += [f"held-out text {', '.join(parts)} at step {e.step:,}"] if parts else []
-        known = (("unigram", e.unigram_bits_per_byte), ("bigram", e.bigram_bits_per_byte))
-        baselines = [f"{name} {value:.3f}" for name, value in known if value is not None]
+        baseline_values = (("unigram", e.unigram_bits_per_byte), ("bigram", e.bigram_bits_per_byte))
+        baselines = [f"{name} {value:.3f}" for name, value in baseline_values if value is not None]
         lines += [f"baselines {', '.join(baselines)} bits per byte on the same text"] if baselines else []
     if s.noise_scale is not None:
         lines.append(f"gradient noise scale {format_count(s.noise_scale)} samples: a batch far above it wastes tokens")
@@ -283,15 +283,16 @@ def time_section(s: Summary) -> Section:
 
 
 def _ranks_section(s: Summary, report: RunReport | None, most_rows: int) -> Section:
-    known = [rank_time for rank_time in s.ranks if rank_time.compute_s is not None]
-    if not known:
+    timed_ranks = [rank_time for rank_time in s.ranks if rank_time.compute_s is not None]
+    if not timed_ranks:
         return Section(title="Ranks", blocks=())
     score = report.scores.score if report is not None else {}
     slowest = sorted(
-        known, key=lambda rank_time: (-score.get(rank_time.rank, 0.0), -(rank_time.compute_s or 0.0), rank_time.rank)
+        timed_ranks,
+        key=lambda rank_time: (-score.get(rank_time.rank, 0.0), -(rank_time.compute_s or 0.0), rank_time.rank),
     )[:most_rows]
     shown = sorted(slowest, key=lambda rank_time: rank_time.rank)
-    most = max((rank_time.compute_s or 0.0) + (rank_time.wait_s or 0.0) for rank_time in known) or 1.0
+    most = max((rank_time.compute_s or 0.0) + (rank_time.wait_s or 0.0) for rank_time in timed_ranks) or 1.0
     head = ["rank", "place", "", "compute", "not computing", "share", "sent", "memory", "score"]
     rows = [
         [*_rank_cells(rank_time, most), f"{score[rank_time.rank]:.2f}" if rank_time.rank in score else UNKNOWN]
@@ -314,9 +315,11 @@ def _ranks_section(s: Summary, report: RunReport | None, most_rows: int) -> Sect
         if report is not None
         else ""
     )
-    caption += f" The {len(shown)} slowest of {plural(len(known), 'rank')}." if len(known) > len(shown) else ""
+    caption += (
+        f" The {len(shown)} slowest of {plural(len(timed_ranks), 'rank')}." if len(timed_ranks) > len(shown) else ""
+    )
     lines = [f"straggler: {straggler.text}; the others wait for it" for straggler in s.stragglers[:MOST_ROWS]]
-    if not lines and len(known) > 1:
+    if not lines and len(timed_ranks) > 1:
         lines = ["no rank stands out: the work is balanced"]
     return Section(
         title="Ranks", blocks=(*_item_blocks([*lines, *_imbalance_lines(s)]), table, Paragraph(text=caption))
