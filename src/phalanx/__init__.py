@@ -207,8 +207,9 @@ def _namespace(package: types.ModuleType) -> dict[str, Any]:
 
 
 class _FrontDoor(types.ModuleType):
-    """This package's module type. Importing a subpackage binds its name here; if a public function has it, it is
-    callable.
+    """This package's module type.
+
+    Importing a subpackage binds its name here; if a public function has that name, the module becomes callable.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

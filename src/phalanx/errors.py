@@ -117,8 +117,9 @@ MOST_UNKNOWN = 20
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return the valid choice closest to a misspelt word, or an empty text. Equal file endings do not count as
-    similar.
+    """Return the valid choice closest to a misspelt word, or an empty text.
+
+    Equal file endings do not count as similar.
 
     >>> nearest("tensr", ["tensor", "data"]), nearest("seq", ["sequence", "seed"]), nearest("colour", ["cluster"])
     ('tensor', 'sequence', '')

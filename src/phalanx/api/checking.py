@@ -178,8 +178,9 @@ class ReadProgress:
 def check_before_training(
     resolved: ResolvedJob, plan: Plan, *, refuse: bool, tell: Tell, allow_code: bool = False
 ) -> None:
-    """Check a plan before `train` starts it: print errors in full, warnings in a line each. With `refuse`, errors
-    raise.
+    """Check a plan before `train` starts it.
+
+    Errors are printed in full, warnings in a line each. With `refuse`, errors raise RuleError.
     """
     from phalanx.errors import RuleError
     from phalanx.io.values import printable
@@ -381,9 +382,7 @@ class RuleList(PublicResult):
         }
 
     def write(self, folder: str | Path) -> int:
-        """Write an index and a page per rule, and remove pages of rules that no longer exist; return the number of
-        pages.
-        """
+        """Write an index and a page per rule, and remove pages of former rules; return the number of pages."""
         from phalanx.io.files import write_text
         from phalanx.rules.rule_page import WROTE, rule_pages
 

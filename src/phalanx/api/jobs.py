@@ -50,8 +50,9 @@ def override_texts(overrides: Overrides) -> list[str]:
 
 
 def read_job(job: AnyJob, overrides: Overrides = (), *, where: str = "phalanx") -> ResolvedJob:
-    """Return the job of a path, of a result of `load`, or of a bare Job, whose relative paths start in the current
-    folder.
+    """Return the job of a path, of a result of `load`, or of a bare Job.
+
+    Relative paths of a bare Job start in the current folder.
     """
     if isinstance(job, str | Path):
         return load(job, overrides=overrides)
@@ -67,9 +68,7 @@ def read_job(job: AnyJob, overrides: Overrides = (), *, where: str = "phalanx") 
 
 
 def job_as_file(job: AnyJob, runs: Path) -> str:
-    """Return the file of a job; a job in memory is written to the runs folder, since a drill record names its job
-    file.
-    """
+    """Return the file of a job; write a job in memory to the runs folder, since a drill record names its file."""
     if isinstance(job, str | Path):
         return str(job)
     import hashlib
@@ -88,8 +87,9 @@ def job_as_file(job: AnyJob, runs: Path) -> str:
 
 
 def look_at_files(resolved: ResolvedJob, tell: Tell) -> InputFindings:
-    """Check the data, tokenizer, weights and code that a job names. Contradictions raise UserError; missing files are
-    printed.
+    """Check the data, tokenizer, weights and code that a job names.
+
+    Contradictions raise UserError; missing files are printed.
 
     For functions that start nothing: a job may be planned on a machine that has none of its files.
     """

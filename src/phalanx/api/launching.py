@@ -325,9 +325,7 @@ def _find_job(job: str) -> tuple[LaunchSystem, str]:
 
 
 def _manifest_writer(system: LaunchSystem, *, wait: bool) -> Callable[[Sequence[LaunchRequest]], list[Submitted]]:
-    """Return the function that `--no-submit` calls in place of submitting; raise UserError where that
-    makes no sense.
-    """
+    """Return the function that `--no-submit` calls to write manifests; raise UserError if it cannot be used."""
     from phalanx.launch.k8s import KubernetesSystem
 
     if not isinstance(system, KubernetesSystem):

@@ -363,8 +363,9 @@ def parse_address(text: str) -> Address:
 
 
 def check_listen(place: Address) -> None:
-    """Raise UserError if this address cannot be listened on, before anything is created; the peer itself listens
-    later.
+    """Raise UserError if this address cannot be listened on.
+
+    Called before anything is created; the peer itself listens later.
     """
     from phalanx.io.listen import Address as ListenAddress
     from phalanx.io.listen import open_socket

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real  # numpy's are of them, and no int or float
+# Numpy's scalars are registered as Integral and Real, but are not int or float.
+from numbers import Integral, Real
 
 from phalanx.errors import UserError, mistake
 

@@ -75,8 +75,7 @@ def metrics(
     serving: Callable[[str, str | None], None] = lambda url, token: None,
     progress: bool | Tell = False,
 ) -> MetricsSnapshot | ExportedMetrics:
-    """Export a run's metrics to Prometheus (`listen`), OTLP, TensorBoard, MLflow or W&B; without a target, return
-    them.
+    """Export a run's metrics to Prometheus (`listen`), OTLP, TensorBoard, MLflow or W&B; by default return them.
 
     `follow` continues until the run ends. While it serves, `serving` is called with the address and the token.
 

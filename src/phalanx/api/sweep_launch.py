@@ -54,9 +54,7 @@ def refuse_launch(on: str, *, method: str, parallel: int | None) -> None:
 
 
 def one_device_job(job: Job, base: Path) -> Job:
-    """Return the job as one rank on one device of its cluster, evaluated at its end; `base` is the job
-    file's folder.
-    """
+    """Return the job as one rank on one device, evaluated at its end; `base` is the job file's folder."""
     from phalanx.hardware.cluster import resolve_cluster
     from phalanx.job.run_sections import ClusterChoice
 
@@ -86,8 +84,7 @@ def launch_group(
     dry_run: bool,
     tell: Tell,
 ) -> LaunchResult | None:
-    """Collect ended runs and submit missing ones, replacing entries of `outcomes`; return None if nothing is
-    submitted.
+    """Collect ended runs and submit missing ones, replacing `outcomes`; return None if nothing is submitted.
 
     All missing runs are submitted together, or none of them.
     """
@@ -123,8 +120,9 @@ def launch_group(
     time_s = max(plans[number].duration.wall_s_high for number in missing) + START_S
 
     def keep_folders(requests: Sequence[LaunchRequest]) -> None:
-        """Store the run folders' names before submission: if killed later, the next call finds its runs in the queue
-        by them.
+        """Store the run folders' names before submission.
+
+        If this process is killed later, the next call finds its runs in the queue by them.
         """
         for number, request in zip(missing, requests, strict=True):
             name = request.run.rsplit("/", 1)[-1]

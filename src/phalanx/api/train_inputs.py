@@ -54,8 +54,9 @@ class TrainCall:
 
 
 def setting_texts(overrides: Overrides, ranks_per_gpu: int | None) -> tuple[str, ...]:
-    """Return the overrides with the ranks that may share a GPU: a setting of the job, which is recorded and reaches
-    every agent.
+    """Return the overrides with the ranks that may share a GPU.
+
+    As a setting of the job it is recorded and reaches every agent.
     """
     sharing = [f"train.ranks_per_gpu={ranks_per_gpu}"] if ranks_per_gpu is not None else []
     return (*override_texts(overrides), *sharing)
@@ -71,9 +72,7 @@ def given_plugins(**given: Any) -> dict[str, Any]:
 
 
 def prepare_here(call: TrainCall) -> tuple[Plan, Run | None, float]:
-    """Return the plan with its data, the run it continues, and the seconds that the data took; for ranks
-    started here.
-    """
+    """Return the plan with its data, the run it continues, and the seconds the data took; for ranks started here."""
     from phalanx.metrics.prometheus import check_served
 
     plan, resolved, old = plan_call(call, here=not call.join)
@@ -84,9 +83,7 @@ def prepare_here(call: TrainCall) -> tuple[Plan, Run | None, float]:
 
 
 def require_spec(cluster: object, where: str) -> None:
-    """Raise UserError for a Cluster object: a job names its cluster by a spec or file, so that its run
-    can be resumed.
-    """
+    """Raise UserError for a Cluster object: a job names its cluster as text, so that its run can be resumed."""
     if cluster is not None and not isinstance(cluster, str):
         message = f"cluster = {repr(cluster)[:60]} is of type {type(cluster).__name__}"
         reason = "a run keeps the name of its cluster, to be resumed by"

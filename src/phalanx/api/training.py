@@ -275,9 +275,7 @@ def _first_host(run: Run, call: TrainCall) -> tuple[HostSpec, ...]:
 
 
 def _add_baselines(run: Run, plan: Plan, tell: Tell) -> None:
-    """Count the unigram and bigram baselines once the ranks have ended and the cores are idle, if there is an
-    evaluation.
-    """
+    """Count the unigram and bigram baselines if there is an evaluation; called when the cores are idle."""
     from phalanx.train.prepare import counting_baselines
 
     evaluation = run.summary().evaluation

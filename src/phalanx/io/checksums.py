@@ -20,7 +20,7 @@ HASH_THREADS = 4  # the hash of one core is slower than a fast disk
 
 
 def write_checksums(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write SHA256SUMS in a folder atomically; raise OSError."""
+    """Write SHA256SUMS in a folder atomically; raise OSError if it cannot be written."""
     replace_text(folder / CHECKSUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())))
 
 
@@ -49,7 +49,7 @@ def text_digest(text: str) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, read in blocks; raise OSError."""
+    """Return the SHA-256 of a file, read in blocks; raise OSError if it cannot be read."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

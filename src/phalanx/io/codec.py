@@ -26,9 +26,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Bounds of a number or a text for `Annotated`: the four parameters of msgspec.Meta used here, without importing
-    it.
-    """
+    """Bounds of a number or a text for `Annotated`: msgspec.Meta's parameters used here, without its import."""
 
     ge: float | None = None
     gt: float | None = None

@@ -158,7 +158,7 @@ def read_text(path: Path, *, noun: str = "file", most_bytes: int = MOST_BYTES) -
 
 
 def read_failure(path: Path, error: OSError) -> PhalanxError:
-    """Return the error to raise for a file that was not read; a UserError where no path is so."""
+    """Return the error to raise for a file that was not read; a UserError for an impossible path."""
     problem = Problem(where=shown_path(path), what=os_reason(error, "read"))
     return UserError(problem) if error.errno in IMPOSSIBLE else SystemFailure(problem)
 

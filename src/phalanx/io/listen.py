@@ -63,9 +63,7 @@ def is_loopback(address: Address, *, where: str = "--listen") -> bool:
 
 
 def open_socket(address: Address, *, guarded: bool, where: str = "--listen") -> socket.socket:
-    """Return a listening socket; raise UserError for an address that other machines reach while no token
-    protects it.
-    """
+    """Return a listening socket; raise UserError if other machines reach the address and no token protects it."""
     family, numeric = _resolve_address(address, where=where)
     if not guarded and not _is_loopback(numeric):
         raise mistake(
@@ -138,9 +136,7 @@ def kept_token(path: Path) -> str:
 
 
 def _keep_token(path: Path, token: str) -> None:
-    """Write a token file atomically: a process that is killed here leaves no empty file, which readers would always
-    refuse.
-    """
+    """Write a token file atomically: a process killed here leaves no empty file, which readers would refuse."""
     aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -25,8 +25,9 @@ Value = float | None
 
 
 def svg_element(name: str, content: str = "", **attributes: object) -> str:
-    """Return one element. Attributes are escaped, `content` is SVG; `class_` stands for class, `text_anchor` for
-    text-anchor.
+    """Return one element.
+
+    Attributes are escaped, `content` is SVG; `class_` stands for class, `text_anchor` for text-anchor.
 
     >>> svg_element("rect", class_="part a", x=1.04, width=10)
     '<rect class="part a" x="1.0" width="10"/>'
@@ -69,8 +70,9 @@ def coloured_bar(parts: Sequence[tuple[str, float]], *, colours: Sequence[str], 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlotLine:
-    """One series; `low` and `high` are its band, empty for none. `style` is 1, 2, … for a colour, "planned" for
-    dashed.
+    """One series of a plot.
+
+    `low` and `high` are its band, empty for none. `style` is 1, 2, … for a colour, "planned" for dashed.
     """
 
     label: str

@@ -53,9 +53,7 @@ class TomlFile:
     lines: Mapping[KeyPath, int]
 
     def where(self, *key: str | int) -> str:
-        """Return `file:line` of a key such as ("accelerator", 1, "name"), or of its table if it is absent, or just the
-        file.
-        """
+        """Return `file:line` of a key such as ("accelerator", 1, "name"), else of its table, else just the file."""
         for length in range(len(key), 0, -1):
             if key[:length] in self.lines:
                 return f"{self.path}:{self.lines[key[:length]]}"
@@ -184,9 +182,7 @@ class _Scanner:
         return path
 
     def newest(self, path: KeyPath) -> KeyPath:
-        """Return the path of the newest element of an array of tables, which keys below its header belong to; else the
-        path.
-        """
+        """Return the path of an array's newest element, to which keys below its header belong; else the path."""
         return (*path, self.elements[path]) if path in self.elements else path
 
     def pair(self, prefix: KeyPath, *, depth: int) -> None:

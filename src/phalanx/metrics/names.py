@@ -18,8 +18,9 @@ WORDS |= {"USD": "usd", "{token}/s": "per_second"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """One exported series. `field` is the event field it is read from; empty if it is computed (`source` names the
-    module).
+    """One exported series.
+
+    `field` is the event field it is read from; empty if it is computed (`source` names the module).
     """
 
     name: str

@@ -40,9 +40,7 @@ class RunCollector:
         self._lock = threading.Lock()
 
     def describe(self) -> Iterable[Any]:
-        """Return no descriptions: this is called at registration, where a value would need a read of the
-        complete run.
-        """
+        """Return no descriptions: at registration, values would need a read of the complete run."""
         return ()
 
     def collect(self) -> Iterator[Any]:
@@ -148,9 +146,7 @@ class _Server(ThreadingHTTPServer):
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing: a client that disconnects is normal, and its traceback would disturb the
-        training's terminal.
-        """
+        """Print nothing: a client may disconnect, and a traceback would disturb the training's terminal."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -165,9 +165,7 @@ class Readings:
     def _metric_points(
         self, metric: names.Metric, events: Mapping[int, Event], there: RankPlaces
     ) -> Iterator[MetricPoint]:
-        """Yield one field of every rank's newest event; the source of a field such as `energy_j` is in
-        `energy_source`.
-        """
+        """Yield one field of every rank's newest event; the source of `energy_j` is in `energy_source`, and so on."""
         stem = metric.field.removesuffix("_j")
         values = [
             RankValue(rank=rank, value=value, source=text(event, f"{stem}_source"))

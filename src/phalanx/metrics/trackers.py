@@ -1,6 +1,4 @@
-"""Steps of a run as TensorBoard events, in an MLflow file store, and as an offline W&B run, written by their
-libraries.
-"""
+"""Steps of a run as TensorBoard events, in an MLflow file store, and as an offline W&B run."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ from phalanx.record.run import Run
 
 
 class TensorBoardSink:
-    """Writes TensorBoard events. Tags are OpenTelemetry names with a slash, so `train/loss` is grouped; undone steps
-    are purged.
+    """Writes TensorBoard events, and purges undone steps.
+
+    Tags are OpenTelemetry names with a slash, so that `train/loss` is grouped.
     """
 
     def __init__(self, run: Run, folder: Path) -> None:

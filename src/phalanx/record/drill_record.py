@@ -111,9 +111,7 @@ def _split_axes(layout: Mapping[str, Any]) -> str:
 
 
 def _module_digest(module: str, base: Path) -> str:
-    """Return the digest of the user's model file and the name of its builder function; the file name if it is
-    unreadable.
-    """
+    """Return the digest of the user's model file, or the file's name if it is unreadable, and the builder's name."""
     if not module:
         return ""
     name, _, function = module.rpartition(":")

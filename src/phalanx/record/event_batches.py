@@ -51,8 +51,9 @@ class ByteTally:
 
 
 class EventFeed:
-    """Reads new event lines of a rank from where it last stopped; skips lines beyond 1 MiB without storing them, and
-    counts them.
+    """Reads new event lines of a rank from where it last stopped.
+
+    Lines beyond 1 MiB are skipped without storing them, and counted.
 
     `closed` is set by a caller that listed the folder once for many feeds: the numbers of this rank's closed parts.
     """
@@ -156,7 +157,7 @@ class EventFeed:
         while start < stop:
             end = data.find(b"\n", min(start + PIECE_BYTES, stop - 1)) + 1
             last = data.rfind(b"\n", start, end - 1) + 1 or start
-            too_long = end - last > MOST_LINE_BYTES  # only the last line of a piece can be
+            too_long = end - last > MOST_LINE_BYTES  # only the last line of a piece can be too long
             if (keep := last if too_long else end) > start:
                 yield self._line_block(data[start:keep], path)
             if too_long:
@@ -202,10 +203,11 @@ def _event_bytes(path: Path) -> int:
 
 
 STEP = "step"
-# Kinds of many events and flat ones: they become rows, the others tables.
+# Frequent kinds with scalar fields only: they are decoded into rows, all other kinds into dicts.
 ROWS = frozenset((STEP, "monitor"))
-LEAST, MOST = -(2**63), 2**63 - 1  # integers that are integers to every parser
-# Decoders: a log whose events look different again and again is read as ever.
+# The range of integers that every JSON parser reads exactly.
+LEAST, MOST = -(2**63), 2**63 - 1
+# Decoders compiled for one log: one whose events change again and again is read by the plain parser afterwards.
 MOST_MADE = 64
 MOST_KINDS, MOST_NAMES = 64, 64
 _SCALARS: frozenset[type] = frozenset((int, float, str, bool, type(None)))
@@ -440,8 +442,9 @@ class EventParser:
         return EventBatch(events, lines, others=rare, bad=bad)
 
     def events(self, piece: LineBlock) -> tuple[list[Event], Sequence[int], list[int]]:
-        """Parse a block into dicts. Return the events, the line number of each, and the numbers of lines that are not
-        events.
+        """Parse a block into dicts.
+
+        Return the events, the line number of each, and the numbers of lines that are not events.
         """
         data = self._without_spans(piece.data)
         return self._parse_events(piece, data, _as_json_list(data))
@@ -480,9 +483,7 @@ class EventParser:
         return events, numbers, bad
 
     def _shortened_line(self, line: bytes) -> bytes:
-        """Remove the spans of a timeline if its brackets are balanced; keep the first timelines and some later ones
-        complete.
-        """
+        """Remove the spans of a timeline if its brackets are balanced; keep the first and some later timelines."""
         self._timelines += 1
         if self._timelines <= WHOLE or self._timelines % WHOLE == 0:
             return line
@@ -498,8 +499,9 @@ def _as_json_list(data: bytes) -> bytes:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disable the garbage collector while a block is processed. Its events are freed before a collection could find
-    them; this saves a fifth of the time.
+    """Disable the garbage collector while a block is processed.
+
+    Its events are freed before a collection could find them; this saves a fifth of the time.
     """
     was_on = gc.isenabled()
     gc.disable()

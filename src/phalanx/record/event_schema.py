@@ -112,9 +112,7 @@ class EventColumns:
     """The fields of events of one kind as columns; an event that lacks a field has None there."""
 
     def __init__(self, kind: str, events: Sequence[Any], *, names: tuple[str, ...] = ()) -> None:
-        """Build the columns. With `names`, the events are rows of these fields that are already valid
-        (event_batches.py).
-        """
+        """Build the columns. With `names`, the events are already valid rows of these fields (event_batches.py)."""
         self.kind, self.names, self._reported, self._is_typed = kind, names or tuple(events[0]), events, bool(names)
         try:
             rows = events if names else list(map(_fields_getter(self.names), events))
@@ -192,8 +190,9 @@ class EventColumns:
         return _free_fields(self.kind, self.names)
 
     def whole(self) -> EventColumns:
-        """Return the columns with integral floats turned into integers (5.0 to 5) where the schema asks for integers;
-        in JSON both are the same number.
+        """Return the columns with integral floats turned into integers where the schema asks for integers.
+
+        In JSON 5.0 and 5 are the same number.
         """
         integers = [name for name, field in fields_of(self.kind).items() if field.types and not field.types & {float}]
         return EventColumns(self.kind, [event | _whole_numbers(event, integers) for event in self.events])
@@ -227,8 +226,9 @@ def _whole_numbers(event: Event, names: Sequence[str]) -> Event:
 
 
 def _misfit_places(column: Column, field: FieldShape) -> Sequence[int]:
-    """Return the places of values that the schema does not allow. If other values lie between numbers, all numbers out
-    of range are listed.
+    """Return the places of values that the schema does not allow.
+
+    If other values lie between numbers, all numbers out of range are listed.
     """
     # True for a third of the columns of a step.
     is_empty = column[0] is None and column.count(None) == len(column)

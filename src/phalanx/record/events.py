@@ -151,7 +151,7 @@ class EventWriter:
         if self._stream is not None:
             self._index = self._make_index(-1, self._stream)
             return
-        # O_APPEND: a write of whole lines lands whole, also when a run is resumed by another process.
+        # O_APPEND: a single write of complete lines is not mixed with writes of another process that resumed the run.
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._file).st_size
         if size > 0 and os.pread(self._file, 1, size - 1) != b"\n":
@@ -360,9 +360,7 @@ class EventReader:
         return events
 
     def stream(self, *, only: tuple[bytes, ...] = (b"",)) -> Iterator[Event]:
-        """Yield the new events one by one, with one event in memory; `only` keeps lines that contain one of these
-        texts.
-        """
+        """Yield the new events, with one event in memory; `only` keeps lines that contain one of these texts."""
         for line in self._new_lines():
             if not line.strip() or not any(marker in line for marker in only):
                 continue
@@ -413,8 +411,9 @@ def read_events(path: Path) -> tuple[list[Event], int]:
 
 
 def parse_event(line: bytes, *, strict: bool = False) -> Event | None:
-    """Parse one line; return None if it is not an event. Unless `strict`, NaN and integers beyond 64 bits are
-    accepted.
+    """Parse one line; return None if it is not an event.
+
+    Unless `strict`, NaN and integers beyond 64 bits are accepted.
     """
     if len(line) > MOST_LINE_BYTES:
         return None

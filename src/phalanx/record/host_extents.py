@@ -40,8 +40,7 @@ _USED_AT = len(_BEFORE)
 
 
 def host_file_name(host: str) -> str:
-    """Return the host's name as used in file names; tasks that a launcher started (`machine:rank`) share their
-    machine's.
+    """Return the host's name as used in file names; tasks of a launcher (`machine:rank`) share one name.
 
     >>> host_file_name("gpu-04"), host_file_name("gpu-04:17"), host_file_name("a/b")
     ('gpu-04', 'gpu-04', 'a_b-c14cddc0')
@@ -119,8 +118,9 @@ def read_used(file: int, extent: Extent) -> int:
 
 
 def _read_head(head: bytes) -> tuple[int, int, float, str, int, int] | None:
-    """Return rank, generation, time and name of the session, its bytes before this extent, and the extent's size; None
-    for an invalid head.
+    """Return the fields of an extent's head; None if it is invalid.
+
+    They are rank, generation, time and name of the session, its bytes before this extent, and the extent's size.
     """
     if len(head) < HEAD_BYTES or not head.startswith(_BEFORE):
         return None

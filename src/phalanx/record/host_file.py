@@ -30,7 +30,7 @@ from phalanx.io.files import open_regular
 from phalanx.record.host_extents import EVENTS, HEAD_BYTES, INDEX, ExtentChain, Session, read_used
 from phalanx.record.rank_table import BLOCK_BYTES, TABLE
 
-# Numpy takes half of the time in which a coordinator starts, and that reads no files of hosts.
+# Importing numpy takes half of the start-up time of a coordinator, which reads no host files.
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -167,9 +167,7 @@ class HostFiles:
                 self._took_s = self._looked_s - began_s
 
     def sessions_of(self, rank: int, *, now: bool = False) -> list[Session]:
-        """Return the sessions of a rank, oldest first, from the extent heads of its hosts; callers must not modify the
-        list.
-        """
+        """Return the sessions of a rank, oldest first, from its hosts' extent heads; not to be modified."""
         with self._lock:
             self.look(now=now)
             if self._rows is None:

@@ -19,8 +19,9 @@ MOST_BYTES = 2**22  # of packed-refs
 
 
 def job_provenance(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values for `launch.json`. `commit` is empty outside a git checkout; there `code` identifies the
-    source.
+    """Return the values for `launch.json`.
+
+    `commit` is empty outside a git checkout; there `code` identifies the source.
     """
     return {
         "versions": {
@@ -60,9 +61,7 @@ def commit_of(root: Path) -> str:
 
 
 def _git_ref(folder: Path, name: str) -> str:
-    """Return the commit of a branch from its ref file or from packed-refs; worktrees share the refs of the main
-    folder.
-    """
+    """Return the commit of a branch from its ref file or packed-refs; worktrees share the main folder's refs."""
     shared = folder / "commondir"
     roots = [folder, *([folder / shared.read_text(encoding="utf-8").strip()] if shared.is_file() else [])]
     for root in roots:
@@ -78,8 +77,9 @@ def _git_ref(folder: Path, name: str) -> str:
 
 @functools.cache
 def our_code() -> str:
-    """Return the digest of the running Phalanx source: a version covers many commits, and a commit hides local
-    changes.
+    """Return the digest of the running Phalanx source.
+
+    A version covers many commits, and a commit hides local changes.
     """
     return code_digest(Path(__file__).resolve().parents[1])
 

@@ -111,8 +111,7 @@ class Run:
         return with_lost_processes(self, summarize_run(self))
 
     def frame(self, *names: str, rank: int | None = None, first: int | None = None, last: int | None = None) -> Any:
-        """Return recorded values by step, as in `run.frame("loss", "tokens_per_s")`; without names, all that were
-        recorded.
+        """Return recorded values by step, as in `run.frame("loss", "tokens_per_s")`; without names, all values.
 
         The result is a pandas DataFrame indexed by step, or a dict of numpy columns with `step` if pandas is not
         installed. `rank` defaults to the lowest one with a record. Steps that were repeated count once.
@@ -123,9 +122,7 @@ class Run:
         return as_frame(RunHistory.open(self).by_step(names, rank=rank, first=first, last=last), index="step")
 
     def plot(self, *names: str, rank: int | None = None) -> RunPlot:
-        """Plot values over the steps, as in `run.plot("loss", "tokens_per_s")`: one SVG each, which a
-        notebook shows.
-        """
+        """Plot values over the steps, as in `run.plot("loss", "tokens_per_s")`: one SVG each, for a notebook."""
         from phalanx.record.run_plot import plot_run
 
         return plot_run(self, names or ("loss",), rank=rank)
@@ -142,8 +139,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Path | str:
-        """The place of the checkpoints: the job's checkpoint.path relative to the run; a str is the URL of an object
-        store.
+        """The place of the checkpoints, by the job's checkpoint.path; a str is the URL of an object store.
 
         In an object store each run has its own prefix, so that the next run of the same job does not continue this
         one.
@@ -155,8 +151,7 @@ class Run:
         return f"{path.rstrip('/')}/{self.name}" if "://" in path else self.path / path
 
     def saved_steps(self) -> list[int]:
-        """Return the steps with a committed checkpoint, oldest first: the folders whose manifest, written last,
-        exists.
+        """Return the steps with a committed checkpoint, oldest first: folders with a manifest, which is written last.
 
         For an object store, return the steps that rank 0 reported, since asking the store itself needs the libraries
         of the trainer.
@@ -178,9 +173,7 @@ class Run:
             return 0.0
 
     def _reported_commits(self) -> dict[int, float]:
-        """Return the commits in the events of rank 0 with their times: the newest ones, as many as
-        `checkpoint.keep`.
-        """
+        """Return the newest `checkpoint.keep` commits in the events of rank 0, with their times."""
         commits: dict[int, float] = {}
         for event in EventReader(self.events(0)).stream(only=(b'"checkpoint"',)):
             step, time_s = integer(event, "step"), number(event, "t")
@@ -196,9 +189,7 @@ class Run:
         return self.path / "stop"
 
     def held(self) -> AbstractContextManager[None]:
-        """Hold the folder's lock, so that no other process trains in it; raise UserError if another
-        process holds it.
-        """
+        """Hold the folder's lock while training; raise UserError if another process holds it."""
         return hold_folder(self.path)
 
     @property
@@ -247,9 +238,7 @@ class Run:
         return self.path / "errors" / f"rank-{rank:05d}.json"
 
     def flight(self, generation: int, rank: int) -> Path:
-        """Return the path of the last collectives that a rank had begun when a membership ended with a failure
-        (record/account/incidents.py).
-        """
+        """Return the path of a rank's last collectives, recorded at a failure (account/flight_records.py)."""
         return self.path / "flight" / f"epoch-{generation:05d}-rank-{rank:05d}.json"
 
     @property
@@ -328,9 +317,7 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """The random id that distinguishes this run from every other, whatever its folder is called; empty in a run of
-        0.6.
-        """
+        """The random id of this run, whatever its folder is called; empty in a run of 0.6."""
         return read_run_id(self.path)
 
     def committed_step(self) -> int | None:
@@ -369,9 +356,7 @@ class Run:
         return sorted({time_s for time_s in launch_times if time_s})
 
     def world(self) -> int | None:
-        """Return the number of ranks: the smaller of launch.json and plan, or the one that is known; None if neither
-        is.
-        """
+        """Return the number of ranks: the smaller one of launch.json and plan, or the known one; None if unknown."""
         worlds = [planned] if (planned := self.planned_world()) is not None else []
         try:
             launched_world = integer(self.launch(), "world")

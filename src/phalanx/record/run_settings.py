@@ -94,8 +94,9 @@ def read_run_id(folder: Path) -> str:
 
 
 def read_launch(path: Path) -> dict[str, Any]:
-    """Return launch.json; raise UserError if its digest is wrong. A file that a person wrote has no digest and is
-    accepted.
+    """Return launch.json; raise UserError if its digest is wrong.
+
+    A file that a person wrote has no digest and is accepted.
     """
     values = read_json(path)
     digest = values.pop(DIGEST, None)
@@ -107,8 +108,9 @@ def read_launch(path: Path) -> dict[str, Any]:
 
 
 def write_launch(path: Path, values: Mapping[str, Any]) -> None:
-    """Replace launch.json with these values and their digest; it is not in SHA256SUMS because every launch rewrites
-    it.
+    """Replace launch.json with these values and their digest.
+
+    It is not in SHA256SUMS, because every launch rewrites it.
     """
     write_json(path, {**values, DIGEST: _values_digest(values)})
 

@@ -14,9 +14,7 @@ WHY = "whoever reads it can give orders to every rank of the run"
 
 
 def read_secret(path: Path) -> bytes:
-    """Return the secret in `path`; raise UserError if other users can access the file or its content is
-    not a secret.
-    """
+    """Return the secret in `path`; raise UserError if other users can access the file or it is malformed."""
     try:
         # NONBLOCK: opening a pipe in its place must not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,6 +1,4 @@
-"""Calibration of the cost model from a user's measurements, a table of steps or a run folder; and the calibration
-file.
-"""
+"""Calibration of the cost model from measured steps, in a table or a run folder; and the calibration file."""
 
 from __future__ import annotations
 
@@ -94,8 +92,7 @@ def calibrate_run(folder: Path) -> CalibrationReport:
 
 
 def _newest_layout(folder: Path) -> list[float]:
-    """Return the durations of the steps in the plan's layout, of a run that had several layouts; otherwise an empty
-    list.
+    """Return the durations of the steps in the plan's layout; empty for a run that had only one layout.
 
     Raises UserError if the plan's layout did no step: the newest layout was not planned, as after a lost rank.
     """

@@ -94,8 +94,9 @@ def _read_claim(raw: dict[str, str], line: int, before: Claim | None) -> Claim:
 
 
 def _half_digit(text: str) -> float:
-    """Return half of the last digit: 6.1 stands for 6.05 to 6.15, and 85 for 84.5 to 85.5; a single digit may be a
-    count.
+    """Return half of the last digit; 0 for a single digit, which may be a count.
+
+    6.1 stands for 6.05 to 6.15, and 85 for 84.5 to 85.5.
     """
     digits = text.replace(",", "").replace("_", "").lstrip("+-")
     integer_digits, point, decimals = digits.partition(".")
@@ -261,8 +262,9 @@ def reproduced(
 
 
 def ranged(row: Claim, ours: float, note: str, *, between: tuple[float, float]) -> ClaimOutcome:
-    """Judge numbers over the plausible values of an unpublished input; `ours` is the middle one, or the end that the
-    row names.
+    """Judge numbers over the plausible values of an unpublished input.
+
+    `ours` is the middle one, or the end that the row names.
 
     The row's value is inside the range or not. This is weaker evidence than a single number that agrees: the wider the
     range, the weaker.

@@ -57,9 +57,7 @@ _RACK = re.compile(r"\bNVL(\d+)\b")
 
 
 def machine(text: str, *, nvls: bool = True) -> NcclSystem | None:
-    """Parse `4 nodes x 8 B200 ... 8x400G`, `4x8 H100, 3.2T IB`, `8x H200` or `NVL72`; return None if
-    nothing matches.
-    """
+    """Parse `4 nodes x 8 B200 ... 8x400G`, `4x8 H100, 3.2T IB`, `8x H200` or `NVL72`; None if nothing matches."""
     shape = _system_shape(text)
     if shape is None:
         return None
@@ -154,8 +152,9 @@ def _device_family(text: str) -> tables.Family | None:
 
 
 def _ranked_system(row: Claim) -> NcclSystem | None:
-    """Return a system with the ranks and channels that the row names; rows about latency name no channels and need
-    none.
+    """Return a system with the ranks and channels that the row names.
+
+    Rows about latency name no channels and need none.
     """
     ranks = count_before(row.conditions, "ranks?")
     per_node = count_before(row.conditions, "per node") or PER_NODE

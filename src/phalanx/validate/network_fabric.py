@@ -342,8 +342,9 @@ def goodput(row: Claim, _: ClaimContext) -> ClaimOutcome:
 
 
 def collective_peak(row: Claim, _: ClaimContext) -> ClaimOutcome:
-    """Compare the planner's share of a NIC's rate for a collective, fitted to published training runs other than this
-    one.
+    """Compare the planner's share of a NIC's rate for a collective.
+
+    It was fitted to published training runs other than this one.
     """
     name = row.conditions.rpartition("Cluster ")[2][:1]
     if name not in CLUSTER_GB:

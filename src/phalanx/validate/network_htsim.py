@@ -202,8 +202,9 @@ def _leaf_spine(hosts: int, gbps: float, ratio: int) -> Tree | None:
 
 
 def _oversubscription_of(name: str) -> int:
-    """Return the oversubscription in a file name: `_oversub_8-1`, `_8_to_1`, `_8os` are 8:1; `_oversub`
-    alone is 4:1.
+    """Return the oversubscription in a file name.
+
+    `_oversub_8-1`, `_8_to_1` and `_8os` are 8:1; `_oversub` alone is 4:1 in the file of that name.
     """
     if match := re.search(r"_(?:oversub_)?(\d{1,4})(?:-1|_to_1|os\b|os_)", name):
         return max(1, int(match[1]))
@@ -402,8 +403,9 @@ def _case_seeds(case: PacketCase) -> range:
 
 
 def _measured_time(result: PacketResult, measure: str, end_s: float) -> float:
-    """Return a completion time from the start of the run, as uet-htsim prints it ("finished at"), over flows that
-    finished before its end.
+    """Return a completion time from the start of the run, as uet-htsim prints it ("finished at").
+
+    Only flows that finished before its end count.
     """
     ends = result.start_s + result.fct_s
     ends = ends[ends <= end_s]

@@ -1,6 +1,4 @@
-"""Score every row of a table of network claims: reproduced, in a range, calibrated, or not attempted
-with the reason.
-"""
+"""Score the rows of a table of network claims: reproduced, in a range, calibrated, or not attempted."""
 
 from __future__ import annotations
 

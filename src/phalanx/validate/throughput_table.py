@@ -301,8 +301,9 @@ def micro_batches(row: PublishedRun, data_ranks: int) -> list[float]:
 
 
 def recomputes(row: PublishedRun) -> list[str]:
-    """Return the stated recompute, or all settings, least first: published runs were tuned, so the fastest that fits
-    is meant.
+    """Return the stated recompute, or all settings, least first.
+
+    Published runs were tuned, so the fastest setting that fits is meant.
     """
     stated = row.get("recompute", "").lower()
     return [stated] if stated in ("none", "selective", "full") else ["none", "selective", "full"]

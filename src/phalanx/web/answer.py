@@ -16,9 +16,7 @@ MOST_TOLD = 100  # problems in one answer
 
 
 class AnswerParts:
-    """Reads an answer in parts: a part that fails is left out and listed in `damage`, and the rest is
-    still returned.
-    """
+    """Reads an answer in parts: one that fails is left out and listed in `damage`, the others are returned."""
 
     def __init__(self) -> None:
         self.damage: list[Json] = []
@@ -57,8 +55,9 @@ def _error_text(error: Exception) -> str:
 
 
 def encode_answer(value: Any, *, root: Path) -> bytes:
-    """Return the value as one JSON document; infinities and NaN become null, and the root's path is removed from
-    texts.
+    """Return the value as one JSON document.
+
+    Infinities and NaN become null, and the root's path is removed from texts.
     """
     text = json_text(value)
     for path in {str(root.absolute()), str(root.resolve())}:

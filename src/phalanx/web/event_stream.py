@@ -74,9 +74,7 @@ class NewsHub:
         self._closing.set()
 
     async def stream(self, name: str, last_id: str = "") -> AsyncIterator[bytes]:
-        """Yield server-sent events of a run until it is over; `last_id` is the last id that the client received
-        before.
-        """
+        """Yield server-sent events of a run until it is over; `last_id` is the last id that the client received."""
         self._streams += 1
         watch = self._join_watch(name)
         try:

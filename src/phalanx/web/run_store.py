@@ -52,8 +52,9 @@ class _Answer:
 
 
 class AnswerMemo:
-    """Caches answers by key. The first request waits; later requests get the previous answer while a new one is
-    computed.
+    """Caches answers by key.
+
+    The first request waits; later requests get the previous answer while a new one is computed.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,8 +68,9 @@ class AnswerMemo:
         self._closed = False
 
     def get(self, key: Hashable, mark: Hashable, work: Callable[[], Any], *, wait_s: float, now: bool = False) -> Any:
-        """Return the answer for `key`; raise the exception that `work` raised. `mark` changes when the source data has
-        changed.
+        """Return the answer for `key`; raise the exception that `work` raised.
+
+        `mark` changes when the source data has changed.
 
         With `now`, a changed answer is waited for as well: for a run that is over, the final answer matters.
         """
@@ -165,9 +167,7 @@ class Checks:
 
 
 class LogReader:
-    """Reads a log in bounded turns; `number` changes while there is more to read, so that the next
-    request continues.
-    """
+    """Reads a log in bounded turns; `number` changes while there is more, so that the next request continues."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -330,8 +330,9 @@ class RunAccount:
 
 
 def run_account(store: RunStore, run: Run, *, wait_s: float) -> RunAccount:
-    """Return the results of a run; raise NotYetError if they take longer than `wait_s`, and cache them for the next
-    request.
+    """Return the results of a run.
+
+    Raise NotYetError if they take longer than `wait_s`; the next request finds them cached.
     """
     over = not state_of(run)[1]
     account: RunAccount = store.memo.get(

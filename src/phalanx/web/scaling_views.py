@@ -137,9 +137,7 @@ def _fit_body(name: str, found: FitPage) -> str:
 
 
 def _block_class(block: str) -> str:
-    """Return the CSS class of a block: a table keeps its lines and scrolls on a narrow screen; sentences
-    are wrapped.
-    """
+    """Return the CSS class of a block: a table keeps its lines and scrolls; sentences are wrapped."""
     is_table = sum(len(re.findall(r"\S {2,}(?=\S)", line)) >= 2 for line in block.splitlines()) >= 2
     return "table" if is_table else "sentences"
 

@@ -118,9 +118,7 @@ class _Rates:
         self.rented = world + spares * max(0, integer(at(plan, "cluster"), "host_devices") or 0)
 
     def amount(self, spent: Sequence[Spent], energy_j: float | None) -> Amount:
-        """Return the cost of device seconds at their rates, and of `energy_j` joules at this plan's
-        carbon intensity.
-        """
+        """Return the cost of device seconds at their rates, and of `energy_j` joules at this carbon intensity."""
         usd = [
             launch_rates.usd_per_hour * launch_rates.rented * seconds / HOUR_S
             for launch_rates, seconds in spent
@@ -149,17 +147,13 @@ def _spent_shares(run: Run, history: RunHistory, rates: _Rates, wall_s: float) -
 
 
 def _is_early(run: Run, plan: Mapping[str, Any], book: Ledger) -> bool:
-    """Return True while the first counter readings may be missing; no energy is shown until then, so that it never
-    drops.
-    """
+    """Return True while first counter readings may be missing; no energy is shown before, so that it never drops."""
     interval_s = number(at(plan, "job", "telemetry"), "interval_s") or INTERVAL_S
     return book.wall_s - book.accounts.init < 2 * interval_s and not is_run_over(run)
 
 
 def _run_energy(measured: Used | None, rates: _Rates, spent: Sequence[Spent]) -> float | None:
-    """Return the measured energy, extrapolated to ranks without a counter; without any counter, the plan's power ×
-    time.
-    """
+    """Return the measured energy, extrapolated to ranks without a counter, or else the plan's power × time."""
     if measured is not None:
         return measured.energy_j * max(rates.world, measured.ranks) / measured.ranks
     if not all(launch_rates.watts for launch_rates, _ in spent):
@@ -184,9 +178,7 @@ def projected_wall_s(run: Run, plan: Mapping[str, Any], history: RunHistory, boo
 
 
 def _newest_over_all(run: Run, history: RunHistory) -> float:
-    """Return the mean step time of the newest layout over that of the run: the remaining steps use the
-    newest layout.
-    """
+    """Return the newest layout's mean step time over that of the run: the remaining steps use the newest layout."""
     spans = layout_spans(run, history)
     if len(spans) < 2:
         return 1.0

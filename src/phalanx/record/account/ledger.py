@@ -64,8 +64,9 @@ _NUMBERS = frozenset((int, float))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """The wall time of a run by account. `overlap_s` are seconds that two events claim, from clock jumps or a wrong
-    record.
+    """The wall time of a run by account.
+
+    `overlap_s` are seconds that two events claim, because of clock jumps or a wrong record.
     """
 
     wall_s: float
@@ -85,9 +86,7 @@ class Ledger:
 
     @property
     def closes(self) -> bool:
-        """True if the accounts add up to the wall time within 1 %, overlaps are within 1 %, and little time is
-        unexplained.
-        """
+        """True if accounts and wall time differ by at most 1 %, overlaps too, and little time is unexplained."""
         return not self.gap
 
     @property
@@ -277,9 +276,7 @@ class _MarkMerger:
         return closed_ledger(self.book, known, unreadable=unreadable, jumps=jumps)
 
     def take(self, batch: EventBatch) -> None:
-        """Take a batch of events: consecutive steps together, others singly; kinds that carry no account
-        are skipped.
-        """
+        """Take a batch of events: consecutive steps together, others singly, kinds without an account never."""
         self._unreadable += len(batch.bad)
         has_steps = len(batch.others) < len(batch.events)
         steps = batch.columns(STEP)[0] if has_steps else None

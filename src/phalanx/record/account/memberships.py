@@ -151,9 +151,7 @@ def _rank_marks(
 
 
 def _unsupervised_marks(run: Run, lines: MarkReader) -> Iterator[Mark]:
-    """Yield the events of rank 0, or of the lowest rank with a record; each `ready` after a start begins
-    a membership.
-    """
+    """Yield the events of rank 0 or the lowest rank with a record; a `ready` after a start begins a membership."""
     count, started = 0, False
     for time_s, event in lines.read(files_of(run, next(run.recorded(), 0))):
         if event["event"] == "ready" and started:
@@ -418,8 +416,9 @@ class Launch:
 
 
 def read_launches(run: Run, history: RunHistory) -> list[Launch]:
-    """Return the launches that the coordinator recorded, oldest first; their seconds give the share of each in the
-    run.
+    """Return the launches that the coordinator recorded, oldest first.
+
+    Their seconds give the share of each launch in the run.
     """
     plans, launches = _Plans(run), []
     began: list[tuple[float, Table, int]] = []  # start time, plan, number of ranks
@@ -462,8 +461,7 @@ class _Plans:
         return self._plans[-1]
 
     def of(self, event: Table) -> tuple[Table, Table]:
-        """Return the plan of a membership's layout (empty if the plan has another layout), and the plan it was made
-        under.
+        """Return the plan of a membership's layout, empty if it has another, and the plan it was made under.
 
         An `epoch` event names the plan it was made under; in older records that is the next plan with its layout.
         """

@@ -85,8 +85,9 @@ def work_by_step(history: RunHistory, ranks: Sequence[int], *, first: int, last:
 
 
 def _mesh_table(mesh: Mesh) -> Table:
-    """Return the mesh's values as an array, also for a mesh without ranks or columns; values that cannot be durations
-    are NaN.
+    """Return the mesh's values as an array, with NaN for values that cannot be durations.
+
+    The mesh may lack ranks or columns.
     """
     rows = [[np.nan if value is None else value for value in row] for row in mesh.values]
     values = np.array(rows, dtype=np.float64).reshape(len(mesh.ranks), len(mesh.step))

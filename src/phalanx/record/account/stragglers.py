@@ -261,9 +261,7 @@ def _column_median(table: Table) -> Table:
 
 
 def _standard_error(ratios: Table) -> Table:
-    """Return the standard error of each row's median: 1.25 σ/√n, with σ = 1.4826 times the median
-    absolute deviation.
-    """
+    """Return the standard error of each row's median: 1.25 σ/√n, where σ is 1.4826 median absolute deviations."""
     deviation = _column_median(np.abs(ratios - _column_median(ratios)[:, None]))
     counts = np.maximum(np.isfinite(ratios).sum(axis=1), 1)
     errors: Table = np.nan_to_num(1.25 * 1.4826 * deviation / np.sqrt(counts), nan=np.inf)

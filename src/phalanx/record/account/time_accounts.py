@@ -127,8 +127,9 @@ class StepStretch:
 
 
 class LedgerBuilder:
-    """Builds the accounts: all time before `_at_s` is in an account, and the next mark decides the account of the time
-    up to it.
+    """Builds the accounts of a ledger.
+
+    All time before `_at_s` is in an account; the next mark decides the account of the time up to it.
     """
 
     def __init__(
@@ -239,9 +240,7 @@ class LedgerBuilder:
         return self._launches[count - 1] if count and self._launches[count - 1] > self._last_s else None
 
     def _begins_launch(self, time_s: float, generation: int, event: Event) -> bool:
-        """Start a launch at the first mark of an agent or rank, if the mark may begin one; late marks of a rank do
-        not.
-        """
+        """Start a launch at the first mark of an agent or rank; late marks of a rank that ends start none."""
         if event["event"] == "step" and (generation == self._newest or not self._supervised):
             # The clocks of coordinator and rank disagree about the end, or the start was not recorded.
             self._began_s = self._at_s = max(self._last_s, time_s - (seconds(event, "duration_s") or 0.0))
@@ -338,9 +337,7 @@ class LedgerBuilder:
         return found_s
 
     def _spend_step(self, until_s: float, event: Event, *, stays: bool) -> None:
-        """Account for the step itself: all of an undone step is lost; of one that stayed, its recorded delays go
-        apart.
-        """
+        """Account for a step: an undone one is lost; one that stayed is divided by its recorded delays."""
         if not stays:
             self._spend_until(until_s, "lost_work")
             return
@@ -414,9 +411,7 @@ class Effective:
 
 
 def from_trail(trail: Sequence[Point], points: int = 400) -> Effective:
-    """Return at most `points` moments of a run from the trail of `walk_ledger`; pauses between launches
-    do not count.
-    """
+    """Return at most `points` moments of a run from a ledger's trail; pauses between launches do not count."""
     wall_s = trail[-1][1] if trail else 0.0
     window_s = min(HOUR_S, max(LEAST_S, wall_s / LEAST_WINDOWS))
     points_shown = [point for point in _thin_trail(trail, max(2, points)) if point[1] > 0.0]

@@ -101,9 +101,7 @@ class BlockMaker:
         self._kinds = self._jumps = self._unreadable = self._unknown = 0
 
     def add(self, kind: str, event: Mapping[str, Any], offset: int, length: int) -> None:
-        """Add an event of `length` bytes (with its newline) at `offset`; bytes between it and the last event are
-        skipped.
-        """
+        """Add an event of `length` bytes, with its newline, at `offset`; bytes after the last event are skipped."""
         rows = self._rows.get(kind)
         if kind == "step":
             step = event.get("step")

@@ -31,8 +31,9 @@ class Digest:
 
     @classmethod
     def of(cls, kept: KeptBlocks, stamp: Stamp) -> Digest:
-        """Build a digest of the blocks that stayed; the means of a block that was cut short include its
-        undone steps.
+        """Build a digest of the blocks that stayed.
+
+        The means of a block that was cut short include its undone steps.
         """
         blocks, series = kept.blocks, kept.blocks["series"][:, : len(SERIES)]
         return cls(
@@ -56,8 +57,9 @@ class Digest:
         return int(self.steps[self._inside_span(span)].sum())
 
     def spans(self, column: int, span: tuple[int, int]) -> Spans:
-        """Return one series in a range, one span per block; the digest has no minima and maxima, so both
-        are the mean.
+        """Return one series in a range, one span per block.
+
+        A digest has no minima and maxima: both are set to the mean.
         """
         used = self._inside_span(span) & (self.count[:, column] > 0)
         mean, count = self.mean[used, column].astype(np.float64), self.count[used, column].astype(np.int64)

@@ -200,8 +200,9 @@ class EventFile:
         return parse_event(data)
 
     def steps_with(self, block: np.void, kind: str) -> list[int]:
-        """Return the steps for which a block has a rare event of a kind; the events are read only if places are not
-        stored.
+        """Return the steps for which a block has a rare event of a kind.
+
+        The events are read only if their places are not stored.
         """
         if is_crowded(block):
             steps = [event.get("step") for event in self.search(block, (kind,))]
@@ -225,9 +226,7 @@ class EventFile:
         return np.asarray(self._places[(offsets >= block["start"]) & (offsets < block["end"])])
 
     def _read_chunks(self, start: int, stop: int) -> Iterator[bytes]:
-        """Yield a range of the file in chunks; end early at the end of the file, or if a shorter file has its name
-        now.
-        """
+        """Yield a range of the file in chunks; end early if the file does, or if a shorter one replaced it."""
         try:
             with open_events(self.path) as file:
                 if opened_size(file) < self.size:

@@ -50,8 +50,9 @@ TOO_LONG = "not read for the mesh: without an index, and too long to be read for
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """One series of one rank in buckets of steps: the first step of each bucket, the time of its last step, and its
-    values.
+    """One series of one rank in buckets of steps.
+
+    A bucket has its first step, the time of its last step, and its minimum, maximum and mean.
     """
 
     name: str
@@ -219,9 +220,7 @@ class RunHistory:
         last: int | None = None,
         points: int = 800,
     ) -> Curve:
-        """Return a series of a rank (default: the observer) from step `first` to `last`, in at most
-        `points` buckets.
-        """
+        """Return a series of a rank (default: the observer) in at most `points` buckets of steps."""
         column = self._series_column(name)
         spans = Spans.none()
         if (rank := self._rank_or_witness(rank)) in self._parts:
@@ -446,8 +445,9 @@ class RunHistory:
         return problems
 
     def look(self) -> None:
-        """Read the first ranks so that `damage` covers them: at most LOOK_RANKS, as much as takes a
-        tenth of a second.
+        """Read the first ranks so that `damage` covers them.
+
+        At most LOOK_RANKS ranks and LOOK_BYTES, which takes a tenth of a second.
         """
         remaining_bytes = LOOK_BYTES
         for rank in self.ranks[:LOOK_RANKS]:
@@ -457,9 +457,7 @@ class RunHistory:
                 file.kept()
 
     def _short_records(self) -> dict[int, Counter[str]]:
-        """Return the ranks of the last membership whose record ends long before the others', among those
-        read so far.
-        """
+        """Return the ranks of the last membership that were read and whose record ends long before the others'."""
         newest_epoch = next((event for event in reversed(self._reported) if event["event"] == "epoch"), {})
         world = integer(newest_epoch, "world") or self.run.world() or 0
         ends = {rank: file.end for rank, file in self._files.items() if rank < world and file.unread <= MOST_BYTES}

@@ -46,9 +46,7 @@ class RowCache:
         self._rows: OrderedDict[tuple[object, int], tuple[int, Rows]] = OrderedDict()
 
     def get(self, segment: EventFile, block: np.void) -> Rows:
-        """Return the numbers of a block, event by event; if the file is gone and steps are missing, they are not
-        cached.
-        """
+        """Return the numbers of a block, event by event; do not cache them if steps are missing in the file."""
         key, end = (segment.content, int(block["start"])), int(block["end"])
         known_end, rows = self._rows.pop(key, (-1, None))
         if rows is None or known_end != end:
@@ -62,8 +60,9 @@ class RowCache:
 
 
 class RankFile:
-    """Reads one rank. Call `refresh` first, and whenever the run may have grown. `closed`: numbers of its closed
-    parts.
+    """Reads one rank. Call `refresh` first, and whenever the run may have grown.
+
+    `closed` are the numbers of its closed parts.
     """
 
     def __init__(self, path: Path, closed: Sequence[int], cache: RowCache) -> None:

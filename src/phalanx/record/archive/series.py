@@ -1,6 +1,4 @@
-"""The series of a run: which fields of which events are drawn over time, their units, and their
-reduction to buckets.
-"""
+"""The series of a run: event fields drawn over time, with their units and their reduction to buckets."""
 
 from __future__ import annotations
 
@@ -191,9 +189,7 @@ def join_spans(parts: Sequence[Spans]) -> Spans:
 
 
 def bucket_spans(spans: Spans, points: int) -> Buckets:
-    """Return at most `points` buckets of equally many steps, without empty ones; if there are few spans, one bucket
-    each.
-    """
+    """Return at most `points` non-empty buckets of equally many steps; of few spans, one bucket each."""
     if not len(spans.first):
         empty = np.zeros(0)
         return Buckets(first=spans.first, t=empty, low=empty, high=empty, mean=empty)

@@ -99,9 +99,7 @@ def compare_sides(a: Side, b: Side, *, within: float = 0.0) -> list[Difference]:
 
 
 def _as_in_file(job: Mapping[str, Value]) -> dict[str, Value]:
-    """Return a job with the names of the job file, and without the folder of a built corpus, which each machine
-    chooses.
-    """
+    """Return a job with the job file's names, and without the folder of a built corpus, chosen by each machine."""
     spelt = {
         section: {SPELLING.get((section, name), name): value for name, value in settings.items()}
         if isinstance(settings, Mapping)

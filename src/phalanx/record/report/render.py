@@ -48,9 +48,7 @@ def render_text(summary: Summary) -> str:
 
 
 def resume_command(run: Path) -> str:
-    """Return the command that resumes a run: `peers start` for one peer of several, unless all were started here as a
-    trial.
-    """
+    """Return the command that resumes a run: `peers start` for one peer, else `train`."""
     try:
         launch = read_launch(run / "launch.json")
     except UserError:
