@@ -17,7 +17,8 @@ from typing import Any
 
 from phalanx.io.visible import one_line, visible
 
-MAX_WHERE = 1000  # characters of a place in a message; a longer path cannot exist
+# Characters of a place in a message; a longer path cannot exist.
+MAX_WHERE = 1000
 # Problems in one message: more are not read, and a hostile file has a million.
 MOST_SHOWN = 100
 # a line break before an unindented line; a part of a message may be rendered already
@@ -110,7 +111,8 @@ def mistake(where: str, what: str, *, why: str = "", fix: str = "") -> UserError
 
 # Similarity below which a suggestion is noise: "colour" and "cluster" have 0.62, "seqlen" and "sequence" 0.71.
 ALIKE = 0.65
-LEAST_PREFIX = 3  # letters from which the beginning of a word identifies it
+# Letters from which the beginning of a word identifies it.
+LEAST_PREFIX = 3
 MOST_WORD = 120
 # Unknown keys of one table for which a suggestion is searched: 1 ms each.
 MOST_UNKNOWN = 20
@@ -124,7 +126,8 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     >>> nearest("tensr", ["tensor", "data"]), nearest("seq", ["sequence", "seed"]), nearest("colour", ["cluster"])
     ('tensor', 'sequence', '')
     """
-    if len(word) > MOST_WORD:  # no name is that long, and the comparison takes quadratic time
+    # No name is that long, and the comparison takes quadratic time.
+    if len(word) > MOST_WORD:
         return ""
     candidates = [choice for choice in choices if len(choice) <= 2 * MOST_WORD]
     likeness = [(_alike(word.lower(), choice.lower()), choice) for choice in candidates]

@@ -99,7 +99,8 @@ def describe_cluster(
     except UserError as error:
         if machine is None:
             raise
-        return ClusterPage(machine=machine, cluster=None, problem=error)  # the machine is still worth showing
+        # The machine is still worth showing.
+        return ClusterPage(machine=machine, cluster=None, problem=error)
     return ClusterPage(machine=machine, cluster=resolved_cluster)
 
 

@@ -170,7 +170,8 @@ def drill(
     from phalanx.train.drill.faults import parse_faults
     from phalanx.train.prepare import need_torch
 
-    parsed = parse_faults(list(call.faults))  # before planning: a typing error costs no time
+    # Before planning: a typing error costs no time.
+    parsed = parse_faults(list(call.faults))
     need_torch()
     plan = drill_plan(call)
     if call.chaos:
@@ -319,7 +320,7 @@ def _shrink_faults(call: DrillCall, scene: DrillSettings, faults: Sequence[Fault
 
 
 def _length_min(faults: Sequence[Fault]) -> float:
-    """Return the minutes until the last of the faults is over."""
+    """Return the minutes of a run that ends AFTER_S after the last fault."""
     return round((max((fault.at_s or 0.0 for fault in faults), default=0.0) + AFTER_S) / MINUTE_S, 2)
 
 

@@ -27,7 +27,8 @@ SHAPES = {"cuda": (16384, 4096), "cpu": (2048, 2048)}  # tokens, width
 # Seconds a measuring process may take: to start, and for each candidate.
 START_S, EACH_S = 120.0, 20.0
 MOST_ANSWER = 4 << 20
-MOST_JUDGED = 3  # candidates judged, fastest first, until the guard accepts one
+# Candidates judged, fastest first, until the guard accepts one.
+MOST_JUDGED = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 WHERE = "phalanx evolve schedules"
 MOST_STAGES = 256
-MOST_ACTIONS = 100_000  # of all ranks in a step: an evaluation simulates every one
-BACKWARD = 2.0  # relative to a forward: two matrix products for each one
+# Actions of all ranks in a step: an evaluation simulates every one.
+MOST_ACTIONS = 100_000
+# Time of a backward relative to a forward: two matrix products for each one.
+BACKWARD = 2.0
 WEIGHT_SHARE = 0.5  # share of a backward that is in its second half
 
 
@@ -253,7 +255,8 @@ def _compare(problem: ScheduleProblem, found: FinishedSearch) -> list[ScheduleRo
     count, ranks, rows = problem.micro_batches, problem.ranks, []
     for name in ("gpipe", "1f1b", "zero-bubble"):
         if name == "zero-bubble" and (not problem.split or count % max(1, count // ranks)):
-            continue  # the trainer's zero-bubble schedule works in complete rounds
+            # The trainer's zero-bubble schedule works in complete rounds.
+            continue
         orders = named_orders(name, ranks, count)
         if not order_mistake(orders):
             rows.append(row(name, orders))

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 WHERE = "phalanx fabric design"
 NIC_GBPS = 800.0  # default of a NIC: ConnectX-8 and similar
-MOST_TIERS = 3  # the simulation engine routes at most three (sim.links)
+# The simulation engine routes at most three (sim.links).
+MOST_TIERS = 3
 # After this no further design is simulated; 16,384 GPUs take about a second each.
 BUDGET_S = 60.0
 
@@ -271,7 +272,8 @@ def job_steps(plan: Plan, found: Sequence[Design], prices: Prices, tell: Tell) -
         tell(f"step on {fabric.name}")
         try:
             steps[fabric] = _job_step(plan, fabric)
-        except UserError as error:  # too large for the engine; other designs may not be
+        except UserError as error:
+            # Too large for the engine; other designs may not be.
             refused = error
         except KeyboardInterrupt:
             if not steps:

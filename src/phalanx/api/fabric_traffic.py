@@ -150,7 +150,8 @@ def simulate(
         call = _with_usual_bytes(call, loaded_fabric)
     if scenario is not None:
         return _simulate_scenarios(call, loaded_fabric)
-    if call.cm:  # the fluid engine and comparisons have no start times
+    # The fluid engine and comparisons have no start times.
+    if call.cm:
         sent = load_matrix(Path(call.cm), loaded_fabric, timed=engine == "packets" and not compare)
     else:
         sent = load_traffic(call.traffic, call.nbytes, seed, loaded_fabric, tell)
@@ -348,7 +349,7 @@ def _simulate_scenarios(call: TrafficCall, fabric: Fabric) -> TrafficSimulation:
 
     scenarios = chosen_scenarios(str(call.scenario), fabric)
     done: dict[str, list[dict[str, Any]]] = {}
-    # Without failure, of the traffic that all scenarios but the incast share.
+    # Runs without failure of the traffic that all scenarios but the incast share.
     intact_runs: list[RecoveryRun] = []
     interrupted = False
     questions = [_scenario_question(call, fabric, scenario) for scenario in scenarios]

@@ -52,7 +52,8 @@ def init(path: str | Path = "job.toml", *, model: str = TINY, cluster: str = LOC
     file, preset = Path(path), _known_preset(model)
     hosts = 1
     untrained = [problem.what for problem in model_problems(preset.model())]
-    if cluster != LOCAL:  # an unknown cluster is refused before a file names it
+    # An unknown cluster is refused before a file names it.
+    if cluster != LOCAL:
         # Imported here because it reads the accelerator tables.
         from phalanx.hardware.cluster import resolve_cluster
 

@@ -39,7 +39,8 @@ ANY_PORT = "127.0.0.1:0"
 MOST_INVITATION_BYTES = 16 * 2**20
 # Seconds that a running peer may take to agree with the remaining members.
 ANSWER_S = 60.0
-SILENT_S = 10.0  # a running peer writes its status twice a second
+# A running peer writes its status twice a second.
+SILENT_S = 10.0
 ALONE = "no majority is left, so rounds wait; if the lost peers are gone for good: phalanx peers go-on-alone {run}"
 HEAD = ("name", "id", "address", "step", "samples", "latency", "Mbit/s", "state")
 

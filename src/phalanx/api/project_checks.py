@@ -221,7 +221,8 @@ def _file_options(
         return None
     ignored = ",".join(rule_list for rule_list in (ignore, *file_settings.ignore) if rule_list)
     options: dict[str, Any] = {"select": select or ",".join(file_settings.select), "ignore": ignored, "source": source}
-    if is_planned:  # a plan is final: neither cluster nor overrides may change it
+    # A plan is final: neither cluster nor overrides may change it.
+    if is_planned:
         return {**options, "cluster": cluster, "overrides": tuple(overrides)}
     return {
         **options,

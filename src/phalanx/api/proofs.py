@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 MOST_STEPS = 1000
 FORMATS = {"float64": "fp64", "fp32": "fp32", "bf16": "bf16", "fp8": "fp8"}
 LONG_TIMEOUT_S = 600.0  # compiling for 8 ranks on 2 cores takes minutes
-MOST_RANKS = 64  # with `ranks="all"`: each takes a minute or two for a large model
+# With `ranks="all"`: each takes a minute or two for a large model.
+MOST_RANKS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

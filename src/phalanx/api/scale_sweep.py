@@ -36,8 +36,10 @@ if TYPE_CHECKING:
     from phalanx.plan.plan import Plan
 
 WHERE = "phalanx scale sweep"
-PER_GPU = 4  # small runs that share a GPU: none of them fills it
-KEPT_CHECKPOINTS = 100  # of a run: the checkpoint at which its decay begins must stay
+# Small runs that share a GPU: none of them fills it.
+PER_GPU = 4
+# Checkpoints of a run: the one at which its decay begins must stay.
+KEPT_CHECKPOINTS = 100
 COUNTING = "N all parameters, embedding and head included; C = 6·N·D"
 
 

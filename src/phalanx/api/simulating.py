@@ -35,7 +35,7 @@ WHERE = "phalanx sim"
 BREAKS = ("link", "t1", "t0", "nic", "transceiver", "grey")
 ROUTINGS = ("spray", "ecmp")
 MOST_OUTAGE_S = 86400.0
-# On one busy core, for a step on a fabric (docs/simulation/step.md).
+# Devices per second on one busy core, for a step on a fabric (docs/simulation/step.md).
 DEVICES_PER_S = 30_000
 LEAST_DAYS, MOST_DAYS, MOST_RUNS = 0.01, 3653.0, 10_000  # ten years at most
 # About 50,000 failures a second on a busy core (docs/simulation/months.md): a minute and a half.
@@ -211,7 +211,8 @@ def _simulate_step(plan: Plan, fabric: Fabric | None, call: StepCall, tell: Tell
     from phalanx.sim.step.breaks import broken_parts, failure_aftermath
     from phalanx.sim.step.step_report import step_report
 
-    if call.broken is not None:  # before any simulation: the fabric may lack the part
+    # Before any simulation: the fabric may lack the part.
+    if call.broken is not None:
         broken_parts(fabric or derived_fabric(plan.layout.devices, plan.cluster.nic_bytes_per_s), call.broken)
     seconds = plan.layout.devices / DEVICES_PER_S * (3 if call.broken else 1)
     if seconds > PROGRESS_S and fabric is not None:

@@ -78,7 +78,8 @@ class SweepPool:
                 stderr=log,
                 env=environ,
                 text=True,
-                start_new_session=True,  # Ctrl-C is handled here: workers are asked to save
+                # Ctrl-C is handled here: workers are asked to save.
+                start_new_session=True,
             )
 
     def _log(self, number: int) -> Path:
@@ -183,7 +184,8 @@ class SweepPool:
             )
             outcome = replace(outcome, folder=run.name)
         outcome = replace(outcome, state="stopped", cached=False)
-        self._folder.keep(outcome)  # so that the next call finds it if this process is killed
+        # Stored now, so that the next call finds it if this process is killed.
+        self._folder.keep(outcome)
         trunk = outcomes[by_name[outcome.run.trunk]] if outcome.run.trunk else None
         task = {
             "run": str(self._path(outcome)),

@@ -22,7 +22,8 @@ from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_count, format_seconds, number_text, plural
 
 WHERE = "phalanx train"
-PLUGIN_KEYS = ("callbacks", "loss", "optimizer", "data", "model", "metrics")  # arguments of `train` that are code
+# Arguments of `train` that are code.
+PLUGIN_KEYS = ("callbacks", "loss", "optimizer", "data", "model", "metrics")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -215,8 +215,10 @@ def make_run_folder(plan: Plan, call: TrainCall, old: Run | None, *, started: fl
         layout=plan.layout.name,
         started=round(started, 3),
         earlier=earlier,
-        data_s=round(data_s, 3),  # building or finding the dataset, before any rank starts
-        allow_code=call.consents,  # for the record only: agents accept no consent from a folder
+        # Building or finding the dataset, before any rank starts.
+        data_s=round(data_s, 3),
+        # For the record only: agents accept no consent from a folder.
+        allow_code=call.consents,
         provenance=job_provenance(job),
     )
     call.tell(f"  run: {run.path}")

@@ -16,7 +16,8 @@ from phalanx.io.files import FileTooLargeError, read_bounded, replace_text
 CHECKSUMS = "SHA256SUMS"
 MOST_CHECKSUM_BYTES = 2**20
 _LINE = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9][A-Za-z0-9._-]{0,254})")
-HASH_THREADS = 4  # the hash of one core is slower than a fast disk
+# The hash of one core is slower than a fast disk.
+HASH_THREADS = 4
 
 
 def write_checksums(folder: Path, digests: Mapping[str, str]) -> None:

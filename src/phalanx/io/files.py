@@ -19,7 +19,7 @@ from phalanx.units import MIB
 if TYPE_CHECKING:
     import csv
 
-# Of a file that Phalanx wrote: plans of the largest jobs are below 1 MB.
+# Limit of a file that Phalanx wrote: plans of the largest jobs are below 1 MB.
 MOST_JSON_BYTES = 64 * MIB
 
 
@@ -69,7 +69,8 @@ def replace_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
-MOST_BYTES = MIB  # the largest published job configurations are a few kB
+# The largest published job configurations are a few kB.
+MOST_BYTES = MIB
 
 
 def shipped_text(module_file: str, name: str) -> str:
@@ -163,7 +164,8 @@ def read_failure(path: Path, error: OSError) -> PhalanxError:
     return UserError(problem) if error.errno in IMPOSSIBLE else SystemFailure(problem)
 
 
-MOST_COLUMNS = 512  # of a CSV table: the widest published one in use has 40
+# Columns of a CSV table: the widest published one in use has 40.
+MOST_COLUMNS = 512
 
 
 def csv_columns(reader: csv.DictReader[str], where: str) -> list[str]:

@@ -61,7 +61,8 @@ def unreachable(path: AnyPath) -> str:
         return ""
     except OSError as error:
         return os_reason(error)
-    except ValueError:  # a NUL byte, or a character that the file system's encoding lacks
+    except ValueError:
+        # A NUL byte, or a character that the file system's encoding lacks.
         return "is not a possible path: it holds a NUL byte"
     return ""
 

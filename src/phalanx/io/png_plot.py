@@ -10,7 +10,8 @@ from typing import Any
 from phalanx.errors import mistake
 from phalanx.io.svg import PLANNED_STYLE, LinePlot, PlotLine, round_ticks
 
-SCALE = 2  # PNG pixels per SVG pixel: sharp in print and on dense screens
+# PNG pixels per SVG pixel: sharp in print and on dense screens.
+SCALE = 2
 MARGIN = SCALE * 24  # above a plot, for its title
 # Colours of the light page (io/style.py).
 PAGE, INK, QUIET, GRID_LINE, AXIS = "#ffffff", "#22262e", "#5c6370", "#efece5", "#e3e0d9"
@@ -71,7 +72,8 @@ def _draw_plot(plot: LinePlot) -> Any:
     for value in round_ticks(x_scale.low, x_scale.high):
         text = plot.show_x(value)
         half = small.getlength(text) / 2
-        x = min(at(value, 0.0)[0], width - half)  # the last label would be cut off at the edge
+        # The last label would be cut off at the edge.
+        x = min(at(value, 0.0)[0], width - half)
         pen.text((x, base + 10 * SCALE), text, font=small, fill=QUIET, anchor="mm")
     pen.line([(x_begin, base), (x_end, base)], fill=AXIS, width=SCALE)
     for line in plot.lines:

@@ -11,7 +11,8 @@ from phalanx.io.values import printable
 from phalanx.io.visible import one_line
 
 TICKS = "▁▂▃▄▅▆▇█"
-MOST_DRAWN = 1e300  # a larger value is damage, and would make sums infinite
+# A larger value is damage, and would make sums infinite.
+MOST_DRAWN = 1e300
 # Characters with a meaning in Markdown or in HTML inside it.
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&!])")
 

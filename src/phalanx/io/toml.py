@@ -95,7 +95,8 @@ def _syntax_error(path: Path, text: str, message: str) -> UserError:
     reason = _PLACE.sub("", message).removesuffix(" (at end of document)")
     lines = text.split("\n")
     date = _DATE.search(lines[int(place.group(1)) - 1]) if place else None
-    if date:  # tomllib complains about newlines if the month is 13
+    # tomllib complains about newlines if the month is 13.
+    if date:
         return mistake(where, f"{date.group(1)} is no date", fix="a date is  YYYY-MM-DD, as 2026-12-31")
     fix = 'a line is  key = value  or  [section]; text needs quotes, as name = "first-run"'
     return mistake(where, f"is not TOML: {reason[:1].lower()}{reason[1:200]}", fix=fix)

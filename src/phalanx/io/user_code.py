@@ -16,7 +16,8 @@ from types import ModuleType
 from phalanx.errors import UserError, mistake, nearest
 from phalanx.io.path_probes import is_file, resolve_path
 
-_neighbour_folders: set[str] = set()  # folders that `find_neighbours` added to sys.path
+# Folders that `find_neighbours` added to sys.path.
+_neighbour_folders: set[str] = set()
 NAME_PATTERN = r"[^:\x00-\x1f]{1,1024}(:[A-Za-z_][A-Za-z0-9_]{0,255})?"
 
 
@@ -77,7 +78,8 @@ def _run_file(path: Path, name: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     find_neighbours(path)
-    sys.modules[key] = module  # dataclasses in user code look their module up there
+    # Dataclasses in user code look their module up there.
+    sys.modules[key] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -58,7 +58,7 @@ def _monitor_metric(name: str, unit: str, field: str, help_: str, *labels: str) 
     return Metric(name=name, unit=unit, field=field, help=help_, source="monitor", labels=labels)
 
 
-# Of rank 0's newest step: equal on every rank, or about the global batch.
+# Series of rank 0's newest step: equal on every rank, or about the global batch.
 STEP = (
     _step_metric("train.loss", "{nat}", "loss", "loss of the newest step, nats per token"),
     _step_metric("train.grad.norm", "", "grad_norm", "norm of the whole gradient before clipping"),
@@ -70,14 +70,14 @@ STEP = (
 )
 MFU = Metric(name="train.mfu", unit="1", help="model FLOPs of the newest step over the peak", source="step and plan")
 
-# Of every rank's newest step.
+# Series of every rank's newest step.
 RANK_STEP = (
     _step_metric("train.compute.duration", "s", "compute_s", "time the rank worked in the newest step", *RANK),
     _step_metric("train.wait.duration", "s", "wait_s", "time the rank waited for others in the newest step", *RANK),
     _step_metric("train.data.duration", "s", "data_s", "time the rank waited for its batch in the newest step", *RANK),
 )
 
-# Of every rank's newest monitor event. OpenTelemetry has different names for the memory of a GPU and of a process.
+# Series of every rank's newest monitor event. OpenTelemetry has different names for the memory of a GPU and of a process.
 GPU = (
     _monitor_metric("hw.gpu.utilization", "1", "utilization", "share of the GPU that was active", *DEVICE),
     _monitor_metric("hw.gpu.memory.usage", "By", "memory_bytes", "GPU memory in use", *RANK),

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 
 PATH = "/metrics"
-MOST_REQUESTS = 16  # at the same time; a Prometheus server sends one
-REQUEST_S = 10.0  # a client that sends or reads more slowly is disconnected
+# Simultaneous requests; a Prometheus server sends one at a time.
+MOST_REQUESTS = 16
+# A client that sends or reads more slowly is disconnected.
+REQUEST_S = 10.0
 NEED = "Prometheus metrics"
 
 
@@ -123,7 +125,8 @@ class MetricsServer:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # a client that hangs must not delay the end of a run
+    # A client that hangs must not delay the end of a run.
+    block_on_close = False
 
     def __init__(self, address: Address, made: CollectorRegistry, token: str | None) -> None:
         super().__init__((address.host, 0), _Handler, bind_and_activate=False)

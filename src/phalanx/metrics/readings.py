@@ -33,7 +33,8 @@ TOKEN_POINTS = 2000  # buckets over which the tokens are summed
 
 # Ranks with their own series; with more ranks, three aggregates replace them.
 MOST_RANKS = 64
-MOST_LABEL = 100  # characters: labels come from files that may have been edited
+# Characters: labels come from files that may have been edited.
+MOST_LABEL = 100
 SPREAD: dict[str, Callable[[list[float]], float]] = {"min": min, "median": statistics.median, "max": max}
 
 
@@ -224,7 +225,8 @@ def _plan_labels(plan: Mapping[str, Any]) -> dict[str, str]:
 
 
 MOST_COLLECTIVES = 64  # pairs of operation and group
-MOST_PAIRS = 16  # neighbours of one rank: two per axis of the mesh, and a few more
+# Neighbours of one rank: two per axis of the mesh, and a few more.
+MOST_PAIRS = 16
 PERCENTILES = (("50", "p50_s"), ("99", "p99_s"))
 
 

@@ -183,7 +183,8 @@ class WandbSink:
             console="off",
             disable_git=True,
             save_code=False,
-            x_disable_meta=True,  # no host names, command lines or environment variables
+            # No host names, command lines or environment variables.
+            x_disable_meta=True,
             x_disable_stats=True,
             x_save_requirements=False,
         )

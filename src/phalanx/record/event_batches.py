@@ -63,7 +63,8 @@ class EventFeed:
         self._tally = tally or ByteTally()
         self._path = path
         self._shown = shown  # the folder as the user named it
-        self._part = 0  # number of the newest closed part that is read to its end
+        # Number of the newest closed part that is read to its end.
+        self._part = 0
         self._offset = self._line = 0
         self._held = b""
         self._is_overlong = False
@@ -119,7 +120,8 @@ class EventFeed:
 
     def _rest_of_file(self, file: EventBytes, path: Path, until: int | None) -> Iterator[LineBlock]:
         size = opened_size(file)
-        if size < self._offset:  # the file was truncated: the bytes read before are gone
+        # The file was truncated: the bytes read before are gone.
+        if size < self._offset:
             self._note_trouble(self._spot_at(path, 0))
             self._offset, self._held, self._is_overlong = size, b"", False
         file.seek(self._offset)
@@ -157,7 +159,8 @@ class EventFeed:
         while start < stop:
             end = data.find(b"\n", min(start + PIECE_BYTES, stop - 1)) + 1
             last = data.rfind(b"\n", start, end - 1) + 1 or start
-            too_long = end - last > MOST_LINE_BYTES  # only the last line of a piece can be too long
+            # Only the last line of a piece can be too long.
+            too_long = end - last > MOST_LINE_BYTES
             if (keep := last if too_long else end) > start:
                 yield self._line_block(data[start:keep], path)
             if too_long:
@@ -213,7 +216,8 @@ MOST_KINDS, MOST_NAMES = 64, 64
 _SCALARS: frozenset[type] = frozenset((int, float, str, bool, type(None)))
 
 Row = tuple[Any, ...]
-Others = list[tuple[int, str]]  # places and kinds of the events that are not steps
+# Places and kinds of the events that are not steps.
+Others = list[tuple[int, str]]
 Shapes = dict[str, tuple[str, ...]]  # by kind, the names of its fields
 
 row_of: Callable[[Any], Row] = msgspec.structs.astuple  # of a struct, without `event`
@@ -369,7 +373,8 @@ class EventBatch:
         self.events, self.lines = events, lines
         self.others = others
         self.bad = bad  # numbers of lines that are not events
-        self._rows = rows  # by kind, the field names of events that are structs
+        # By kind, the field names of events that are structs.
+        self._rows = rows
         self._columns: dict[str, tuple[EventColumns, Sequence[int]]] = {}
 
     def parts(self, places: Sequence[int]) -> Iterator[EventBatch]:

@@ -119,7 +119,8 @@ class EventColumns:
             self.is_even = self._is_typed or sum(map(len, events)) == len(events) * len(self.names)
         except KeyError:
             self.is_even = False
-        if not self.is_even:  # events of several versions, or with fields that the user added
+        # Events of several versions, or with fields that the user added.
+        if not self.is_even:
             self.names = tuple(dict.fromkeys(name for event in events for name in event))[:MOST_FIELDS]
             rows = [tuple([event.get(name) for name in self.names]) for event in events]
         self._columns: dict[str, Column] = dict(zip(self.names, zip(*rows, strict=True), strict=True))

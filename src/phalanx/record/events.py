@@ -79,7 +79,8 @@ class EventWriter:
         self._lock = threading.RLock()
         self._pending: list[bytes] = []
         self._flushed = -math.inf
-        self._is_held = False  # True while `write_all` collects events for one write
+        # True while `write_all` collects events for one write.
+        self._is_held = False
         self._file = -1
         self._index: IndexWriter | None = None
         # Events dropped because they were too long, or because the disk refused them for too long.
@@ -122,7 +123,8 @@ class EventWriter:
                 while done < len(data):
                     rest = data[done:]
                     done += self._stream.write(rest) if self._stream is not None else os.write(self._file, rest)
-            except OSError:  # disk full or gone: the next flush tries again with the rest
+            except OSError:
+                # Disk full or gone: the next flush tries again with the rest.
                 pass
             self._pending = [data[done:]] if done < len(data) else []
             self._bound_pending()
@@ -155,7 +157,8 @@ class EventWriter:
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._file).st_size
         if size > 0 and os.pread(self._file, 1, size - 1) != b"\n":
-            self._pending.append(b"\n")  # ends the line that a killed process left half written
+            # Ends the line that a killed process left half written.
+            self._pending.append(b"\n")
         if self._rank >= 0:  # the coordinator's few events need no index
             self._index = self._make_index(os.fstat(self._file).st_ino)
 
@@ -213,7 +216,8 @@ class EventWriter:
             pass
         try:
             self._open_file()
-        except OSError:  # no new file: continue in the old one, without an index
+        except OSError:
+            # No new file: continue in the old one, without an index.
             self._index, self._rotate_at = None, end + self._rotate_bytes
             self._file, self._stream = before, stream
             return
@@ -298,7 +302,8 @@ class LineSplitter:
         self._partial = b""
         self._overlong = False
         self.skipped = 0
-        self.held = 0  # bytes received since the end of the last complete line
+        # Bytes received since the end of the last complete line.
+        self.held = 0
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the lines that are complete now, without their newlines."""
@@ -334,7 +339,8 @@ class EventReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._part = 0  # number of the newest closed part that is read to its end
+        # Number of the newest closed part that is read to its end.
+        self._part = 0
         self._offset = 0
         self._lines = LineSplitter()
         self._bad = 0

@@ -153,7 +153,8 @@ class ExtentChain:
         self.path = path
         # By session name and rank. Extents after a lost extent form a separate session.
         self.sessions: dict[str, Session] = {}
-        self.end = 0  # end of the last extent: where the next one begins
+        # End of the last extent: where the next one begins.
+        self.end = 0
         # By session and rank, the key in `sessions` that a new extent extends.
         self._current: dict[str, str] = {}
         self._bases: dict[str, int] = {}

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from phalanx.record.rank_table_reader import RankRows
 
-SHARE = 20  # scanning for new extents takes at most 1/20 of a reader's time
+# Scanning for new extents takes at most 1/20 of a reader's time.
+SHARE = 20
 # The same share for callers that pass `now`: a scan of some milliseconds returns a state of that age anyway.
 SHARE_NOW = 8
 # Below this a scan takes less than a millisecond, and a busy machine would make it look expensive.

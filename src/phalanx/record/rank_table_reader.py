@@ -27,7 +27,7 @@ from phalanx.record.rank_table import (
 
 # The table of 16 ranks; requesting more bytes takes as long as reading them.
 READ_BYTES = 12 * 2**10
-# Of a rank in one file; a table with more is rejected, and the heads are read.
+# Sessions of a rank in one file; a table with more is rejected, and the heads are read.
 MOST_SESSIONS = 2**20
 MOST_RANK = 10**7
 
@@ -138,7 +138,8 @@ class RankRows:
         rank = heads["rank"].astype(np.int64)
         order = np.argsort(rank, kind="stable")
         is_last = np.append(np.diff(rank[order]) > 0, True) if len(rank) else np.zeros(0, bool)
-        if not is_last.all():  # ranks that moved to another host: sort the newest session last
+        # Ranks that moved to another host: sort the newest session last.
+        if not is_last.all():
             order = np.lexsort((heads["name"], heads["opened_s"], heads["generation"], rank))
         heads = heads[order]
         self._rank, self._file = rank[order], files[order]

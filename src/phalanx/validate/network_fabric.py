@@ -41,7 +41,8 @@ from phalanx.validate.network_claims import (
     stated,
 )
 
-BOX_GBPS = 51_200  # the boxes of arXiv:2605.04333: 512 ports of 100G, 64 of 800G
+# The boxes of arXiv:2605.04333: 512 ports of 100G, 64 of 800G.
+BOX_GBPS = 51_200
 NIC_GBPS = 800.0
 # `8x100G` up to this total is a NIC in planes, `64x800G` beyond it is a switch.
 MOST_NIC_GBPS = 1600
@@ -314,7 +315,8 @@ FABRIC_READERS: tuple[tuple[str, ClaimReader], ...] = (
 # arXiv:2605.04333 table 1: GB/s of a GPU's NIC.
 CLUSTER_GB = {"A": 100.0, "B": 100.0, "C": 50.0, "D": 50.0}
 REFERENCE = "mrc-131k"
-PEAK = 0.03  # relative tolerance required for the peak of a collective
+# Relative tolerance required for the peak of a collective.
+PEAK = 0.03
 
 
 def latency(row: Claim, _: ClaimContext) -> ClaimOutcome:
@@ -446,9 +448,11 @@ GIVEN_READERS: tuple[tuple[str, ClaimReader], ...] = (
 
 
 CLUSTER_NIC_GBPS = 800.0
-PLANES = 4  # of the large GPU cluster A in its table 1: 4x200G
+# Planes of the large GPU cluster A in its table 1: 4x200G.
+PLANES = 4
 MINUTE_S = 60.0
-LOST_PER_S = 1.0  # section 2.4: a NIC lost less than one packet a second
+# Section 2.4: a NIC lost less than one packet a second.
+LOST_PER_S = 1.0
 
 
 def cage_flaps(row: Claim, _: ClaimContext) -> ClaimOutcome:

@@ -38,7 +38,8 @@ from phalanx.validate.network_claims import (
 
 PORT_GBPS = 100  # uet-htsim main.h
 HOP_US = 1.0
-END_US = 1000.0  # flows that have not finished by then are not printed
+# Flows that have not finished by then are not printed.
+END_US = 1000.0
 PACKET_BYTES = 4150
 # Bytes received before an acknowledgement: one for four packets ("4SACK" in the table).
 SACK_BYTES = 4 * PACKET_BYTES

@@ -99,10 +99,13 @@ FLUID_READERS: tuple[tuple[str, ClaimReader], ...] = (
 
 T0_DOWN, RING_RADIX = 64, 128
 TOGETHER, RANGE = 8, (4, 32)  # NICs of the ring under one T0
-RING_SEEDS = range(20)  # seeds of the hashes: one draw of 64 flows is not representative
-MOST = 512  # ranks: four per T0 of 64 are as many as two tiers connect
+# Seeds of the hashes: one draw of 64 flows is not representative.
+RING_SEEDS = range(20)
+# Ranks: four per T0 of 64 are as many as two tiers connect.
+MOST = 512
 QPS = (1, 2, 4, 8, 16, 32, 64)
-LITTLE = 0.05  # relative gain from twice as many queue pairs that counts as none
+# Relative gain from twice as many queue pairs that counts as none.
+LITTLE = 0.05
 
 
 def fraction(row: Claim, _: ClaimContext) -> ClaimOutcome:
@@ -161,7 +164,8 @@ FABRIC, PLANES, T0_HOSTS, LOSS_MOST_HOSTS = "clos2:{hosts}x400G/4p/16/wide", 4, 
 NBYTES = 1e9  # "large messages"
 SAMPLE_S = 1e-3
 LOSS_TOLERANCE = 0.07 / 0.33  # the design requires 0.33 ± 0.07
-CALIBRATED = 1.0  # per cent; `Transport.probe_s` was fitted at this loss
+# Per cent; `Transport.probe_s` was fitted at this loss.
+CALIBRATED = 1.0
 CPU_S = 6.0  # for a pair of runs, measured on 2026-11-15
 
 
@@ -229,7 +233,8 @@ PFC_S, DCQCN_S, MRC_S = 2e-3, 40e-3, 25e-3
 INCAST_CPU_S = {"PFC": 4.0, "DCQCN": 34.0, "MRC": 3.0}  # measured on 2026-11-15
 # Share of the victim's rate alone; pauses leave it a fifth or everything, so any threshold between works.
 HARMED = 0.98
-WHOLE = 1.0  # per cent of the victim's rate: the design's limit for MRC
+# Per cent of the victim's rate: the design's limit for MRC.
+WHOLE = 1.0
 MOST_SENDERS = 63
 
 
@@ -380,7 +385,8 @@ SLOTTED_MOST_HOSTS = 131_072
 MARK = 8  # packets, if the row states no ECN threshold
 LATE_S = 1e-3  # no packet is lost, so no timeout may fire
 SLOTTED_TOLERANCE = 0.10  # tolerance that the design requires for a tail
-TRIMS = 0.25  # relative tolerance of a share of a few per cent, from one seed
+# Relative tolerance of a share of a few per cent, from one seed.
+TRIMS = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -438,7 +444,8 @@ def _slotted_question(row: Claim) -> Question:
 
 def _slotted_setting(asked: Question) -> tuple[Fabric, Flows, Transport]:
     fabric = replace(parse_fabric(f"clos2:{asked.hosts}x{SLOTTED_PORT_GBPS:g}G/1p/{2 * asked.down}"), hop_s=0.0)
-    mark = asked.mark / (fabric.hops + 1)  # share of a round trip without latencies, in slots
+    # Share of a round trip without latencies, in slots.
+    mark = asked.mark / (fabric.hops + 1)
     transport = replace(
         MRC,
         name="slotted",

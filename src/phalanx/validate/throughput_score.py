@@ -23,7 +23,8 @@ from phalanx.units import plural
 from phalanx.validate.throughput_rows import RowPredictions, predict_rows
 from phalanx.validate.throughput_table import PublishedRun, number
 
-LEAST_ROWS = 5  # sources with fewer rows do not count in the mean
+# Sources with fewer rows do not count in the mean.
+LEAST_ROWS = 5
 # Finished runs that a (model, GPUs) cell of a sweep needs to count in the regret.
 LEAST_CELL = 6
 # Sweeps whose runs below IDLE_MFU count only for ranking.

@@ -142,7 +142,8 @@ def step_view(store: RunStore, name: str, *, rank: int, step: int | None) -> Jso
             )
             event = parts.read("timeline", lambda: history.at_step("timeline", nearest, rank))
         parts.note(parts.read("events", history.damage, ()))
-        if event is not None:  # the layout of this step may differ from the newest one
+        # The layout of this step may differ from the newest one.
+        if event is not None:
             plan = parts.read("plan.json", lambda: plan_at_step(run, history, integer(event, "step")), plan)
     guess = parts.read("prediction", lambda: predicted_spans(plan, rank), []) if plan else []
     return {

@@ -22,7 +22,8 @@ from phalanx.web.run_store import NotYetError, RunStore
 MOST_POINTS = 4000
 MOST_COLUMNS = 500
 MOST_NAMES = 40  # series or runs per request
-MOST_STEP = 2**53  # the largest range of integers that JavaScript represents exactly
+# The largest range of integers that JavaScript represents exactly.
+MOST_STEP = 2**53
 
 View = Callable[..., Any]
 
@@ -177,7 +178,8 @@ def _stream_route(context: ApiContext, hub: NewsHub, path: str) -> Route:
             return context.sorry(request, error)
         if hub.is_full:
             return _json_response(503, context.encode({"error": "too many pages listen already; close some"}))
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # proxies must not buffer the stream
+        # Proxies must not buffer the stream.
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         if request.method == "HEAD":
             return Response(headers=headers, media_type="text/event-stream")
         news = hub.stream(request.path_params["name"], request.headers.get("last-event-id", ""))

@@ -189,7 +189,8 @@ class LogReader:
 # ---- the runs of a dashboard: found by name in one folder, opened once, refreshed as they grow -----------------------
 
 
-MOST_OPEN = 24  # open histories: ten runs for comparison, and some viewed before
+# Open histories: ten runs for comparison, and some viewed before.
+MOST_OPEN = 24
 # The files of ranks other than 0 do not affect the mark; they are read at most this often.
 FRESH_S = 0.4
 

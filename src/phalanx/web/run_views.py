@@ -33,7 +33,8 @@ def plan_of(run: Run) -> Json:
     """Return plan.json; empty if it is missing or damaged."""
     try:
         return run.plan()
-    except Exception:  # views that must report the error read the plan with AnswerParts
+    except Exception:
+        # Views that must report the error read the plan with AnswerParts.
         return {}
 
 

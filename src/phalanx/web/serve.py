@@ -22,7 +22,8 @@ from phalanx.web.run_store import RunStore
 
 # A client has this long, at most twice this, to finish a request or to receive sent data.
 LOOK_S = 10.0
-KEEP_ALIVE_S = 8  # less than LOOK_S: idle connections end regularly
+# Less than LOOK_S: idle connections end regularly.
+KEEP_ALIVE_S = 8
 MOST_CONNECTIONS = 512
 SHUTDOWN_S = 1  # for answers that are being sent
 
@@ -102,7 +103,8 @@ def _drop_idle_client(protocol: H11Protocol, before: _Seen) -> None:
     is_stuck = 0 < before.pending <= now.pending
     is_silent = before.idle and now.idle and before.cycle is now.cycle and not pending
     if is_stuck or is_silent:
-        transport.abort()  # close() would wait until the client has received the data
+        # close() would wait until the client has received the data.
+        transport.abort()
         return
     protocol.loop.call_later(LOOK_S, _drop_idle_client, protocol, now)
 
@@ -130,5 +132,5 @@ def is_any(bound: Address) -> bool:
 
 
 def _numeric_address(bound: Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    # Without the zone of a link-local address.
+    # partition: without the zone of a link-local address.
     return ipaddress.ip_address(bound.host.partition("%")[0])

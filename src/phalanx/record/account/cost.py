@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 J_PER_KWH = 3.6e6
 EARLY = "not known yet: the ranks have not read their counters"
-# Between two readings of the counters, where the plan has no other interval.
+# Seconds between two readings of the counters, if the plan has no other interval.
 INTERVAL_S = 10.0
 
 
@@ -230,7 +230,8 @@ MOST_READ_BYTES = 64 * 2**20
 COLUMNS = 240
 # Number of ranks whose newest `monitor` event is read for the source, in a large run.
 SOME = 16
-MOST_READ_RANKS = 1024  # counted event by event: each rank takes a millisecond
+# Counted event by event: each rank takes a millisecond.
+MOST_READ_RANKS = 1024
 # 32 years of a 1 GW power station: beyond this a counter is damaged.
 MOST_J = 1e18
 

@@ -51,10 +51,13 @@ TOLERANCE = 0.01  # share of the wall time
 # recorded had 10 %, 45 ms per step, and does not close.
 UNEXPLAINED = 0.05
 UNEXPLAINED_STEP_S = 0.03
-SMALL_BYTES = 2**20  # smaller runs take a tenth of a second either way
+# Smaller runs take a tenth of a second either way.
+SMALL_BYTES = 2**20
 MOST_SUPERVISOR_BYTES = 16 * 2**20
-MOST_STARTS = 16_384  # start events kept in memory; a run has one per membership
-LEAST = 8  # shorter stretches of steps are not worth batching
+# Start events kept in memory; a run has one per membership.
+MOST_STARTS = 16_384
+# Shorter stretches of steps are not worth batching.
+LEAST = 8
 # The longest credible duration in a step event, as in `values.seconds`.
 MOST_S = 30 * 86400.0
 TROUBLES = (PhalanxError, OSError, KeyError, TypeError, ValueError, ArithmeticError, IndexError)

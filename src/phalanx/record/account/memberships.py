@@ -32,8 +32,10 @@ NEVER_UNDONE = 2**63
 # Ranks that are searched for one that did not fail: more than a rack of them.
 MOST_WITNESSES = 2048
 LATEST_S = 1e11  # a later time is invalid: the year 5138
-JUMP_S = 30 * 86400.0  # between two events of one membership: the clock was set
-UNEVEN_S = 1e-3  # two threads of a rank may write out of order by this much
+# A gap this long between two events of one membership means that the clock was set.
+JUMP_S = 30 * 86400.0
+# Two threads of a rank may write out of order by this much.
+UNEVEN_S = 1e-3
 
 # Lines of other kinds are skipped unparsed: a timeline may have 100 kB, and telemetry carries no account.
 REPORTED = frozenset(
@@ -121,7 +123,8 @@ def files_of(run: Run, rank: int) -> list[Path]:
 
 # ---- the timeline of marks -------------------------------------------------------------------------------------------
 
-Mark = tuple[float, int, Event]  # time, number of the membership (-1: the coordinator), event
+# Time, number of the membership (-1: the coordinator), event.
+Mark = tuple[float, int, Event]
 
 
 def merged_marks(run: Run, known: Sequence[RecordedMembership], lines: MarkReader) -> Iterator[Mark]:
@@ -432,7 +435,8 @@ def read_launches(run: Run, history: RunHistory) -> list[Launch]:
         if event.get("reason") == "start" or not began:
             launched = max((launch_s for launch_s in launch_times if launch_s <= time_s), default=time_s)
             began.append((launched, under, world))
-        else:  # devices that a launch has lost are still rented
+        else:
+            # Devices that a launch has lost are still rented.
             began[-1] = (began[-1][0], began[-1][1], max(world, began[-1][2]))
     newest_s = max(
         [*(time_s for time_s, _ in timed_events), number(history.latest("step") or {}, "t") or 0.0], default=0.0
@@ -454,7 +458,8 @@ class _Plans:
     def __init__(self, run: Run) -> None:
         numbers = sorted(int(match.group(1)) for match in map(PLAN.fullmatch, _folder_names(run)) if match)[:MOST_PLANS]
         self._plans = [_read_table(run, f"plan-{number}.json") for number in numbers] + [_read_table(run, "plan.json")]
-        self._at = 0  # plans are used in the order in which they were made
+        # Plans are used in the order in which they were made.
+        self._at = 0
 
     @property
     def newest(self) -> Table:
@@ -471,7 +476,8 @@ class _Plans:
         elif layout:
             later = range(self._at, len(self._plans))
             self._at = next((count for count in later if _is_of(self._plans[count], layout)), self._at)
-        else:  # a record without layouts: only the newest plan is certain
+        else:
+            # A record without layouts: only the newest plan is certain.
             self._at = len(self._plans) - 1
         plan = self._plans[self._at]
         return (plan if not layout or _is_of(plan, layout) else {}), plan

@@ -12,7 +12,8 @@ from phalanx.io.values import at, integer, printable
 from phalanx.record.events import Event
 
 AXES = ("tensor", "context", "data", "pipeline")  # fastest-varying axis first
-MOST_SLOTS = 4096  # ranks of one entry of a membership: no host has more
+# Ranks of one entry of a membership: no host has more.
+MOST_SLOTS = 4096
 
 
 def rank_place(rank: int, layout: Mapping[str, Any]) -> str:

@@ -30,7 +30,8 @@ class StragglerTime:
     """The seconds that each step lost to slow ranks."""
 
     def __init__(self, firsts: Sequence[int] = (), lag_s: Sequence[float] = ()) -> None:
-        self._firsts, self._lag_s = firsts, [0.0, *lag_s]  # 0 for steps before the first column
+        # 0 for steps before the first column.
+        self._firsts, self._lag_s = firsts, [0.0, *lag_s]
 
     def of_step(self, step: int) -> float:
         """Return the seconds that one step lost."""

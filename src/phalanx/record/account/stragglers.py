@@ -31,14 +31,18 @@ if TYPE_CHECKING:
 
 WINDOW = 100  # steps
 LEAST_STEPS = 5  # with fewer steps no rank is named
-STRAGGLES = 1.1  # a rank whose own time is this many times its peers' is named
-HELD_UP = 1.5  # the same if the difference is time without a core
+# A rank whose own time is this many times its peers' is named.
+STRAGGLES = 1.1
+# The same if the difference is time without a core.
+HELD_UP = 1.5
 # Standard errors by which a score must exceed 1, so that noise names no rank.
 SURE = 5.0
 # Spreads of its peers' scores by which a rank's score must stand out, in groups of MANY ranks or more.
 APART = 6.0
-CLOSER = 16  # number of ranks that are examined step by step, in a large run
-MANY = 8  # from this number of ranks on, the spread of their scores is used
+# Number of ranks that are examined step by step, in a large run.
+CLOSER = 16
+# From this number of ranks on, the spread of their scores is used.
+MANY = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

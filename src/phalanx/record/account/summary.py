@@ -32,10 +32,12 @@ COLUMNS = 64
 SOME = 64  # number of ranks whose utilization is read
 # Seconds, bytes or tokens of a step beyond this are a damaged record.
 ABSURD = 1e18
-FEW = 10_000  # steps × ranks up to which memory is read step by step
+# Steps × ranks up to which memory is read step by step.
+FEW = 10_000
 # Timelines are long, and hold nothing for the summary.
 RARE = tuple(kind for kind in KINDS if kind not in (*FREQUENT, "timeline"))
-POINTS = 4000  # buckets behind medians and sums; exact up to this many steps
+# Buckets behind medians and sums; exact up to this many steps.
+POINTS = 4000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 Floats = NDArray[np.float64]
-MOST_POINTS = 1024  # of the trail; beyond, every second point is dropped
+# Points of the trail; beyond, every second one is dropped.
+MOST_POINTS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,7 +374,8 @@ class LedgerBuilder:
     def _spend_until(self, time_s: float, account: str) -> None:
         """Put the time up to a mark into an account; a mark earlier than the last one counts as overlap."""
         gap_s = time_s - self._at_s
-        if abs(gap_s) > JUMP_S:  # a clock jump, not a month of waiting: in no account
+        # A clock jump, not a month of waiting: in no account.
+        if abs(gap_s) > JUMP_S:
             self.jumps += 1
             self._began_s += max(gap_s, 0.0)
         elif gap_s >= 0.0:
@@ -388,7 +390,8 @@ class LedgerBuilder:
 # ---- effective training time as a curve: cumulative, and over the last hour ------------------------------------------
 
 
-LEAST_WINDOWS = 4  # a run shorter than this many hours gets a shorter window
+# A run shorter than this many hours gets a shorter window.
+LEAST_WINDOWS = 4
 LEAST_S = 1.0
 
 

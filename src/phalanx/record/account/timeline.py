@@ -13,7 +13,8 @@ from phalanx.io.values import at, finite, integer, number
 
 KINDS = ("data", "forward", "backward", "collective", "optimizer", "other")
 MOST_SPANS = 2_000
-MOST_MICRO_BATCHES = 128  # drawn one by one; beyond, neighbours share a span
+# Drawn one by one; beyond, neighbours share a span.
+MOST_MICRO_BATCHES = 128
 MOST_TEXT = 80
 
 # The parts of plan.json's breakdown that every forward and backward shares, and the axis of those that are traffic. A

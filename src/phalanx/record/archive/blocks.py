@@ -17,13 +17,16 @@ from numpy.typing import NDArray
 
 from phalanx.record.archive.series import FREQUENT, KINDS, LATER, SERIES
 
-STEPS = 256  # of a block: 150 kB of events, read and parsed in about 3 ms
+# Maximum steps of a block: 150 kB of events, read and parsed in about 3 ms.
+STEPS = 256
 MOST_BYTES = 2**20
 MOST_MONITORS = 4096
-COLUMNS = 40  # with room for series that are added later; a record is 640 bytes
+# Columns of a record, with room for series that are added later; a record is 640 bytes.
+COLUMNS = 40
 LISTED = 23  # rare events per record
 MOST_LISTED = 4 * LISTED  # a block with more is searched instead
-JUMP_S = 1.0  # a clock that goes back by less was corrected, not set
+# A clock that goes back by less was corrected, not set.
+JUMP_S = 1.0
 
 _HEAD = [
     ("check", "<u8"), ("type", "<u2"), ("listed", "<u2"), ("unreadable", "<u4"), ("start", "<u8"), ("end", "<u8"),
@@ -88,7 +91,8 @@ class BlockMaker:
     """Takes events in the order of the file and cuts them into blocks."""
 
     def __init__(self, start: int, *, step: int = 0) -> None:
-        self.done: list[bytes] = []  # finished records: each block is followed by its places
+        # Finished records: each block is followed by its places.
+        self.done: list[bytes] = []
         self._step = step  # the newest step
         self._clear_block(start)
 

@@ -51,7 +51,8 @@ class EventFile:
         self.size = 0
         self.replaced = False  # True if it once was longer than it is
         self.is_odd = False  # True if a folder, pipe or device has its name
-        self.content = object()  # identifies the file's content; kept when the file is renamed
+        # Identifies the file's content; kept when the file is renamed.
+        self.content = object()
         self._index = EMPTY
         self._stamp: tuple[int, int] | None = None
         self._gaps: list[_Gap] = []

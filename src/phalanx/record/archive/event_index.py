@@ -42,7 +42,8 @@ HEAD_BYTES = 4 * BLOCK.itemsize
 SIZE = BLOCK.itemsize
 # 33 million steps; a part of a rank's events has a few thousand records.
 MOST_RECORDS = 2**17
-SIGNATURE = 256  # bytes of the first event that identify the event file
+# Bytes of the first event that identify the event file.
+SIGNATURE = 256
 
 
 class IndexWriter:
@@ -53,14 +54,16 @@ class IndexWriter:
 
     def __init__(self, events: Path, inode: int, *, stream: HostStream | None = None) -> None:
         self._events = events
-        self._inode = inode  # of the file that is written: another file may get its name
+        # The file that is written: another file may get its name.
+        self._inode = inode
         self._stream = stream
         self._into: HostStream | None = None
         self._tail = b""  # the last records of the index in a host's file
         # True after a torn record there; readers decide which of the following records are valid.
         self._is_torn = False
         self._file = -1
-        self._lines: list[tuple[Mapping[str, Any], int]] = []  # events that may not be on disk yet
+        # Events that may not be on disk yet.
+        self._lines: list[tuple[Mapping[str, Any], int]] = []
         self._maker: BlockMaker | None = None
 
     def add(self, event: Mapping[str, Any], length: int) -> None:

@@ -38,11 +38,14 @@ MOST_DIGEST_BYTES = 96 * 2**20
 # Bytes that one mesh may read of ranks without an index, about 4 s.
 MOST_SCAN_BYTES = 256 * 2**20
 MOST_SUPERVISOR = 50_000
-MANY_RANKS = 1024  # with more ranks, meshes show some of them, evenly spread
+# With more ranks than this, meshes show some of them, evenly spread.
+MANY_RANKS = 1024
 SAMPLE_RANKS = 256
-GLANCE_RANKS = 4096  # ranks whose newest blocks are read at once: 10 MB
+# Ranks whose newest blocks are read at once: 10 MB.
+GLANCE_RANKS = 4096
 LOOK_RANKS, LOOK_BYTES = 16, 8 * 2**20
-FEW, FEW_S = 10, 5.0  # steps and seconds that a killed rank may not have written
+# Steps and seconds that a killed rank may not have written.
+FEW, FEW_S = 10, 5.0
 T = TypeVar("T")
 TORN = "torn last line"
 TOO_LONG = "not read for the mesh: without an index, and too long to be read for all ranks"
@@ -95,7 +98,8 @@ class RunHistory:
         self._cache = RowCache()
         self._starts: tuple[Start, ...] = ()
         self._starts_known = False  # since the last refresh
-        self._fresh: set[int] = set()  # ranks refreshed since the last refresh of the history
+        # Ranks refreshed since the last refresh of the history.
+        self._fresh: set[int] = set()
         self._digests: dict[int, Digest] = {}
         self._digested_bytes = 0
         self._newest: dict[tuple[str, ...], dict[str, NDArray[np.float64]]] = {}  # since the last refresh
@@ -159,7 +163,8 @@ class RunHistory:
         """Return a rank's events, refreshed once between two refreshes of the history."""
         file = self._files.pop(rank, None) or RankFile(self.run.events(rank), self._parts[rank], self._cache)
         self._files[rank] = file
-        if rank != self.witness:  # the observer's own events repeat the undone steps
+        # The observer's own events repeat the undone steps.
+        if rank != self.witness:
             file.know_starts(self._membership_starts())
         if rank not in self._fresh:
             file.refresh()

@@ -16,7 +16,8 @@ from phalanx.record.archive.event_file import EventFile
 from phalanx.record.events import Event, part_path
 from phalanx.record.host_file import has_events
 
-MOST_EVENTS = 20_000  # returned at once; a run has a few hundred rare ones per rank
+# Returned at once; a run has a few hundred rare ones per rank.
+MOST_EVENTS = 20_000
 MOST_CACHED = 256  # blocks whose rows are in memory: 16 MB
 FOREVER = 2**62
 

@@ -66,7 +66,8 @@ SERIES = (
     _step_series("core_wait_s", "s"),
 )
 COLUMN = {series.name: number for number, series in enumerate(SERIES)}
-MFU = "mfu"  # not recorded: computed from tokens/s and the plan
+# Not recorded: computed from tokens/s and the plan.
+MFU = "mfu"
 # Kinds whose places in the file are not indexed one by one.
 FREQUENT = ("step", "monitor", "peers")
 # Kinds added after the first indexes were written: add new ones at the end. An older index counts their events as

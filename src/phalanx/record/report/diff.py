@@ -18,7 +18,8 @@ from phalanx.record.archive.history import RunHistory
 from phalanx.record.run import Run
 from phalanx.units import format_bytes, format_carbon, format_count, format_energy, format_money, format_seconds
 
-ROUNDING = 1e-9  # relative: plans that were computed twice may differ by this much
+# Relative: plans that were computed twice may differ by this much.
+ROUNDING = 1e-9
 NEAR = 20  # steps averaged for a loss that is compared
 WIDEST = 44  # maximum characters of a value in the table
 

@@ -20,14 +20,15 @@ from phalanx.record.run import Run
 from phalanx.record.run_lock import ENDED, is_run_over, last_written
 from phalanx.units import format_bytes, format_count, format_seconds, plural
 
-SLOW_GROUPS_S = 5.0  # process groups that took longer to make are reported
+# Process groups that took longer to make are reported.
+SLOW_GROUPS_S = 5.0
 RECENT = 20  # steps behind the rate and the remaining time
 # Lines without one of these texts give no remark in `remark_of_rank`, and are skipped unparsed.
 REMARKED = (
     *(b'"evaluate"', b'"checkpoint"', b'"memory"', b'"ready"', b'"remark"'),
     *(b'"communicators"', b'"compile_check"', b'"peer"'),
 )
-# Of a group of peers: events that change who trains with whom. Connections that end and return are left out.
+# Events of a peer group that change who trains with whom. Connections that end and return are left out.
 TOLD_OF_PEERS = (
     *("joined", "left", "evicted", "rejoined", "no-majority", "no-answer", "forced", "dropped", "capped", "revoked"),
     *("aggregation", "harmful", "excluded", "doubtful-update", "gate", "doubtful-progress", "measured", "behind"),

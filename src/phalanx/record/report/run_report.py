@@ -20,7 +20,8 @@ CURVES = (
     "loss", "tokens_per_s", "mfu", "grad_norm", "noise_scale", "memory_bytes", "memory_used_bytes", "lr", "utilization",
     "power_w", "duration_s", "data_s", "wait_s", "compute_s",
 )  # fmt: skip
-POINTS = 400  # per curve: more than a plot 640 pixels wide can show
+# Per curve: more than a plot 640 pixels wide can show.
+POINTS = 400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
