@@ -77,7 +77,7 @@ RANK_STEP = (
     _step_metric("train.data.duration", "s", "data_s", "time the rank waited for its batch in the newest step", *RANK),
 )
 
-# Series of every rank's newest monitor event. OpenTelemetry has different names for the memory of a GPU and of a process.
+# Series of every rank's newest monitor event. OpenTelemetry names the memory of a GPU and of a process differently.
 GPU = (
     _monitor_metric("hw.gpu.utilization", "1", "utilization", "share of the GPU that was active", *DEVICE),
     _monitor_metric("hw.gpu.memory.usage", "By", "memory_bytes", "GPU memory in use", *RANK),
