@@ -389,7 +389,7 @@ def drill_suite(
     allow_code: bool = False,
     progress: bool | Tell = False,
 ) -> DrillSuite:
-    """Run the standard drills, which are evidence for rules of `check`; they are fixed, so that records compare.
+    """Run the standard drills, which are evidence for rules of `check`; fixed, so that records are comparable.
 
     >>> print(drill_suite("job.toml"))  # doctest: +SKIP
     """

@@ -338,7 +338,7 @@ class LedgerBuilder:
         return found_s
 
     def _spend_step(self, until_s: float, event: Event, *, stays: bool) -> None:
-        """Account for a step: an undone one is lost; one that stayed is divided by its recorded delays."""
+        """Account for a step: an undone one is lost; one that stayed gives its recorded delays to their accounts."""
         if not stays:
             self._spend_until(until_s, "lost_work")
             return

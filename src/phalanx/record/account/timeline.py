@@ -167,7 +167,7 @@ def _stage_order(count: int, stages: int, stage: int) -> list[tuple[str, float]]
 
 
 def _in_a_row(spans: Sequence[StepSpan], scale: float, nbytes: Mapping[str, float]) -> list[StepSpan]:
-    """Place spans one after the other, without empty ones; the bytes of each axis are divided by time."""
+    """Place spans one after the other, without empty ones; bytes of each axis are shared by duration."""
     shown_s: dict[str, float] = {}
     for span in spans:
         if span.group:
