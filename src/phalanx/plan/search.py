@@ -30,6 +30,9 @@ ROOMIER = 1.03  # among those within 3 % of the fastest the simplest with room i
 # Where nothing has so much room, one that fills more than this share of the device itself is not taken while anything
 # slower does not: the training specification calls it an error (MEM001).
 DEVICE_MEMORY = 0.90
+# A plan without such room is replaced by one with offload that is at most this many times as slow: `phalanx trace` may
+# still find that it fits, and the warning says so.
+OFFLOAD_FOR_ROOM = 1.25
 NO_ROOM = f"no layout here leaves {1 - SAFE_MEMORY:.0%} free: use more devices, or try a short run first"
 DECIDES = "phalanx trace JOB --against-plan decides"
 SMALLER = (2, 4)  # parts of the cluster that are tried as well: slower, but often cheaper per token
@@ -115,9 +118,11 @@ def _with_savings(request: PlanRequest) -> tuple[LayoutScores, LayoutScores]:
     limit_s = np.inf
     if plain.fits.any():
         best = _best_row(plain)
-        # A plan without room gives way to any with room, however slow.
-        if plain.memory_bytes[best] <= FULL_MEMORY * plain.usable_bytes:
-            limit_s = float(plain.step_s[best])
+        filled = float(plain.memory_bytes[best])
+        # A plan that MEM001 calls an error gives way to any that fits, however slow.
+        if filled <= max(FULL_MEMORY * plain.usable_bytes, _device_bytes(request)):
+            has_room = filled <= FULL_MEMORY * plain.usable_bytes
+            limit_s = float(plain.step_s[best]) * (1.0 if has_room else OFFLOAD_FOR_ROOM)
     rows = least_seconds(space.part(kinds[0])) < limit_s
     if not rows.any():
         return plain, plain
@@ -181,13 +186,18 @@ def _as_good(scores: LayoutScores, rows: Ints) -> Ints:
         near: Ints = quick[enough & (scores.memory_bytes[quick] <= most_bytes)]
         if near.size:
             return near
-    device = DEVICE_MEMORY * scores.space.request.cluster.accelerator.memory_bytes
+    device = _device_bytes(scores.space.request)
     for most_bytes in (min(full, device), device, filled):
         held = rows[scores.memory_bytes[rows] <= most_bytes]
         if held.size:
             break
     near = held[scores.step_s[held] <= scores.step_s[_fastest_row(scores, held)] * SAME]
     return near
+
+
+def _device_bytes(request: PlanRequest) -> float:
+    """The most that a plan fills of a device while anything that needs less fits."""
+    return DEVICE_MEMORY * request.cluster.accelerator.memory_bytes
 
 
 def layout_complexity(scores: LayoutScores, rows: Ints) -> tuple[Ints, ...]:
