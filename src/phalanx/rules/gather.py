@@ -104,8 +104,8 @@ def _of_target(
     if kind := request.source or trainer_of_file(path):
         return of_foreign(path, kind, request, today=today, environ=environ)
     resolved = load(path, overrides=request.overrides)
-    made = given_plan(request.plan, resolved) if request.plan is not None else None
-    return of_job(resolved, request, today=today, environ=environ, made=made)
+    plan = given_plan(request.plan, resolved) if request.plan is not None else None
+    return of_job(resolved, request, today=today, environ=environ, made=plan)
 
 
 def split_recipe(target: str) -> tuple[str, str]:
@@ -344,8 +344,8 @@ def _note_damage(damaged: dict[str, Problem], letter: str, path: Path, error: Us
     if os.path.lexists(path):
         first = error.problems[0]
         where = first.where.removeprefix(f"{path.parent}{os.sep}")
-        what = f"cannot be used: {first.what}"
-        damaged[letter] = Problem(where=where, what=what, fix=f"put {path.name} back as phalanx train wrote it")
+        message = f"cannot be used: {first.what}"
+        damaged[letter] = Problem(where=where, what=message, fix=f"put {path.name} back as phalanx train wrote it")
 
 
 def of_foreign(path: Path, kind: str, request: Request, *, today: date, environ: dict[str, str]) -> Evidence:
@@ -418,12 +418,12 @@ def _part_of_weights(found: ConvertedConfig, path: Path) -> tuple[Problem, ...]:
     Memory, speed and checkpoints of an adapter are not those of the whole model, which a plan describes.
     """
     if found.changed and not found.partial:
-        what = f"computes its steps in a way of its own ({found.changed}), and the plan is of the original"
-        return (Problem(where=str(path), what=what, fix="nothing: what an argument of a fork does is not known"),)
+        message = f"computes its steps in a way of its own ({found.changed}), and the plan is of the original"
+        return (Problem(where=str(path), what=message, fix="nothing: what an argument of a fork does is not known"),)
     if not found.partial:
         return ()
-    what = f"trains a part of its weights only ({found.partial}), and the plan is of all of them"
-    return (Problem(where=str(path), what=what, fix="nothing: memory and speed of an adapter are not predicted"),)
+    message = f"trains a part of its weights only ({found.partial}), and the plan is of all of them"
+    return (Problem(where=str(path), what=message, fix="nothing: memory and speed of an adapter are not predicted"),)
 
 
 DATA_PATHS = ("data_path", "train_data_path")

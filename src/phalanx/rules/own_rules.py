@@ -231,5 +231,5 @@ def _add_or_leave(
 
 def _left_out(name: str, problem: Problem) -> LeftOut:
     where = f"{problem.where}: " if problem.where and problem.where != name else ""
-    what = problem.what if name in problem.what else f"{name} {problem.what}"
-    return LeftOut(name=name, what=f"{where}{what}", fix=problem.fix or "correct the rule", is_fault=True)
+    message = problem.what if name in problem.what else f"{name} {problem.what}"
+    return LeftOut(name=name, what=f"{where}{message}", fix=problem.fix or "correct the rule", is_fault=True)

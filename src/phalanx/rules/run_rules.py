@@ -63,8 +63,8 @@ class Finding:
         return finding_head(self)
 
     def __repr__(self) -> str:
-        what = one_line(self.outcome.what)
-        return f"<Finding {self.rule.id} {self.verdict}: {what[:MOST_WHAT]}{'…' * (len(what) > MOST_WHAT)}>"
+        message = one_line(self.outcome.what)
+        return f"<Finding {self.rule.id} {self.verdict}: {message[:MOST_WHAT]}{'…' * (len(message) > MOST_WHAT)}>"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -299,8 +299,8 @@ def _rule_outcomes(rule: Rule, evidence: Evidence) -> tuple[Outcome, ...]:
         result = rule.check(evidence, limits_of(rule, evidence))
     except Exception as error:
         # A bug in one rule must neither hide the verdicts of the others nor count as a pass.
-        what = f"the rule itself failed on this evidence: {type(error).__name__}: {str(error)[:200]}"
-        return (unknown(what, fix="this is a fault of Phalanx: report it with the file that was checked"),)
+        message = f"the rule itself failed on this evidence: {type(error).__name__}: {str(error)[:200]}"
+        return (unknown(message, fix="this is a fault of Phalanx: report it with the file that was checked"),)
     return result if isinstance(result, tuple) else (result,)
 
 
@@ -310,13 +310,13 @@ def _own_answer(rule: Rule, evidence: Evidence) -> tuple[Outcome, ...]:
     try:
         result = rule.check(evidence, limits_of(rule, evidence))
     except (Exception, SystemExit) as error:
-        what = f"the rule raised {type(error).__name__}: {str(error)[:200]}"
-        return (failed(what, fix=f"correct the rule, at {last_line(error)}", impact=no_time),)
+        message = f"the rule raised {type(error).__name__}: {str(error)[:200]}"
+        return (failed(message, fix=f"correct the rule, at {last_line(error)}", impact=no_time),)
     outcomes = result if isinstance(result, tuple | list) else (result,)
     if all(isinstance(outcome, Outcome) for outcome in outcomes):
         return tuple(outcomes)
-    what = f"the rule returned {type(result).__name__}, not an outcome"
-    return (failed(what, fix="return passed(...), failed(...), unknown(...) or exempt(...)", impact=no_time),)
+    message = f"the rule returned {type(result).__name__}, not an outcome"
+    return (failed(message, fix="return passed(...), failed(...), unknown(...) or exempt(...)", impact=no_time),)
 
 
 def _own_outcomes(own: OwnRules) -> list[Outcome]:
@@ -335,11 +335,11 @@ def _own_outcomes(own: OwnRules) -> list[Outcome]:
 
 def _missing_evidence(letters: Sequence[str], evidence: Evidence) -> Outcome:
     """Return the outcome for missing evidence, with the way to get it; a damaged file is named."""
-    what = f"no evidence from the {' or the '.join(LETTERS[letter] for letter in letters)}"
+    message = f"no evidence from the {' or the '.join(LETTERS[letter] for letter in letters)}"
     damage = evidence.damaged.get(letters[0])
     if damage is None:
-        return unknown(what, fix=HOW_TO_GET[letters[0]])
-    return unknown(f"{what}: {damage.where} {damage.what}", fix=damage.fix)
+        return unknown(message, fix=HOW_TO_GET[letters[0]])
+    return unknown(f"{message}: {damage.where} {damage.what}", fix=damage.fix)
 
 
 def _placed_finding(rule: Rule, evidence: Evidence, outcome: Outcome) -> Finding:

@@ -1,4 +1,4 @@
-"""What a configuration trains on, as far as this machine can tell: sources named, those missing, and tokens."""
+"""Facts about the data of a configuration that this machine can see: sources named, sources missing, and tokens."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ MOST_LISTED = 10_000  # entries of a folder
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFacts:
-    """Sources of a configuration; `tokens` is None where nobody counted them all."""
+    """The data sources of a configuration; `tokens` is None unless the tokens of all of them are known."""
 
     named: int
     missing: tuple[str, ...] = ()
     tokens: float | None = None
-    setting: str = ""  # the name that says it, of another trainer's file
+    setting: str = ""  # the setting that names the data, in another trainer's file
 
 
 def folder_facts(paths: Sequence[str], base: Path) -> DataFacts:
-    """Of a job of ours: folders that `phalanx data build` made. One that is not there yet `plan` and `train` tell."""
+    """Return the facts for folders made by `phalanx data build`.
+
+    A folder that does not exist yet is not counted as missing: `plan` and `train` report it.
+    """
     tokens, known = 0.0, bool(paths)
     for name in paths[:MOST_SOURCES]:
         try:
@@ -45,10 +48,11 @@ def folder_facts(paths: Sequence[str], base: Path) -> DataFacts:
 
 
 def megatron_facts(words: Sequence[str], base: Path, *, setting: str) -> DataFacts:
-    """Of `--data-path`: prefixes of .bin and .idx files, weights between them left out.
+    """Return the facts for Megatron's `--data-path`: prefixes of .bin and .idx files; the weights between them are
+    ignored.
 
-    Only a prefix whose folder is on this machine and holds data can be missing: configurations are checked far from
-    their data, and a script may be about to fetch it.
+    A prefix counts as missing only if its folder exists on this machine and holds data: configurations are often
+    checked far from their data, and a script may fetch the data later.
     """
     prefixes = [word for word in words if word and not _is_number(word)][:MOST_SOURCES]
     missing, tokens, known = [], 0.0, bool(prefixes)
@@ -62,7 +66,7 @@ def megatron_facts(words: Sequence[str], base: Path, *, setting: str) -> DataFac
 
 
 def named_facts(name: str, *, setting: str) -> DataFacts:
-    """Of a corpus that is called by its name."""
+    """Return the facts for a corpus given by name."""
     return DataFacts(named=1, tokens=NAMED_TOKENS.get(name.lower()), setting=setting)
 
 
@@ -77,15 +81,17 @@ def _is_number(word: str) -> bool:
 def _is_absent(prefix: Path) -> bool:
     try:
         files = [Path(f"{prefix}.bin"), prefix]
-        if any(path_exists(one) for one in files) or not is_folder(prefix.parent):
+        if any(path_exists(file) for file in files) or not is_folder(prefix.parent):
             return False
-        return any(one.suffix in (".bin", ".idx") for one in islice(prefix.parent.iterdir(), MOST_LISTED))
+        return any(file.suffix in (".bin", ".idx") for file in islice(prefix.parent.iterdir(), MOST_LISTED))
     except (OSError, ValueError):
         return False
 
 
 def _megatron_tokens(prefix: Path) -> float | None:
-    """Bytes of the .bin over those of a token, whose type the .idx says; None where they are not here."""
+    """Return the size of the .bin file over the bytes of a token, whose type the .idx file states; None without the
+    files.
+    """
     try:
         with Path(f"{prefix}.idx").open("rb") as file:
             head = file.read(len(INDEX_MAGIC) + 9)
