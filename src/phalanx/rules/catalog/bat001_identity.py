@@ -1,4 +1,4 @@
-"""BAT001: every step learns from the batch that was declared."""
+"""BAT001: every step trains on the declared batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEARNS = Impact(note="no time lost, but the learning rate was chosen for another
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """The plan's arithmetic, and the tokens of the steps that were taken."""
+    """Check the batch of the plan, and the tokens of the steps in the log."""
     planned = _judge_plan(evidence)
     steps = evidence.log.steps if evidence.log is not None else None
     if steps is None:
@@ -36,60 +36,61 @@ def _judge_plan(evidence: Evidence) -> tuple[Outcome, ...]:
     if evidence.plan.sites is not None:
         peers = len(evidence.plan.sites.sites)
         return (passed(f"{peers} sites share {plural(wanted, 'sequence')} a step, as declared", value=wanted),)
-    made = layout.micro_batch * layout.accumulation * layout.data
+    batch = layout.micro_batch * layout.accumulation * layout.data
     share = planned_share(evidence.the_job, evidence.plan.cluster).batch.global_sequences
-    if share != wanted and made == share:
-        statement = f"each of {evidence.the_job.sync.peers} peers takes {made:,} of the {wanted:,} sequences of a step"
-        return (passed(statement, value=made, threshold=share, unit="sequences"),)
+    if share != wanted and batch == share:
+        message = f"each of {evidence.the_job.sync.peers} peers takes {batch:,} of the {wanted:,} sequences of a step"
+        return (passed(message, value=batch, threshold=share, unit="sequences"),)
     formula = (
-        f"B = b · a · dp = {layout.micro_batch} × {layout.accumulation} × {layout.data} = {plural(made, 'sequence')}, "
+        f"B = b · a · dp = {layout.micro_batch} × {layout.accumulation} × {layout.data} = {plural(batch, 'sequence')}, "
         f"declared {wanted:,}",
     )
-    if made == wanted:
-        statement = f"each step takes {plural(made, 'sequence')}, as declared"
-        return (passed(statement, formula=formula, value=made, threshold=wanted, unit="sequences"),)
+    if batch == wanted:
+        message = f"each step takes {plural(batch, 'sequence')}, as declared"
+        return (passed(message, formula=formula, value=batch, threshold=wanted, unit="sequences"),)
     deal = BatchDeal.of(layout, reproducible=evidence.the_job.numerics.reproducible)
-    if made > wanted and layout.accumulation == deal.micro_batches(wanted) and not evidence.is_foreign:
-        statement = f"each step takes {plural(wanted, 'sequence')}, as declared"
-        statement += f", and {plural(made - wanted, 'row')} of padding that do not count"
-        return (passed(statement, formula=formula, value=wanted, threshold=wanted, unit="sequences"),)
+    if batch > wanted and layout.accumulation == deal.micro_batches(wanted) and not evidence.is_foreign:
+        message = f"each step takes {plural(wanted, 'sequence')}, as declared"
+        message += f", and {plural(batch - wanted, 'row')} of padding that do not count"
+        return (passed(message, formula=formula, value=wanted, threshold=wanted, unit="sequences"),)
     return (
         failed(
-            f"each step takes {plural(made, 'sequence')}, and {wanted:,} are declared",
+            f"each step takes {plural(batch, 'sequence')}, and {wanted:,} are declared",
             formula=formula,
-            value=made,
+            value=batch,
             threshold=wanted,
             unit="sequences",
             at="batch.global_sequences",
             impact=LEARNS,
-            fix=f"declare {made:,}, or choose micro-batch, accumulation and data ranks whose product is {wanted:,}",
+            fix=f"declare {batch:,}, or choose micro-batch, accumulation and data ranks whose product is {wanted:,}",
         ),
     )
 
 
 def _judge_refusal(evidence: Evidence) -> tuple[Outcome, ...]:
-    found = tuple(one for one in evidence.refusals if is_batch(one))
-    if not found:
-        statement = "there is no plan, so the number of data ranks is not known"
-        return (unknown(statement, fix="fix what TOP001 or MEM001 reports, or name a cluster"),)
+    problems = tuple(problem for problem in evidence.refusals if is_batch(problem))
+    if not problems:
+        message = "there is no plan, so the number of data ranks is not known"
+        return (unknown(message, fix="fix what TOP001 or MEM001 reports, or name a cluster"),)
     return tuple(
-        unknown(f"{one.what}; no plan is made", fix=one.fix)  # another trainer may take it
-        if evidence.is_foreign and OUR_LIMIT.search(one.what)
+        # Another trainer may accept such a batch.
+        unknown(f"{problem.what}; no plan is made", fix=problem.fix)
+        if evidence.is_foreign and OUR_LIMIT.search(problem.what)
         else failed(
-            one.what,
-            formula=_refusal_reason(evidence, one),
-            at="batch.micro" if "batch.micro" in one.what else "batch.global_sequences",
+            problem.what,
+            formula=_refusal_reason(evidence, problem),
+            at="batch.micro" if "batch.micro" in problem.what else "batch.global_sequences",
             impact=Impact(points=100.0, note="the job does not start"),
-            fix=one.fix or "make the batch a multiple of the data ranks",
+            fix=problem.fix or "make the batch a multiple of the data ranks",
         )
-        for one in found
+        for problem in problems
     )
 
 
 def _refusal_reason(evidence: Evidence, problem: Problem) -> tuple[str, ...]:
-    """The planner's own reason, and the setting that leaves it no other way."""
-    alone = "numerics.reproducible = true splits over data ranks alone: only their sums keep their order"
-    return (*([problem.why] if problem.why else []), *([alone] if evidence.the_job.numerics.reproducible else []))
+    """Return the planner's reason, and the setting that restricts the planner to data ranks."""
+    restriction = "numerics.reproducible = true splits over data ranks alone: only their sums keep their order"
+    return (*([problem.why] if problem.why else []), *([restriction] if evidence.the_job.numerics.reproducible else []))
 
 
 def _judge_steps(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
@@ -101,9 +102,12 @@ def _judge_steps(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcom
         )
     tolerance = limits.number("tolerance")
     odd = {
-        size: count for size, count in steps.tokens.items() if all(abs(size - one) > tolerance * one for one in sizes)
+        size: count
+        for size, count in steps.tokens.items()
+        if all(abs(size - declared) > tolerance * declared for declared in sizes)
     }
-    if evidence.the_job.sync.has_peers:  # a step of one peer has its part, which changes as others come and go
+    # A step of one peer has its share of the batch, which changes as other peers come and go.
+    if evidence.the_job.sync.has_peers:
         odd = {size: count for size, count in odd.items() if size > max(sizes)}
     total = sum(steps.tokens.values())
     words = " or ".join(f"{size:,}" for size in sizes)
@@ -114,10 +118,10 @@ def _judge_steps(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcom
             threshold=0,
             unit="steps",
         )
-    size = min(odd, key=lambda one: (odd[one], one))
+    size = min(odd, key=lambda odd_size: (odd[odd_size], odd_size))
     return failed(
         f"{sum(odd.values()):,} of {total:,} steps had another batch than declared, as {size:,} tokens for {words}",
-        formula=tuple(f"{plural(count, 'step')} of {one:,} tokens" for one, count in sorted(odd.items())[:4]),
+        formula=tuple(f"{plural(count, 'step')} of {tokens:,} tokens" for tokens, count in sorted(odd.items())[:4]),
         value=size,
         threshold=sizes[-1],
         unit="tokens",
@@ -129,7 +133,7 @@ def _judge_steps(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcom
 
 
 def declared_sizes(batch: Batch, sequence: int) -> tuple[int, ...]:
-    """Every number of tokens a step may have, in order: whole sequences, at least one."""
+    """Return all token counts that a step may have, in increasing order: whole sequences, at least one."""
     sequences = [batch.global_sequences, *(stage.global_tokens // max(1, sequence) for stage in batch.ramp)]
     return tuple(sorted({max(1, count) * sequence for count in sequences}))
 

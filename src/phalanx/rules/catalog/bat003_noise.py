@@ -1,4 +1,4 @@
-"""BAT003: the batch is not far past the gradient noise scale."""
+"""BAT003: the batch is not far larger than the gradient noise scale."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
-    """Batch over noise scale at the end of the log, and how the noise scale grew."""
+    """Compare the batch with the last noise scale of the log, and check how the noise scale grew."""
     if evidence.plan is not None and evidence.plan.layout.data * evidence.plan.layout.accumulation < 2:
         return exempt("one micro-batch a step: the noise scale needs two batch sizes to compare")
     noise = evidence.the_log.noise
@@ -24,12 +24,12 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
         return unknown(
             "the log has no gradient noise scale", fix="train with two data ranks or two micro-batches a step"
         )
-    steps, least = steps_of(evidence.the_log), limits.number("least_steps")
-    if steps < least:
-        statement = (
+    steps, least_steps = steps_of(evidence.the_log), limits.number("least_steps")
+    if steps < least_steps:
+        message = (
             f"the batch is {evidence.the_job.batch.global_sequences:,} and the noise scale {noise.last:,.3g} sequences"
         )
-        return exempt(f"{statement} after {plural(steps, 'step')}: reported, not judged before {least:,.0f}")
+        return exempt(f"{message} after {plural(steps, 'step')}: reported, not judged before {least_steps:,.0f}")
     if noise.count < limits.number("least_count") or noise.last <= 0:
         return unknown(
             f"{plural(noise.count, 'estimate')} of the noise scale, last {noise.last:.3g}: too few, or no signal yet",
@@ -47,12 +47,12 @@ def _judge_size(evidence: Evidence, noise: NoiseFacts, limits: Limits) -> Outcom
         f"B / B_simple = {batch:,} / {noise.last:,.3g} sequences = {ratio:.2f}, at most {most:g};  "
         f"token efficiency 1 / (1 + {ratio:.2f}) = {efficiency:.0%}",
     )
-    statement = f"the batch is {ratio:.2f}x the noise scale"
+    message = f"the batch is {ratio:.2f}x the noise scale"
     if ratio <= most:
-        return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
+        return passed(message, formula=formula, value=ratio, threshold=most, unit="x")
     smaller = max(1, 2 ** int(math.log2(max(1.0, noise.last * most))))
     return failed(
-        f"{statement}: a token teaches {efficiency:.0%} of what it would in a small batch",
+        f"{message}: a token teaches {efficiency:.0%} of what it would in a small batch",
         formula=formula,
         value=ratio,
         threshold=most,

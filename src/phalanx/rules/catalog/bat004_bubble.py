@@ -11,19 +11,19 @@ from phalanx.units import plural
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """The bubble over the time of the micro-batches."""
+    """Compare the pipeline bubble with the time of the micro-batches."""
     layout = evidence.the_plan.layout
     if layout.pipeline <= 1:
         return exempt("one stage: a pipeline of one has no bubble")
     zero_bubble = layout.schedule == "zero-bubble"
-    left = limits.number("zero_bubble_left") if zero_bubble else 1.0
+    bubble_share = limits.number("zero_bubble_left") if zero_bubble else 1.0
     chunks, count = max(1, layout.virtual_pipeline), max(1, layout.accumulation)
     fill = max(1, evidence.practice.pipeline_fill or count)
-    drained = fill < count  # several times a step: each time it fills again
+    drained = fill < count  # several times a step; the pipeline fills again each time
     count = min(count, fill)
-    ratio = left * (layout.pipeline - 1) / (chunks * count)
+    ratio = bubble_share * (layout.pipeline - 1) / (chunks * count)
     most = limits.number("most_ratio")
-    shrunk = f"{left:.2f} × " if zero_bubble else ""
+    shrunk = f"{bubble_share:.2f} × " if zero_bubble else ""
     formula = (
         f"{shrunk}(pp − 1) / (v · m) = {shrunk}({layout.pipeline} − 1) / ({chunks} × {count}) = {ratio:.3f}, "
         f"at most {most:g}",
@@ -33,16 +33,18 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             else []
         ),
     )
-    statement = f"the pipeline idles {ratio:.0%} of the time its micro-batches take"
+    message = f"the pipeline idles {ratio:.0%} of the time its micro-batches take"
     if ratio <= most:
-        return passed(statement, formula=formula, value=ratio, threshold=most)
-    wanted = math.ceil(left * (layout.pipeline - 1) / (chunks * most)) if most > 0 else count
-    # The largest smaller micro-batch that makes enough of them; 0 where there is none.
-    share = layout.micro_batch * count
-    sizes = [size for size in range(1, layout.micro_batch) if share % size == 0 and share // size >= wanted]
+        return passed(message, formula=formula, value=ratio, threshold=most)
+    wanted = math.ceil(bubble_share * (layout.pipeline - 1) / (chunks * most)) if most > 0 else count
+    # The largest smaller micro-batch that gives enough micro-batches; 0 where there is none.
+    rank_sequences = layout.micro_batch * count
+    sizes = [
+        size for size in range(1, layout.micro_batch) if rank_sequences % size == 0 and rank_sequences // size >= wanted
+    ]
     smaller = max(sizes, default=0)
     return failed(
-        f"{statement}, more than {most:.0%}",
+        f"{message}, more than {most:.0%}",
         formula=formula,
         value=ratio,
         threshold=most,
@@ -60,9 +62,9 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 def _bubble_fix(evidence: Evidence, wanted: int, *, drained: bool) -> str:
     if not drained:
         return f"{wanted:,} micro-batches a step: a smaller batch.micro, a larger batch, or fewer stages"
-    theirs = evidence.their_keys.get("batch.fill", "")
-    said = f" ({theirs})" if theirs else ""
-    return f"{wanted:,} micro-batches before it is drained{said}, smaller ones, or fewer stages"
+    setting_name = evidence.their_keys.get("batch.fill", "")
+    hint = f" ({setting_name})" if setting_name else ""
+    return f"{wanted:,} micro-batches before it is drained{hint}, smaller ones, or fewer stages"
 
 
 RULE = Rule(

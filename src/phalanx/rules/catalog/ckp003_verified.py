@@ -1,4 +1,4 @@
-"""CKP003: what is restored is verified, and there is one to fall back to."""
+"""CKP003: a restore verifies the checkpoint, and an older checkpoint exists to fall back to."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ WRONG = Impact(note="a flipped bit is trained on and never seen; what it costs c
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """How many are kept, whether they are verified, and whether a damaged one was refused."""
-    kept, verified, left = (
+    """Check how many checkpoints are kept, whether a restore verifies them, and whether a drill refused a damaged
+    one.
+    """
+    count, verified, from_folder = (
         _judge_count(evidence, limits),
         _judge_verification(evidence),
         _judge_folder(evidence, limits),
     )
     if not is_asked(evidence, verified):
-        return (kept, verified, *left)
+        return (count, verified, *from_folder)
     what = "a restore that meets a damaged checkpoint"
-    return (kept, verified, *left, judge_drill(evidence, limits.words("damage_faults"), what=what, harm=WRONG))
+    return (count, verified, *from_folder, judge_drill(evidence, limits.words("damage_faults"), what=what, harm=WRONG))
 
 
 def _judge_count(evidence: Evidence, limits: Limits) -> Outcome:
@@ -48,7 +50,7 @@ def _judge_count(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _half_job(evidence: Evidence) -> Impact:
-    """Half of the job on average; no points, since nobody publishes how often a checkpoint is damaged."""
+    """Return half of the job as the average cost; no points, since no rate of damaged checkpoints is published."""
     wall_s = evidence.wall_s
     half = f", {format_seconds(wall_s / 2)} on average" if wall_s and math.isfinite(wall_s) else ""
     return Impact(note=f"if it is damaged once, all work so far{half}; how often that happens is not published")
@@ -73,21 +75,25 @@ def _judge_verification(evidence: Evidence) -> Outcome:
 
 
 def _judge_folder(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """What the folder of a run holds."""
-    seen = evidence.log.checkpoints if evidence.log is not None else None
-    if seen is None or seen.kept is None:
+    """Check how many checkpoints the folder of the run holds."""
+    checkpoints = evidence.log.checkpoints if evidence.log is not None else None
+    if checkpoints is None or checkpoints.kept is None:
         return ()
-    due = min(seen.commits, evidence.the_job.checkpoint.keep, int(limits.number("least_kept")))
-    if seen.kept >= due:
+    due = min(checkpoints.commits, evidence.the_job.checkpoint.keep, int(limits.number("least_kept")))
+    if checkpoints.kept >= due:
         return (
-            passed(f"of {plural(seen.commits, 'commit')} {seen.kept} are kept, whole", value=seen.kept, threshold=due),
+            passed(
+                f"of {plural(checkpoints.commits, 'commit')} {checkpoints.kept} are kept, whole",
+                value=checkpoints.kept,
+                threshold=due,
+            ),
         )
-    if seen.kept + len(seen.given_up) >= due:
-        return (_judge_rollback(seen, evidence, due),)
+    if checkpoints.kept + len(checkpoints.given_up) >= due:
+        return (_judge_rollback(checkpoints, evidence, due),)
     return (
         failed(
-            f"{seen.commits:,} checkpoints were committed and {seen.kept} are there",
-            value=seen.kept,
+            f"{checkpoints.commits:,} checkpoints were committed and {checkpoints.kept} are there",
+            value=checkpoints.kept,
             threshold=due,
             impact=_half_job(evidence),
             fix="find out what deletes them: a quota, a clean-up job, or another run in the same folder",
@@ -96,7 +102,7 @@ def _judge_folder(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_rollback(seen: CheckpointFacts, evidence: Evidence, due: int) -> Outcome:
-    """A folder in which only what a roll-back set aside is missing."""
+    """Return the outcome for a folder in which only checkpoints that a roll-back set aside are missing."""
     steps = ", ".join(f"{step:,}" for step in seen.given_up[:NAMED])
     more = f" and {len(seen.given_up) - NAMED} more" if len(seen.given_up) > NAMED else ""
     what = f"the roll-back to step {seen.rolled_back_to or 0:,} set step {steps}{more} aside"

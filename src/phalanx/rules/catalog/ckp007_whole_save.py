@@ -7,7 +7,7 @@ from phalanx.rules.outcome import Impact, Outcome, exempt, failed, passed, unkno
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_bytes
 
-# Bytes per parameter that the gathering rank holds, by setting: fp32 weights and both moments, or 16-bit weights alone.
+# Bytes per parameter that the gathering rank holds: fp32 weights and both moments, or 16-bit weights alone.
 WHOLE_STATE, HALF_WEIGHTS = 12, 2
 KINDS = ("fsdp_config.fsdp_state_dict_type", "fsdp_state_dict_type")
 GATHERS = (
@@ -18,13 +18,13 @@ GATHERS = (
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """What the gathering rank holds against the memory of a host."""
-    found = evidence.find_setting(*KINDS)
-    width = WHOLE_STATE if found is not None and str(found.value).upper() == "FULL_STATE_DICT" else 0
+    """Compare the bytes that the gathering rank holds with the memory of a host."""
+    setting = evidence.find_setting(*KINDS)
+    width = WHOLE_STATE if setting is not None and str(setting.value).upper() == "FULL_STATE_DICT" else 0
     gather = next((name for name in GATHERS if evidence.setting_flag(name)), "")
     if not width and not gather:
         return exempt("every rank saves its own part")
-    width, name = (width, found.key) if width and found is not None else (HALF_WEIGHTS, gather)
+    width, name = (width, setting.key) if width and setting is not None else (HALF_WEIGHTS, gather)
     plan = evidence.plan
     if plan is None:
         return unknown("one rank gathers the whole state; how large it is, is not known", fix="name model and cluster")

@@ -1,4 +1,4 @@
-"""COM002: lossy gradient compression pays, and its error is fed back."""
+"""COM002: lossy gradient compression saves time, and its error is fed back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN = Edit(key="parallel.compression", value="none", safe=False, note="gradien
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
-    """What the plan says it saves, and whether the trainer corrects its error."""
+    """Check whether the trainer corrects the error, and how much time the plan predicts to be saved."""
     layout = evidence.the_plan.layout
     if layout.compression == "none":
         return exempt("gradients travel as they are")
@@ -68,15 +68,15 @@ def _judge_saving(evidence: Evidence, limits: Limits) -> Outcome:
     rate_gbps = (plan.cluster.nic_bytes_per_s if spans else plan.cluster.link_bytes_per_s) * 8 / 1e9
     slow = rate_gbps <= limits.number("slow_gbps")
     least = limits.number("slow_saving" if slow else "saving")
-    statement = f"{plan.layout.compression} gradients save {saved:.1%} of the predicted step"
+    message = f"{plan.layout.compression} gradients save {saved:.1%} of the predicted step"
     formula = (
         f"1 − {format_seconds(with_s)} / {format_seconds(without_s)} = {saved:.1%}, at least {least:.0%} on "
         f"{rate_gbps:,.0f} Gb/s a device",
     )
     if saved >= least:
-        return passed(statement, formula=formula, value=saved, threshold=least, at="parallel.compression")
+        return passed(message, formula=formula, value=saved, threshold=least, at="parallel.compression")
     return failed(
-        f"{statement}, less than {least:.0%}",
+        f"{message}, less than {least:.0%}",
         formula=formula,
         value=saved,
         threshold=least,
@@ -87,16 +87,18 @@ def _judge_saving(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _step_seconds(evidence: Evidence) -> tuple[float, float] | None:
-    """The predicted step with the layout's compression, and without."""
+    """Return the seconds of the predicted step with the layout's compression and without; None if they cannot be
+    priced.
+    """
     plan = evidence.the_plan
     rows = [plan.layout, replace(plan.layout, compression="none")]
     try:
         request, _ = request_from_job(evidence.the_job, plan.cluster)
         with np.errstate(all="ignore"):
             _, times, _ = price_layouts(request, rows)
-    except (UserError, ValueError, ArithmeticError):  # a plan of a job or a machine that does not match it any more
+    except (UserError, ValueError, ArithmeticError):  # a plan that no longer matches its job or cluster
         return None
-    with_s, without_s = (float(one) for one in times.step_s)
+    with_s, without_s = (float(step_s) for step_s in times.step_s)
     return (with_s, without_s) if math.isfinite(with_s) and without_s > 0 else None
 
 

@@ -1,4 +1,4 @@
-"""DAT002: the training does not read its corpus more often than repeating helps."""
+"""DAT002: the training does not read its corpus more often than repetition helps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REPEATS = Impact(note="no time lost, but tokens that are seen again teach less, 
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """Tokens of the job over those of the corpus."""
+    """Compare the tokens of the job with those of the corpus."""
     data, plan = evidence.data, evidence.plan
     tokens = plan.duration.tokens if plan is not None else evidence.the_job.data.tokens
     if evidence.is_foreign and not evidence.stated("data.tokens"):
@@ -25,12 +25,12 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if evidence.is_foreign and steps is not None and steps <= limits.number("least_steps"):
         return exempt(f"{steps:,.0f} steps are a test: nothing is learnt")
     epochs, most = tokens / data.tokens, limits.number("most_epochs")
-    statement = f"{format_count(tokens)} tokens of a corpus of {format_count(data.tokens)}: {epochs:,.1f} epochs"
+    message = f"{format_count(tokens)} tokens of a corpus of {format_count(data.tokens)}: {epochs:,.1f} epochs"
     formula = (f"{tokens:.4g} / {data.tokens:.4g} = {epochs:.3g} epochs",)
     if epochs <= most:
-        return passed(statement, formula=formula, value=epochs, threshold=most, unit="epochs")
+        return passed(message, formula=formula, value=epochs, threshold=most, unit="epochs")
     return failed(
-        f"{statement}, more than {most:g}",
+        f"{message}, more than {most:g}",
         formula=formula,
         value=epochs,
         threshold=most,

@@ -1,4 +1,4 @@
-"""EFF003: steps are steady, and little of them is lost to waiting."""
+"""EFF003: steps are steady, and little of their time is spent waiting."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from phalanx.units import format_seconds, plural
 if TYPE_CHECKING:
     from phalanx.rules.facts.log_facts import LogFacts, StepFacts
 
-NOT_JUDGED = 1.0  # as a share: nothing is larger
+NOT_JUDGED = 1.0  # a share of 1, which nothing exceeds
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Spread, drift, data and imbalance, each by itself."""
+    """Check spread, drift, waiting for data and imbalance, one outcome each."""
     log, steps = evidence.the_log, evidence.the_log.steps
     least = limits.number("least_steps")
     if steps is None or steps.duration_s is None:
@@ -36,18 +36,18 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_spread(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome:
-    took, most = steps.duration_s, limits.number("spread")
-    p50, p95 = (finite_value(took.p50), finite_value(took.p95)) if took is not None else (None, None)
-    if not p50 or p50 <= 0 or p95 is None or took is None:
+    duration_s, most = steps.duration_s, limits.number("spread")
+    p50, p95 = (finite_value(duration_s.p50), finite_value(duration_s.p95)) if duration_s is not None else (None, None)
+    if not p50 or p50 <= 0 or p95 is None or duration_s is None:
         return exempt("steps take no time on record")
     ratio = p95 / p50
-    statement = f"p95 of the steps is {ratio:.2f}x their median {format_seconds(p50)}"
+    message = f"p95 of the steps is {ratio:.2f}x their median {format_seconds(p50)}"
     formula = (f"{p95:.4g} s / {p50:.4g} s = {ratio:.3f}; at most {most:g}",)
     if ratio <= most:
-        return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
-    mean = finite_value(took.mean) or p50
+        return passed(message, formula=formula, value=ratio, threshold=most, unit="x")
+    mean = finite_value(duration_s.mean) or p50
     return failed(
-        statement,
+        message,
         formula=formula,
         value=ratio,
         threshold=most,
@@ -82,12 +82,12 @@ def _judge_data(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcome
     share, most = finite_value(steps.data_share), limits.number("data")
     if share is None:
         return exempt("the log does not say how long steps wait for data")
-    statement = f"{share:.1%} of the step time waits for data"
+    message = f"{share:.1%} of the step time waits for data"
     formula = (f"{share:.4f}; at most {most:g}",)
     if share <= most:
-        return passed(statement, formula=formula, value=share, threshold=most)
+        return passed(message, formula=formula, value=share, threshold=most)
     return failed(
-        statement,
+        message,
         formula=formula,
         value=share,
         threshold=most,
@@ -102,14 +102,14 @@ def _judge_imbalance(evidence: Evidence, log: LogFacts, limits: Limits) -> Outco
     if slowest is None or slowest <= 0:
         return exempt("the log does not compare the ranks' own times")
     waste = max(0.0, 1 - 1 / slowest)
-    statement = f"{waste:.1%} of the time is lost to uneven work (S = {slowest:.2f})"
+    message = f"{waste:.1%} of the time is lost to uneven work (S = {slowest:.2f})"
     if most >= NOT_JUDGED:
-        return exempt(f"{statement}: reported, not judged on {evidence.profile.name}, where ranks share cores")
+        return exempt(f"{message}: reported, not judged on {evidence.profile.name}, where ranks share cores")
     formula = (f"1 - 1/S = 1 - 1/{slowest:.3f} = {waste:.3f}; at most {most:g}",)
     if waste <= most:
-        return passed(statement, formula=formula, value=waste, threshold=most)
+        return passed(message, formula=formula, value=waste, threshold=most)
     return failed(
-        statement,
+        message,
         formula=formula,
         value=waste,
         threshold=most,

@@ -1,4 +1,4 @@
-"""FLT003: enough spare hosts, or a job that can go on smaller."""
+"""FLT003: there are enough spare hosts, or the job can continue on fewer hosts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from phalanx.rules.outcome import Edit, Impact, Outcome, exempt, failed, passed,
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import DAY_S, HOUR_S, format_seconds, plural
 
-REQUEUE_S = 600.0  # from an end to the next step, where a scheduler queues the job again: 454 to 768 s (table 7)
+# Seconds from the end of a job to the next step when a scheduler queues it again: 454 to 768 s (ByteRobust table 7).
+REQUEUE_S = 600.0
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """Spares against the 99th percentile of hosts that are down at once; else what shrinking leaves idle."""
+    """Compare the spares with the 99th percentile of hosts that are down at once, or else the devices idle after a
+    shrink.
+    """
     plan, fault = evidence.the_plan, evidence.the_job.fault
     if (missing := unmeasured_rate(evidence)) is not None:
         return missing
@@ -35,17 +38,17 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             fix="say how many are kept: --set fault.spares=N",
         )
     have = plan.reliability.spares
-    statement = f"{plural(have, 'spare host')} where {need} are down at once in 1 % of the time"
+    message = f"{plural(have, 'spare host')} where {need} are down at once in 1 % of the time"
     if have >= need:
-        return passed(statement, formula=formula, value=have, threshold=need, unit="hosts", at="fault.spares")
+        return passed(message, formula=formula, value=have, threshold=need, unit="hosts", at="fault.spares")
     elastic = evidence.stated("fault.recovery") and fault.recovery in ("auto", "shrink")
     idle, line = _idle_share(plan, need)
     if elastic and idle <= limits.number("idle_share"):
-        what = f"without {plural(need, 'host')} the job goes on smaller, {idle:.1%} of it idle"
+        passed_message = f"without {plural(need, 'host')} the job goes on smaller, {idle:.1%} of it idle"
         threshold = limits.number("idle_share")
-        return passed(what, formula=(*formula, line), value=idle, threshold=threshold, at="fault.recovery")
+        return passed(passed_message, formula=(*formula, line), value=idle, threshold=threshold, at="fault.recovery")
     return failed(
-        statement if not elastic else f"{statement}, and going on smaller would leave {idle:.0%} of the job idle",
+        message if not elastic else f"{message}, and going on smaller would leave {idle:.0%} of the job idle",
         formula=(*formula, *((line,) if elastic else ())),
         value=have,
         threshold=need,
@@ -57,18 +60,18 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _judge_stop(evidence: Evidence, limits: Limits) -> Outcome:
-    """The first failure ends the job: no spare is ever used, whatever `fault.spares` says."""
+    """Judge a job that ends at its first failure and so uses no spare, whatever `fault.spares` is."""
     mtbf_s, length_s, most = evidence.the_plan.reliability.mtbf_s, job_s(evidence.the_plan), limits.number("stop_risk")
     if not (mtbf_s > 0 and length_s >= 0):
         return unknown("a time in the plan is not a number", fix="plan the job again: phalanx plan JOB")
     risk = failure_chance(evidence.the_plan)
     length, apart = format_seconds(length_s), format_seconds(mtbf_s)
     formula = (f"1 - exp(-{length} / {apart} between failures) = {risk:.1%}; at most {most:.0%}",)
-    statement = f"the first failure ends the job, and one comes with {risk:.0%}"
+    message = f"the first failure ends the job, and one comes with {risk:.0%}"
     if risk <= most:
-        return passed(statement, formula=formula, value=risk, threshold=most, at="fault.recovery")
+        return passed(message, formula=formula, value=risk, threshold=most, at="fault.recovery")
     return failed(
-        f'{statement}: fault.recovery = "stop" uses no spare and does not shrink',
+        f'{message}: fault.recovery = "stop" uses no spare and does not shrink',
         formula=formula,
         value=risk,
         threshold=most,
@@ -91,7 +94,7 @@ def _needed_spares(plan: Plan, limits: Limits) -> tuple[int, tuple[str, ...]]:
 
 
 def _at_other_sites(r: Reliability, repair_s: float) -> tuple[str, ...]:
-    """The same at both ends of what published sites see."""
+    """Return a line with the need at both ends of the failure rates of published sites; empty with a known rate."""
     rates = site_interval(r.failures_per_host_day_interval)
     if rates is None:
         return ()
@@ -100,7 +103,9 @@ def _at_other_sites(r: Reliability, repair_s: float) -> tuple[str, ...]:
 
 
 def _idle_share(plan: Plan, need: int) -> tuple[float, str]:
-    """Share of the devices without work when so many hosts are gone: a lost host takes its whole replica along."""
+    """Return the share of devices without work when `need` hosts are lost: a lost host takes its whole replica
+    along.
+    """
     layout = plan.layout
     replica = layout.tensor * layout.context * layout.pipeline
     if layout.data < 2:
@@ -114,12 +119,12 @@ def _idle_share(plan: Plan, need: int) -> tuple[float, str]:
 
 
 def _waiting_cost(evidence: Evidence, repair_s: float, have: int) -> Impact:
-    """Without a spare every failure waits out the repair; with some, those that find all of them in use."""
+    """Return the cost of waiting for a repair: at every failure without spares, else when all spares are in use."""
     r = evidence.the_plan.reliability
     note = "waiting for a host to be repaired"
     if not (r.mtbf_s > 0 and math.isfinite(r.mtbf_s)):
         return Impact(note=f"{note}: {format_seconds(repair_s)} of all devices at every failure")
-    away = repair_s / r.mtbf_s  # hosts that are away at a time, on average
+    away = repair_s / r.mtbf_s  # average number of hosts that are down at a time
     wait_s = repair_s / (have + 1) * _at_least(have, away)
     apart = format_seconds(r.mtbf_s)
     return evidence.loses(
@@ -128,13 +133,15 @@ def _waiting_cost(evidence: Evidence, repair_s: float, have: int) -> Impact:
 
 
 def _at_least(count: int, mean: float) -> float:
-    """The chance of `count` or more, where `mean` are usual (Poisson).
+    """Return the probability of `count` or more events, with `mean` expected (Poisson).
 
     >>> round(_at_least(0, 0.5), 3), round(_at_least(1, 0.5), 3), round(_at_least(4, 0.5), 4)
     (1.0, 0.393, 0.0018)
     """
-    fewer = math.fsum(math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) for k in range(count)) if mean > 0 else 1
-    return max(0.0, 1.0 - fewer) if count else 1.0
+    fewer_chance = (
+        math.fsum(math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) for k in range(count)) if mean > 0 else 1
+    )
+    return max(0.0, 1.0 - fewer_chance) if count else 1.0
 
 
 RULE = Rule(

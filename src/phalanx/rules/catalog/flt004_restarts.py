@@ -1,4 +1,4 @@
-"""FLT004: crash loops stop."""
+"""FLT004: crash loops end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.units import plural
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """What the job allows, what the run did, and whether a crash loop was seen to end."""
+    """Check the limit of restarts, the failures of the run, and the drill of a crash loop."""
     return (_judge_limit(evidence, limits), *_judge_log(evidence, limits), *_judge_drill(evidence))
 
 
@@ -24,11 +24,11 @@ def _judge_limit(evidence: Evidence, limits: Limits) -> Outcome:
             f"after how many failures in a row {practice.trainer} gives up is not known",
             fix="bound it in the launcher: torchrun --max-restarts 3",
         )
-    statement = f"{practice.trainer} gives up after {plural(count, 'failure')} in a row without a step"
+    message = f"{practice.trainer} gives up after {plural(count, 'failure')} in a row without a step"
     if 0 <= count <= most:
-        return passed(statement, value=count, threshold=most, unit="failures", at="fault.restarts" if stated else "")
+        return passed(message, value=count, threshold=most, unit="failures", at="fault.restarts" if stated else "")
     return failed(
-        statement if count >= 0 else f"{practice.trainer} never gives up",
+        message if count >= 0 else f"{practice.trainer} never gives up",
         formula=(f"fault.restarts = {count} > {most:g}",),
         value=count,
         threshold=most,
@@ -48,11 +48,11 @@ def _judge_log(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     idle, most = max(0, log.most_in_a_row - 1), limits.number("in_a_row")
     if idle > most:
         return (_crash_loop(evidence, idle, limits),)
-    nameless = sum(not one.what for one in log.incidents)
-    if nameless:
-        return (_without_cause(nameless, len(log.incidents)),)
-    statement = f"of {plural(len(log.incidents), 'failure')} at most {plural(idle, 'restart')} in a row brought no step"
-    return (passed(statement, value=idle, threshold=most, unit="restarts"),)
+    without_cause = sum(not incident.what for incident in log.incidents)
+    if without_cause:
+        return (_without_cause(without_cause, len(log.incidents)),)
+    message = f"of {plural(len(log.incidents), 'failure')} at most {plural(idle, 'restart')} in a row brought no step"
+    return (passed(message, value=idle, threshold=most, unit="restarts"),)
 
 
 def _crash_loop(evidence: Evidence, idle: int, limits: Limits) -> Outcome:
@@ -85,18 +85,18 @@ def _without_cause(count: int, total: int) -> Outcome:
 
 
 def _judge_drill(evidence: Evidence) -> tuple[Outcome, ...]:
-    """A crash loop that was drilled is told of; one that did not end is a finding."""
-    one = newest_drill(evidence, "crash-loop")
-    if one is None:
+    """Return the outcome of a drilled crash loop: passed if the run gave up with a reason; empty without a drill."""
+    drill = newest_drill(evidence, "crash-loop")
+    if drill is None:
         return ()
-    if one.clean:
-        return (passed(f"a crash loop was drilled, and the run gave up with a reason: {one.statement}"),)
+    if drill.clean:
+        return (passed(f"a crash loop was drilled, and the run gave up with a reason: {drill.statement}"),)
     return (
         failed(
-            f"a crash loop was drilled and the oracle found: {'; '.join(one.wrong[:2]) or 'something'}",
-            value=one.path,
+            f"a crash loop was drilled and the oracle found: {'; '.join(drill.wrong[:2]) or 'something'}",
+            value=drill.path,
             impact=Impact(note="a crash loop may go on for ever"),
-            fix=f"phalanx drill --read-record {one.path}",
+            fix=f"phalanx drill --read-record {drill.path}",
         ),
     )
 
