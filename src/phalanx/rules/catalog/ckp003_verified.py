@@ -27,8 +27,13 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     )
     if not is_asked(evidence, verified):
         return (count, verified, *from_folder)
-    what = "a restore that meets a damaged checkpoint"
-    return (count, verified, *from_folder, judge_drill(evidence, limits.words("damage_faults"), what=what, harm=WRONG))
+    message = "a restore that meets a damaged checkpoint"
+    return (
+        count,
+        verified,
+        *from_folder,
+        judge_drill(evidence, limits.words("damage_faults"), what=message, harm=WRONG),
+    )
 
 
 def _judge_count(evidence: Evidence, limits: Limits) -> Outcome:
@@ -105,13 +110,13 @@ def _judge_rollback(seen: CheckpointFacts, evidence: Evidence, due: int) -> Outc
     """Return the outcome for a folder in which only checkpoints that a roll-back set aside are missing."""
     steps = ", ".join(f"{step:,}" for step in seen.given_up[:NAMED])
     more = f" and {len(seen.given_up) - NAMED} more" if len(seen.given_up) > NAMED else ""
-    what = f"the roll-back to step {seen.rolled_back_to or 0:,} set step {steps}{more} aside"
+    message = f"the roll-back to step {seen.rolled_back_to or 0:,} set step {steps}{more} aside"
     if seen.kept:
         return passed(
-            f"of {plural(seen.commits, 'commit')} {seen.kept} is kept: {what}", value=seen.kept, threshold=due
+            f"of {plural(seen.commits, 'commit')} {seen.kept} is kept: {message}", value=seen.kept, threshold=due
         )
     return failed(
-        f"{seen.commits:,} checkpoints were committed and none can be restored: {what}",
+        f"{seen.commits:,} checkpoints were committed and none can be restored: {message}",
         value=0,
         threshold=due,
         impact=_half_job(evidence),

@@ -49,7 +49,7 @@ def _judge_parts(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _judge_proof(evidence: Evidence, limits: Limits) -> Outcome:
-    what = "that a run with a failure ends bit-identical to one without"
+    message = "that a run with a failure ends bit-identical to one without"
     is_phalanx = evidence.practice.trainer == "phalanx"
     kinds = limits.words("restoring_faults")
     drills = [
@@ -58,10 +58,10 @@ def _judge_proof(evidence: Evidence, limits: Limits) -> Outcome:
         if drill.replayed and any(kind in drill.fired for kind in kinds)
     ]
     if not drills:
-        return drill_missing(evidence, what)
+        return drill_missing(evidence, message)
     drill = drills[0]
     if drill.bitwise and drill.clean:
-        return passed(f"a drill shows {what}: {drill.statement}", value=True, threshold=True)
+        return passed(f"a drill shows {message}: {drill.statement}", value=True, threshold=True)
     if drill.clean and not limits.flag("bitwise"):
         return passed(f"drilled: a run with a failure went on like one without: {drill.statement}")
     differences = "; ".join(drill.wrong[:3]) or "its digests differ from the replay's, or there was no replay"

@@ -32,12 +32,12 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if have <= 0:
         return unknown("the memory of a host is not known", fix="give host_memory_bytes in a cluster file")
     share, most = need / have, limits.number("most_share")
-    what = f"one rank gathers {format_bytes(need)} to save, {share:.0%} of its host's memory"
+    message = f"one rank gathers {format_bytes(need)} to save, {share:.0%} of its host's memory"
     formula = (f"{width} bytes × {plan.prediction.parameters:.4g} parameters; host {format_bytes(have)}",)
     if share <= most:
-        return passed(what, formula=formula, value=share, threshold=most, at=f"setting:{name}")
+        return passed(message, formula=formula, value=share, threshold=most, at=f"setting:{name}")
     return failed(
-        f"{what}, more than {most:.0%}",
+        f"{message}, more than {most:.0%}",
         formula=formula,
         value=share,
         threshold=most,

@@ -55,7 +55,8 @@ class _Race:
         low, high = (1e6 * self.picked.low_s, 1e6 * self.picked.high_s)
         return (
             f"{message.axis} {message.operation} of {message.size} between {message.ranks:,} ranks {message.where}: "
-            f"{times}; NCCL picks {self.picked.algorithm} {self.picked.protocol} (80 % of systems: {low:,.0f} to {high:,.0f} µs)"
+            f"{times}; NCCL picks {self.picked.algorithm} {self.picked.protocol} "
+            f"(80 % of systems: {low:,.0f} to {high:,.0f} µs)"
         )
 
 

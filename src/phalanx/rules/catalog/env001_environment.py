@@ -175,13 +175,13 @@ def _connections(evidence: Evidence, variables: dict[str, str], limits: Limits) 
     if _is_blackwell(evidence, int(value), limits):
         return
     if sharded and int(value) == wanted:
-        what = f"{CONNECTIONS}={value} with FSDP: gathers wait behind the products, and Megatron refuses it"
+        message = f"{CONNECTIONS}={value} with FSDP: gathers wait behind the products, and Megatron refuses it"
     elif not sharded and isinstance(tensor, int) and tensor > 1 and int(value) != wanted:
-        what = f"{CONNECTIONS}={value} with {tensor} tensor ranks: the overlap of their traffic needs one queue"
+        message = f"{CONNECTIONS}={value} with {tensor} tensor ranks: the overlap of their traffic needs one queue"
     else:
         return
     yield failed(
-        what,
+        message,
         value=int(value),
         threshold=wanted,
         at=f"setting:env.{CONNECTIONS}",

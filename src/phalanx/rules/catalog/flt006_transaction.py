@@ -111,8 +111,8 @@ def _judge_drills(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     if drill is None:
         if not limits.flag("must_drill"):
             return ()
-        what = f"{evidence.devices:,} devices lose a rank all the time, and {no_drill(evidence)}"
-        return (unknown(what, fix=how_to_see(evidence)),)
+        message = f"{evidence.devices:,} devices lose a rank all the time, and {no_drill(evidence)}"
+        return (unknown(message, fix=how_to_see(evidence)),)
     if drill.clean and drill.bitwise:
         return (
             passed(

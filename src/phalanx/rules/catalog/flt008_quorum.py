@@ -1,4 +1,4 @@
-"""FLT008: a round needs more than half of the peers, and no more than there are."""
+"""FLT008: the quorum of a round is more than half of the peers, and no more than there are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """The quorum against the sites of the plan, or the peers of the job."""
+    """Compare the quorum with the number of sites in the plan, or of peers in the job."""
     sync = evidence.the_job.sync
     if sync.mode != "quorum":
         return exempt("no quorum")

@@ -1,4 +1,4 @@
-"""OPT002: peers that take many steps alone train together first, and meet often enough."""
+"""OPT002: peers that take many steps alone first train synchronously, and exchange often enough."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LEARNS = Impact(note="no time lost, but the loss ended 2.6 to 4.7 % higher in ou
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...] | Outcome:
-    """Synchronous steps at the start of a short run, and rounds in the rest of it."""
+    """Check the synchronous steps at the start of a short run, and the number of exchanges after them."""
     job, sync = evidence.the_job, evidence.the_job.sync
     if sync.mode not in ("diloco", "quorum"):
         return exempt("no peer takes steps alone")
@@ -25,7 +25,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...] | Outcome:
 
 
 def _run_steps(evidence: Evidence) -> int | None:
-    """Optimizer steps of the run."""
+    """Return the number of optimizer steps of the run, or None."""
     if evidence.plan is not None:
         return evidence.plan.duration.steps
     tokens, batch = evidence.the_job.data.tokens, evidence.the_job.batch.global_tokens

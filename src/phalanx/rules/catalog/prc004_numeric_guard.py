@@ -1,4 +1,4 @@
-"""PRC004: steps that are not finite, or explode, are taken by no rank, and not for long."""
+"""PRC004: steps that are not finite or explode are skipped by all ranks, and not for long."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Bounded, together, and guarded against large gradients; in a run also: none slipped through."""
+    """Check that skipping is bounded and done together, and that gradients are guarded; in a run also the steps
+    taken.
+    """
     steps = evidence.log.steps if evidence.log is not None else None
-    found = (_judge_clipping(evidence, limits), _judge_skips(evidence, steps), _judge_guard(evidence, limits))
-    return (*found, *_judge_log(evidence, limits, steps)) if steps is not None else found
+    from_job = (_judge_clipping(evidence, limits), _judge_skips(evidence, steps), _judge_guard(evidence, limits))
+    return (*from_job, *_judge_log(evidence, limits, steps)) if steps is not None else from_job
 
 
 def _judge_clipping(evidence: Evidence, limits: Limits) -> Outcome:
@@ -81,10 +83,10 @@ def _judge_guard(evidence: Evidence, limits: Limits) -> Outcome:
     if 0 < factor < limits.number("least_factor"):
         return _factor_too_small(factor, limits)
     if 0 < clip <= limits.number("most_clip") or factor > 0:
-        how = f"clipped to a norm of {clip:g}" if clip > 0 else f"skipped from {factor:g} times the running median"
-        return passed(f"a gradient that explodes is {how}", formula=formula, value=clip or factor, at="optim.clip")
+        guard = f"clipped to a norm of {clip:g}" if clip > 0 else f"skipped from {factor:g} times the running median"
+        return passed(f"a gradient that explodes is {guard}", formula=formula, value=clip or factor, at="optim.clip")
     statement = "neither clipped" if clip <= 0 else f"clipped only to a norm of {clip:,.0f}, which is no bound, and not"
-    # A scale that is searched for lets an overflow pass by; what grows and stays finite is taken.
+    # The search for a loss scale skips overflows; a gradient that grows but stays finite is applied.
     scaled = evidence.the_job.precision.compute == "fp16" and evidence.the_job.precision.loss_scale == "auto"
     unless = " unless it overflows fp16" if scaled else ""
     filled = _is_filled_in(evidence)
@@ -102,12 +104,14 @@ def _judge_guard(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _is_filled_in(evidence: Evidence) -> bool:
-    """Whether Hugging Face's Trainer fills a DeepSpeed JSON in: it has places for it."""
-    return evidence.practice.trainer == "deepspeed" and any(one.value == "auto" for one in evidence.settings.values())
+    """Return whether Hugging Face's Trainer fills in values of a DeepSpeed JSON: it contains "auto"."""
+    return evidence.practice.trainer == "deepspeed" and any(
+        setting.value == "auto" for setting in evidence.settings.values()
+    )
 
 
 def _factor_too_small(factor: float, limits: Limits) -> Outcome:
-    """A factor near 1 takes every usual step for a spike, and the run ends."""
+    """Return the failure for a spike factor near 1, with which usual steps count as spikes and the run ends."""
     least = limits.number("least_factor")
     return failed(
         f"steps are skipped from {factor:g} times the running median, less than {least:g}: most are no spikes",
@@ -124,8 +128,10 @@ def _factor_too_small(factor: float, limits: Limits) -> Outcome:
 
 
 def _in_a_row(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Outcome, ...]:
-    """A few are somebody's to look at; as many as the run may skip ended it, or should have."""
-    searching = evidence.the_job.precision.compute == "fp16"  # for its loss scale, which skips by design
+    """Judge the steps skipped in a row: a few deserve a look; as many as the run may skip are an error."""
+    searching = (
+        evidence.the_job.precision.compute == "fp16"
+    )  # fp16 searches for its loss scale, which skips steps by design
     most = limits.number("most_in_a_row")
     least = most if searching else limits.number("look_in_a_row")
     if steps.skipped_in_a_row < least or (searching and steps.skipped_in_a_row <= most):
@@ -148,9 +154,9 @@ def _in_a_row(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Out
 
 
 def _judge_log(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Outcome, ...]:
-    found = []
+    failures = []
     if steps.not_finite:
-        found.append(
+        failures.append(
             failed(
                 f"did not skip {plural(steps.not_finite, 'step')} with a loss or norm that is not finite",
                 value=steps.not_finite,
@@ -162,7 +168,7 @@ def _judge_log(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Ou
             )
         )
     if steps.zero_norm:
-        found.append(
+        failures.append(
             failed(
                 f"took {plural(steps.zero_norm, 'step')} with a gradient norm of exactly 0",
                 value=steps.zero_norm,
@@ -175,11 +181,15 @@ def _judge_log(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Ou
                 "checkpoint of then, and look at the data of that step",
             )
         )
-    return (*found, *_in_a_row(evidence, limits, steps), _judge_jump(evidence, limits, steps))
+    return (*failures, *_in_a_row(evidence, limits, steps), _judge_jump(evidence, limits, steps))
 
 
 def _judge_jump(evidence: Evidence, limits: Limits, steps: StepFacts) -> Outcome:
-    """The loss where it is told by itself, else whatever jumped most unless gradients are clipped."""
+    """Judge the largest jump of a step that was taken.
+
+    The loss is judged where it is logged by itself; otherwise the larger jump of loss and gradient norm, unless
+    gradients are clipped.
+    """
     most = limits.number("jump")
     jump, spot = steps.worst_loss_jump, steps.worst_loss_jump_spot
     if jump is None and evidence.the_job.optim.clip <= 0:

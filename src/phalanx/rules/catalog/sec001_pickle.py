@@ -1,4 +1,4 @@
-"""SEC001: nothing that is loaded can run code."""
+"""SEC001: no loaded file can run code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TAKEN_OVER = Impact(note="no time by itself: who wrote the file runs code as you
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """The format of checkpoints, and that of the weights a job starts from."""
+    """Check the format of checkpoints, and that of the weights a job starts from."""
     return (_judge_checkpoints(evidence, limits), _judge_weights(evidence, limits))
 
 
@@ -35,14 +35,16 @@ def _judge_checkpoints(evidence: Evidence, limits: Limits) -> Outcome:
         formula=(f"{form} is not one of {', '.join(safe)}; else torch >= {least}, weights_only and digests",),
         value=form,
         threshold=", ".join(safe),
-        at="practice:checkpoint_format" if form == "torch-pickle" else "",  # chosen: there are better ones
+        at="practice:checkpoint_format"
+        if form == "torch-pickle"
+        else "",  # this format was chosen, and there are better ones
         impact=TAKEN_OVER,
         fix=_safer_format(evidence, least),
     )
 
 
 def _safer_format(evidence: Evidence, least: str) -> str:
-    """What the trainer can write instead: Megatron Core has no safetensors of its own."""
+    """Return advice on a format that the trainer can write instead: Megatron Core has no safetensors."""
     guarded = f"load with weights_only=True alone, torch {least} or newer, and verify a digest that came another way"
     if evidence.practice.trainer in ("megatron", "nemo"):
         flag = "--ckpt-format torch_dist" if evidence.practice.trainer == "megatron" else "ckpt_format: torch_dist"
@@ -69,7 +71,7 @@ def _judge_weights(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def at_least(version: str, least: str) -> bool:
-    """Whether a version is as new as another; what cannot be read is not.
+    """Return whether a version is at least as new as another; False for a version that cannot be parsed.
 
     >>> at_least("2.13.0+cpu", "2.10.0"), at_least("2.9.1", "2.10.0"), at_least("nightly", "2.10.0")
     (True, False, False)
@@ -77,7 +79,7 @@ def at_least(version: str, least: str) -> bool:
     parts = [re.match(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", text) for text in (version, least)]
     if parts[0] is None or parts[1] is None:
         return False
-    first, second = ([int(one or 0) for one in match.groups()] for match in parts if match is not None)
+    first, second = ([int(digits or 0) for digits in match.groups()] for match in parts if match is not None)
     return first >= second
 
 

@@ -1,4 +1,4 @@
-"""SEC003: names and paths of a job are data, and lead nowhere they should not."""
+"""SEC003: names and paths of a job are plain data, and written paths stay inside the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_TIME = Impact(note="no time by itself: a job file from elsewhere could write 
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """The name, where checkpoints are written, the other paths, and code of the job's own."""
+    """Check the job's name, the checkpoint path, the other paths, and code that the job names."""
     return (
         _judge_name(evidence, limits),
         _judge_outputs(evidence, limits),
@@ -40,7 +40,7 @@ def _judge_name(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _judge_outputs(evidence: Evidence, limits: Limits) -> Outcome:
-    """A place a person names is theirs to choose; one that only looks as if it were inside the run is not."""
+    """Judge checkpoint.path: an absolute path is the user's choice, one that climbs out of the run folder fails."""
     path, most = evidence.the_job.checkpoint.path, limits.number("climbs")
     if evidence.is_foreign:
         return exempt(f"a run of {evidence.practice.trainer} has no folder of its own that a path could lead out of")
@@ -63,7 +63,7 @@ def _judge_outputs(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _levels_above(path: str) -> int:
-    """How far a path leads above where it starts; within an absolute one, any `..` counts.
+    """Return how many levels a path leads above its start; in an absolute path every `..` counts.
 
     >>> _levels_above("checkpoints"), _levels_above("a/../../b"), _levels_above("/data/../etc")
     (0, 1, 1)

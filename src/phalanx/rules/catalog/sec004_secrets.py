@@ -1,4 +1,4 @@
-"""SEC004: the record holds no credentials, and says what ran."""
+"""SEC004: the record holds no credentials, and states which code and configuration ran."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Lines that look like credentials, and the provenance of the run."""
+    """Check for lines that look like credentials, and the provenance of the run."""
     grammar = evidence.the_log.grammar
     return (_judge_secrets(grammar, limits), _judge_provenance(grammar, limits))
 

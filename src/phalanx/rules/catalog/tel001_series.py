@@ -1,4 +1,4 @@
-"""TEL001: every rank reports what it must, as often as it must."""
+"""TEL001: every rank reports the required series often enough."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERIES = ("utilization", "memory", "peers", "noise", "steps")
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """The job's keys before a run, the log's own rhythm afterwards."""
+    """Check the job's telemetry keys before a run, and the intervals in the log of a run."""
     log = evidence.log
     if log is None:
         return _judge_job(evidence, limits)
@@ -48,7 +48,7 @@ def _judge_trainer(evidence: Evidence) -> Outcome:
     trainer, written = evidence.practice.trainer, evidence.practice.telemetry
     if written is None:
         return unknown(f"which series {trainer} writes is not known", fix="check the log of a run")
-    missing = [one for one in SERIES if one not in written]
+    missing = [series for series in SERIES if series not in written]
     if not missing:
         return passed(f"{trainer} writes {', '.join(SERIES)}")
     return failed(
@@ -84,7 +84,7 @@ def _judge_interval(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _too_often(key: str, value_s: float, most: float, statement: str, limits: Limits) -> Outcome:
-    """A thread that never rests takes the core that feeds the device."""
+    """Return the failure for an interval so short that the sampling thread takes a core from the training."""
     least = limits.number("least_s")
     return failed(
         f"{statement}, more often than every {least:g} s",
@@ -236,18 +236,20 @@ def _absent_series(log: LogFacts, what: str, kind: str, due_s: float) -> Outcome
 
 
 def _too_few(evidence: Evidence, log: LogFacts, found: int, what: str, limits: Limits) -> Outcome | None:
-    """Ranks that are silent; from class S4 on a host may speak for its ranks."""
-    expected, who = log.world or len(log.ranks), "ranks"
+    """Return the outcome if too few ranks report a series, else None; from class S4 on a host may report for its
+    ranks.
+    """
+    expected, sources = log.world or len(log.ranks), "ranks"
     if limits.flag("aggregated") and evidence.plan is not None:
-        expected, who = min(expected, evidence.plan.reliability.hosts), "hosts"
+        expected, sources = min(expected, evidence.plan.reliability.hosts), "hosts"
     if log.ranks_read is not None and log.ranks_read < len(log.ranks):
-        expected, who = min(expected, log.ranks_read), "ranks that were read"
+        expected, sources = min(expected, log.ranks_read), "ranks that were read"
     share = found / expected if expected else 1.0
     least = limits.number("ranks_share")
     if share >= least:
         return None
     return still_reading(log, what) or failed(
-        f"{found:,} of {expected:,} {who} have {what}",
+        f"{found:,} of {expected:,} {sources} have {what}",
         formula=(f"{found:,} / {expected:,} = {share:.1%} < {least:.0%}",),
         value=share,
         threshold=least,

@@ -1,4 +1,4 @@
-"""TEL004: every rank has a score, and the slow ones are named."""
+"""TEL004: every rank has a straggler score, and slow ranks are named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Scores exist, nobody is far behind, and a drill named the right rank."""
+    """Check that ranks have scores, that no rank is far behind, and that a drill named the right rank."""
     log = evidence.the_log
     if max(log.world, len(log.ranks)) < 2:
         return (exempt("one rank waits for nobody"),)
@@ -31,20 +31,20 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_scores(log: LogFacts, limits: Limits) -> Outcome:
-    world, found = max(log.world, len(log.ranks)), log.straggler_scores
-    if steps_of(log) < limits.number("within_steps") and not found:
+    world, scored = max(log.world, len(log.ranks)), log.straggler_scores
+    if steps_of(log) < limits.number("within_steps") and not scored:
         return exempt(f"scores are due within {limits.number('within_steps'):g} steps; the run has {steps_of(log):,}")
-    if found is None:
+    if scored is None:
         return still_reading(log, "the ranks' own times") or unknown(
             "no rank has a score", fix="every rank writes compute_s and wait_s with every step (docs/events.md)"
         )
-    share, least = found / world, limits.number("ranks_share")
-    statement = f"{found:,} of {world:,} ranks have a score"
+    share, least = scored / world, limits.number("ranks_share")
+    statement = f"{scored:,} of {world:,} ranks have a score"
     if share >= least:
         return passed(statement, formula=(f"{share:.1%} >= {least:.0%}",), value=share, threshold=least)
     return still_reading(log, "the ranks' own times") or failed(
         statement,
-        formula=(f"{found:,} / {world:,} = {share:.1%} < {least:.0%}",),
+        formula=(f"{scored:,} / {world:,} = {share:.1%} < {least:.0%}",),
         value=share,
         threshold=least,
         at=file_of(log),
@@ -55,7 +55,9 @@ def _judge_scores(log: LogFacts, limits: Limits) -> Outcome:
 
 def _judge_slowest(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
     least = limits.number("score")
-    scored = [(1 / one.score, one) for one in log.stragglers if (finite_value(one.score) or 0.0) > 0.0]
+    scored = [
+        (1 / straggler.score, straggler) for straggler in log.stragglers if (finite_value(straggler.score) or 0.0) > 0.0
+    ]
     if not scored:
         return passed("nobody stands out in the last 100 steps", threshold=least)
     relative, worst = min(scored, key=lambda pair: pair[0])
@@ -83,10 +85,10 @@ def _straggler_text(worst: Straggler, relative: float) -> str:
 
 
 def _drilled(evidence: Evidence) -> tuple[Outcome, ...]:
-    """What drills say; without one the log alone answers."""
+    """Return the outcome of the newest drill with a slowed rank; empty without one."""
     counted = counted_records(evidence.drills, profile=evidence.profile.name)
-    tried = [one for one in counted if one.named_right is not None][:1]  # the newest
-    wrong = [one for one in tried if not one.named_right]
+    tried = [drill for drill in counted if drill.named_right is not None][:1]  # the newest
+    wrong = [drill for drill in tried if not drill.named_right]
     if wrong:
         return (
             failed(

@@ -18,7 +18,7 @@ LOST_TRACK = Impact(note="costs no time by itself: time in no account cannot be 
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """The accounts add up, and telemetry costs little."""
+    """Check that the accounts add up to the wall time, and that telemetry costs little."""
     log = evidence.the_log
     if log.ledger is None:
         missing = still_reading(log, "the end of the walk over the record")
@@ -40,7 +40,7 @@ def _judge_ledger(log: LogFacts, ledger: Ledger, limits: Limits) -> Outcome:
     )
     formula = tuple(f"{text} = {value:,.2f} s; at most {bound:,.2f} s" for value, bound, text in parts)
     for value, bound, text in parts:
-        if not value <= bound:  # NaN is not below anything
+        if not value <= bound:  # written so that NaN fails
             return failed(
                 f"the ledger does not close: {text} = {value:,.1f} s of {wall_s:,.1f} s",
                 formula=formula,
@@ -61,7 +61,7 @@ def _judge_ledger(log: LogFacts, ledger: Ledger, limits: Limits) -> Outcome:
 def _judge_cost(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     share, most = finite_value(evidence.the_log.telemetry_share), limits.number("telemetry")
     if share is None:
-        return ()  # not every log tells; the ledger has it in its steps either way
+        return ()  # not every log has it; the time is part of the steps in the ledger either way
     statement = f"telemetry takes {share:.2%} of the step time"
     if share <= most:
         return (passed(statement, formula=(f"{share:.4f} <= {most:g}",), value=share, threshold=most),)

@@ -1,4 +1,4 @@
-"""TOP006: more than one site accepts connections, so that no single one stops the run."""
+"""TOP006: more than one site accepts connections, so that no single site can stop the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """Sites of the plan that are not client-only."""
+    """Count the sites of the plan that are not client-only."""
     sites = evidence.the_plan.sites
     if sites is None:
         return exempt("one cluster: no slow links")
