@@ -41,7 +41,8 @@ def is_secret(text: str) -> bool:
     if _FORMS.search(text):
         return True
     for match in _PASSWORD.finditer(text):
-        is_value = "=" in match.group(0) or match.group(1)  # "password: required" is a sentence
+        # "password: required" is a sentence.
+        is_value = "=" in match.group(0) or match.group(1)
         if is_value and not _EMPTY.fullmatch(match.group(2)):
             return True
     return any(_is_random(match.group(1)) for match in _NAMED.finditer(text))
@@ -53,4 +54,5 @@ def _is_random(word: str) -> bool:
         return False
     counts = Counter(word)
     bits = -sum(count / len(word) * math.log2(count / len(word)) for count in counts.values())
+    # A short word cannot reach LEAST_BITS: its entropy is at most log2 of its length.
     return bits >= min(LEAST_BITS, 0.85 * math.log2(len(word)))

@@ -17,8 +17,9 @@ EDITION = "2026.1"
 
 @functools.cache
 def all_rules() -> tuple[Rule, ...]:
-    """Return every rule of the edition in the order of GROUPS; a file of catalog/ defines one as RULE or several as
-    RULES.
+    """Return every rule of the edition in the order of GROUPS.
+
+    A file of catalog/ defines one rule as RULE or several as RULES.
     """
     rules: list[Rule] = []
     for module in pkgutil.iter_modules(package.__path__):

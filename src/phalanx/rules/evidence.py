@@ -170,9 +170,7 @@ class Evidence:
 
     @property
     def says_length(self) -> bool:
-        """True if the training length is stated: another trainer's file may leave it open, and the default does not
-        count.
-        """
+        """True if the training length is stated; another trainer's file may leave it to a default."""
         return not self.is_foreign or self.written("data.tokens")
 
     @property

@@ -60,6 +60,7 @@ def _parse_toml(text: str, where: str) -> tomlkit.TOMLDocument:
         document = tomlkit.parse(text)
     except (TOMLKitError, ValueError, RecursionError) as error:
         raise _refused_edit(where, f"the editor cannot read it: {str(error)[:200]}") from error
+    # Only a file that survives the round trip unchanged may be edited.
     if tomlkit.dumps(document) != text:
         raise _refused_edit(where, "the editor would change its layout")
     return document
@@ -174,6 +175,7 @@ def write_exactly(path: Path, before: str, after: str) -> None:
     """Replace the file atomically. A link stays a link, and permissions are kept."""
     real = resolve_path(path)
     try:
+        # The file may have been edited since it was read.
         if real.read_bytes() != before.encode("utf-8"):
             raise mistake(str(path), "was changed by someone else in the meantime", fix="check it again")
         replace_bytes(real, after.encode("utf-8"), mode=real.stat().st_mode & 0o7777)
@@ -188,7 +190,8 @@ def write_exactly(path: Path, before: str, after: str) -> None:
 # An edit may uncover the next finding; no chain of more than two is known.
 MOST_ROUNDS = 5
 
-Judge = Callable[[tuple[str, ...]], CheckReport]  # `--set` texts -> the report on the job with them
+# `--set` texts -> the report on the job with them.
+Judge = Callable[[tuple[str, ...]], CheckReport]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,8 +250,9 @@ def find_fix(judge: Judge, *, unsafe: bool) -> JobFix:
 
 
 def _without_replaced(chosen: Sequence[Remedy], newer: Sequence[Remedy]) -> list[Remedy]:
-    """Return the chosen remedies without those that set a key again, such as an interval whose optimum another edit
-    moved.
+    """Return the chosen remedies, except those whose keys a newer remedy sets again.
+
+    An edit may move the optimum that an earlier edit had set, such as that of an interval.
     """
     again = {edit.key for remedy in newer for edit in remedy.edits}
     return [remedy for remedy in chosen if not any(edit.key in again for edit in remedy.edits)]
@@ -275,9 +279,7 @@ def _wanted_remedies(report: CheckReport, *, unsafe: bool, refused: Mapping[str,
 
 
 def _conflicting_keys(chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]) -> bool:
-    """Return whether a rule wants another value of a key that another rule had set; such keys are refused from then
-    on.
-    """
+    """Return whether a rule wants another value for a key that another rule had set, and refuse such keys."""
     owner = {edit.key: remedy.rule for remedy in chosen for edit in remedy.edits}
     asked = {edit.key: remedy.rule for remedy in wanted for edit in remedy.edits if edit.key in owner}
     torn = {key: rule for key, rule in asked.items() if rule != owner[key]}
@@ -318,9 +320,7 @@ def _is_error(finding: Finding) -> bool:
 def _that_hold(
     trial: _RemedyTrial, chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]
 ) -> list[Remedy]:
-    """Return the remedies after which the job loads and no longer asks for them; the others are refused from then
-    on.
-    """
+    """Return the remedies after which the job loads and no longer asks for them; refuse the others."""
     if not wanted or not _trial_complaints(trial, [*chosen, *wanted], wanted):
         return list(wanted)
     accepted: list[Remedy] = []

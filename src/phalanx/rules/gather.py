@@ -220,9 +220,7 @@ def of_job(
 
 
 def _own_data(resolved: ResolvedJob) -> DataFacts | None:
-    """Return facts about the job's data folders; None for a job whose corpus is built or whose data comes from
-    code.
-    """
+    """Return facts about the job's data folders; None where the corpus is built or the data comes from code."""
     paths = resolved.job.data.paths
     return folder_facts(paths, resolved.path.parent) if paths and is_file(resolved.path) else None
 
@@ -245,10 +243,10 @@ def _plan_job(
 def _plan_without_memory(
     resolved: ResolvedJob, cluster: Cluster, error: UserError, environ: dict[str, str]
 ) -> Plan | None:
-    """Plan a fixed layout that does not fit into memory as if it did: MEM001 reports that, other rules can still
-    judge.
+    """Plan a fixed layout that does not fit into memory as if it did, so that the other rules can judge it.
 
-    A free search is not repeated: it would choose a layout that the user did not request.
+    MEM001 reports that it does not fit. A free search is not repeated: it would choose a layout that the user did
+    not request.
     """
     job = resolved.job
     if job.parallel.mode != "fixed" or not any("does not fit" in problem.what for problem in error.problems):
@@ -259,6 +257,7 @@ def _plan_without_memory(
         plan = cached_plan(resolved, replace(cluster, accelerator=roomy), environ=environ)
     except UserError:
         return None
+    # The plan's usable bytes are those of the enlarged device: scale them back.
     memory = replace(plan.memory, device_bytes=device.memory_bytes, usable_bytes=plan.memory.usable_bytes / ROOMY)
     fitting = tuple(alternative for alternative in plan.alternatives if alternative.memory_bytes <= memory.usable_bytes)
     return replace(plan, cluster=cluster, memory=memory, alternatives=fitting, pareto=())
@@ -267,8 +266,9 @@ def _plan_without_memory(
 def of_plan(
     plan: Plan, request: Request, *, today: date, environ: dict[str, str], path: Path | None = None
 ) -> Evidence:
-    """Return the evidence of a plan, from a file or in memory; the job comes from the plan, so its keys have no
-    lines.
+    """Return the evidence of a plan, from a file or in memory.
+
+    The job comes from the plan, so its keys have no lines.
     """
     return Evidence(
         target=str(path) if path is not None else plan.job.name,
@@ -500,9 +500,7 @@ def _drill_records(
     *,
     beside: Path | None = None,
 ) -> tuple[DrillFacts, ...]:
-    """Return the drill records, each with whether it is of this job; `base` is the folder of the job's relative
-    paths.
-    """
+    """Return the drill records, each compared with this job; `base` is the folder of the job's relative paths."""
     roots: Sequence[Path] = (*request.drills, *([beside] if beside is not None else []))
     subject = None
     if job is not None and plan is not None:

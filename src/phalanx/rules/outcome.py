@@ -30,8 +30,9 @@ NO_IMPACT = Impact()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
-    """A change of one key of the job file. A safe edit cannot change what the model learns, only how the run is
-    operated.
+    """A change of one key of the job file.
+
+    A safe edit cannot change what the model learns, only how the run is operated.
     """
 
     key: str  # dotted, such as "checkpoint.interval_s"

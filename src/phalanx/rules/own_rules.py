@@ -77,12 +77,11 @@ def own_rule(
     limits: Mapping[str, Limit] | None = None,
     references: tuple[Reference, ...] = (),
 ) -> Callable[[Predicate], Rule]:
-    """Return a decorator that makes a rule of a function: `@own_rule("ACME001", "Jobs name their owner.",
-    severity="warning")`.
+    """Return a decorator that makes a rule of a function.
 
-    `slug` defaults to the function's name and `how` to the function's docstring. `requires` holds letters of
-    evidence (J job, P plan, L run log, H host, D drills); if one of these is missing, the verdict is unknown and
-    the function is not called.
+    Example: `@own_rule("ACME001", "Jobs name their owner.", severity="warning")`. `slug` defaults to the function's
+    name and `how` to the function's docstring. `requires` holds letters of evidence (J job, P plan, L run log, H
+    host, D drills); if one of these is missing, the verdict is unknown and the function is not called.
     """
 
     def decorate(check: Predicate) -> Rule:
@@ -135,9 +134,7 @@ def collect_own_rules(
 
 @functools.cache
 def installed_rules() -> tuple[tuple[str, tuple[Rule, ...], Problem | None], ...]:
-    """Return the rules of installed packages: name of the entry point, its rules, and the problem if loading
-    failed.
-    """
+    """Return the rules of installed packages: name of the entry point, its rules, and the problem in loading it."""
     return tuple(_installed_rules(point) for point in offered_points(ENTRY_POINTS))
 
 

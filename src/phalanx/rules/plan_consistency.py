@@ -79,7 +79,8 @@ def _size_conflicts(plan: Plan) -> Iterator[str]:
     share = planned_share(plan.job, plan.cluster)
     tokens = share.batch.global_sequences * plan.job.data.sequence
     predicted_tokens = plan.prediction.tokens_per_s * plan.prediction.step_s
-    if plan.sites is not None:  # the prediction is of the first site, with its part of the batch
+    # The prediction is of the first site, with its part of the batch.
+    if plan.sites is not None:
         return
     if not _nearly_equal(predicted_tokens, tokens):
         yield f"a step has {tokens:,} tokens, and prediction.tokens_per_s × step_s is {predicted_tokens:,.0f}"

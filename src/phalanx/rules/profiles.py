@@ -11,8 +11,9 @@ from phalanx.hardware.types import Cluster
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
-    """The assumptions of the rules about one kind of hardware. None: no figure is published, so it must be
-    measured.
+    """The assumptions of the rules about one kind of hardware.
+
+    None means that no figure is published, so it must be measured.
     """
 
     name: str
@@ -117,6 +118,7 @@ PROFILES: Mapping[str, HardwareProfile] = {
 # have different links and memory, and no published rates.
 _BY_NAME = {
     "nvidia-a100": ("A100", "A800"),
+    # H200 must precede H100, whose prefix H20 it matches too.
     "nvidia-h200": ("H200",),
     "nvidia-h100": ("H100", "H800", "H20", "GH200"),
     "nvidia-b200": ("B200", "B300", "GB200", "GB300"),

@@ -40,9 +40,7 @@ class CheckSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProjectConfig:
-    """A `.phalanx.toml`: settings for all files, settings for files that match a pattern, own rules, and a
-    baseline.
-    """
+    """A `.phalanx.toml`: settings for all files and for those that match a pattern, own rules, and a baseline."""
 
     file: Path | None = None
     everywhere: CheckSettings = CheckSettings()
@@ -78,8 +76,8 @@ class ProjectConfig:
 
 
 def matches_pattern(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a relative path: as a whole, as a folder, or, without a slash, any part by
-    name.
+    """Return whether a pattern matches a relative path: as a whole, as a folder, or (without a slash) one name in
+    it.
 
     >>> matches_pattern("a/b/c.json", "a/*"), matches_pattern("a/b/c.json", "c.json"), matches_pattern("ab.sh", "a/")
     (True, True, False)
@@ -225,6 +223,7 @@ def _walk_files(folder: Path) -> Iterator[Path]:
             and not os.path.exists(os.path.join(root, name, "pyvenv.cfg"))
             and not os.path.islink(os.path.join(root, name))
         ]
+        # Assigning in place limits where os.walk descends.
         folders[:] = [] if is_run or depth >= MOST_DEPTH else subfolders
         if is_run:
             continue

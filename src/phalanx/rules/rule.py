@@ -45,8 +45,9 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """A named constant of a rule. A profile's value overrides a scaling class's value, which overrides the plain
-    one.
+    """A named constant of a rule.
+
+    A profile's value overrides a scaling class's value, which overrides the plain one.
     """
 
     value: Value
@@ -59,6 +60,7 @@ class Limit:
         """Return the value for a hardware profile and a scaling class."""
         if profile in self.profiles:
             return self.profiles[profile]
+        # The names S1 to S6 sort by size, so max() is the largest class that applies.
         matching_classes = [name for name in self.classes if at_least(scaling, name)]
         return self.classes[max(matching_classes)] if matching_classes else self.value
 
@@ -126,8 +128,6 @@ class Rule:
         return self.id.rstrip("0123456789")
 
     def with_limit(self, name: str, value: Value) -> Rule:
-        """Return the rule with one limit set to `value` for every profile and class, for tests and what-if
-        questions.
-        """
+        """Return the rule with one limit set to `value` for every profile and class, for tests and experiments."""
         changed = replace(self.limits[name], value=value, profiles={}, classes={})
         return replace(self, limits={**self.limits, name: changed})

@@ -69,10 +69,10 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CheckReport:
-    """The findings of the specification on one target. `str()` is the output of `phalanx check`; a notebook shows
-    HTML.
+    """The findings of the specification on one target.
 
-    Iterating yields the problems, the worst first; `findings` holds every answer, passes too.
+    `str()` is the output of `phalanx check`; a notebook shows HTML. Iterating yields the problems, the worst first;
+    `findings` holds every answer, passes too.
 
     >>> import phalanx
     >>> report = phalanx.check("examples/drill.toml", select="TOP")
@@ -98,6 +98,7 @@ class CheckReport:
     @property
     def verdicts(self) -> dict[str, Verdict]:
         """The verdict of each rule: the worst of its answers. Findings of severity info do not fail a rule."""
+        # From the worst verdict to the best.
         order: dict[str, int] = {"fail": 0, "unknown": 1, "waived": 2, "habit": 3, "pass": 4}
         worst: dict[str, Verdict] = {}
         for finding in self.findings:
@@ -130,9 +131,7 @@ class CheckReport:
 
     @property
     def habits(self) -> tuple[Finding, ...]:
-        """Default behaviour of another trainer, the same for each of its files; it does not count as a finding on
-        this file.
-        """
+        """Default behaviour of another trainer, the same for each of its files; not findings on this file."""
         return tuple(finding for finding in self.findings if finding.verdict == "habit")
 
     @property
@@ -267,9 +266,7 @@ def judge(
 
 
 def _trainer_notes(evidence: Evidence) -> list[str]:
-    """Return what `phalanx train` would refuse or compute otherwise; empty for another trainer and after the run
-    began.
-    """
+    """Return what `phalanx train` would refuse or compute otherwise; empty for other trainers and for runs."""
     plan = evidence.plan
     if plan is None or evidence.has("L") or not trains_with_phalanx(plan.job):
         return []
@@ -381,9 +378,7 @@ def severity_of(rule: Rule, outcome: Outcome, evidence: Evidence) -> Severity:
 def _apply_waivers(
     found: list[Finding], evidence: Evidence, asked: Sequence[Rule], *, statement: bool, whole: bool
 ) -> list[Finding]:
-    """Mark the findings that a waiver covers as waived; with `statement`, add the findings on the waivers
-    themselves.
-    """
+    """Mark the findings that a waiver covers as waived; with `statement`, add findings on the waivers themselves."""
     broken = {finding.rule.id for finding in found if finding.verdict in ("fail", "unknown", "habit")}
     settled = settle_waivers(evidence, broken, asked=asked, whole=whole)
     result = []

@@ -1,5 +1,4 @@
-"""The Python interface of the specification: check a job, plan or run, and list the rules. `explain.py` explains a
-rule.
+"""The Python interface of the specification: check a job, plan or run, and list the rules.
 
 >>> from phalanx.rules.specification import check
 >>> report = check("examples/llama-3-8b-64xH100.toml")    # doctest: +SKIP

@@ -1,6 +1,4 @@
-"""Weight of findings about another trainer's file: default behaviour of the trainer is set apart, small losses are
-remarks.
-"""
+"""The weight of findings about another trainer's file: defaults of the trainer and small losses do not count."""
 
 from __future__ import annotations
 

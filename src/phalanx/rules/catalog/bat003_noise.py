@@ -50,6 +50,7 @@ def _judge_size(evidence: Evidence, noise: NoiseFacts, limits: Limits) -> Outcom
     message = f"the batch is {ratio:.2f}x the noise scale"
     if ratio <= most:
         return passed(message, formula=formula, value=ratio, threshold=most, unit="x")
+    # The largest power of two within the limit.
     smaller = max(1, 2 ** int(math.log2(max(1.0, noise.last * most))))
     return failed(
         f"{message}: a token teaches {efficiency:.0%} of what it would in a small batch",

@@ -1,6 +1,4 @@
-"""CKP001: the checkpoint interval is near Daly's optimum, and a last checkpoint fits into the grace time of a
-SIGTERM.
-"""
+"""CKP001: the checkpoint interval is near Daly's optimum, and a last save fits into the grace of a SIGTERM."""
 
 from __future__ import annotations
 
@@ -117,6 +115,7 @@ def _judge_interval(evidence: Evidence, limits: Limits, n: Numbers) -> Outcome:
     if n.rate == planned_numbers(evidence.the_plan).rate and (missing := unmeasured_rate(evidence)) is not None:
         return missing
     ratio = interval_s / best_s
+    # Too long and too short count alike.
     deviation = max(ratio, 1 / ratio)
     formula = (
         n.rate,

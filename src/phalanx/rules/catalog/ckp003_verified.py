@@ -17,9 +17,7 @@ WRONG = Impact(note="a flipped bit is trained on and never seen; what it costs c
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Check how many checkpoints are kept, whether a restore verifies them, and whether a drill refused a damaged
-    one.
-    """
+    """Check that enough checkpoints are kept, that a restore verifies them, and that a drill refused a damaged one."""
     count, verified, from_folder = (
         _judge_count(evidence, limits),
         _judge_verification(evidence),

@@ -41,7 +41,8 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     )
 
 
-Times = tuple[float, float, float, str]  # blocked, persist and interval in seconds, and the source of the numbers
+# Blocked, persist and interval in seconds, and the source of the numbers.
+Times = tuple[float, float, float, str]
 
 
 def _planned_times(evidence: Evidence) -> Times | None:
@@ -157,8 +158,9 @@ def _judge_saves(evidence: Evidence, seen: CheckpointFacts | None) -> tuple[Outc
 
 
 def _exposed_work(evidence: Evidence, count: int) -> Impact:
-    """Return the impact of failed saves: each costs τ more with the probability τ/M of a failure in the interval
-    after it.
+    """Return the impact of failed saves.
+
+    A failure in the interval after a failed save costs that interval too: τ, with the probability τ/M.
     """
     r = evidence.the_plan.reliability
     if not (r.mtbf_s > 0 and math.isfinite(r.interval_s)):

@@ -40,7 +40,8 @@ def _unknown_copies(evidence: Evidence) -> Outcome:
 def _too_old(evidence: Evidence, limits: Limits, every: int) -> str:
     """Return why copies in memory are older than the checkpoint on disk and so of no use; empty if they are not."""
     interval_s, step_s = capped_s(evidence.the_plan), evidence.the_plan.prediction.step_s
-    is_number = evidence.the_job.checkpoint.memory_every != "auto"  # "auto" chooses an interval that pays
+    # "auto" chooses an interval that pays.
+    is_number = evidence.the_job.checkpoint.memory_every != "auto"
     if not (is_number and every * step_s > limits.number("memory_ratio") * interval_s):
         return ""
     copied, saved = _span_text(every * step_s), _span_text(interval_s)
@@ -114,7 +115,8 @@ def _judge_persistence(evidence: Evidence, limits: Limits) -> Outcome:
     best_s = r.optimal_interval_s
     if not math.isfinite(best_s + r.interval_s) or best_s <= 0 or job_s(evidence.the_plan) <= best_s:
         return exempt("the job ends before a checkpoint on disk pays: its last one is enough")
-    interval_s = capped_s(evidence.the_plan)  # a job that ends earlier has its last checkpoint
+    # A job that ends earlier has its last checkpoint.
+    interval_s = capped_s(evidence.the_plan)
     ratio = interval_s / best_s
     message = f"beside copies in memory the disk gets one every {_span_text(interval_s)}"
     formula = (f"τ/τ* = {_span_text(interval_s)} / {_span_text(best_s)} = {ratio:.1f}",)

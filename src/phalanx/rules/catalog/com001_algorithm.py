@@ -16,7 +16,8 @@ from phalanx.rules.outcome import Edit, Impact, Outcome, Severity, exempt, faile
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
 AUTO = "auto"
-FORCED = {"ring": "Ring", "tree": "Tree", "nvls": "NVLS"}  # comm.algorithm, as NCCL writes it
+# The values of comm.algorithm, as NCCL names them.
+FORCED = {"ring": "Ring", "tree": "Tree", "nvls": "NVLS"}
 TO_AUTO = Edit(key="comm.algorithm", value=AUTO, safe=True, note="NCCL picks by message and group")
 
 
@@ -199,8 +200,9 @@ def _two_levels(one: Message) -> str:
 
 
 def _judge_environment(evidence: Evidence, wanted: str) -> Outcome | None:
-    """Return a failure if NCCL_ALGO is set outside the job: it applies to every group and size, and no record shows
-    it.
+    """Return a failure if NCCL_ALGO is set outside the job, else None.
+
+    The variable applies to every group and size, and no record of the job shows it.
     """
     set_to = (evidence.host.environment or {}).get("NCCL_ALGO", "") if evidence.host is not None else ""
     if not set_to:

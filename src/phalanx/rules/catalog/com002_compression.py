@@ -87,9 +87,7 @@ def _judge_saving(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _step_seconds(evidence: Evidence) -> tuple[float, float] | None:
-    """Return the seconds of the predicted step with the layout's compression and without; None if they cannot be
-    priced.
-    """
+    """Return the predicted seconds of a step with the layout's compression and without, or None."""
     plan = evidence.the_plan
     rows = [plan.layout, replace(plan.layout, compression="none")]
     try:

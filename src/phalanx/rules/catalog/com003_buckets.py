@@ -19,7 +19,8 @@ from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Edit, Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
-BACKWARD = 2 / 3  # share of a layer's compute: the backward pass has two of three matrix products
+# Share of a layer's compute: the backward pass has two of three matrix products.
+BACKWARD = 2 / 3
 # Trainers that fill buckets at every ZeRO stage: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py.
 BUCKETED = ("deepspeed",)
 SIZES_MIB = tuple(2.0**power for power in range(13))  # 1 MiB to 4 GiB
@@ -68,9 +69,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _in_buckets(evidence: Evidence, one: Message) -> Message:
-    """Return the message of a trainer that fills buckets at every ZeRO stage, where the plan has a message per
-    block.
-    """
+    """Regroup messages per block into buckets, for a trainer that fills buckets at every ZeRO stage."""
     total = one.count * one.nbytes
     bucket_mib = evidence.the_job.comm.bucket_mib
     size = min(total, (bucket_mib if not isinstance(bucket_mib, str) else BUCKET_MIB) * MIB)
@@ -88,7 +87,8 @@ def _message_cost(evidence: Evidence, one: Message) -> _Cost:
     wire_s = one.count * (latency_s + transfer_s)
     lost_s = min(one.count * latency_s, max(0.0, wire_s - hidden_s))
     if one.count < 2:
-        lost_s = wire_s  # a single bucket is sent when backward is over, so nothing hides it
+        # A single bucket is sent when backward is over, so nothing hides it.
+        lost_s = wire_s
     return _Cost(
         latency_s=latency_s,
         transfer_s=transfer_s,

@@ -23,8 +23,10 @@ class Cure(TypedDict, total=False):
 
 # HANGS below is the share of implicit failures, which only a timeout detects: ByteRobust (arXiv:2509.16293) counts
 # 5,948 implicit and 43,264 explicit ones.
-LONGEST_S = 1e7  # the bound of the job schema; readers of other trainers' files cut longer values
-LONGEST_DEFAULT_S = 1_800.0  # the longest default of the supported trainers: DeepSpeed's, and that of gloo
+# The bound of the job schema; readers of other trainers' files cut longer values.
+LONGEST_S = 1e7
+# The longest default of the supported trainers: DeepSpeed's, and that of gloo.
+LONGEST_DEFAULT_S = 1_800.0
 # Trainers with another default: Megatron's --distributed-timeout-minutes 10, torchtitan's start.
 DEFAULTS_S = {"megatron": 600.0, "nemo": 600.0, "torchtitan": 300.0}
 HANGS = 5_948 / (5_948 + 43_264)
@@ -130,7 +132,8 @@ def _first_edit(wanted_s: float) -> Edit:
 
 
 def _as_text(seconds: float) -> str:
-    """
+    """Format seconds for a message.
+
     >>> _as_text(600.0), _as_text(1e7)
     ('600 s', '10,000,000 s or more')
     """
@@ -150,9 +153,7 @@ def _across_s(evidence: Evidence) -> float:
 
 
 def _longest_at_first(evidence: Evidence) -> Silence | None:
-    """Return the longest pause of a rank or step: the first steps are waited for as long as pauses outside of
-    steps.
-    """
+    """Return the longest pause or step: the first steps are waited for as long as pauses outside of steps."""
     step_s, source = _slow_step(evidence)
     silences = [longest_silence(evidence)]
     if step_s is not None:
@@ -282,8 +283,8 @@ def _without_steps(written: float | str, evidence: Evidence, limits: Limits) -> 
 
 
 def _slow_step(evidence: Evidence) -> tuple[float | None, str]:
-    """Return the seconds of a slow step and their source: measured if there is a log, else the slow end of the
-    prediction.
+    """Return the seconds of a slow step, measured if there is a log, else the slow end of the prediction; and the
+    source.
     """
     steps = evidence.log.steps if evidence.log is not None else None
     if steps is not None and steps.duration_s is not None and math.isfinite(steps.duration_s.p99):
@@ -348,7 +349,7 @@ def _timeout_edit(wanted_s: float) -> Edit:
 
 
 def _per_failure(evidence: Evidence, late_s: float) -> Impact:
-    """Return the impact of noticing failures later by `late_s`: with heartbeats only for hangs, else for all
+    """Return the impact of noticing failures `late_s` later: hangs only, where ranks have heartbeats, else all
     failures.
     """
     share = HANGS if evidence.practice.heartbeat_s else 1.0

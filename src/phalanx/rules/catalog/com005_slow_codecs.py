@@ -1,6 +1,4 @@
-"""COM005: lossy codecs between peers carry what they leave out to the next update, and do not thin out raw
-gradients.
-"""
+"""COM005: lossy codecs carry what they leave out to the next update, and do not thin out raw gradients."""
 
 from __future__ import annotations
 

@@ -107,9 +107,7 @@ def _expected_share(plan: Plan) -> tuple[float | None, tuple[str, ...]]:
 
 
 def _at_other_sites(r: Reliability) -> tuple[str, ...]:
-    """Return a line with the range of the value at published sites, unless failure rate and recovery time are the
-    user's.
-    """
+    """Return the range of the value at published sites; empty where the user gives failure rate and recovery time."""
     shares = site_interval(r.effective_time_interval)
     if shares is None:
         return ()

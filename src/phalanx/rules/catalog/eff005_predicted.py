@@ -85,8 +85,7 @@ SHARDS_MORE = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "deeps
 
 
 def _shards_states_alone(evidence: Evidence) -> bool:
-    """Return whether the trainer shards only optimizer states: Megatron's distributed optimizer does what ZeRO-1
-    does.
+    """Return whether the trainer shards only optimizer states, as Megatron's distributed optimizer does (ZeRO-1).
 
     Sharding weights needs one of Megatron's FSDPs, or DeepSpeed.
     """

@@ -138,7 +138,8 @@ def _is_one_host(evidence: Evidence) -> bool:
     """Return whether the job runs on one host: launchers use one unless they are given more."""
     if evidence.plan is not None:
         return evidence.plan.reliability.hosts == 1
-    include = evidence.find_setting("include", "i")  # DeepSpeed's launcher: localhost:0,1,2,3
+    # DeepSpeed's launcher: localhost:0,1,2,3.
+    include = evidence.find_setting("include", "i")
     if include is not None:
         return str(include.value).strip("\"' ").startswith("localhost") and "@" not in str(include.value)
     for names in (HOSTS, HELD):

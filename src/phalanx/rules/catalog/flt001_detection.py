@@ -15,7 +15,8 @@ from phalanx.units import format_seconds, plural
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     """Check the trainer's heartbeat, the job's limit of silence, and the measured detection times."""
     beat_s = evidence.practice.heartbeat_s
-    silent = beat_s is not None and beat_s <= 0  # without heartbeats there is no silence to judge
+    # Without heartbeats there is no silence to judge.
+    silent = beat_s is not None and beat_s <= 0
     patience = () if silent else (_judge_patience(evidence, limits),)
     return (_judge_heartbeat(evidence, limits), *patience, *_judge_measured(evidence, limits))
 
@@ -46,9 +47,7 @@ def _judge_heartbeat(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _timeout_s(evidence: Evidence) -> float:
-    """Return how many seconds a collective waits: the job's setting, else PyTorch's 600 s for NCCL and 1800 s for
-    gloo.
-    """
+    """Return the seconds that a collective waits: the job's, else PyTorch's 600 s for NCCL and 1800 s for gloo."""
     job = evidence.the_job
     if evidence.stated("train.timeout_s") and not isinstance(job.train.timeout_s, str):
         return job.train.timeout_s
@@ -86,9 +85,7 @@ def _late_severity(value_s: float, most: float, limits: Limits) -> Severity | No
 
 
 def _too_short(evidence: Evidence, statement: str, least: float, limits: Limits) -> Outcome:
-    """Return the failure for a limit shorter than a few heartbeats, with which every rank counts as dead between
-    two.
-    """
+    """Return the failure for a limit shorter than a few heartbeats: every rank would count as dead between two."""
     beats, beat_s = limits.number("least_beats"), evidence.practice.heartbeat_s or 0.0
     return failed(
         f"{statement}, and sends a heartbeat only every {beat_s:g} s",

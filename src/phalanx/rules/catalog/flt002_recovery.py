@@ -53,8 +53,7 @@ def _without_failures(log: LogFacts | None) -> str:
 def _is_fatal(log: LogFacts) -> bool:
     """Return whether the last failure ended the run.
 
-    A run that is done recovered from all failures; in a run that was stopped by request, the recovery was not
-    completed.
+    A run that is done recovered from all failures; a run that was stopped on request did not have to.
     """
     ended = log.is_over and log.state not in ("done", "stopped")
     return ended and bool(log.incidents) and log.incidents[-1].recovery_s is None

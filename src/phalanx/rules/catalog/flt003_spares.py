@@ -18,8 +18,8 @@ REQUEUE_S = 600.0
 
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
-    """Compare the spares with the 99th percentile of hosts that are down at once, or else the devices idle after a
-    shrink.
+    """Compare the spares with the 99th percentile of hosts down at once, else the devices that a shrink leaves
+    idle.
     """
     plan, fault = evidence.the_plan, evidence.the_job.fault
     if (missing := unmeasured_rate(evidence)) is not None:
@@ -84,6 +84,7 @@ def _judge_stop(evidence: Evidence, limits: Limits) -> Outcome:
 
 def _needed_spares(plan: Plan, limits: Limits) -> tuple[int, tuple[str, ...]]:
     r, repair_s = plan.reliability, limits.number("repair_h") * 3600
+    # expm1 keeps the digits of a small probability, which 1 − exp(−x) loses.
     down = -math.expm1(-r.failures_per_host_day * repair_s / DAY_S)
     need = spare_hosts(r.hosts, min(1.0, max(0.0, down)))
     return need, (
@@ -103,9 +104,7 @@ def _at_other_sites(r: Reliability, repair_s: float) -> tuple[str, ...]:
 
 
 def _idle_share(plan: Plan, need: int) -> tuple[float, str]:
-    """Return the share of devices without work when `need` hosts are lost: a lost host takes its whole replica
-    along.
-    """
+    """Return the share of devices idle without `need` hosts: a lost host takes its whole replica along."""
     layout = plan.layout
     replica = layout.tensor * layout.context * layout.pipeline
     if layout.data < 2:

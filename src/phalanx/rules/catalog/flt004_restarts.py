@@ -45,6 +45,7 @@ def _judge_log(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     log = evidence.log
     if log is None or not log.incidents:
         return ()
+    # n failures in a row have n − 1 restarts between them.
     idle, most = max(0, log.most_in_a_row - 1), limits.number("in_a_row")
     if idle > most:
         return (_crash_loop(evidence, idle, limits),)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from phalanx.rules.facts.log_facts import DigestFacts, LogFacts
 
 RARE = Impact(note="work since the last intact checkpoint whenever it happens; how often is not published")
-CHANGES = ("partition", "freeze", "host", "hang", "kill")  # faults after which a rank of an older generation could act
+# Faults after which a rank of an older generation could act.
+CHANGES = ("partition", "freeze", "host", "hang", "kill")
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:

@@ -69,9 +69,7 @@ def _judge_frequency(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _most_s(evidence: Evidence, limits: Limits) -> float:
-    """Return the longest allowed time between comparisons: the checkpoint interval, or the whole job if that is
-    shorter.
-    """
+    """Return the longest allowed time between comparisons: the checkpoint interval, or the job if that is shorter."""
     plan = evidence.the_plan
     durations_s = [
         seconds

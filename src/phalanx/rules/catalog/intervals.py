@@ -81,9 +81,7 @@ def _least_s(evidence: Evidence, cost: SaveCost) -> float:
 
 
 def _younger_copies(evidence: Evidence, interval_s: float) -> tuple[Edit, ...]:
-    """Return an edit to "auto" for copies in memory that would be older than the checkpoint on disk with this
-    interval.
-    """
+    """Return an edit to "auto" for copies in memory that would be older than the checkpoints on disk."""
     every, step_s = evidence.the_job.checkpoint.memory_every, evidence.the_plan.prediction.step_s
     if isinstance(every, str) or every * step_s <= _rule_limit(evidence, "CKP005", "memory_ratio") * interval_s:
         return ()

@@ -69,8 +69,9 @@ def _severity(evidence: Evidence, limits: Limits) -> Severity | None:
 
 
 def _open_formats(evidence: Evidence) -> Outcome | None:
-    """Return `unknown` for a Trainer whose formats depend on how the model was loaded: they halve or quarter the
-    memory.
+    """Return `unknown` for a Trainer whose number formats depend on how the model was loaded, else None.
+
+    The format halves or quarters the memory of weights and states.
     """
     if evidence.practice.trainer not in LOADED_BY_CODE:
         return None

@@ -71,8 +71,9 @@ def _optimizer_name(evidence: Evidence) -> str:
 
 
 def usual_rate(parameters: float | None, batch_tokens: float | None) -> float:
-    """Return the learning rate of published runs of this size; it grows with the square root of the batch, up to
-    twice.
+    """Return the learning rate of published runs of this size.
+
+    It grows with the square root of the batch, by a factor of at most two.
 
     >>> round(usual_rate(125e6, 500_000), 6), round(usual_rate(175e9, 3_200_000), 5)
     (0.0006, 0.00012)
@@ -85,7 +86,8 @@ def usual_rate(parameters: float | None, batch_tokens: float | None) -> float:
 
 def _parameters(evidence: Evidence) -> float | None:
     """Return the parameters of the model; None where its size is only assumed."""
-    if any("hybrid" in name for name in evidence.settings):  # layers of several kinds, which the planner cannot count
+    # Layers of several kinds, which the planner cannot count.
+    if any("hybrid" in name for name in evidence.settings):
         return None
     if evidence.plan is not None:
         return float(evidence.plan.prediction.parameters)
@@ -115,7 +117,8 @@ def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     optim = evidence.the_job.optim
     if not _is_language_model(evidence):
         return
-    if not evidence.stated("optim.lr") or evidence.partial:  # adapters and projectors have their own rates
+    # Adapters and projectors have their own rates.
+    if not evidence.stated("optim.lr") or evidence.partial:
         return
     name, usual = _optimizer_name(evidence), _usual_rate_here(evidence)
     if evidence.is_foreign and not any(family in name for family in ("adam", "muon")):
@@ -139,7 +142,8 @@ def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
 
 def _usual_rate_here(evidence: Evidence) -> float:
     batch = evidence.the_job.batch.global_tokens if evidence.plan is not None else 0
-    if batch and evidence.is_foreign:  # a rate published for the size is fine with a small batch too
+    # A rate published for the size is fine with a small batch too.
+    if batch and evidence.is_foreign:
         batch = max(batch, RATE_BATCH)
     return usual_rate(_parameters(evidence), float(batch) if batch else None)
 

@@ -64,7 +64,7 @@ def _judge_gradients(evidence: Evidence, limits: Limits) -> Outcome:
 def _sum_severity(evidence: Evidence, *, declared: bool, lost: float, limits: Limits) -> Severity | None:
     if evidence.is_foreign and lost < limits.number("small_loss"):
         return "info"
-    return "warning" if declared else None  # a loss on the wire that was chosen is judged by COM002
+    return "warning" if declared else None  # declared compression is judged by COM002
 
 
 def _judge_moments(evidence: Evidence, limits: Limits) -> Outcome:

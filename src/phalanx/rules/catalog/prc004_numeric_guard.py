@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
-    """Check that skipping is bounded and done together, and that gradients are guarded; in a run also the steps
-    taken.
-    """
+    """Check that skipping is bounded and done by all ranks, that gradients are guarded, and the steps of a run."""
     steps = evidence.log.steps if evidence.log is not None else None
     from_job = (_judge_clipping(evidence, limits), _judge_skips(evidence, steps), _judge_guard(evidence, limits))
     return (*from_job, *_judge_log(evidence, limits, steps)) if steps is not None else from_job

@@ -61,15 +61,14 @@ def job_s(plan: Plan) -> float:
 
 
 def capped_s(plan: Plan) -> float:
-    """Return the effective interval between checkpoints: a job shorter than the interval has only its last
-    checkpoint.
-    """
+    """Return the effective interval between checkpoints: at most the job, which always has its last checkpoint."""
     return min(plan.reliability.interval_s, job_s(plan))
 
 
 def failure_chance(plan: Plan) -> float:
     """Return the probability of at least one failure in the job; 0 where the plan has no usable times."""
     mtbf_s, length_s = plan.reliability.mtbf_s, job_s(plan)
+    # expm1 keeps the digits of a small probability, which 1 − exp(−x) loses.
     return -math.expm1(-length_s / mtbf_s) if mtbf_s > 0 and length_s >= 0 else 0.0
 
 
@@ -80,9 +79,7 @@ MARGIN = Limit(value=0.10, note="beyond a threshold by up to this share is a war
 
 
 def severity_above(value: float, most: float, limits: Limits) -> Severity | None:
-    """Return the severity of a value above its threshold: a warning within the margin, None (the rule's own)
-    beyond.
-    """
+    """Return the severity of a value above its threshold: a warning within the margin, else None (the rule's own)."""
     return "warning" if value <= most * (1 + limits.number("margin")) else None
 
 
@@ -92,9 +89,7 @@ def beyond_count(count: int, most: float, limits: Limits) -> Severity | None:
 
 
 def severity_below(value: float, least: float, limits: Limits) -> Severity | None:
-    """Return the severity of a share below its target, such as effective time; the margin applies to the allowed
-    loss.
-    """
+    """Return the severity of a share below its target, such as effective time; the margin is of the allowed loss."""
     return "warning" if 1 - value <= (1 - least) * (1 + limits.number("margin")) else None
 
 
@@ -102,9 +97,7 @@ def severity_below(value: float, least: float, limits: Limits) -> Severity | Non
 
 
 def without_measurement(evidence: Evidence, what: str) -> Outcome | None:
-    """Return `unknown` where the verdict would need seconds that no probe, calibration or run has measured; else
-    None.
-    """
+    """Return `unknown` where the verdict needs seconds that no probe, calibration or run has measured, else None."""
     plan, log = evidence.plan, evidence.log
     if not evidence.profile.must_measure or plan is None:
         return None

@@ -92,7 +92,8 @@ def _evaluation_silence(evidence: Evidence) -> Silence | None:
     if plan is None:
         return None
     if passes := evidence.setting_number("eval_iters", "validation.steps", "train.eval_iters"):
-        sequences = max(0.0, passes) * plan.job.batch.global_sequences  # Megatron counts global batches
+        # Megatron counts global batches.
+        sequences = max(0.0, passes) * plan.job.batch.global_sequences
     elif not sequences or not evidence.stated("train.evaluate_sequences"):
         return None
     return Silence(

@@ -236,8 +236,9 @@ def _absent_series(log: LogFacts, what: str, kind: str, due_s: float) -> Outcome
 
 
 def _too_few(evidence: Evidence, log: LogFacts, found: int, what: str, limits: Limits) -> Outcome | None:
-    """Return the outcome if too few ranks report a series, else None; from class S4 on a host may report for its
-    ranks.
+    """Return the outcome if too few ranks report a series, else None.
+
+    From class S4 on a host may report for its ranks.
     """
     expected, sources = log.world or len(log.ranks), "ranks"
     if limits.flag("aggregated") and evidence.plan is not None:

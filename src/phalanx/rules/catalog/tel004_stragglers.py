@@ -55,6 +55,7 @@ def _judge_scores(log: LogFacts, limits: Limits) -> Outcome:
 
 def _judge_slowest(evidence: Evidence, log: LogFacts, limits: Limits) -> Outcome:
     least = limits.number("score")
+    # The record's score is own time over that of the peers; the rule's is its inverse.
     scored = [
         (1 / straggler.score, straggler) for straggler in log.stragglers if (finite_value(straggler.score) or 0.0) > 0.0
     ]

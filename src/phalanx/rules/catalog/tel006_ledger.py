@@ -61,7 +61,8 @@ def _judge_ledger(log: LogFacts, ledger: Ledger, limits: Limits) -> Outcome:
 def _judge_cost(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
     share, most = finite_value(evidence.the_log.telemetry_share), limits.number("telemetry")
     if share is None:
-        return ()  # not every log has it; the time is part of the steps in the ledger either way
+        # Not every log has it; the time is part of the steps in the ledger either way.
+        return ()
     statement = f"telemetry takes {share:.2%} of the step time"
     if share <= most:
         return (passed(statement, formula=(f"{share:.4f} <= {most:g}",), value=share, threshold=most),)

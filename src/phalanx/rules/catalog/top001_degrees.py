@@ -12,7 +12,8 @@ from phalanx.rules.evidence import Evidence
 from phalanx.rules.outcome import Impact, Outcome, Spot, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 
-SIZES = re.compile(r"\b(tensor|context|pipeline|data|expert) (\d{1,9})\b")  # as in the planner's messages
+# As in the planner's messages.
+SIZES = re.compile(r"\b(tensor|context|pipeline|data|expert) (\d{1,9})\b")
 # Refusals of another trainer's configuration by rules/foreign: settings are missing or open, not wrong.
 SILENT = ("does not say", "may be given more arguments", "trains a part of its weights", "computes its steps in a way")
 LEFT_OPEN = (" is not known: ", " is not a number", "which is not in this folder")

@@ -20,6 +20,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if together >= size * limits.number("together"):
         statement = f"tensor groups of {size} stay inside a domain of {domain:,}"
         return passed(statement, formula=formula, value=together, threshold=size, unit="ranks")
+    # The largest size that divides both the group and the domain.
     fitting = max(n for n in range(1, max(1, min(size, domain)) + 1) if domain % n == 0 and size % n == 0)
     return failed(
         f"tensor groups of {size} span {-(-size // together)} domains of {domain:,} devices",

@@ -8,7 +8,8 @@ from phalanx.rules.outcome import Outcome, exempt, failed, passed, unknown
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural
 
-COHERENT = ("GB", "GH")  # Grace CPUs: the card is reached over a coherent link, without a PCIe switch between
+# Grace CPUs: the card is reached over a coherent link, without a PCIe switch between.
+COHERENT = ("GB", "GH")
 GPUS = ("nvidia-a100", "nvidia-h100", "nvidia-h200", "nvidia-b200", "amd-mi300x", "custom")
 
 

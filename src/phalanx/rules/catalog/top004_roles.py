@@ -15,7 +15,8 @@ from phalanx.rules.outcome import Outcome, exempt, failed, passed
 from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import format_seconds
 
-INSIDE_DATA = ("data", "shard", "replica")  # rows of the mapping that are parts of the data axis
+# Rows of the mapping that are parts of the data axis.
+INSIDE_DATA = ("data", "shard", "replica")
 EXPERTS = ("expert", "expert data")
 
 
@@ -103,7 +104,7 @@ def _possible_orders(plan: Plan, ours: tuple[str, ...]) -> list[tuple[str, ...]]
 
 
 def wire_seconds(plan: Plan, order: tuple[str, ...]) -> float:
-    """Return the sum over axes of bytes over bandwidth, when ranks fill domains in this order of axes, nearest
+    """Return the seconds on the wire, summed over axes, when ranks fill domains in this order of axes, nearest
     first.
     """
     axes, stride = [], 1

@@ -108,9 +108,7 @@ def _has_open_degree(evidence: Evidence) -> bool:
 
 
 def _said_twice(evidence: Evidence) -> Iterator[Outcome]:
-    """Yield settings that occur twice: PyYAML silently takes the last; OmegaConf, which reads NeMo's files, refuses
-    them.
-    """
+    """Yield settings that occur twice: PyYAML silently takes the last; OmegaConf (NeMo's files) refuses them."""
     for name, setting in evidence.settings.items():
         if not setting.earlier or name != setting.key:
             continue
@@ -169,9 +167,7 @@ def _deepspeed(evidence: Evidence) -> Iterator[Broken]:
 
 
 def _may_be_split(evidence: Evidence, total: int, share: int, ranks: int) -> bool:
-    """Return whether a program that splits its model could satisfy the batch equation; the JSON alone does not show
-    it.
-    """
+    """Return whether the batch is right for a program that splits its model, which the JSON alone does not show."""
     if any(evidence.written(f"parallel.{name}") for name in ("tensor", "pipeline", "context", "data")):
         return False
     return total % share == 0 and ranks % (total // share) == 0
@@ -271,9 +267,7 @@ def _arguments(evidence: Evidence) -> Iterator[Broken]:
 
 
 def _head_count(evidence: Evidence) -> int:
-    """Return the heads that share the hidden size; 1 where their width is given, or for layers without heads
-    (mamba).
-    """
+    """Return the heads that share the hidden size; 1 where their width is given or a layer has none (mamba)."""
     kinds = [str(setting.value) for name, setting in evidence.settings.items() if name.startswith("attention_config")]
     own_width = evidence.find_setting("kv_channels", "head_dim") is not None
     if own_width or any(word in kind for kind in kinds for word in ("mamba", "rwkv")):
@@ -301,7 +295,8 @@ def _divisors(evidence: Evidence) -> Iterator[Broken]:
         if size and divisor > 0 and size % divisor and not (name == "num_query_groups" and size < divisor):
             yield name, f"{name} {size:,} does not divide by {divisor} {noun}", f"a multiple of {divisor}"
     if evidence.practice.trainer == "nemo" and evidence.find_setting("tensor_model_parallel_size") is None:
-        return  # the checkpoint or the recipe that the file starts from decides how it is split
+        # The checkpoint or the recipe that the file starts from decides how it is split.
+        return
     world, group = evidence.known_devices, tensor * stages * context
     if world and group > 0 and world % group:
         message = f"{world:,} devices do not divide by tensor {tensor} × pipeline {stages} × context {context}"

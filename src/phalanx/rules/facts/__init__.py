@@ -1,3 +1,1 @@
-"""Facts that rules read as evidence: the run log, this host, drill records, data, and the trainer's known
-behaviour.
-"""
+"""Facts that rules read as evidence: the run log, this host, drill records, data, and behaviour of trainers."""

@@ -48,7 +48,7 @@ def folder_facts(paths: Sequence[str], base: Path) -> DataFacts:
 
 
 def megatron_facts(words: Sequence[str], base: Path, *, setting: str) -> DataFacts:
-    """Return the facts for Megatron's `--data-path`: prefixes of .bin and .idx files; the weights between them are
+    """Return the facts for Megatron's `--data-path`: prefixes of .bin and .idx files, and weights, which are
     ignored.
 
     A prefix counts as missing only if its folder exists on this machine and holds data: configurations are often
@@ -57,6 +57,7 @@ def megatron_facts(words: Sequence[str], base: Path, *, setting: str) -> DataFac
     prefixes = [word for word in words if word and not _is_number(word)][:MOST_SOURCES]
     missing, tokens, known = [], 0.0, bool(prefixes)
     for prefix in prefixes:
+        # A prefix with a shell variable cannot be resolved here.
         count = _megatron_tokens(base / prefix) if "$" not in prefix else None
         known = known and count is not None
         tokens += count or 0.0
@@ -89,8 +90,9 @@ def _is_absent(prefix: Path) -> bool:
 
 
 def _megatron_tokens(prefix: Path) -> float | None:
-    """Return the size of the .bin file over the bytes of a token, whose type the .idx file states; None without the
-    files.
+    """Return the tokens of a Megatron dataset, or None without its files.
+
+    They are the size of the .bin file over the bytes of a token, whose type the .idx file states.
     """
     try:
         with Path(f"{prefix}.idx").open("rb") as file:

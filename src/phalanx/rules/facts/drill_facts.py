@@ -123,8 +123,8 @@ SILENT = (
 def find_drills(
     roots: Sequence[Path], *, environ: Mapping[str, str], subject: Mapping[str, str] | None
 ) -> tuple[DrillFacts, ...]:
-    """Return the drill records under these folders and in the user's store, those of the same job first, newest
-    first.
+    """Return the drill records under these folders and in the user's store, those of this job first, then the
+    newest.
 
     `subject` is the `drill_subject` of the checked job; with None, no record counts as being about it.
     """
@@ -193,8 +193,9 @@ def _changed_s(path: Path) -> float:
 
 
 def _made_s(record: _Record) -> tuple[float, float]:
-    """Return the signed time of the drill and the file's time; copying changes the latter, and an unsigned time
-    does not count.
+    """Return the signed time of the drill, then the time of its file.
+
+    A copy has another file time, and an unsigned time does not count.
     """
     made_s = number(record.body, "made_s") if record.is_signed else None
     return made_s or 0.0, _changed_s(record.path)

@@ -106,7 +106,8 @@ _ADDRESS = re.compile(r"(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 def nic_paths(machine: Machine, *, root: Path = Path("/")) -> tuple[NicPath, ...] | None:
     """Return the nearest card of every GPU; None where the PCI tree is incomplete, empty without GPUs or cards."""
-    real = [nic for nic in machine.nics if nic.bytes_per_s > 0]  # a virtual card does not report its speed
+    # A virtual card does not report its speed.
+    real = [nic for nic in machine.nics if nic.bytes_per_s > 0]
     cards = [nic for nic in real if nic.kind == "infiniband"] or real
     if not machine.gpus or not cards:
         return ()
@@ -130,8 +131,7 @@ def _nearest_nic(gpu: Gpu, cards: Sequence[Nic], root: Path) -> NicPath | None:
 
 
 def path_kind(first: Sequence[str], second: Sequence[str], *, same_node: bool) -> str:
-    """Return the kind of path between two PCI devices, each given by its ancestors from the host bridge down to
-    itself.
+    """Return the kind of path between two PCI devices, given their ancestors from the host bridge to themselves.
 
     >>> root, switch = "pci0000:00", "0000:00:01.0"
     >>> path_kind([root, switch, "up", "a", "gpu"], [root, switch, "up", "b", "nic"], same_node=True)
@@ -144,7 +144,8 @@ def path_kind(first: Sequence[str], second: Sequence[str], *, same_node: bool) -
         return "NODE" if same_node else "SYS"
     if shared == 1:
         return "PHB"  # up to the host bridge
-    between = max(len(first), len(second)) - 1 - shared  # bridges below the last shared ancestor
+    # Bridges below the last shared ancestor.
+    between = max(len(first), len(second)) - 1 - shared
     return "PIX" if between <= 1 else "PXB"
 
 

@@ -1,6 +1,4 @@
-"""Parity of a narrow number format: the losses of two runs of the same training, one in a narrow format, one in a
-wide one.
-"""
+"""Parity of a narrow number format: the losses of two runs of one training, in a narrow and in a wide format."""
 
 from __future__ import annotations
 

@@ -259,5 +259,6 @@ _BY_FRAMEWORK = {"megatron-core": MEGATRON, "megatron-lm": MEGATRON, "megatron-b
 
 def habits_of(name: str) -> Practice:
     """Return the behaviour of a trainer by its name or a framework's name; an unknown one gets no assumptions."""
-    name = re.sub(r"-20\d\d$", "", name)  # a framework's name may state the year of its profile
+    # A framework's name may state the year of its profile.
+    name = re.sub(r"-20\d\d$", "", name)
     return _BY_NAME.get(name) or _BY_FRAMEWORK.get(name) or Practice(trainer=name)

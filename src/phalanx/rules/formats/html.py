@@ -36,8 +36,9 @@ def render_html(reports: Sequence[CheckReport]) -> str:
 
 
 def render_fragment(report: CheckReport) -> str:
-    """Return one report for a notebook: summary and findings, without a style sheet, which would affect the whole
-    page.
+    """Return one report for a notebook: summary and findings.
+
+    It has no style sheet, which would affect the whole page.
     """
     items = "".join(f"<li>{_fragment_item(finding, report)}</li>" for finding in report.problems)
     notes = "".join(f"<p>{_escaped_text(note)}</p>" for note in report.notes)

@@ -47,9 +47,7 @@ def as_uri(file: str, root: str) -> str:
 
 
 def render_json(reports: Sequence[CheckReport], failures: Sequence[PhalanxError] = ()) -> str:
-    """Return the JSON document, with a final line break; targets that could not be read are listed under
-    `failures`.
-    """
+    """Return the JSON document, with a final line break; `failures` lists targets that could not be read."""
     documents = [report_dict(report) for report in reports]
     document = documents[0] if len(documents) == 1 and not failures else {"reports": documents}
     if failures:
@@ -166,7 +164,8 @@ def _sarif_result(finding: Finding, report: CheckReport, root: str, index: int, 
         "properties": _sarif_properties(finding),
     }
     if finding.verdict == "waived":
-        kind = "external" if finding.reason.startswith("known: ") else "inSource"  # a baseline is a separate file
+        # A baseline is a separate file.
+        kind = "external" if finding.reason.startswith("known: ") else "inSource"
         waiver = {"kind": kind, "status": "accepted", "justification": printable(finding.reason)}
         result["suppressions"] = [waiver]
     return result
@@ -247,6 +246,7 @@ def _github_command(finding: Finding, report: CheckReport, root: str) -> str:
 
 
 def _github_data(text: str) -> str:
+    # The escapes of GitHub's workflow commands; "%" first, since the others insert it.
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 

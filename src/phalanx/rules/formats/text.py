@@ -175,8 +175,9 @@ def _bound_text(outcome: Outcome) -> str:
 
 
 def _by_option(report: CheckReport) -> str:
-    """Return a line with the number of findings that `--fix` can fix; empty for runs, plans and other trainers'
-    files.
+    """Return a line with the number of findings that `--fix` can fix; empty where the target cannot be edited.
+
+    Only job files can: not runs, plans, or other trainers' files.
     """
     if report.foreign or not report.target.endswith(".toml") or "L" in report.evidence:
         return ""
@@ -296,6 +297,7 @@ def shown_setting(edit: Edit) -> str:
 
 def as_toml(value: Scalar) -> str:
     """Return a value as a job file writes it."""
+    # Before numbers: bool is a subclass of int.
     if isinstance(value, bool):
         return "true" if value else "false"
     return f'"{value}"' if isinstance(value, str) else str(value)
@@ -329,7 +331,8 @@ def _points_text(points: float) -> str:
 
 # Several rules measure the cost of failures, each a part of it: detection, restart, repeated work, spares.
 BY_FAILURES = ("CKP", "FLT", "COM004", "EFF001")
-WHOLES = ("EFF",)  # rules that measure a whole kind of loss, parts of which other rules measure
+# Rules that measure a whole kind of loss, parts of which other rules measure.
+WHOLES = ("EFF",)
 
 
 def total_at_stake(report: CheckReport) -> Impact:

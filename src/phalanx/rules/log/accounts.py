@@ -89,6 +89,7 @@ def detect_s(walked: LedgerWalk | None, failures: Sequence[tuple[float, float]],
     if walked is None:
         return None
     delays = Histogram()
+    # Only the newest failures are remembered, so both lists are aligned at their ends.
     newest = walked.recoveries[-len(failures) :] if failures else []
     for recovery, (noticed_s, waited_s) in zip(newest, failures, strict=False):
         gap_s = noticed_s - waited_s - recovery.before_s

@@ -18,7 +18,8 @@ from phalanx.rules.facts.log_facts import DigestFacts
 # Digests that are remembered, about 25 MB; beyond that, those of every second step.
 MOST_HELD = 2**17
 MOST_MEMBERSHIPS = 16_384
-MOST_TIMES = 4_096  # steps of the observer (the lowest rank on record) whose time is remembered
+# Steps of the observer (the lowest rank on record) whose time is remembered.
+MOST_TIMES = 4_096
 MOST_OFFSETS = 64  # clock offsets per rank
 MOST_GAPS = 1_000  # different distances between digests; skipped steps that are compared
 # Seconds by which clocks of hosts may differ, and more: a difference of a second is already a finding (TEL005).
@@ -29,9 +30,7 @@ Holder = tuple[int, ...]  # ranks with the same holder hold the same weights
 
 
 class LoggedMemberships:
-    """The memberships that the supervisor logged: which ranks hold the same weights, and when each membership
-    ended.
-    """
+    """The memberships in the supervisor's log: which ranks hold the same weights, and when each membership ended."""
 
     def __init__(self, planned: Mapping[str, Any]) -> None:
         self._planned = planned  # the plan's layout, for memberships without a layout
@@ -72,6 +71,7 @@ class LoggedMemberships:
         layout = self._reported.get(generation) or self._planned
         if not layout or (integer(layout, "expert") or 1) > 1:
             return None
+        # The place on each axis is a digit of the rank in a mixed radix; the first axis varies fastest.
         places, sizes = {}, {}
         for axis in AXES:
             sizes[axis] = max(1, integer(layout, axis) or 1)
@@ -132,7 +132,8 @@ class Digests:
             if holder is None:
                 self._alone += where.knows(generation)
             elif not _mixed_bits(step) & self._mask:
-                report = (rank, hash(digest))  # hash of 64 bits: a few bytes instead of a hundred
+                # Hash of 64 bits: a few bytes instead of a hundred.
+                report = (rank, hash(digest))
                 self._add_digest((generation, step), holder, report, Spot(file=file, line=lines[place]))
 
     def past(self, count: int, spot: Spot) -> None:
@@ -144,7 +145,8 @@ class Digests:
     def _add_digest(self, key: Key, holder: Holder, said: tuple[int, int], spot: Spot) -> None:
         by_holder = self._held.setdefault(key, {})
         before = by_holder.get(holder)
-        if before is None or before[0] == said[0]:  # the same rank again: a step that was repeated
+        # The same rank again: a step that was repeated.
+        if before is None or before[0] == said[0]:
             self._count += before is None
             by_holder[holder] = said
         else:
@@ -181,9 +183,11 @@ class Digests:
 
 
 def _mixed_bits(step: int) -> int:
-    """Return well-mixed bits of a step: digests come every hundred steps or so, so plain low bits would keep all or
-    none.
+    """Return well-mixed bits of a step.
+
+    Digests come every hundred steps or so, so the low bits of the step itself would keep all or none.
     """
+    # Fibonacci hashing: the constant is 2^64 divided by the golden ratio.
     return (step * 0x9E3779B97F4A7C15 >> 40) & 0xFFFFF
 
 
@@ -224,8 +228,9 @@ class Clocks:
 
 
 def clock_skew(offsets: Iterable[Sequence[float]]) -> float | None:
-    """Return the largest clock offset from the observer: of each rank the median, since a single step may be logged
-    late.
+    """Return the largest clock offset from the observer.
+
+    The offset of a rank is a median, since a single step may be logged late.
     """
     rank_offsets = [abs(statistics.median(samples)) for samples in offsets if samples]
     return max(rank_offsets, default=None)

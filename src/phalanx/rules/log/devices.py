@@ -21,16 +21,16 @@ MOST_TIME, MOST_RANKS = 0.99, 0.99
 
 
 class Gaps:
-    """Gaps between two events of a rank, weighted by the time they take; silence while the rank makes steps is a
-    gap.
+    """Gaps between events of a rank, weighted by their length; silence while the rank makes steps is a gap.
 
-    The weight makes one silence of a tenth of the run count as too long, however many samples precede it.
+    With the weight, one silence of a tenth of the run counts as too long, however many samples precede it.
     """
 
     __slots__ = ("_first_step_s", "_generation", "_last_s", "_last_step_s", "_taken")
 
     def __init__(self) -> None:
-        self._taken: dict[int, float] = {}  # bins of 1 %, few in number: the time in gaps of that length
+        # Bins of 1 %, few in number: the time in gaps of that length.
+        self._taken: dict[int, float] = {}
         self._generation: Any = None
         self._last_s: float | None = None
         self._first_step_s: float | None = None
@@ -102,6 +102,7 @@ class Meter:
             if value < self._last or (
                 generation != self._generation and generation is not None and self._generation is not None
             ):
+                # The counter restarted: what it reached before is final.
                 self._total += self._last
             self._last, self._generation = value, self._generation if generation is None else generation
 

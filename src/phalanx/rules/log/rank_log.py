@@ -45,13 +45,16 @@ class RankLog:
         self.rank, self.feed, self._all, self._is_witness = rank, feed, counted, witness
         self._last_s = 0.0
         self._last_step = -1
-        self._is_begun = True  # a start was logged since the last step, so the next step may be an earlier one
+        # A start was logged since the last step, so the next step may be an earlier one.
+        self._is_begun = True
         self._generation = self._late_generation = -1
         self.kinds: dict[str, int] = {}  # number of events of each known kind
         self.states: list[str] = []  # of `run_end`
         self._started = -1  # newest generation of a `run_start`
-        self.begun_again = 0  # `run_start`s of a generation that this rank had begun or left
-        self.spans: dict[int, tuple[int, int]] = {}  # generation -> first and last step, while steps follow each other
+        # `run_start`s of a generation that this rank had begun or left.
+        self.begun_again = 0
+        # Generation -> first and last step, while steps follow each other.
+        self.spans: dict[int, tuple[int, int]] = {}
         self.is_whole = True  # no line and no step is missing
         self.skips: dict[Key, Spot] = {}
         self.offsets: list[float] = []
@@ -59,7 +62,8 @@ class RankLog:
         self.telemetry_s: float | None = None
         self.steps = 0
         self.peak_bytes = 0.0
-        self._layout: tuple[Any, dict[str, Any]] | None = None  # world size and layout of the present membership
+        # World size and layout of the present membership.
+        self._layout: tuple[Any, dict[str, Any]] | None = None
         self.retries: int | None = None
         self.monitor_gaps, self.peer_gaps, self.meter, self._pending = Gaps(), Gaps(), Meter(), Pending()
         self.restores: list[Restore] = []
@@ -137,6 +141,7 @@ class RankLog:
         elif kind == "checkpoint":
             self._all.saves.take(columns, file, lines, self._pending, witness=self._is_witness)
         elif kind == "run_end":
+            # The newest 16, so that memory stays bounded.
             self.states = (self.states + [str(state) for state in columns.get("state")])[-16:]
 
     def _take_start(self, kind: str, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
@@ -179,7 +184,8 @@ class RankLog:
                 continue
             if time_s < self._last_s - BACK_S:
                 self._all.grammar.disorder(file, line)
-                self._last_s = time_s  # count a clock that was set once, not at every later event
+                # Count a clock that was set once, not at every later event.
+                self._last_s = time_s
             self._last_s = max(self._last_s, time_s)
 
     def _take_steps(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
@@ -225,6 +231,7 @@ class RankLog:
             first = generations.index(generation)
             last = len(generations) - 1 - generations[::-1].index(generation)
             known = generation or 0
+            # LATE_S allows for clocks of hosts that differ.
             over_s = self._all.memberships.over_s(known) + LATE_S
             if known < self._generation:
                 self._all.digests.past(generations.count(generation), Spot(file=file, line=lines[first]))

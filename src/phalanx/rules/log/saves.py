@@ -29,9 +29,7 @@ Restore = tuple[int, str, Spot]  # step, source, place of the event
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollback:
-    """The newest roll-back of a run: the generation that found the state untrusted, and the checkpoints it set
-    aside.
-    """
+    """The newest roll-back of a run: the generation that distrusted the state, and the checkpoints it set aside."""
 
     generation: int
     target: int
@@ -45,7 +43,8 @@ class Pending:
 
     def __init__(self) -> None:
         self.steps: set[int] = set()
-        self.late: set[int] = set()  # those after which another one was staged before they were committed
+        # Those after which another one was staged before they were committed.
+        self.late: set[int] = set()
         self.generation: Any = None
         self.last_s: float | None = None  # time of the last commit in this membership
         # Values of the newest save in a record without reasons: the last save of a membership may be due to a
@@ -54,8 +53,9 @@ class Pending:
 
 
 class Saves:
-    """Checkpoint events of all ranks together; counts and intervals come from the observer, the lowest rank on
-    record.
+    """Checkpoint events of all ranks together.
+
+    Counts and intervals come from the observer, the lowest rank on record.
     """
 
     def __init__(self) -> None:
@@ -74,11 +74,13 @@ class Saves:
         self.is_reported = True
         for event, line in zip(columns.events, lines, strict=True):
             spot = Spot(file=file, line=line)
-            if event.get("epoch") != pending.generation:  # saves that a membership left unfinished are never finished
+            # Saves that a membership left unfinished are never finished.
+            if event.get("epoch") != pending.generation:
                 pending.steps.clear()
                 pending.late.clear()
                 pending.unsure.clear()
-                pending.last_s = None  # the time between two memberships is not an interval
+                # The time between two memberships is not an interval.
+                pending.last_s = None
                 pending.generation = event.get("epoch")
             if event.get("error"):
                 self._errors += 1
@@ -91,14 +93,16 @@ class Saves:
 
     def _take_stage(self, event: Mapping[str, Any], spot: Spot, pending: Pending, witness: bool) -> None:
         self._stages += witness
-        for histogram, value in pending.unsure:  # another save followed, so this was not the last
+        # Another save followed, so this was not the last.
+        for histogram, value in pending.unsure:
             histogram.add([value])
         pending.unsure.clear()
         blocked_s = number(event, "blocked_s")
         if blocked_s is not None:
             self._measure_save(event, pending, blocked_s, due=self._blocked, final=self._final_blocked)
         if pending.steps:
-            if event.get("reason") in (None, INTERVAL):  # a stop may come while a save is being written
+            # A stop may come while a save is being written.
+            if event.get("reason") in (None, INTERVAL):
                 self._overlapping += 1
                 self._disorder_spot = self._disorder_spot or spot
             pending.late = pending.late | pending.steps if len(pending.late) < MOST_PENDING else pending.steps
@@ -136,6 +140,7 @@ class Saves:
             final.add([value])
 
     def _remember_size(self, step: int, size: float | None) -> None:
+        # Inserted again at the end, so that the oldest commit is dropped first.
         self._steps.pop(step, None)
         self._steps[step] = None
         if len(self._steps) > MOST_STEPS:
@@ -168,6 +173,7 @@ class Saves:
             overlapping=self._overlapping,
             disorder_spot=self._disorder_spot,
             restores=sum(source in ("disk", "memory") for _, source, _ in restores),
+            # Once commits were dropped, a restore without a known commit proves nothing.
             restored_uncommitted=len(lost) if len(self._steps) < MOST_STEPS else 0,
             restored_spot=lost[0][2] if lost else None,
             kept=folder.kept,

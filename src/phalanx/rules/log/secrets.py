@@ -24,7 +24,8 @@ _WORDS = (
 MOST_FILE_BYTES = 8 * 2**20  # searched per log
 MOST_BYTES = 64 * 2**20  # searched in all files together
 MOST_FILES = 4096
-MOST_EVENTS = 100_000  # events with texts that are searched; a run has a few hundred per rank
+# Events with texts that are searched; a run has a few hundred per rank.
+MOST_EVENTS = 100_000
 BLOCK_BYTES = 64 * 2**10
 OVERLAP = 512  # bytes shared by two parts of a long line: longer than any form of a key
 MOST_LINES = 1_000  # lines that are not events, searched per block
@@ -70,6 +71,7 @@ class Secrets:
         """Search events of numbers: fields that a writer added, and text fields of the schema other than digests."""
         for name in columns.free():
             column = columns.get(name)
+            # Most columns hold few different texts, so distinct values are checked first.
             if all(self._is_known(value) for value in _distinct_values(column)):
                 continue
             for value, line in zip(column, lines, strict=True):
@@ -166,6 +168,7 @@ def _is_found(text: bytes) -> bool:
     """Return whether a line contains a credential; a long line is searched in parts that overlap."""
     if not _may_be(text):
         return False
+    # Parts overlap so that a key across a boundary is found.
     starts = range(0, max(1, len(text) - OVERLAP), MOST_TEXT - OVERLAP)
     return any(is_secret(text[start : start + MOST_TEXT].decode(errors="replace")) for start in starts)
 
@@ -187,7 +190,8 @@ def _nested_texts(value: Any, depth: int = 0) -> Iterator[str]:
         yield value
     elif isinstance(value, dict) and depth < 8:
         for key, item in value.items():
-            if item is None or type(item) in _NUMBERS:  # most values of a step; not worth a generator each
+            # Most values of a step; not worth a generator each.
+            if item is None or type(item) in _NUMBERS:
                 continue
             if isinstance(item, str):
                 yield f"{key}={item}"  # the name of the field is part of the pattern
@@ -199,8 +203,9 @@ def _nested_texts(value: Any, depth: int = 0) -> Iterator[str]:
 
 
 def _text_files(run: Run) -> Iterable[Path]:
-    """Yield the files that users and libraries write into; `secret` belongs to the run and is readable only by its
-    user.
+    """Yield the files that users and libraries write into.
+
+    The file `secret` belongs to the run itself and is readable only by its user, so it is left out.
     """
     yield from (run.path / name for name in ("job.toml", "job.json", "launch.json", "status.json"))
     for folder in ("logs", "errors"):

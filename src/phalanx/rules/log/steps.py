@@ -84,7 +84,7 @@ class Steps:
         self.last = steps[-1]
 
     def _steady_steps(self, columns: EventColumns, taken_s: Any) -> Any:
-        """Return a mask of the steps that count for timings: not the first of a membership, not those that
+        """Return a mask of the steps that count for timings: not the first of a membership, nor those that
         compiled.
         """
         steady = (taken_s >= 0.0) & (taken_s < 1e9)  # false for NaN too
@@ -207,6 +207,7 @@ class Jump:
         powers = _decay_powers()[: count + 1]
         added = np.concatenate([[0.0], np.cumsum(values / powers[1:])])
         means = powers * (self._mean + (1 - DECAY) * added)
+        # 1 − dⁿ corrects the bias of a running mean that starts at 0, as in Adam.
         weights = 1.0 - DECAY ** (self._count + np.arange(count)) if self._count < SETTLED else 1.0
         early = max(0, FIRST - self._count)
         ratios = np.where(means[:-1] > 0.0, values * weights / np.maximum(means[:-1], 1e-300), 0.0)[early:]
@@ -242,7 +243,8 @@ EVERY = (1, 4)  # steps per estimate: one of four where micro-batches are compar
 MOST_CHECKED = 5_000
 KEPT = 512  # steps that a restart may go back by and still be followed
 
-State = tuple[float, float, float]  # running means of trace and squared norm, and the usual size
+# Running means of trace and squared norm, and the usual size.
+State = tuple[float, float, float]
 
 
 class NoiseSteps:
@@ -295,6 +297,7 @@ class NoiseSteps:
         if not self._count:
             return None
         early = self._values.median(0.1, 0.1)
+        # The log does not contain the trainer's interval: the candidate that fits better counts.
         errors = [means.error for means in self._means if means.compared]
         return NoiseFacts(
             count=self._count,
@@ -312,7 +315,8 @@ class Means:
 
     def __init__(self, *, decay: float) -> None:
         self._decay = decay
-        self._state: State | None = (0.0, 0.0, 0.0)  # None: lost, by a restart that went back too far
+        # None: lost, by a restart that went back too far.
+        self._state: State | None = (0.0, 0.0, 0.0)
         self._states: deque[tuple[int, State]] = deque(maxlen=KEPT)
         self.is_begun = False
         self.error, self.compared = 0.0, 0

@@ -103,8 +103,8 @@ class LogStream:
         return self.bytes_read != before
 
     def _read_ranks(self, recorded: list[int]) -> list[int]:
-        """Return the ranks whose events are read: all, or, of very many, an evenly spread number that MANY_BYTES
-        allows.
+        """Return the ranks whose events are read: all, or, of very many, as many as MANY_BYTES allows, evenly
+        spread.
         """
         if len(recorded) <= MANY_RANKS:
             return recorded
@@ -193,9 +193,7 @@ class LogStream:
         return self._with_accounts(self._with_measurements(facts), known, launch)
 
     def _world_size(self) -> int:
-        """Return the number of ranks of the newest launch; without events of the supervisor, of all ranks on
-        record.
-        """
+        """Return the number of ranks of the newest launch; without a supervisor, of all ranks on record."""
         reported = self._reported.world if self._supervisor.read_bytes else 0
         return max(self.run.world() or 0, reported or len(self._recorded))
 
@@ -214,6 +212,7 @@ class LogStream:
                 [rank_log.monitor_gaps for rank_log in ranks if "monitor" in rank_log.kinds],
                 peak=max((rank_log.peak_bytes for rank_log in ranks if rank_log.rank < world), default=0.0),
                 retries=sum(retries) if retries else None,
+                # Scaled to all ranks where only some were read.
                 energy_j=sum(rank_log.meter.energy_j for rank_log in ranks) * len(self._recorded) / max(1, len(ranks)),
             ),
             peers=self._all.peers.facts([rank_log.peer_gaps for rank_log in ranks if "peers" in rank_log.kinds]),
@@ -275,6 +274,7 @@ class LogStream:
             if rank_log.steps
         }
         known = {rank: own_s for rank, own_s in own.items() if own_s > 0.0}
+        # Only ranks with the same work are compared: stages of a pipeline differ by design.
         where = rank_places({"layout": _plan_layout(self.run)}, self._history.supervisor())
         groups = [[known[rank] for rank in group] for group in where.same_work(sorted(known))]
         return max((max(group) * len(group) / sum(group) for group in groups if len(group) > 1), default=None)
@@ -332,6 +332,7 @@ class LogStream:
             missing.append(ENDS)
         if ended and self._supervisor.read_bytes and "end" not in reported:
             missing.append("end")
+        # A resumed run has an end per launch.
         starts = max(1, self._reported.launches)
         if reported.get("end", 0) > starts:
             repeated.append("end")
@@ -350,9 +351,7 @@ class LogStream:
         return tuple(islice((rank for rank in range(made.world) if rank not in recorded), MOST_MISSING))
 
     def _unclosed_failures(self, made: LogFacts) -> int:
-        """Return the number of failures after which neither a step nor the end was logged; 0 while the run
-        continues.
-        """
+        """Return the number of failures without a later step or end; 0 while the run continues."""
         if not made.is_over:
             return 0
         ended_s = self._reported.ended_s

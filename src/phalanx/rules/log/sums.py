@@ -26,7 +26,8 @@ class Histogram:
     __slots__ = ("_bins", "_held", "count", "most", "total")
 
     def __init__(self) -> None:
-        self._bins: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None  # allocated with the first number
+        # Allocated with the first number.
+        self._bins: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
         self._held: list[float] = []  # buffer, put into bins many at once
         self.count, self.total, self.most = 0, 0.0, 0.0
 
@@ -56,7 +57,9 @@ class Histogram:
         if self._bins is None:
             return None
         place = int(np.searchsorted(np.cumsum(self._bins), share * self.count))
+        # The middle of the bin on the logarithmic scale.
         middle = LOWEST * math.exp((place - 0.5) * _WIDTH)
+        # Zeros are in the bin of LOWEST.
         return 0.0 if middle <= 2 * LOWEST else min(middle, self.most)
 
     def spread(self) -> Spread | None:
@@ -79,6 +82,7 @@ class SeriesSample:
 
     def add(self, values: np.ndarray[Any, np.dtype[np.float64]]) -> None:
         """Add the next numbers of the series, in order."""
+        # The index of the next number that is kept.
         first = -self._count % self._every
         self._count += len(values)
         self.values += values[first :: self._every].tolist()
