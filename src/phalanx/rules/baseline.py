@@ -35,17 +35,17 @@ def fingerprints(report: CheckReport, root: str) -> dict[int, str]:
 
 def write_baseline(path: Path, reports: Sequence[CheckReport]) -> int:
     """Write the fingerprints of all failing findings; returns their number."""
-    root, known = str(resolve_path(path).parent), {}
+    root, findings = str(resolve_path(path).parent), {}
     for report in reports:
         for number, fingerprint in fingerprints(report, root).items():
             finding = report.findings[number]
             # The values help a person who reads a diff; only the fingerprint is compared.
-            known[fingerprint] = {
+            findings[fingerprint] = {
                 "rule": finding.rule.id,
                 "file": relative_path(finding.file, root),
                 "what": finding.outcome.what[:200],
             }
-    ordered = dict(sorted(known.items(), key=lambda item: (item[1]["file"], item[1]["rule"], item[0])))
+    ordered = dict(sorted(findings.items(), key=lambda item: (item[1]["file"], item[1]["rule"], item[0])))
     write_text(path, json_text({"schema": SCHEMA, "findings": ordered}, indent=1) + "\n", fix="name another --baseline")
     return len(ordered)
 

@@ -38,11 +38,11 @@ def known_rules(own: Iterable[Rule] = ()) -> tuple[Rule, ...]:
 def find_rule(name: str, own: Iterable[Rule] = ()) -> Rule:
     """Return the rule with this id or slug, in any case; raises UserError that suggests the nearest name."""
     rules = known_rules(own)
-    known = {rule.slug: rule for rule in reversed(rules)} | {rule.id.lower(): rule for rule in rules}
-    if name.lower() in known:
-        return known[name.lower()]
-    close = nearest(name.lower(), known)
-    fix = f"did you mean {known[close].id} ({known[close].slug})?" if close else "phalanx rules lists them"
+    by_name = {rule.slug: rule for rule in reversed(rules)} | {rule.id.lower(): rule for rule in rules}
+    if name.lower() in by_name:
+        return by_name[name.lower()]
+    close = nearest(name.lower(), by_name)
+    fix = f"did you mean {by_name[close].id} ({by_name[close].slug})?" if close else "phalanx rules lists them"
     raise mistake(name[:60], "is not a rule of the specification", fix=fix)
 
 
@@ -51,8 +51,8 @@ def select_rules(chosen: str = "", ignored: str = "", own: Iterable[Rule] = ()) 
 
     Raises UserError for a word that matches no rule, and when no rule remains.
     """
-    wanted, dropped, rules = _split_words(chosen), _split_words(ignored), known_rules(own)
-    for word in (*wanted, *dropped):
+    selected_prefixes, ignored_prefixes, rules = _split_words(chosen), _split_words(ignored), known_rules(own)
+    for word in (*selected_prefixes, *ignored_prefixes):
         if not any(rule.id.startswith(word) for rule in rules):
             names = [*dict.fromkeys(rule.group for rule in rules), *(rule.id for rule in rules)]
             close = nearest(word, names)
@@ -62,10 +62,11 @@ def select_rules(chosen: str = "", ignored: str = "", own: Iterable[Rule] = ()) 
     selected = tuple(
         rule
         for rule in rules
-        if (not wanted or rule.id.startswith(wanted)) and not (dropped and rule.id.startswith(dropped))
+        if (not selected_prefixes or rule.id.startswith(selected_prefixes))
+        and not (ignored_prefixes and rule.id.startswith(ignored_prefixes))
     )
     if not selected:
-        select_option = f"--select {chosen[:60]} " if wanted else ""
+        select_option = f"--select {chosen[:60]} " if selected_prefixes else ""
         raise mistake(
             f"{select_option}--ignore {ignored[:60]}",
             "leaves no rule to check",

@@ -69,17 +69,17 @@ def explain(
     `rules`, `allow_code` and `request` are as for `check`. Raises UserError for a name that is not a rule.
     """
     sources = (rules,) if isinstance(rules, str) else rules
-    own = collect_own_rules([*sources, *([rule] if isinstance(rule, Rule) and rule.origin else [])])
+    own_rules = collect_own_rules([*sources, *([rule] if isinstance(rule, Rule) and rule.origin else [])])
     name = rule.id if isinstance(rule, Rule) else rule
     if what is None:
-        return Explanation(rule=find_rule(name, own.rules))
+        return Explanation(rule=find_rule(name, own_rules.rules))
     # With consent to run code, the job may define the rule.
     if not allow_code:
         # Before the evidence is gathered: a misspelt name must not cost the reading of a log.
-        find_rule(name, own.rules)
+        find_rule(name, own_rules.rules)
     evidence = evidence_of(what, request or Request(), today=today, progress=progress)
-    own = own_rules_of(evidence, own.rules, allow_code=allow_code)
-    return explain_evidence(find_rule(name, own.rules), evidence)
+    own_rules = own_rules_of(evidence, own_rules.rules, allow_code=allow_code)
+    return explain_evidence(find_rule(name, own_rules.rules), evidence)
 
 
 def explain_evidence(rule: Rule, evidence: Evidence) -> Explanation:

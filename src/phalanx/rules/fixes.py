@@ -135,10 +135,10 @@ def _prove_edit(before: str, after: str, edits: Sequence[Edit], where: str) -> N
     allowed = {edit.key for edit in edits}
     partners = {pair[1 - pair.index(key)] for key in allowed for pair in EXCLUSIVE if key in pair}
     changed = {key for key in {**old, **new} if old.get(key) != new.get(key) or (key in old) != (key in new)}
-    wrong = sorted(changed - allowed - partners)
+    unwanted = sorted(changed - allowed - partners)
     missing = [edit.key for edit in edits if new.get(edit.key) != edit.value]
-    if wrong or missing:
-        raise _refused_edit(where, f"{', '.join(wrong or missing)} would not come out as meant")
+    if unwanted or missing:
+        raise _refused_edit(where, f"{', '.join(unwanted or missing)} would not come out as meant")
 
 
 def _table_leaves(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -254,8 +254,8 @@ def _without_replaced(chosen: Sequence[Remedy], newer: Sequence[Remedy]) -> list
 
     An edit may move the optimum that an earlier edit had set, such as that of an interval.
     """
-    again = {edit.key for remedy in newer for edit in remedy.edits}
-    return [remedy for remedy in chosen if not any(edit.key in again for edit in remedy.edits)]
+    new_keys = {edit.key for remedy in newer for edit in remedy.edits}
+    return [remedy for remedy in chosen if not any(edit.key in new_keys for edit in remedy.edits)]
 
 
 def _count_broken(report: CheckReport) -> int:
@@ -281,8 +281,8 @@ def _wanted_remedies(report: CheckReport, *, unsafe: bool, refused: Mapping[str,
 def _conflicting_keys(chosen: Sequence[Remedy], wanted: Sequence[Remedy], refused: dict[str, str]) -> bool:
     """Return whether a rule wants another value for a key that another rule had set, and refuse such keys."""
     owner = {edit.key: remedy.rule for remedy in chosen for edit in remedy.edits}
-    asked = {edit.key: remedy.rule for remedy in wanted for edit in remedy.edits if edit.key in owner}
-    torn = {key: rule for key, rule in asked.items() if rule != owner[key]}
+    rule_of_key = {edit.key: remedy.rule for remedy in wanted for edit in remedy.edits if edit.key in owner}
+    torn = {key: rule for key, rule in rule_of_key.items() if rule != owner[key]}
     for key, rule in torn.items():
         refused[key] = f"{owner[key]} and {rule} want different values of {key}"
     return bool(torn)
@@ -340,7 +340,7 @@ def _trial_complaints(trial: _RemedyTrial, remedies: Sequence[Remedy], new: Sequ
         return f"{new[0].statement}, with which the job cannot be read"
     if harm := trial.harm(report):
         return f"{new[0].statement}, {harm}"
-    again = [
+    repeated = [
         remedy
         for remedy in new
         for finding in report.findings
@@ -348,7 +348,7 @@ def _trial_complaints(trial: _RemedyTrial, remedies: Sequence[Remedy], new: Sequ
         and finding.rule.id == remedy.rule
         and set(remedy.edits) & set(finding.outcome.edits)
     ]
-    return f"{again[0].statement}, which does not cure it" if again else ""
+    return f"{repeated[0].statement}, which does not cure it" if repeated else ""
 
 
 def _override_texts(remedies: Sequence[Remedy]) -> tuple[str, ...]:

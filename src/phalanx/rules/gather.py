@@ -451,9 +451,9 @@ def _foreign_data(found: ConvertedConfig, path: Path) -> DataFacts | None:
     # Forks have names of their own for the data (--train-weighted-split-paths-path, --dataset-config); image data is
     # mocked.
     own_words = re.compile(r"data|corpus|blend|split_paths|img_|vision")
-    named = any(own_words.search(name.lower().replace("-", "_")) for name in found.settings)
-    named = named or any(setting.is_own_flag for setting in found.unmapped)
-    if not other_setting and (not is_training or converts or named or found.open_why):
+    names_data = any(own_words.search(name.lower().replace("-", "_")) for name in found.settings)
+    names_data = names_data or any(setting.is_own_flag for setting in found.unmapped)
+    if not other_setting and (not is_training or converts or names_data or found.open_why):
         return None
     return DataFacts(named=1 if other_setting else 0, setting=other_setting)
 

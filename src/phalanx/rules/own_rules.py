@@ -203,8 +203,8 @@ def _checked_rule(rule: Rule, name: str, origin: str) -> Rule:
     if rule.severity not in ("error", "warning", "info"):
         raise wrong(f"{rule.id}: {rule.severity!r} is no severity", "use error, warning or info")
     if not set(rule.requires + rule.uses) <= set(LETTERS):
-        known = ", ".join(f"{letter} {noun}" for letter, noun in LETTERS.items())
-        raise wrong(f"{rule.id}: requires = {rule.requires!r} names no evidence", f"the letters are {known}")
+        letters = ", ".join(f"{letter} {noun}" for letter, noun in LETTERS.items())
+        raise wrong(f"{rule.id}: requires = {rule.requires!r} names no evidence", f"the letters are {letters}")
     return replace(rule, origin=origin)
 
 

@@ -96,23 +96,25 @@ def _memory_conflicts(plan: Plan) -> Iterator[str]:
 
 
 def _reliability_conflicts(plan: Plan) -> Iterator[str]:
-    known, requested = plan.reliability, plan.job.checkpoint.interval_s
-    interval_s = known.optimal_interval_s if requested == "auto" else float(requested)
-    if not known.interval_s > 0.0 or not _nearly_equal(known.interval_s, interval_s):
+    reliability, requested = plan.reliability, plan.job.checkpoint.interval_s
+    interval_s = reliability.optimal_interval_s if requested == "auto" else float(requested)
+    if not reliability.interval_s > 0.0 or not _nearly_equal(reliability.interval_s, interval_s):
         source = "the optimum" if requested == "auto" else "job.checkpoint.interval_s"
-        yield f"reliability.interval_s is {known.interval_s:.4g} s, and {source} {interval_s:.4g} s"
+        yield f"reliability.interval_s is {reliability.interval_s:.4g} s, and {source} {interval_s:.4g} s"
         return
-    if not 0.0 <= known.effective_time <= 1.0:
-        yield f"reliability.effective_time is {known.effective_time:g}, and a share is between 0 and 1"
+    if not 0.0 <= reliability.effective_time <= 1.0:
+        yield f"reliability.effective_time is {reliability.effective_time:g}, and a share is between 0 and 1"
         return
-    if not known.mtbf_s > 0.0 or not _nearly_equal(
-        known.failures_per_day * known.mtbf_s, DAY_S, or_none=math.isinf(known.mtbf_s)
+    if not reliability.mtbf_s > 0.0 or not _nearly_equal(
+        reliability.failures_per_day * reliability.mtbf_s, DAY_S, or_none=math.isinf(reliability.mtbf_s)
     ):
-        yield f"reliability.mtbf_s is {known.mtbf_s:.4g} s at {known.failures_per_day:.4g} failures a day"
+        yield f"reliability.mtbf_s is {reliability.mtbf_s:.4g} s at {reliability.failures_per_day:.4g} failures a day"
         return
-    recomputed = effective_time(known.blocking_s, known.interval_s, known.mtbf_s, lost_s=known.lost_s)
-    if not _nearly_equal(recomputed, known.effective_time):
-        yield f"reliability.effective_time is {known.effective_time:.4g}, and its own parts give {recomputed:.4g}"
+    recomputed = effective_time(
+        reliability.blocking_s, reliability.interval_s, reliability.mtbf_s, lost_s=reliability.lost_s
+    )
+    if not _nearly_equal(recomputed, reliability.effective_time):
+        yield f"reliability.effective_time is {reliability.effective_time:.4g}, and its own parts give {recomputed:.4g}"
 
 
 def _nearly_equal(one: float, other: float, *, or_none: bool = False) -> bool:

@@ -152,11 +152,11 @@ def find_profile(name: str) -> HardwareProfile:
     if name in PROFILES:
         return PROFILES[name]
     close = nearest(name, PROFILES)
-    listed = ", ".join(PROFILES)
+    names = ", ".join(PROFILES)
     raise mistake(
         f"--profile {name[:60]}",
         "is not a profile",
-        fix=f"did you mean {close}? the profiles are {listed}" if close else f"the profiles are {listed}",
+        fix=f"did you mean {close}? the profiles are {names}" if close else f"the profiles are {names}",
     )
 
 

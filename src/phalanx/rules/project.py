@@ -61,16 +61,16 @@ class ProjectConfig:
         """
         settings = self.everywhere if foreign else replace(self.everywhere, cluster="", overrides=())
         name = os.path.relpath(resolve_path(path), resolve_path(self.folder)).replace(os.sep, "/")
-        for pattern, more in self.paths:
+        for pattern, overrides in self.paths:
             if not matches_pattern(name, pattern):
                 continue
             settings = CheckSettings(
-                cluster=more.cluster or settings.cluster,
-                overrides=(*settings.overrides, *more.overrides),
-                select=more.select or settings.select,
-                ignore=(*settings.ignore, *more.ignore),
-                source=more.source or settings.source,
-                skip=more.skip or settings.skip,
+                cluster=overrides.cluster or settings.cluster,
+                overrides=(*settings.overrides, *overrides.overrides),
+                select=overrides.select or settings.select,
+                ignore=(*settings.ignore, *overrides.ignore),
+                source=overrides.source or settings.source,
+                skip=overrides.skip or settings.skip,
             )
         return settings
 

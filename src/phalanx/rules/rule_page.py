@@ -71,10 +71,10 @@ def _fact_line(rule: Rule) -> str:
 
 def _looks_at(rule: Rule) -> str:
     needs = ", ".join(LETTERS[letter] for letter in rule.requires)
-    more = ", ".join(LETTERS[letter] for letter in rule.uses)
+    optional = ", ".join(LETTERS[letter] for letter in rule.uses)
     if not needs:
-        return f"Evidence: whatever there is of {more}."
-    return f"Evidence: {needs}{f'; where there is any, also {more}' if more else ''}."
+        return f"Evidence: whatever there is of {optional}."
+    return f"Evidence: {needs}{f'; where there is any, also {optional}' if optional else ''}."
 
 
 def _code_block(text: str) -> str:

@@ -102,9 +102,9 @@ class CheckReport:
         order: dict[str, int] = {"fail": 0, "unknown": 1, "waived": 2, "habit": 3, "pass": 4}
         worst: dict[str, Verdict] = {}
         for finding in self.findings:
-            known = worst.get(finding.rule.id, "pass")
+            worst_so_far = worst.get(finding.rule.id, "pass")
             verdict_: Verdict = "pass" if is_remark(finding) else finding.verdict
-            worst[finding.rule.id] = min(known, verdict_, key=lambda verdict: order[verdict])
+            worst[finding.rule.id] = min(worst_so_far, verdict_, key=lambda verdict: order[verdict])
         return worst
 
     @property
@@ -122,12 +122,12 @@ class CheckReport:
     def problems(self) -> tuple[Finding, ...]:
         """The failing findings, by severity and then by cost; with `require_evidence` also those without evidence."""
         rank = {"error": 0, "warning": 1, "info": 2}
-        bad = [
+        problems = [
             finding
             for finding in self.findings
             if finding.verdict == "fail" or (self.require_evidence and is_open(finding))
         ]
-        return tuple(sorted(bad, key=lambda one: (rank[one.severity], -(one.outcome.impact.points or 0.0))))
+        return tuple(sorted(problems, key=lambda one: (rank[one.severity], -(one.outcome.impact.points or 0.0))))
 
     @property
     def habits(self) -> tuple[Finding, ...]:
@@ -187,12 +187,12 @@ class CheckReport:
 
         A severity alone selects failing findings: `report.filter("error")`.
         """
-        wanted = verdict or ("fail" if severity is not None else None)
+        wanted_verdict = verdict or ("fail" if severity is not None else None)
         findings = (
             finding
             for finding in self.findings
             if (severity is None or finding.severity == severity)
-            and (wanted is None or finding.verdict == wanted)
+            and (wanted_verdict is None or finding.verdict == wanted_verdict)
             and finding.rule.id.startswith(rule.upper())
         )
         return replace(self, findings=tuple(findings))
@@ -380,14 +380,14 @@ def _apply_waivers(
 ) -> list[Finding]:
     """Mark the findings that a waiver covers as waived; with `statement`, add findings on the waivers themselves."""
     broken = {finding.rule.id for finding in found if finding.verdict in ("fail", "unknown", "habit")}
-    settled = settle_waivers(evidence, broken, asked=asked, whole=whole)
+    waivers = settle_waivers(evidence, broken, asked=asked, whole=whole)
     result = []
     for finding in found:
-        reason = settled.reasons.get(finding.rule.id, "")
+        reason = waivers.reasons.get(finding.rule.id, "")
         waived = bool(reason) and finding.verdict in ("fail", "unknown", "habit")
         result.append(replace(finding, verdict="waived", reason=reason) if waived else finding)
     extra = (
-        [_placed_finding(spc001_waivers.RULE, evidence, outcome) for outcome in settled.outcomes] if statement else []
+        [_placed_finding(spc001_waivers.RULE, evidence, outcome) for outcome in waivers.outcomes] if statement else []
     )
     return [*result, *extra]
 

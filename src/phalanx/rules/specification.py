@@ -93,12 +93,12 @@ def check(
 
     Raises UserError when the target is nothing that can be checked.
     """
-    chosen, ignored = _word_list(select), _word_list(ignore)
-    own = collect_own_rules(rules)
+    selected_words, ignored_words = _word_list(select), _word_list(ignore)
+    own_rules = collect_own_rules(rules)
     # With consent to run code, the job may define rules that match.
     if not allow_code:
         # Before the evidence is gathered: a misspelt group must not cost the reading of a log.
-        select_rules(chosen, ignored, own.rules)
+        select_rules(selected_words, ignored_words, own_rules.rules)
     if request is None:
         request = Request(
             overrides=tuple(overrides),
@@ -111,9 +111,9 @@ def check(
     evidence = evidence_of(what, request, today=today, progress=progress)
     return check_evidence(
         evidence,
-        rules=own.rules,
-        select=chosen,
-        ignore=ignored,
+        rules=own_rules.rules,
+        select=selected_words,
+        ignore=ignored_words,
         require_evidence=require_evidence,
         allow_code=allow_code,
     )
@@ -148,17 +148,23 @@ def check_evidence(
     allow_code: bool = False,
 ) -> CheckReport:
     """Check evidence that has already been gathered; the parameters are as for `check`."""
-    own = own_rules_of(evidence, rules, allow_code=allow_code)
-    selected = rules_of(select, ignore, own)
+    own_rules = own_rules_of(evidence, rules, allow_code=allow_code)
+    selected = rules_of(select, ignore, own_rules)
     if select and _names_rule(spc001_waivers.RULE, select):
         # A waiver is used or unused only once its rule was judged, so all rules run and the selected ones are kept.
         report = judge(
-            (*all_rules(), *own.rules), evidence, edition=EDITION, require_evidence=require_evidence, own=own
+            (*all_rules(), *own_rules.rules),
+            evidence,
+            edition=EDITION,
+            require_evidence=require_evidence,
+            own=own_rules,
         )
         ids = {rule.id for rule in selected}
         return replace(report, findings=tuple(finding for finding in report.findings if finding.rule.id in ids))
     all_selected = not select and not ignore
-    return judge(selected, evidence, edition=EDITION, require_evidence=require_evidence, whole=all_selected, own=own)
+    return judge(
+        selected, evidence, edition=EDITION, require_evidence=require_evidence, whole=all_selected, own=own_rules
+    )
 
 
 def check_plan(
@@ -172,9 +178,9 @@ def check_plan(
     """Check the rules that need only a job and its plan, as `phalanx train` does before it starts."""
     request = Request(look=False)
     evidence = of_job(resolved, request, today=today or this_day(), environ=dict(os.environ), made=plan)
-    own = own_rules_of(evidence, rules, allow_code=allow_code)
-    settled_rules = [rule for rule in (*all_rules(), *own.rules) if set(rule.requires) <= BEFORE]
-    return judge(settled_rules, evidence, edition=EDITION, whole=False, own=own)
+    own_rules = own_rules_of(evidence, rules, allow_code=allow_code)
+    settled_rules = [rule for rule in (*all_rules(), *own_rules.rules) if set(rule.requires) <= BEFORE]
+    return judge(settled_rules, evidence, edition=EDITION, whole=False, own=own_rules)
 
 
 def list_rules(

@@ -32,37 +32,37 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 def _judge_plan(evidence: Evidence) -> tuple[Outcome, ...]:
     if evidence.plan is None:
         return _judge_refusal(evidence)
-    layout, wanted = evidence.plan.layout, evidence.the_job.batch.global_sequences
+    layout, declared = evidence.plan.layout, evidence.the_job.batch.global_sequences
     if evidence.plan.sites is not None:
         peers = len(evidence.plan.sites.sites)
-        return (passed(f"{peers} sites share {plural(wanted, 'sequence')} a step, as declared", value=wanted),)
+        return (passed(f"{peers} sites share {plural(declared, 'sequence')} a step, as declared", value=declared),)
     batch = layout.micro_batch * layout.accumulation * layout.data
     share = planned_share(evidence.the_job, evidence.plan.cluster).batch.global_sequences
-    if share != wanted and batch == share:
-        message = f"each of {evidence.the_job.sync.peers} peers takes {batch:,} of the {wanted:,} sequences of a step"
+    if share != declared and batch == share:
+        message = f"each of {evidence.the_job.sync.peers} peers takes {batch:,} of the {declared:,} sequences of a step"
         return (passed(message, value=batch, threshold=share, unit="sequences"),)
     formula = (
         f"B = b · a · dp = {layout.micro_batch} × {layout.accumulation} × {layout.data} = {plural(batch, 'sequence')}, "
-        f"declared {wanted:,}",
+        f"declared {declared:,}",
     )
-    if batch == wanted:
+    if batch == declared:
         message = f"each step takes {plural(batch, 'sequence')}, as declared"
-        return (passed(message, formula=formula, value=batch, threshold=wanted, unit="sequences"),)
+        return (passed(message, formula=formula, value=batch, threshold=declared, unit="sequences"),)
     deal = BatchDeal.of(layout, reproducible=evidence.the_job.numerics.reproducible)
-    if batch > wanted and layout.accumulation == deal.micro_batches(wanted) and not evidence.is_foreign:
-        message = f"each step takes {plural(wanted, 'sequence')}, as declared"
-        message += f", and {plural(batch - wanted, 'row')} of padding that do not count"
-        return (passed(message, formula=formula, value=wanted, threshold=wanted, unit="sequences"),)
+    if batch > declared and layout.accumulation == deal.micro_batches(declared) and not evidence.is_foreign:
+        message = f"each step takes {plural(declared, 'sequence')}, as declared"
+        message += f", and {plural(batch - declared, 'row')} of padding that do not count"
+        return (passed(message, formula=formula, value=declared, threshold=declared, unit="sequences"),)
     return (
         failed(
-            f"each step takes {plural(batch, 'sequence')}, and {wanted:,} are declared",
+            f"each step takes {plural(batch, 'sequence')}, and {declared:,} are declared",
             formula=formula,
             value=batch,
-            threshold=wanted,
+            threshold=declared,
             unit="sequences",
             at="batch.global_sequences",
             impact=LEARNS,
-            fix=f"declare {batch:,}, or choose micro-batch, accumulation and data ranks whose product is {wanted:,}",
+            fix=f"declare {batch:,}, or choose micro-batch, accumulation and data ranks whose product is {declared:,}",
         ),
     )
 
@@ -101,27 +101,30 @@ def _judge_steps(evidence: Evidence, steps: StepFacts, limits: Limits) -> Outcom
             fix="train with a Phalanx that writes `tokens` into its step events",
         )
     tolerance = limits.number("tolerance")
-    odd = {
+    odd_counts = {
         size: count
         for size, count in steps.tokens.items()
         if all(abs(size - declared) > tolerance * declared for declared in sizes)
     }
     # A step of one peer has its share of the batch, which changes as other peers come and go.
     if evidence.the_job.sync.has_peers:
-        odd = {size: count for size, count in odd.items() if size > max(sizes)}
+        odd_counts = {size: count for size, count in odd_counts.items() if size > max(sizes)}
     total = sum(steps.tokens.values())
     words = " or ".join(f"{size:,}" for size in sizes)
-    if not odd:
+    if not odd_counts:
         return passed(
             f"{plural(total, 'step')} had {words} tokens each, as declared",
             value=0,
             threshold=0,
             unit="steps",
         )
-    size = min(odd, key=lambda odd_size: (odd[odd_size], odd_size))
+    size = min(odd_counts, key=lambda odd_size: (odd_counts[odd_size], odd_size))
     return failed(
-        f"{sum(odd.values()):,} of {total:,} steps had another batch than declared, as {size:,} tokens for {words}",
-        formula=tuple(f"{plural(count, 'step')} of {tokens:,} tokens" for tokens, count in sorted(odd.items())[:4]),
+        f"{sum(odd_counts.values()):,} of {total:,} steps had another batch than declared, "
+        f"as {size:,} tokens for {words}",
+        formula=tuple(
+            f"{plural(count, 'step')} of {tokens:,} tokens" for tokens, count in sorted(odd_counts.items())[:4]
+        ),
         value=size,
         threshold=sizes[-1],
         unit="tokens",

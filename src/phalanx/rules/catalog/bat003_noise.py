@@ -40,40 +40,42 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
 
 def _judge_size(evidence: Evidence, noise: NoiseFacts, limits: Limits) -> Outcome:
     assert noise.last is not None
-    batch, most = evidence.the_job.batch.global_sequences, limits.number("most_ratio")
+    batch, max_ratio = evidence.the_job.batch.global_sequences, limits.number("most_ratio")
     ratio = batch / noise.last
     efficiency = 1 / (1 + ratio)
     formula = (
-        f"B / B_simple = {batch:,} / {noise.last:,.3g} sequences = {ratio:.2f}, at most {most:g};  "
+        f"B / B_simple = {batch:,} / {noise.last:,.3g} sequences = {ratio:.2f}, at most {max_ratio:g};  "
         f"token efficiency 1 / (1 + {ratio:.2f}) = {efficiency:.0%}",
     )
     message = f"the batch is {ratio:.2f}x the noise scale"
-    if ratio <= most:
-        return passed(message, formula=formula, value=ratio, threshold=most, unit="x")
+    if ratio <= max_ratio:
+        return passed(message, formula=formula, value=ratio, threshold=max_ratio, unit="x")
     # The largest power of two within the limit.
-    smaller = max(1, 2 ** int(math.log2(max(1.0, noise.last * most))))
+    smaller = max(1, 2 ** int(math.log2(max(1.0, noise.last * max_ratio))))
     return failed(
         f"{message}: a token teaches {efficiency:.0%} of what it would in a small batch",
         formula=formula,
         value=ratio,
-        threshold=most,
+        threshold=max_ratio,
         unit="x",
         at="batch.global_sequences",
-        impact=evidence.loses(1 - efficiency * (1 + most), "tokens that a batch at the limit would not have needed"),
+        impact=evidence.loses(
+            1 - efficiency * (1 + max_ratio), "tokens that a batch at the limit would not have needed"
+        ),
         fix="a smaller batch, or smaller ones early in training ([[batch.ramp]])",
         edits=(Edit(key="batch.global_sequences", value=smaller, safe=False, note="at most the noise scale"),),
     )
 
 
 def _judge_ramp(evidence: Evidence, noise: NoiseFacts, limits: Limits) -> tuple[Outcome, ...]:
-    growth, most = noise.growth, limits.number("most_growth")
-    if growth is None or not math.isfinite(growth) or growth <= most or evidence.the_job.batch.ramp:
+    growth, max_growth = noise.growth, limits.number("most_growth")
+    if growth is None or not math.isfinite(growth) or growth <= max_growth or evidence.the_job.batch.ramp:
         return ()
     return (
         failed(
             f"the noise scale grew {growth:.1f}x and the batch stayed as it was",
             value=growth,
-            threshold=most,
+            threshold=max_growth,
             unit="x",
             at="batch.ramp",
             severity="info",

@@ -22,11 +22,11 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     drained = fill < count  # several times a step; the pipeline fills again each time
     count = min(count, fill)
     ratio = bubble_share * (layout.pipeline - 1) / (chunks * count)
-    most = limits.number("most_ratio")
+    max_ratio = limits.number("most_ratio")
     shrunk = f"{bubble_share:.2f} × " if zero_bubble else ""
     formula = (
         f"{shrunk}(pp − 1) / (v · m) = {shrunk}({layout.pipeline} − 1) / ({chunks} × {count}) = {ratio:.3f}, "
-        f"at most {most:g}",
+        f"at most {max_ratio:g}",
         *(
             [f"drained after {count:,} of the {plural(layout.accumulation, 'micro-batch')} of a step"]
             if drained
@@ -34,26 +34,29 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         ),
     )
     message = f"the pipeline idles {ratio:.0%} of the time its micro-batches take"
-    if ratio <= most:
-        return passed(message, formula=formula, value=ratio, threshold=most)
-    wanted = math.ceil(bubble_share * (layout.pipeline - 1) / (chunks * most)) if most > 0 else count
+    if ratio <= max_ratio:
+        return passed(message, formula=formula, value=ratio, threshold=max_ratio)
+    needed_count = math.ceil(bubble_share * (layout.pipeline - 1) / (chunks * max_ratio)) if max_ratio > 0 else count
     # The largest smaller micro-batch that gives enough micro-batches; 0 where there is none.
     rank_sequences = layout.micro_batch * count
     sizes = [
-        size for size in range(1, layout.micro_batch) if rank_sequences % size == 0 and rank_sequences // size >= wanted
+        size
+        for size in range(1, layout.micro_batch)
+        if rank_sequences % size == 0 and rank_sequences // size >= needed_count
     ]
     smaller = max(sizes, default=0)
     return failed(
-        f"{message}, more than {most:.0%}",
+        f"{message}, more than {max_ratio:.0%}",
         formula=formula,
         value=ratio,
-        threshold=most,
+        threshold=max_ratio,
         at="batch.micro" if smaller else "parallel.pipeline",
         impact=evidence.loses(
-            ratio / (1 + ratio) - most / (1 + most), "idle stages, beside a bubble at the limit; other parts unchanged"
+            ratio / (1 + ratio) - max_ratio / (1 + max_ratio),
+            "idle stages, beside a bubble at the limit; other parts unchanged",
         ),
-        fix=_bubble_fix(evidence, wanted, drained=drained),
-        edits=(Edit(key="batch.micro", value=smaller, safe=False, note=f"{wanted:,} micro-batches or more"),)
+        fix=_bubble_fix(evidence, needed_count, drained=drained),
+        edits=(Edit(key="batch.micro", value=smaller, safe=False, note=f"{needed_count:,} micro-batches or more"),)
         if smaller
         else (),
     )

@@ -72,13 +72,13 @@ def planned_numbers(plan: Plan) -> Numbers:
 
 def measured_numbers(evidence: Evidence, log: LogFacts, limits: Limits) -> Numbers | None:
     """Return the numbers of the run; None while it has too few saves."""
-    checkpoints, planned, least = log.checkpoints, planned_numbers(evidence.the_plan), limits.number("least_saves")
-    if checkpoints is None or checkpoints.blocked_s is None or checkpoints.interval_saves < least:
+    checkpoints, planned, min_saves = log.checkpoints, planned_numbers(evidence.the_plan), limits.number("least_saves")
+    if checkpoints is None or checkpoints.blocked_s is None or checkpoints.interval_saves < min_saves:
         return None
     interval = evidence.the_job.checkpoint.interval_s
     # With "auto", the trainer follows its own measurement; the rule uses the measured interval.
     if isinstance(interval, str):
-        if checkpoints.interval_s is None or checkpoints.interval_s.count < least:
+        if checkpoints.interval_s is None or checkpoints.interval_s.count < min_saves:
             return None
         interval = checkpoints.interval_s.p50
     # A rank restored from a copy in memory lost one step; a checkpoint on disk would not have helped. Failures of a

@@ -31,10 +31,10 @@ def _judge_drills(evidence: Evidence, limits: Limits) -> Outcome:
     outcome = judge_drill(evidence, limits.words("save_faults"), what="a rank that dies while it saves", harm=TORN)
     counted = counted_records(evidence.drills, profile=evidence.profile.name)
     points = {point for drill in counted if drill.clean for point in drill.save_points}
-    least = limits.number("least_points")
-    if outcome.verdict == "pass" and len(points) < least:
+    min_points = limits.number("least_points")
+    if outcome.verdict == "pass" and len(points) < min_points:
         hit_points = ", ".join(sorted(points)) or "none"
-        return unknown(f"drills killed a save at {len(points)} of its {least:.0f} points: {hit_points}", fix=SUITE)
+        return unknown(f"drills killed a save at {len(points)} of its {min_points:.0f} points: {hit_points}", fix=SUITE)
     return outcome
 
 
@@ -64,14 +64,14 @@ def _judge_log(evidence: Evidence, log: CheckpointFacts) -> Outcome:
         "commits without anything staged": (log.commits_without_stage, log.disorder_spot),
         "folders that look committed and lack their manifest": (log.incomplete or 0, None),
     }
-    bad = {fault: spot for fault, (count, spot) in faults.items() if count}
-    if not bad:
+    spots = {fault: spot for fault, (count, spot) in faults.items() if count}
+    if not spots:
         return passed(f"commits: {log.commits:,}, restores: {log.restores:,}, in order", value=0, threshold=0)
     return failed(
-        "; ".join(f"{faults[fault][0]:,} {fault}" for fault in bad),
+        "; ".join(f"{faults[fault][0]:,} {fault}" for fault in spots),
         value=sum(count for count, _ in faults.values()),
         threshold=0,
-        at=next((spot for spot in bad.values() if spot is not None), ""),
+        at=next((spot for spot in spots.values() if spot is not None), ""),
         impact=TORN,
         fix="resume from the newest folder that has its manifest, and not from these",
     )

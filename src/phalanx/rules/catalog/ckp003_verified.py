@@ -35,20 +35,20 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_count(evidence: Evidence, limits: Limits) -> Outcome:
-    key, keep, least = "checkpoint.keep", evidence.the_job.checkpoint.keep, limits.number("least_kept")
+    key, keep, min_kept = "checkpoint.keep", evidence.the_job.checkpoint.keep, limits.number("least_kept")
     if evidence.practice.saves is False:
         return exempt("checkpoints are off: there are none to keep")
     if missing := unstated_key(evidence, key, f"how many checkpoints {evidence.practice.trainer} keeps"):
         return missing
-    if keep >= least:
-        return passed(f"the newest {keep:,} checkpoints are kept", value=keep, threshold=least, at=key)
+    if keep >= min_kept:
+        return passed(f"the newest {keep:,} checkpoints are kept", value=keep, threshold=min_kept, at=key)
     return failed(
         f"{keep} checkpoint is kept: when it is damaged there is none to fall back to",
         value=keep,
-        threshold=least,
+        threshold=min_kept,
         at=key,
         impact=_half_job(evidence),
-        edits=(Edit(key=key, value=int(least), safe=True, note="one to fall back to"),),
+        edits=(Edit(key=key, value=int(min_kept), safe=True, note="one to fall back to"),),
     )
 
 

@@ -64,20 +64,20 @@ def _measured_times(seen: CheckpointFacts | None, limits: Limits) -> Times | Non
 def _judge_stall(
     evidence: Evidence, limits: Limits, blocked_s: float, persist_s: float, interval_s: float, how: str
 ) -> Outcome:
-    share, most = blocked_s / interval_s, limits.number("most_stall")
+    share, max_stall = blocked_s / interval_s, limits.number("most_stall")
     formula = (f"δ/τ = {blocked_s:.3g} s / {interval_s:,.0f} s = {share:.2%}, {how}",)
     message = f"training stands still for checkpoints {share:.2%} of the time"
-    if share <= most:
-        return passed(message, formula=formula, value=share, threshold=most, at="checkpoint.interval_s")
+    if share <= max_stall:
+        return passed(message, formula=formula, value=share, threshold=max_stall, at="checkpoint.interval_s")
     edits = _cheaper_saves(evidence, _save_cost(evidence, blocked_s, persist_s))
     return failed(
-        f"{message}, more than {most:.0%}",
+        f"{message}, more than {max_stall:.0%}",
         formula=formula,
         value=share,
-        threshold=most,
+        threshold=max_stall,
         at=edits[0].key if edits else "checkpoint.interval_s",
         severity="warning",
-        impact=evidence.loses(share - most, "beyond the share that a checkpoint may cost"),
+        impact=evidence.loses(share - max_stall, "beyond the share that a checkpoint may cost"),
         fix="" if edits else "a faster copy to host memory, or fewer bytes per host: more hosts",
         edits=edits,
     )
@@ -106,21 +106,23 @@ def _cheaper_saves(evidence: Evidence, cost: SaveCost) -> tuple[Edit, ...]:
 def _judge_backlog(
     evidence: Evidence, limits: Limits, blocked_s: float, persist_s: float, interval_s: float, how: str
 ) -> Outcome:
-    share, most = persist_s / interval_s, limits.number("most_persist")
+    share, max_persist = persist_s / interval_s, limits.number("most_persist")
     formula = (f"W/τ = {persist_s:.3g} s / {interval_s:,.0f} s = {share:.2f}, {how}",)
     message = f"a checkpoint takes {persist_s:,.3g} s to be on disk, every {interval_s:,.0f} s"
-    if share <= most:
-        return passed(message, formula=formula, value=share, threshold=most, unit="x", at="checkpoint.interval_s")
+    if share <= max_persist:
+        return passed(
+            message, formula=formula, value=share, threshold=max_persist, unit="x", at="checkpoint.interval_s"
+        )
     edits = interval_edits(evidence, _save_cost(evidence, blocked_s, persist_s), "near Daly's optimum")
     return failed(
         f"{message}: the next one begins before it is written",
         formula=formula,
         value=share,
-        threshold=most,
+        threshold=max_persist,
         unit="x",
         at="checkpoint.interval_s",
         impact=evidence.loses(
-            (persist_s - most * interval_s) / persist_s, "training waits for the disk, save after save"
+            (persist_s - max_persist * interval_s) / persist_s, "training waits for the disk, save after save"
         ),
         fix="" if edits else "faster storage, or fewer bytes per host: more hosts",
         edits=edits,

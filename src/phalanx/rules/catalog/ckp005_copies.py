@@ -61,16 +61,18 @@ def _without_copies(evidence: Evidence, limits: Limits, statement: str) -> Outco
 def _goes_back(evidence: Evidence, statement: str, severity: Severity) -> Outcome:
     r = evidence.the_plan.reliability
     interval_s = capped_s(evidence.the_plan)
-    lost = interval_s / 2 / r.mtbf_s if math.isfinite(interval_s) and r.mtbf_s > 0 else 0.0
+    lost_share = interval_s / 2 / r.mtbf_s if math.isfinite(interval_s) and r.mtbf_s > 0 else 0.0
     is_phalanx = evidence.practice.trainer == "phalanx"
     return failed(
         f"{statement}: each failure of these {plural(r.hosts, 'host')} goes back to the disk",
-        formula=(f"τ/2M = {_span_text(interval_s)} / (2 × {r.mtbf_s:,.0f} s) = {lost:.2%} of the time is done again",),
+        formula=(
+            f"τ/2M = {_span_text(interval_s)} / (2 × {r.mtbf_s:,.0f} s) = {lost_share:.2%} of the time is done again",
+        ),
         value="none",
         threshold="other host",
         at="checkpoint.memory_every",
         severity=severity,
-        impact=evidence.loses(lost, "work since the last checkpoint on disk, at every failure"),
+        impact=evidence.loses(lost_share, "work since the last checkpoint on disk, at every failure"),
         fix=""
         if is_phalanx
         else f"a trainer, or an addition to {evidence.practice.trainer}, that keeps copies in memory",
@@ -111,7 +113,7 @@ def _same_domain(statement: str, formula: tuple[str, ...], limits: Limits) -> Ou
 
 
 def _judge_persistence(evidence: Evidence, limits: Limits) -> Outcome:
-    r, most = evidence.the_plan.reliability, limits.number("persistent_ratio")
+    r, max_ratio = evidence.the_plan.reliability, limits.number("persistent_ratio")
     best_s = r.optimal_interval_s
     if not math.isfinite(best_s + r.interval_s) or best_s <= 0 or job_s(evidence.the_plan) <= best_s:
         return exempt("the job ends before a checkpoint on disk pays: its last one is enough")
@@ -120,14 +122,14 @@ def _judge_persistence(evidence: Evidence, limits: Limits) -> Outcome:
     ratio = interval_s / best_s
     message = f"beside copies in memory the disk gets one every {_span_text(interval_s)}"
     formula = (f"τ/τ* = {_span_text(interval_s)} / {_span_text(best_s)} = {ratio:.1f}",)
-    if ratio <= most:
-        return passed(message, formula=formula, value=ratio, threshold=most, unit="x", at="checkpoint.interval_s")
+    if ratio <= max_ratio:
+        return passed(message, formula=formula, value=ratio, threshold=max_ratio, unit="x", at="checkpoint.interval_s")
     edits = interval_edits(evidence, planned_cost(evidence), "Daly's optimum without copies in memory")
     return failed(
         f"{message}, {ratio:.1f}x the optimum",
         formula=formula,
         value=ratio,
-        threshold=most,
+        threshold=max_ratio,
         unit="x",
         at="checkpoint.interval_s",
         severity="warning",

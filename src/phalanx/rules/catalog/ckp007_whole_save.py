@@ -31,16 +31,16 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     need, have = width * plan.prediction.parameters, plan.cluster.host_memory_bytes
     if have <= 0:
         return unknown("the memory of a host is not known", fix="give host_memory_bytes in a cluster file")
-    share, most = need / have, limits.number("most_share")
+    share, max_share = need / have, limits.number("most_share")
     message = f"one rank gathers {format_bytes(need)} to save, {share:.0%} of its host's memory"
     formula = (f"{width} bytes × {plan.prediction.parameters:.4g} parameters; host {format_bytes(have)}",)
-    if share <= most:
-        return passed(message, formula=formula, value=share, threshold=most, at=f"setting:{name}")
+    if share <= max_share:
+        return passed(message, formula=formula, value=share, threshold=max_share, at=f"setting:{name}")
     return failed(
-        f"{message}, more than {most:.0%}",
+        f"{message}, more than {max_share:.0%}",
         formula=formula,
         value=share,
-        threshold=most,
+        threshold=max_share,
         at=f"setting:{name}",
         impact=Impact(note="the host runs out of memory at the first save, and the run ends there"),
         fix="SHARDED_STATE_DICT: every rank saves its own part; merge them afterwards, beside the training",

@@ -63,14 +63,14 @@ class _Race:
 
 def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
     """Compare the time of the used algorithm with the shortest time, for the message with the largest ratio."""
-    name, wanted = evidence.profile.name, evidence.the_job.comm.algorithm
+    name, algorithm = evidence.profile.name, evidence.the_job.comm.algorithm
     if name == "tpu":
         return unknown(
             "the compiler (XLA) owns the algorithms of TPU collectives and does not say",
             fix="nothing can be set; waive the rule, or compare a profile of the step with phalanx plan",
         )
     if name == "cpu-gloo":
-        return _judge_gloo(evidence, wanted)
+        return _judge_gloo(evidence, algorithm)
     if (damaged := damaged_traffic(evidence.the_plan)) is not None:
         return damaged
     sent = plan_messages(evidence)
@@ -78,8 +78,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
         return exempt("no group of this plan sums or gathers anything")
     if (missing := without_measurement(evidence, "the time of a collective")) is not None:
         return missing
-    outcome = _judge_messages(evidence, limits, sent, wanted)
-    from_environment = _judge_environment(evidence, wanted)
+    outcome = _judge_messages(evidence, limits, sent, algorithm)
+    from_environment = _judge_environment(evidence, algorithm)
     return (outcome, from_environment) if from_environment is not None else outcome
 
 
@@ -103,18 +103,18 @@ def _judge_messages(evidence: Evidence, limits: Limits, sent: tuple[Message, ...
         for message in sent
     ]
     worst = max(races, key=lambda race: race.ratio)
-    most = limits.number("most_ratio")
-    if worst.ratio <= most:
-        chosen = any(race.forced for race in races)
+    max_ratio = limits.number("most_ratio")
+    if worst.ratio <= max_ratio:
+        is_forced = any(race.forced for race in races)
         return passed(
-            f"{wanted + ' is' if chosen else 'NCCL picks'} within {most:.2f}x of the best for every message: "
+            f"{wanted + ' is' if is_forced else 'NCCL picks'} within {max_ratio:.2f}x of the best for every message: "
             f"{worst.ratio:.2f}x at worst",
             formula=tuple(race.line for race in races),
             value=worst.ratio,
-            threshold=most,
+            threshold=max_ratio,
             unit="x",
         )
-    return _slow_algorithm(evidence, worst, most)
+    return _slow_algorithm(evidence, worst, max_ratio)
 
 
 def _forced_algorithm(evidence: Evidence, message: Message) -> str:
@@ -134,7 +134,7 @@ def _compare_algorithms(plan: Plan, message: Message, wanted: str, *, two_levels
     }
     seconds: dict[str, float] = {name: time.seconds for name, time in expected.items() if time is not None}
     picked = message_time(message, cluster)
-    used = picked.algorithm if wanted == AUTO else FORCED.get(wanted, wanted)
+    used_algorithm = picked.algorithm if wanted == AUTO else FORCED.get(wanted, wanted)
     # NCCL's own choice is compared only with two levels: the model agrees with every choice that was logged, and
     # times of two algorithms are not known well enough to overrule it.
     rivals: list[str] = [picked.algorithm] if wanted == AUTO else list(seconds)
@@ -153,7 +153,7 @@ def _compare_algorithms(plan: Plan, message: Message, wanted: str, *, two_levels
         message=message,
         seconds=seconds,
         rivals=tuple(rivals),
-        taken=used,
+        taken=used_algorithm,
         forced=wanted != AUTO,
         picked=picked,
         doubt=rival_doubt(group, message.nbytes),

@@ -67,19 +67,19 @@ def _judge_saving(evidence: Evidence, limits: Limits) -> Outcome:
     spans = plan.layout.devices > plan.cluster.domain_devices
     rate_gbps = (plan.cluster.nic_bytes_per_s if spans else plan.cluster.link_bytes_per_s) * 8 / 1e9
     slow = rate_gbps <= limits.number("slow_gbps")
-    least = limits.number("slow_saving" if slow else "saving")
+    min_saving = limits.number("slow_saving" if slow else "saving")
     message = f"{plan.layout.compression} gradients save {saved:.1%} of the predicted step"
     formula = (
-        f"1 − {format_seconds(with_s)} / {format_seconds(without_s)} = {saved:.1%}, at least {least:.0%} on "
+        f"1 − {format_seconds(with_s)} / {format_seconds(without_s)} = {saved:.1%}, at least {min_saving:.0%} on "
         f"{rate_gbps:,.0f} Gb/s a device",
     )
-    if saved >= least:
-        return passed(message, formula=formula, value=saved, threshold=least, at="parallel.compression")
+    if saved >= min_saving:
+        return passed(message, formula=formula, value=saved, threshold=min_saving, at="parallel.compression")
     return failed(
-        f"{message}, less than {least:.0%}",
+        f"{message}, less than {min_saving:.0%}",
         formula=formula,
         value=saved,
-        threshold=least,
+        threshold=min_saving,
         at="parallel.compression",
         impact=evidence.loses(max(0.0, -saved), "the step as predicted; packing and rounding are not free"),
         edits=(PLAIN,),

@@ -133,17 +133,17 @@ def _cost_formula(cost: _Cost, one: Message) -> tuple[str, ...]:
 
 def _judge_blocks(evidence: Evidence, limits: Limits, cost: _Cost, one: Message) -> Outcome:
     """Judge FSDP, which reduces block by block: the size is that of the model's blocks, so only the cost counts."""
-    most, least_lost = limits.number("block_share"), limits.number("least_loss")
+    max_block_share, least_lost = limits.number("block_share"), limits.number("least_loss")
     message = f"a block's gradients are {one.size}; {cost.share:.0%} of their time is start-up"
-    if cost.share <= most or cost.lost < least_lost:
-        hides = f"; backward hides all but {cost.lost:.1%} of the step" if cost.share > most else ""
-        return passed(message + hides, formula=_cost_formula(cost, one), value=cost.share, threshold=most)
+    if cost.share <= max_block_share or cost.lost < least_lost:
+        hides = f"; backward hides all but {cost.lost:.1%} of the step" if cost.share > max_block_share else ""
+        return passed(message + hides, formula=_cost_formula(cost, one), value=cost.share, threshold=max_block_share)
     inside = one.per_domain
     return failed(
-        f"{message}, more than {most:.0%}",
+        f"{message}, more than {max_block_share:.0%}",
         formula=_cost_formula(cost, one),
         value=cost.share,
-        threshold=most,
+        threshold=max_block_share,
         at="parallel.shard",
         impact=evidence.loses(cost.lost, "start-up of the reductions, as far as backward does not hide it"),
         fix=f"parallel.shard = {inside}: groups of {inside} sum inside a domain and once between domains (HSDP)"
@@ -153,29 +153,29 @@ def _judge_blocks(evidence: Evidence, limits: Limits, cost: _Cost, one: Message)
 
 
 def _judge_buckets(evidence: Evidence, limits: Limits, cost: _Cost, one: Message) -> Outcome:
-    most, least = limits.number("latency_share"), limits.number("least_buckets")
+    max_latency_share, min_buckets = limits.number("latency_share"), limits.number("least_buckets")
     # A default of another trainer was not chosen by the user: it has no line in the file.
-    chosen = not isinstance(evidence.the_job.comm.bucket_mib, str) and (
+    is_chosen = not isinstance(evidence.the_job.comm.bucket_mib, str) and (
         not evidence.is_foreign or evidence.place("comm.bucket_mib")[1] > 0
     )
-    few, small = cost.buckets < least, cost.share > most
+    too_few, too_small = cost.buckets < min_buckets, cost.share > max_latency_share
     message = (
         f"{cost.buckets:,.0f} bucket{'s' * (cost.buckets != 1)} of {one.size}, {cost.share:.0%} of their time start-up"
     )
-    bad = few or small
-    if not bad or (not chosen and cost.lost < limits.number("least_loss")):
-        hides = f"; backward hides all but {cost.lost:.1%} of the step" if bad else ""
-        return passed(message + hides, formula=_cost_formula(cost, one), value=cost.share, threshold=most)
-    reason = f"fewer than {least:g}" if few else f"more than {most:.0%}"
+    is_bad = too_few or too_small
+    if not is_bad or (not is_chosen and cost.lost < limits.number("least_loss")):
+        hides = f"; backward hides all but {cost.lost:.1%} of the step" if is_bad else ""
+        return passed(message + hides, formula=_cost_formula(cost, one), value=cost.share, threshold=max_latency_share)
+    reason = f"fewer than {min_buckets:g}" if too_few else f"more than {max_latency_share:.0%}"
     return failed(
         f"{message}: {reason}",
         formula=_cost_formula(cost, one),
-        value=cost.buckets if few else cost.share,
-        threshold=least if few else most,
-        unit="buckets" if few else "",
+        value=cost.buckets if too_few else cost.share,
+        threshold=min_buckets if too_few else max_latency_share,
+        unit="buckets" if too_few else "",
         at="comm.bucket_mib",
         impact=evidence.loses(cost.lost, "start-up, or traffic that starts when backward is over"),
-        edits=(_better_bucket(evidence, one, most=most, least=least),),
+        edits=(_better_bucket(evidence, one, most=max_latency_share, least=min_buckets),),
     )
 
 

@@ -25,14 +25,14 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         )
     if sync.codec not in limits.words("biased"):
         return passed(f"{sync.codec} rounds to the nearest number, without a bias that adds up", value=sync.codec)
-    least = limits.number("least_feedback")
+    min_feedback = limits.number("least_feedback")
     message = f"{sync.codec} carries {sync.feedback:.0%} of what it leaves out to the next update"
-    if sync.feedback >= least:
-        return passed(message, value=sync.feedback, threshold=least, at="sync.feedback")
+    if sync.feedback >= min_feedback:
+        return passed(message, value=sync.feedback, threshold=min_feedback, at="sync.feedback")
     return failed(
-        f"{message}, less than {least:.0%}",
+        f"{message}, less than {min_feedback:.0%}",
         value=sync.feedback,
-        threshold=least,
+        threshold=min_feedback,
         at="sync.feedback",
         impact=Impact(note="no time lost, but what is left out is lost, always of the same parameters"),
         edits=(Edit(key="sync.feedback", value=0.95, safe=False, note="SparseLoCo's"),),

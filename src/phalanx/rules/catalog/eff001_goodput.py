@@ -102,8 +102,10 @@ def _expected_share(plan: Plan) -> tuple[float | None, tuple[str, ...]]:
     if not (r.mtbf_s > 0 and length_s > 0):
         return finite_value(r.effective_time), ()
     value = effective_time(0.0, length_s, r.mtbf_s, lost_s=min(r.lost_s, length_s))
-    lost = f"lost {r.lost_s:,.0f} s + job {length_s:,.0f} s / 2"
-    return finite_value(value), (f"1 - ({lost}) / MTBF {r.mtbf_s:,.0f} s = {value:.3f}: it ends within an interval",)
+    loss_text = f"lost {r.lost_s:,.0f} s + job {length_s:,.0f} s / 2"
+    return finite_value(value), (
+        f"1 - ({loss_text}) / MTBF {r.mtbf_s:,.0f} s = {value:.3f}: it ends within an interval",
+    )
 
 
 def _at_other_sites(r: Reliability) -> tuple[str, ...]:
@@ -159,23 +161,23 @@ def _judge_measured(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def _worst_hour(evidence: Evidence, limits: Limits) -> Outcome:
-    log, least = evidence.the_log, limits.number("hour")
+    log, min_share = evidence.the_log, limits.number("hour")
     value = finite_value(log.lowest_hour)
-    if value is None or least <= NOT_JUDGED or wall_s(log) < limits.number("least_wall_s"):
+    if value is None or min_share <= NOT_JUDGED or wall_s(log) < limits.number("least_wall_s"):
         return exempt("no full hour to judge by itself")
     if log.grammar.unclosed:
         return exempt(f"{value:.1%} in the worst hour: an incident is open, FLT002 judges it")
     message = f"{value:.1%} of the worst hour trained"
-    formula = (f"{value:.3f}; at least {least:g}",)
-    if value >= least:
-        return passed(message, formula=formula, value=value, threshold=least)
+    formula = (f"{value:.3f}; at least {min_share:g}",)
+    if value >= min_share:
+        return passed(message, formula=formula, value=value, threshold=min_share)
     return failed(
         message,
         formula=formula,
         value=value,
-        threshold=least,
+        threshold=min_share,
         at=file_of(log),
-        impact=evidence.loses_once((least - value) * HOUR_S, "in the worst hour, up to half of it"),
+        impact=evidence.loses_once((min_share - value) * HOUR_S, "in the worst hour, up to half of it"),
         fix="look at that hour in phalanx web, Run: effective training time over the last hour, with what happened",
     )
 

@@ -31,10 +31,10 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     sources = _energy_sources(log)
     if not sources:
         return _without_counter(evidence, "no rank counts energy", "none", counters, limits)
-    guessed = [source for source in sources if source not in counters]
-    if guessed:
-        message = f"energy is from {', '.join(guessed)}, not from a counter"
-        return _without_counter(evidence, message, ", ".join(guessed), counters, limits)
+    estimates = [source for source in sources if source not in counters]
+    if estimates:
+        message = f"energy is from {', '.join(estimates)}, not from a counter"
+        return _without_counter(evidence, message, ", ".join(estimates), counters, limits)
     return _energy_reported(log, sources)
 
 

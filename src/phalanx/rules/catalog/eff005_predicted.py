@@ -29,23 +29,23 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if plan.duration.training_s < limits.number("least_s"):
         return exempt("a job of minutes: no layout is worth a change")
     best, best_s = fastest_layout(evidence)
-    ratio, most = step_s / best_s, limits.number("most_ratio")
+    ratio, max_ratio = step_s / best_s, limits.number("most_ratio")
     floor, share = limits.number("floor"), limits.number("least_share")
     at = "plan:layout" if evidence.is_foreign else "parallel.mode"
     formula = (f"step {step_s:.3g} s, best found {best_s:.3g} s ({best.short}): {ratio:.2f}x; MFU {mfu:.1%}",)
-    if ratio > most:
-        lost = 1 - best_s / step_s
+    if ratio > max_ratio:
+        lost_share = 1 - best_s / step_s
         usd = evidence.usd
-        price = f": {format_money(lost * usd)}" if usd else ""
+        price = f": {format_money(lost_share * usd)}" if usd else ""
         return failed(
             f"your layout costs {ratio:.1f}x the best one found{price} (MFU {mfu:.1%} instead of {mfu * ratio:.1%})",
             formula=formula,
             value=ratio,
-            threshold=most,
+            threshold=max_ratio,
             unit="x",
             at=at,
-            impact=evidence.loses(lost, "beside the best layout found for the same job and cluster"),
-            fix=f"{best.name}; phalanx plan shows it beside its rivals. The threshold of {most:g}x is ours",
+            impact=evidence.loses(lost_share, "beside the best layout found for the same job and cluster"),
+            fix=f"{best.name}; phalanx plan shows it beside its rivals. The threshold of {max_ratio:g}x is ours",
         )
     large = plan.prediction.parameters >= limits.number("least_parameters")
     if large and floor > NOT_JUDGED and mfu < share * floor:
@@ -62,7 +62,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             f"the threshold, {share:g} of the floor of EFF002, is ours",
         )
     message = f"MFU {mfu:.1%} predicted, {ratio:.2f}x the step of the best layout found"
-    return passed(message, formula=formula, value=ratio, threshold=most, unit="x")
+    return passed(message, formula=formula, value=ratio, threshold=max_ratio, unit="x")
 
 
 def fastest_layout(evidence: Evidence) -> tuple[Layout, float]:

@@ -16,16 +16,16 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     prediction, sync = sites.row.prediction, evidence.the_job.sync
     wall_s = prediction.step_s * prediction.inner_steps
     compute_s = wall_s - prediction.exposed_s
-    ratio, most = prediction.exposed_s / compute_s, limits.number("most_ratio")
+    ratio, max_ratio = prediction.exposed_s / compute_s, limits.number("most_ratio")
     period = f"{prediction.inner_steps:,} steps" if prediction.inner_steps > 1 else "the step"
     message = (
         f"an exchange holds compute up for {format_seconds(prediction.exposed_s)}, and {period} take "
         + format_seconds(compute_s)
     )
-    formula = (f"{prediction.exposed_s:.4g} s / {compute_s:.4g} s = {ratio:.3g}, at most {most:g}",)
+    formula = (f"{prediction.exposed_s:.4g} s / {compute_s:.4g} s = {ratio:.3g}, at most {max_ratio:g}",)
     at = "sync.inner_steps" if prediction.inner_steps > 1 else "sync.mode"
-    if ratio <= most:
-        return passed(message, formula=formula, value=ratio, threshold=most, at=at)
+    if ratio <= max_ratio:
+        return passed(message, formula=formula, value=ratio, threshold=max_ratio, at=at)
     row = next(entry for entry in sites.grid if entry.codec == sync.codec)
     edits = []
     if row.smallest_inner_steps is not None:
@@ -35,7 +35,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         f"{message}: sites wait longer than they compute",
         formula=formula,
         value=ratio,
-        threshold=most,
+        threshold=max_ratio,
         at=at,
         impact=evidence.loses(1.0 - prediction.utilisation, "utilisation after the synchronous steps, as planned"),
         fix="a smaller codec, more inner steps, or delay_steps that hide the exchange; phalanx plan has the table",

@@ -85,15 +85,15 @@ def _secrets(evidence: Evidence) -> Iterator[Outcome]:
     """Yield a failure per variable or argument whose value is a credential; the value itself is never shown."""
     for name, setting in evidence.settings.items():
         if isinstance(setting.value, str) and is_secret(f"{name}={setting.value}"):
-            shown = name.removeprefix("env.")
+            variable = name.removeprefix("env.")
             yield failed(
-                f"{shown} stands in the file with its value, which looks like a credential",
+                f"{variable} stands in the file with its value, which looks like a credential",
                 at=f"setting:{name}",
                 severity="error",
                 impact=Impact(
                     note="no time by itself: files travel further than anybody remembers, and so do logs of them"
                 ),
-                fix=f"revoke it, and hand {shown} over in the environment of whoever starts the job",
+                fix=f"revoke it, and hand {variable} over in the environment of whoever starts the job",
             )
 
 
@@ -172,22 +172,22 @@ def _connections(evidence: Evidence, variables: dict[str, str], limits: Limits) 
         return  # a zero-bubble schedule has its own traffic to overlap
     tensor = evidence.the_job.parallel.tensor
     sharded = evidence.setting_flag("use_torch_fsdp2") or evidence.setting_flag("use_megatron_fsdp")
-    wanted = limits.number("connections")
+    queues = limits.number("connections")
     if _is_blackwell(evidence, int(value), limits):
         return
-    if sharded and int(value) == wanted:
+    if sharded and int(value) == queues:
         message = f"{CONNECTIONS}={value} with FSDP: gathers wait behind the products, and Megatron refuses it"
-    elif not sharded and isinstance(tensor, int) and tensor > 1 and int(value) != wanted:
+    elif not sharded and isinstance(tensor, int) and tensor > 1 and int(value) != queues:
         message = f"{CONNECTIONS}={value} with {tensor} tensor ranks: the overlap of their traffic needs one queue"
     else:
         return
     yield failed(
         message,
         value=int(value),
-        threshold=wanted,
+        threshold=queues,
         at=f"setting:env.{CONNECTIONS}",
         impact=Impact(note="kernels are not launched in the order that hides communication (Hopper and older)"),
-        fix=f"{CONNECTIONS}={wanted:g}" if not sharded else f"leave {CONNECTIONS} out",
+        fix=f"{CONNECTIONS}={queues:g}" if not sharded else f"leave {CONNECTIONS} out",
     )
 
 

@@ -22,25 +22,27 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_heartbeat(evidence: Evidence, limits: Limits) -> Outcome:
-    practice, most = evidence.practice, limits.number("heartbeat_s")
+    practice, max_heartbeat_s = evidence.practice, limits.number("heartbeat_s")
     beat_s = practice.heartbeat_s
     if beat_s is None:
         return unknown(
             f"whether ranks of {practice.trainer} send heartbeats is not known", fix="name a run log with a failure"
         )
     message = f"ranks of {practice.trainer} say every {beat_s:g} s that they live"
-    if 0 < beat_s <= most:
-        return passed(message, value=beat_s, threshold=most, unit="s")
+    if 0 < beat_s <= max_heartbeat_s:
+        return passed(message, value=beat_s, threshold=max_heartbeat_s, unit="s")
     if beat_s <= 0:
         message = f"ranks of {practice.trainer} send no heartbeat: a failure shows when a collective times out"
     waits_s = _timeout_s(evidence)
     return failed(
         message,
-        formula=(f"heartbeat {beat_s:g} s is not within (0, {most:g}] s; a collective waits {waits_s:g} s",),
+        formula=(f"heartbeat {beat_s:g} s is not within (0, {max_heartbeat_s:g}] s; a collective waits {waits_s:g} s",),
         value=beat_s,
-        threshold=most,
+        threshold=max_heartbeat_s,
         unit="s",
-        severity=_late_severity(beat_s, most, limits) if beat_s > 0 else _late_severity(math.inf, most, limits),
+        severity=_late_severity(beat_s, max_heartbeat_s, limits)
+        if beat_s > 0
+        else _late_severity(math.inf, max_heartbeat_s, limits),
         impact=per_failure(evidence, max(0.0, waits_s - limits.number("dead_after_s")), "waiting for a timeout"),
         fix="train with phalanx train, or put a heartbeat beside the ranks (NVIDIA's nvidia-resiliency-ext has one)",
     )
@@ -57,25 +59,25 @@ def _timeout_s(evidence: Evidence) -> float:
 
 
 def _judge_patience(evidence: Evidence, limits: Limits) -> Outcome:
-    dead_s, most = evidence.the_job.fault.dead_after_s, limits.number("dead_after_s")
+    dead_s, max_dead_after_s = evidence.the_job.fault.dead_after_s, limits.number("dead_after_s")
     if not evidence.stated("fault.dead_after_s"):
         return exempt(f"{evidence.practice.trainer} has no setting for the silence after which a rank is dead")
     message = f"a rank is dead after {dead_s:g} s of silence"
-    least = limits.number("least_beats") * (evidence.practice.heartbeat_s or 0.0)
-    if dead_s < least:
-        return _too_short(evidence, message, least, limits)
-    if dead_s <= most:
-        return passed(message, value=dead_s, threshold=most, unit="s", at="fault.dead_after_s")
+    min_beats = limits.number("least_beats") * (evidence.practice.heartbeat_s or 0.0)
+    if dead_s < min_beats:
+        return _too_short(evidence, message, min_beats, limits)
+    if dead_s <= max_dead_after_s:
+        return passed(message, value=dead_s, threshold=max_dead_after_s, unit="s", at="fault.dead_after_s")
     return failed(
         message,
-        formula=(f"fault.dead_after_s = {dead_s:g} s > {most:g} s",),
+        formula=(f"fault.dead_after_s = {dead_s:g} s > {max_dead_after_s:g} s",),
         value=dead_s,
-        threshold=most,
+        threshold=max_dead_after_s,
         unit="s",
         at="fault.dead_after_s",
-        severity=_late_severity(dead_s, most, limits),
-        impact=per_failure(evidence, dead_s - most, "silence that nobody acts on"),
-        edits=(Edit(key="fault.dead_after_s", value=int(most), safe=True, note="the longest allowed"),),
+        severity=_late_severity(dead_s, max_dead_after_s, limits),
+        impact=per_failure(evidence, dead_s - max_dead_after_s, "silence that nobody acts on"),
+        edits=(Edit(key="fault.dead_after_s", value=int(max_dead_after_s), safe=True, note="the longest allowed"),),
     )
 
 
@@ -118,22 +120,22 @@ def _judge_measured(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_detection(evidence: Evidence, value_s: float, where: str, limits: Limits, *more: str) -> Outcome:
-    most = limits.number("measured_s")
+    bound_s = limits.number("measured_s")
     message = f"p95 of detection {where} is {format_seconds(value_s)}"
     if value_s <= 0:  # the rank itself reported it
         message = f"detection {where} took no time"
     message = "; ".join([message, *more])
-    if value_s <= most:
-        return passed(message, value=value_s, threshold=most, unit="s")
+    if value_s <= bound_s:
+        return passed(message, value=value_s, threshold=bound_s, unit="s")
     return failed(
         message,
-        formula=(f"p95(detection) = {value_s:.3g} s > {most:g} s",),
+        formula=(f"p95(detection) = {value_s:.3g} s > {bound_s:g} s",),
         value=value_s,
-        threshold=most,
+        threshold=bound_s,
         unit="s",
         at="fault.dead_after_s",
-        severity=_late_severity(value_s, most, limits),
-        impact=per_failure(evidence, value_s - most, "noticed late"),
+        severity=_late_severity(value_s, bound_s, limits),
+        impact=per_failure(evidence, value_s - bound_s, "noticed late"),
         fix="lower fault.dead_after_s; where it is low, look in supervisor.jsonl at what was noticed late, and by whom",
     )
 

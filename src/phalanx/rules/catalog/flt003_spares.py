@@ -61,20 +61,24 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 
 def _judge_stop(evidence: Evidence, limits: Limits) -> Outcome:
     """Judge a job that ends at its first failure and so uses no spare, whatever `fault.spares` is."""
-    mtbf_s, length_s, most = evidence.the_plan.reliability.mtbf_s, job_s(evidence.the_plan), limits.number("stop_risk")
+    mtbf_s, length_s, max_risk = (
+        evidence.the_plan.reliability.mtbf_s,
+        job_s(evidence.the_plan),
+        limits.number("stop_risk"),
+    )
     if not (mtbf_s > 0 and length_s >= 0):
         return unknown("a time in the plan is not a number", fix="plan the job again: phalanx plan JOB")
     risk = failure_chance(evidence.the_plan)
-    length, apart = format_seconds(length_s), format_seconds(mtbf_s)
-    formula = (f"1 - exp(-{length} / {apart} between failures) = {risk:.1%}; at most {most:.0%}",)
+    length_text, mtbf_text = format_seconds(length_s), format_seconds(mtbf_s)
+    formula = (f"1 - exp(-{length_text} / {mtbf_text} between failures) = {risk:.1%}; at most {max_risk:.0%}",)
     message = f"the first failure ends the job, and one comes with {risk:.0%}"
-    if risk <= most:
-        return passed(message, formula=formula, value=risk, threshold=most, at="fault.recovery")
+    if risk <= max_risk:
+        return passed(message, formula=formula, value=risk, threshold=max_risk, at="fault.recovery")
     return failed(
         f'{message}: fault.recovery = "stop" uses no spare and does not shrink',
         formula=formula,
         value=risk,
-        threshold=most,
+        threshold=max_risk,
         at="fault.recovery",
         severity="error" if limits.flag("stop_is_error") else "warning",
         impact=per_failure(evidence, REQUEUE_S, "queued again at once; longer where somebody must notice first"),
@@ -109,11 +113,11 @@ def _idle_share(plan: Plan, need: int) -> tuple[float, str]:
     replica = layout.tensor * layout.context * layout.pipeline
     if layout.data < 2:
         return 1.0, "one replica: a job that lost a part of it cannot go on smaller"
-    lost = need * max(replica, plan.cluster.host_devices)
-    share = min(1.0, lost / layout.devices)
+    lost_devices = need * max(replica, plan.cluster.host_devices)
+    share = min(1.0, lost_devices / layout.devices)
     return (
         share,
-        f"{need} hosts × max({replica:,} per replica, {plan.cluster.host_devices} per host) = {lost:,} devices",
+        f"{need} hosts × max({replica:,} per replica, {plan.cluster.host_devices} per host) = {lost_devices:,} devices",
     )
 
 
@@ -125,9 +129,9 @@ def _waiting_cost(evidence: Evidence, repair_s: float, have: int) -> Impact:
         return Impact(note=f"{note}: {format_seconds(repair_s)} of all devices at every failure")
     away = repair_s / r.mtbf_s  # average number of hosts that are down at a time
     wait_s = repair_s / (have + 1) * _at_least(have, away)
-    apart = format_seconds(r.mtbf_s)
+    mtbf_text = format_seconds(r.mtbf_s)
     return evidence.loses(
-        wait_s / (r.mtbf_s + wait_s), f"{note}, {format_seconds(wait_s)} a failure, one every {apart}"
+        wait_s / (r.mtbf_s + wait_s), f"{note}, {format_seconds(wait_s)} a failure, one every {mtbf_text}"
     )
 
 

@@ -75,8 +75,8 @@ def _judge_host(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
         return ()
     missing = [name for name in needed if name not in host.packages]
     if not missing:
-        listed = ", ".join(f"{name} {host.packages[name]}" for name in needed)
-        return (passed(f"{host.name} has {listed}"),)
+        versions = ", ".join(f"{name} {host.packages[name]}" for name in needed)
+        return (passed(f"{host.name} has {versions}"),)
     return (
         failed(
             f"{host.name} has no {' and no '.join(missing)}",

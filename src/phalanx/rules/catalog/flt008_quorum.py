@@ -19,9 +19,9 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     if not peers:
         fix = "plan on a cluster of sites, or set sync.peers"
         return unknown("how many peers there are is not known", fix=fix, at="sync.quorum")
-    least = limits.number("more_than_share") * peers
+    half = limits.number("more_than_share") * peers
     share = f"{sync.quorum} of {peers} peers"
-    enough = int(least) + 1
+    enough = int(half) + 1
     if sync.quorum > peers:
         return failed(
             f"a round needs {share}: it never commits",
@@ -31,17 +31,17 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
             impact=Impact(note="nothing is ever learnt"),
             edits=(Edit(key="sync.quorum", value=enough, safe=False, note="the smallest majority"),),
         )
-    if sync.quorum <= least:
+    if sync.quorum <= half:
         return failed(
             f"a round begins with {share}, and no more than half can commit none",
-            formula=(f"{sync.quorum} <= {limits.number('more_than_share'):g} · {peers} = {least:g}",),
+            formula=(f"{sync.quorum} <= {limits.number('more_than_share'):g} · {peers} = {half:g}",),
             value=sync.quorum,
-            threshold=least,
+            threshold=half,
             at="sync.quorum",
             impact=Impact(note="two halves of a divided network must not both commit: such rounds are discarded"),
             edits=(Edit(key="sync.quorum", value=enough, safe=False, note="the smallest majority"),),
         )
-    return passed(f"a round commits with {share}", value=sync.quorum, threshold=least, at="sync.quorum")
+    return passed(f"a round commits with {share}", value=sync.quorum, threshold=half, at="sync.quorum")
 
 
 RULE = Rule(

@@ -28,8 +28,8 @@ def high_percentile(values: Sequence[float]) -> float | None:
     >>> high_percentile([3.0, 1.0]), high_percentile([]), high_percentile(list(range(1, 101)))
     (3.0, None, 95)
     """
-    known = sorted(value for value in values if math.isfinite(value))
-    return known[math.ceil(0.95 * len(known)) - 1] if known else None
+    numbers = sorted(value for value in values if math.isfinite(value))
+    return numbers[math.ceil(0.95 * len(numbers)) - 1] if numbers else None
 
 
 def counted_drills(evidence: Evidence) -> tuple[DrillFacts, ...]:

@@ -55,8 +55,8 @@ def planned_cost(evidence: Evidence, *, asynchronous: bool | None = None) -> Sav
 def suits_rules(evidence: Evidence, cost: SaveCost, interval_s: float) -> bool:
     """Return whether an interval is near the optimum, cheap enough, and long enough to write a checkpoint."""
     ratio = interval_s / cost.best_s if cost.best_s > 0 else math.inf
-    near = _rule_limit(evidence, "CKP001", "warn_ratio")
-    return 1 / near <= ratio <= near and interval_s >= _least_s(evidence, cost)
+    max_ratio = _rule_limit(evidence, "CKP001", "warn_ratio")
+    return 1 / max_ratio <= ratio <= max_ratio and interval_s >= _least_s(evidence, cost)
 
 
 def interval_edits(evidence: Evidence, cost: SaveCost, note: str) -> tuple[Edit, ...]:

@@ -26,15 +26,15 @@ NO_START = Impact(note="the job ends when it runs out of memory, mostly in its f
 
 def check(evidence: Evidence, limits: Limits) -> Outcome:
     """Compare the fullest device with its allowed share, or return the planner's refusal."""
-    refused = any("does not fit" in problem.what for problem in evidence.refusals)
-    if refused and (open_formats := _open_formats(evidence)):
+    is_refused = any("does not fit" in problem.what for problem in evidence.refusals)
+    if is_refused and (open_formats := _open_formats(evidence)):
         return open_formats
-    if evidence.plan is None or refused:
+    if evidence.plan is None or is_refused:
         return _judge_refusal(evidence, _severity(evidence, limits))
     memory = evidence.plan.memory
     if not (memory.device_bytes > 0 and math.isfinite(memory.total_bytes)):
         return unknown("the memory of this device is not known", fix="give memory_bytes in a cluster file")
-    share, most = memory.total_bytes / memory.device_bytes, limits.number("most_share")
+    share, max_share = memory.total_bytes / memory.device_bytes, limits.number("most_share")
     parts = sorted(memory.parts_bytes.items(), key=lambda item: -item[1])
     formula = (
         " + ".join(f"{name} {format_bytes(size)}" for name, size in parts if size >= 0.01 * memory.total_bytes)
@@ -42,21 +42,27 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
         f"{format_bytes(memory.total_bytes)} / {format_bytes(memory.device_bytes)} = {share:.1%} of the device",
     )
     statement = f"the fullest device holds {share:.1%} of its memory"
-    if share <= most:
+    if share <= max_share:
         return passed(
-            statement + _doubtful_memory(evidence.plan), formula=formula, value=share, threshold=most, at="plan:memory"
+            statement + _doubtful_memory(evidence.plan),
+            formula=formula,
+            value=share,
+            threshold=max_share,
+            at="plan:memory",
         )
     if open_formats := _open_formats(evidence):
         return open_formats
     return failed(
-        f"{statement}, more than {most:.0%}",
+        f"{statement}, more than {max_share:.0%}",
         formula=formula,
         value=share,
-        threshold=most,
+        threshold=max_share,
         at="plan:memory",
         severity=_severity(evidence, limits),
         impact=NO_START,
-        fix=_layout_with_headroom(evidence.plan, min(most * memory.device_bytes, FULL_MEMORY * memory.usable_bytes)),
+        fix=_layout_with_headroom(
+            evidence.plan, min(max_share * memory.device_bytes, FULL_MEMORY * memory.usable_bytes)
+        ),
     )
 
 

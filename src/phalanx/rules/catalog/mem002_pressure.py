@@ -57,15 +57,15 @@ def _judge_ends(evidence: Evidence, log: LogFacts) -> Outcome:
 
 
 def _judge_retries(monitor: MonitorFacts, limits: Limits) -> Outcome:
-    count, most = monitor.allocation_retries, limits.number("most_retries")
+    count, max_retries = monitor.allocation_retries, limits.number("most_retries")
     if count is None:
         return unknown("nobody counted the allocator's retries", fix="telemetry of a trainer that reports them")
-    if count <= most:
-        return passed(f"the allocator retried {plural(count, 'time')}", value=count, threshold=most)
+    if count <= max_retries:
+        return passed(f"the allocator retried {plural(count, 'time')}", value=count, threshold=max_retries)
     return failed(
         f"the allocator freed its cache and retried {plural(count, 'time')}",
         value=count,
-        threshold=most,
+        threshold=max_retries,
         impact=Impact(note="each stops the device while its cache is freed; the steps it hit are in EFF003"),
         fix="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or a smaller batch.micro",
     )
@@ -73,22 +73,22 @@ def _judge_retries(monitor: MonitorFacts, limits: Limits) -> Outcome:
 
 def _judge_fragments(monitor: MonitorFacts, limits: Limits) -> Outcome:
     """Judge fragmentation: memory that the allocator holds beyond the peak filled by tensors."""
-    held_bytes, peak, most = monitor.held_bytes, monitor.memory_peak_bytes, limits.number("most_held")
+    held_bytes, peak, max_ratio = monitor.held_bytes, monitor.memory_peak_bytes, limits.number("most_held")
     if not held_bytes or not peak or not math.isfinite(held_bytes / peak):
         return unknown(
             "how much memory the allocator holds is not known",
             fix="a run longer than telemetry.interval_s, in which ranks report their peak and what they hold",
         )
     ratio = held_bytes / peak
-    formula = (f"{format_bytes(held_bytes)} held / {format_bytes(peak)} filled = {ratio:.2f}, at most {most:g}",)
+    formula = (f"{format_bytes(held_bytes)} held / {format_bytes(peak)} filled = {ratio:.2f}, at most {max_ratio:g}",)
     statement = f"the allocator holds {ratio:.2f}x what tensors filled at most"
-    if ratio <= most:
-        return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
+    if ratio <= max_ratio:
+        return passed(statement, formula=formula, value=ratio, threshold=max_ratio, unit="x")
     return failed(
         statement,
         formula=formula,
         value=ratio,
-        threshold=most,
+        threshold=max_ratio,
         unit="x",
         impact=Impact(
             note=f"no time lost, but {format_bytes(held_bytes - peak)} of device memory are too fragmented to use"
@@ -98,16 +98,16 @@ def _judge_fragments(monitor: MonitorFacts, limits: Limits) -> Outcome:
 
 
 def _judge_stalls(evidence: Evidence, monitor: MonitorFacts, limits: Limits) -> Outcome:
-    share, most = monitor.pressure_mean, limits.number("most_stalled")
+    share, max_share = monitor.pressure_mean, limits.number("most_stalled")
     if not monitor.pressure_source.startswith("psi") or share is None or not math.isfinite(share):
         return exempt("the kernel keeps no pressure stall information, and these are not GPUs")
-    if share <= most:
-        return passed(f"ranks stalled for lack of memory {share:.2%} of the time", value=share, threshold=most)
+    if share <= max_share:
+        return passed(f"ranks stalled for lack of memory {share:.2%} of the time", value=share, threshold=max_share)
     return failed(
-        f"ranks stalled for lack of memory {share:.2%} of the time, more than {most:.0%}",
+        f"ranks stalled for lack of memory {share:.2%} of the time, more than {max_share:.0%}",
         formula=(f"mean of {monitor.pressure_source}, some, over all samples = {share:.4f}",),
         value=share,
-        threshold=most,
+        threshold=max_share,
         impact=evidence.loses(share, "time in which a task waited for memory"),
         fix="fewer ranks on the host, a smaller batch.micro, or what else runs there",
     )
@@ -123,16 +123,16 @@ def _judge_prediction(evidence: Evidence, monitor: MonitorFacts, limits: Limits)
         return unknown(
             "no rank reported its peak memory", fix="a run longer than telemetry.interval_s, in which ranks report"
         )
-    error, most = planned / peak - 1, limits.number("most_error")
+    error, max_error = planned / peak - 1, limits.number("most_error")
     formula = (f"{format_bytes(planned)} / {format_bytes(peak)} − 1 = {error:+.1%}",)
     statement = f"predicted {format_bytes(planned)}, measured {format_bytes(peak)}: {error:+.1%}"
-    if abs(error) <= most:
-        return passed(statement, formula=formula, value=error, threshold=most, at="plan:memory")
+    if abs(error) <= max_error:
+        return passed(statement, formula=formula, value=error, threshold=max_error, at="plan:memory")
     return failed(
         statement,
         formula=formula,
         value=error,
-        threshold=most,
+        threshold=max_error,
         at="plan:memory",
         impact=Impact(
             note="no time lost, but the next plan of such a job may choose what does not fit, or waste what does"

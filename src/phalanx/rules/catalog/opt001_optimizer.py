@@ -123,18 +123,18 @@ def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     name, usual = _optimizer_name(evidence), _usual_rate_here(evidence)
     if evidence.is_foreign and not any(family in name for family in ("adam", "muon")):
         return  # published rates are those of Adam; Lion, SGD and others have their own
-    most = limits.number("most_rate") * (limits.number("muon") if "muon" in name else 1.0)
+    max_rate = limits.number("most_rate") * (limits.number("muon") if "muon" in name else 1.0)
     ratio = optim.lr / usual
-    if ratio <= most:
+    if ratio <= max_rate:
         return
     source = "published runs of this size" if _parameters(evidence) else "any published run"
     yield failed(
         f"a learning rate of {optim.lr:g} is {ratio:,.0f} times that of {source}, {usual:.2g}",
-        formula=(f"{optim.lr:g} / {usual:.2g} = {ratio:.3g} > {most:g} (a threshold of ours)",),
+        formula=(f"{optim.lr:g} / {usual:.2g} = {ratio:.3g} > {max_rate:g} (a threshold of ours)",),
         value=optim.lr,
-        threshold=most * usual,
+        threshold=max_rate * usual,
         at="optim.lr",
-        severity="error" if ratio > limits.number("error_factor") * most else "warning",
+        severity="error" if ratio > limits.number("error_factor") * max_rate else "warning",
         impact=DIVERGES,
         fix=f"about {usual:.1g}, unless a run of this model and parameterisation shows otherwise",
     )
@@ -199,30 +199,30 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
 
 
 def _judge_decay(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
-    decay, most = evidence.the_job.optim.weight_decay, limits.number("most_decay")
-    if not evidence.stated("optim.weight_decay") or decay <= most:
+    decay, max_decay = evidence.the_job.optim.weight_decay, limits.number("most_decay")
+    if not evidence.stated("optim.weight_decay") or decay <= max_decay:
         return
     yield failed(
         f"a weight decay of {decay:g}; published runs have 0.01 to 0.1",
         value=decay,
-        threshold=most,
+        threshold=max_decay,
         at="optim.weight_decay",
-        severity="error" if decay > 2 * most else "warning",
+        severity="error" if decay > 2 * max_decay else "warning",
         impact=LEARNS,
         fix="0.1, as GPT-3 and Llama; the threshold is ours",
     )
 
 
 def _judge_epsilon(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
-    eps, most = evidence.the_job.optim.eps, limits.number("most_eps")
-    if not evidence.stated("optim.eps") or eps <= most:
+    eps, max_eps = evidence.the_job.optim.eps, limits.number("most_eps")
+    if not evidence.stated("optim.eps") or eps <= max_eps:
         return
     yield failed(
         f"Adam's epsilon is {eps:g}, larger than the gradients it is added to: steps shrink with them",
         value=eps,
-        threshold=most,
+        threshold=max_eps,
         at="optim.eps",
-        severity="error" if eps > 100 * most else "warning",
+        severity="error" if eps > 100 * max_eps else "warning",
         impact=LEARNS,
         fix="1e-8, or 1e-5 as Llama 2; the threshold is ours",
     )
@@ -230,20 +230,20 @@ def _judge_epsilon(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
 
 def _judge_betas(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     first, second = evidence.the_job.optim.betas
-    least, most = limits.number("least_beta2"), limits.number("most_beta")
+    min_beta2, max_beta = limits.number("least_beta2"), limits.number("most_beta")
     if not evidence.stated("optim.betas"):
         return
     severity: Severity = "warning"
     if first >= 1 or second >= 1:
         message, severity = f"betas of {first:g} and {second:g}: a moment that never forgets never learns", "error"
-    elif first > most or second < least:
+    elif first > max_beta or second < min_beta2:
         message = f"betas of {first:g} and {second:g}; published runs have 0.9 and 0.95 to 0.999"
     else:
         return
     yield failed(
         message,
-        value=second if second < least else first,
-        threshold=least if second < least else most,
+        value=second if second < min_beta2 else first,
+        threshold=min_beta2 if second < min_beta2 else max_beta,
         at="optim.betas",
         severity=severity,
         impact=LEARNS,

@@ -13,8 +13,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     """Check the number format of matrix products against the kind of loss scale."""
     compute, kind = evidence.the_job.precision.compute, _scale_kind(evidence)
     scale = evidence.the_job.precision.loss_scale
-    shown = f'"auto", {kind or "not known"}' if isinstance(scale, str) else f"{scale:g}, {kind}"
-    formula = (f"compute = {compute}; loss scale = {shown}",)
+    scale_text = f'"auto", {kind or "not known"}' if isinstance(scale, str) else f"{scale:g}, {kind}"
+    formula = (f"compute = {compute}; loss scale = {scale_text}",)
     if kind is None:
         return unknown(
             f"it is not known how {evidence.practice.trainer} scales the loss in {compute}",

@@ -23,7 +23,7 @@ def _judge_parity(evidence: Evidence, limits: Limits) -> Outcome:
 
     Runs of smaller models count, as they did for DeepSeek-V3.
     """
-    kind, parity, most = evidence.the_job.precision.compute, evidence.parity, limits.number("most_gap")
+    kind, parity, max_gap = evidence.the_job.precision.compute, evidence.parity, limits.number("most_gap")
     if parity is None or parity.narrow_format != kind:
         return unknown(
             f"nothing shows that {kind} learns as bf16 does on this model",
@@ -37,13 +37,13 @@ def _judge_parity(evidence: Evidence, limits: Limits) -> Outcome:
         f"gap = {parity.narrow_loss:.4f} / {parity.wide_loss:.4f} - 1 = {parity.gap:+.3%}",
     )
     statement = f"{kind} ends {parity.gap:+.3%} from {parity.wide_format}"
-    if parity.gap <= most:
-        return passed(statement, formula=formula, value=parity.gap, threshold=most, at="precision.compute")
+    if parity.gap <= max_gap:
+        return passed(statement, formula=formula, value=parity.gap, threshold=max_gap, at="precision.compute")
     return failed(
         statement,
         formula=formula,
         value=parity.gap,
-        threshold=most,
+        threshold=max_gap,
         at="precision.compute",
         impact=Impact(note="no time lost, but the model learns less from the same tokens"),
         edits=(Edit(key="precision.compute", value="bf16", safe=False, note="until parity is shown"),),
@@ -68,19 +68,19 @@ def _lacking_format(evidence: Evidence, limits: Limits) -> Outcome | None:
 
 def _judge_support(evidence: Evidence) -> Outcome:
     kind, profile = evidence.the_job.precision.compute, evidence.profile
-    listed = ", ".join(profile.formats)
+    formats = ", ".join(profile.formats)
     if kind in profile.formats:
         if profile.must_measure and kind not in ("fp32", "bf16"):
             return _judge_declared(evidence, kind)
-        return passed(f"{profile.name} multiplies in {kind}", value=kind, threshold=listed, at="precision.compute")
+        return passed(f"{profile.name} multiplies in {kind}", value=kind, threshold=formats, at="precision.compute")
     nearest = "bf16" if "bf16" in profile.formats else profile.formats[0]
     return failed(
         f"{profile.name} does not multiply in {kind}",
         value=kind,
-        threshold=listed,
+        threshold=formats,
         at="precision.compute",
         impact=Impact(note="the job does not start, or computes in a wider format than it says"),
-        edits=(Edit(key="precision.compute", value=nearest, safe=False, note=f"{profile.name} has {listed}"),),
+        edits=(Edit(key="precision.compute", value=nearest, safe=False, note=f"{profile.name} has {formats}"),),
     )
 
 

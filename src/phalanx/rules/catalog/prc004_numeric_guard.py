@@ -24,7 +24,7 @@ def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_clipping(evidence: Evidence, limits: Limits) -> Outcome:
-    key, most = "train.skipped_steps", limits.number("most_in_a_row")
+    key, max_in_a_row = "train.skipped_steps", limits.number("most_in_a_row")
     if not evidence.stated(key):
         return unknown(
             f"it is not known after how many skipped steps {evidence.practice.trainer} stops",
@@ -33,19 +33,21 @@ def _judge_clipping(evidence: Evidence, limits: Limits) -> Outcome:
         )
     count = evidence.the_job.train.skipped_steps
     statement = f"the run stops after {plural(count, 'skipped step')} in a row"
-    if count <= most:
-        return passed(statement, value=count, threshold=most, unit="steps", at=key)
+    if count <= max_in_a_row:
+        return passed(statement, value=count, threshold=max_in_a_row, unit="steps", at=key)
     step_s = evidence.plan.prediction.step_s if evidence.plan is not None else 0.0
     return failed(
-        f"{statement}, more than {most:.0f}",
+        f"{statement}, more than {max_in_a_row:.0f}",
         formula=(f"{plural(count, 'step')} × {step_s:.3g} s = {count * step_s:,.0f} s of steps that learn nothing",),
         value=count,
-        threshold=most,
+        threshold=max_in_a_row,
         unit="steps",
         at=key,
-        severity=beyond_count(count, most, limits),
+        severity=beyond_count(count, max_in_a_row, limits),
         impact=Impact(note=f"{format_seconds(count * step_s)} of steps that learn nothing, at every divergence"),
-        edits=(Edit(key=key, value=int(most), safe=False, note="then the run goes back to its last intact state"),),
+        edits=(
+            Edit(key=key, value=int(max_in_a_row), safe=False, note="then the run goes back to its last intact state"),
+        ),
     )
 
 
@@ -110,14 +112,14 @@ def _is_filled_in(evidence: Evidence) -> bool:
 
 def _factor_too_small(factor: float, limits: Limits) -> Outcome:
     """Return the failure for a spike factor near 1, with which usual steps count as spikes and the run ends."""
-    least = limits.number("least_factor")
+    min_factor = limits.number("least_factor")
     return failed(
-        f"steps are skipped from {factor:g} times the running median, less than {least:g}: most are no spikes",
+        f"steps are skipped from {factor:g} times the running median, less than {min_factor:g}: most are no spikes",
         formula=(
-            f"train.spike_factor = {factor:g}, at least {least:g}; at 1 half of all steps are above their median",
+            f"train.spike_factor = {factor:g}, at least {min_factor:g}; at 1 half of all steps are above their median",
         ),
         value=factor,
-        threshold=least,
+        threshold=min_factor,
         unit="x",
         at="train.spike_factor",
         impact=Impact(note="steps that learn nothing, and a stop after train.skipped_steps of them: the run ends"),
@@ -130,18 +132,18 @@ def _in_a_row(evidence: Evidence, limits: Limits, steps: StepFacts) -> tuple[Out
     searching = (
         evidence.the_job.precision.compute == "fp16"
     )  # fp16 searches for its loss scale, which skips steps by design
-    most = limits.number("most_in_a_row")
-    least = most if searching else limits.number("look_in_a_row")
-    if steps.skipped_in_a_row < least or (searching and steps.skipped_in_a_row <= most):
+    max_in_a_row = limits.number("most_in_a_row")
+    min_in_a_row = max_in_a_row if searching else limits.number("look_in_a_row")
+    if steps.skipped_in_a_row < min_in_a_row or (searching and steps.skipped_in_a_row <= max_in_a_row):
         return ()
-    count, bound = steps.skipped_in_a_row, min(most, evidence.the_job.train.skipped_steps)
-    ended = ", as many as end a run" if count >= bound else ""
+    count, bound = steps.skipped_in_a_row, min(max_in_a_row, evidence.the_job.train.skipped_steps)
+    ending = ", as many as end a run" if count >= bound else ""
     return (
         failed(
-            f"skipped {plural(count, 'step')} in a row{ended}",
-            formula=(f"{steps.skipped:,} of {steps.count:,} steps were skipped; in a row fewer than {least:g}",),
+            f"skipped {plural(count, 'step')} in a row{ending}",
+            formula=(f"{steps.skipped:,} of {steps.count:,} steps were skipped; in a row fewer than {min_in_a_row:g}",),
             value=count,
-            threshold=least,
+            threshold=min_in_a_row,
             unit="steps",
             at=file_of(evidence.the_log),
             severity="error" if count >= bound else "warning",
@@ -188,18 +190,20 @@ def _judge_jump(evidence: Evidence, limits: Limits, steps: StepFacts) -> Outcome
     The loss is judged where it is logged by itself; otherwise the larger jump of loss and gradient norm, unless
     gradients are clipped.
     """
-    most = limits.number("jump")
+    max_jump = limits.number("jump")
     jump, spot = steps.worst_loss_jump, steps.worst_loss_jump_spot
     if jump is None and evidence.the_job.optim.clip <= 0:
         jump, spot = steps.worst_jump, steps.worst_jump_spot
     if jump is None or not math.isfinite(jump):
         return passed(f"{steps.skipped:,} of {steps.count:,} steps skipped, at most {steps.skipped_in_a_row} in a row")
-    if jump <= most:
-        return passed(f"no step that was taken jumped by more than {jump:.1f}x", value=jump, threshold=most, unit="x")
+    if jump <= max_jump:
+        return passed(
+            f"no step that was taken jumped by more than {jump:.1f}x", value=jump, threshold=max_jump, unit="x"
+        )
     return failed(
         f"a step that was taken had {jump:.1f}x the running mean",
         value=jump,
-        threshold=most,
+        threshold=max_jump,
         unit="x",
         at=spot or "",
         severity="warning",

@@ -26,20 +26,22 @@ def _judge_checkpoints(evidence: Evidence, limits: Limits) -> Outcome:
     statement = f"{practice.trainer} writes and reads {form}"
     if form in safe:
         return passed(statement, value=form, threshold=", ".join(safe))
-    least = limits.words("torch")[0]
+    min_version = limits.words("torch")[0]
     torch = (evidence.host.packages or {}).get("torch", "") if evidence.host is not None else ""
-    if torch and at_least(torch, least) and practice.verifies_digests:
-        return passed(f"{statement}, with torch {torch} and digests that are verified", value=torch, threshold=least)
+    if torch and at_least(torch, min_version) and practice.verifies_digests:
+        return passed(
+            f"{statement}, with torch {torch} and digests that are verified", value=torch, threshold=min_version
+        )
     return failed(
         f"{statement}, which holds pickles" + (f", with torch {torch}" if torch else ""),
-        formula=(f"{form} is not one of {', '.join(safe)}; else torch >= {least}, weights_only and digests",),
+        formula=(f"{form} is not one of {', '.join(safe)}; else torch >= {min_version}, weights_only and digests",),
         value=form,
         threshold=", ".join(safe),
         at="practice:checkpoint_format"
         if form == "torch-pickle"
         else "",  # this format was chosen, and there are better ones
         impact=TAKEN_OVER,
-        fix=_safer_format(evidence, least),
+        fix=_safer_format(evidence, min_version),
     )
 
 
@@ -57,8 +59,8 @@ def _judge_weights(evidence: Evidence, limits: Limits) -> Outcome:
     if not path:
         return exempt("the job starts from new weights")
     ending = "." + path.rsplit(".", 1)[-1].lower() if "." in path.rsplit("/", 1)[-1] else ""
-    bad = limits.words("endings")
-    if ending not in bad:
+    pickle_endings = limits.words("endings")
+    if ending not in pickle_endings:
         return passed(f"train.weights = {path[:80]!r}: only safetensors are read from it", at="train.weights")
     return failed(
         f"train.weights = {path[:80]!r} names a pickle",

@@ -67,18 +67,18 @@ def _judge_metrics(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcom
 
 
 def _judge_address(host: str, who: str, key: str, allowed: tuple[str, ...], *, port: str = "") -> Outcome:
-    reach, shown = reach_of(host), host[:60]
+    reach, host_text = reach_of(host), host[:60]
     if reach in allowed:
-        return passed(f"{who} {shown} ({reach})", value=shown, threshold=", ".join(allowed), at=key)
+        return passed(f"{who} {host_text} ({reach})", value=host_text, threshold=", ".join(allowed), at=key)
     if reach == "a name":
         return unknown(
-            f"{who} {shown}: whether that is a private address is not known", fix="write it in numbers", at=key
+            f"{who} {host_text}: whether that is a private address is not known", fix="write it in numbers", at=key
         )
     edits = (Edit(key=key, value=f"127.0.0.1:{port}", safe=True, note="come in through ssh -L"),) if port else ()
     return failed(
-        f"{who} {shown}, which is {'every address of the host' if reach == 'everywhere' else 'public'}",
-        formula=(f"reach of {shown} is {reach}, not one of {', '.join(allowed)}",),
-        value=shown,
+        f"{who} {host_text}, which is {'every address of the host' if reach == 'everywhere' else 'public'}",
+        formula=(f"reach of {host_text} is {reach}, not one of {', '.join(allowed)}",),
+        value=host_text,
         threshold=", ".join(allowed),
         at=key,
         impact=NO_TIME,
@@ -91,19 +91,19 @@ def _judge_log(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcome, .
     log = evidence.log
     if log is None or not log.listens:
         return ()
-    wrong = [address for address in log.listens if reach_of(_address_host(address)) in ("everywhere", "public")]
-    wrong = [address for address in wrong if reach_of(_address_host(address)) not in allowed]
-    listed = ", ".join(address[:60] for address in (wrong or log.listens)[:4])
+    exposed = [address for address in log.listens if reach_of(_address_host(address)) in ("everywhere", "public")]
+    exposed = [address for address in exposed if reach_of(_address_host(address)) not in allowed]
+    addresses = ", ".join(address[:60] for address in (exposed or log.listens)[:4])
     names = [address for address in log.listens if reach_of(_address_host(address)) == "a name"]
-    if not wrong and names:
-        listed = ", ".join(address[:60] for address in names[:4])
-        return (unknown(f"the run listened on {listed}: whether that is private is not known", fix="give numbers"),)
-    if not wrong:
-        return (passed(f"the run listened on {listed}", value=len(log.listens), unit="addresses"),)
+    if not exposed and names:
+        addresses = ", ".join(address[:60] for address in names[:4])
+        return (unknown(f"the run listened on {addresses}: whether that is private is not known", fix="give numbers"),)
+    if not exposed:
+        return (passed(f"the run listened on {addresses}", value=len(log.listens), unit="addresses"),)
     return (
         failed(
-            f"the run listened on {listed}",
-            value=listed,
+            f"the run listened on {addresses}",
+            value=addresses,
             threshold=", ".join(allowed),
             impact=NO_TIME,
             fix="set fault.interface (or --address) and telemetry.listen to an address of the private network",
@@ -129,16 +129,16 @@ def _judge_trainer(evidence: Evidence, allowed: tuple[str, ...]) -> tuple[Outcom
     ]
     if practice.authenticated and not open_addresses:
         return (passed(f"{practice.trainer} asks for a secret on every control socket"),)
-    why = []
+    reasons = []
     if open_addresses:
-        why.append(f"listens on {', '.join(open_addresses[:4])} by default")
+        reasons.append(f"listens on {', '.join(open_addresses[:4])} by default")
     if practice.authenticated is False:
-        why.append("lets in whoever connects")
-    if not why:
+        reasons.append("lets in whoever connects")
+    if not reasons:
         return (unknown(f"whether {practice.trainer} asks who connects is not known", fix="keep its hosts private"),)
     return (
         failed(
-            f"{practice.trainer} {' and '.join(why)}",
+            f"{practice.trainer} {' and '.join(reasons)}",
             value=", ".join(open_addresses) or "no authentication",
             threshold=", ".join(allowed),
             severity="warning",

@@ -39,14 +39,16 @@ def longest_silence(evidence: Evidence) -> Silence | None:
     """Return the longest pause outside of steps; None where no duration is known."""
     checkpoints = evidence.log.checkpoints if evidence.log is not None else None
     pauses = [_save_silence(evidence, checkpoints), _evaluation_silence(evidence), _restore_silence(evidence)]
-    known = [pause for pause in pauses if pause is not None and math.isfinite(pause.seconds) and pause.seconds > 0]
-    longest = max(known, key=lambda pause: pause.seconds, default=None)
+    known_pauses = [
+        pause for pause in pauses if pause is not None and math.isfinite(pause.seconds) and pause.seconds > 0
+    ]
+    longest = max(known_pauses, key=lambda pause: pause.seconds, default=None)
     save, evaluation = pauses[0], pauses[1]
     is_phalanx = evidence.practice.trainer == "phalanx"
     if (
         is_phalanx
-        or save not in known
-        or evaluation not in known
+        or save not in known_pauses
+        or evaluation not in known_pauses
         or save is None
         or evaluation is None
         or longest is None

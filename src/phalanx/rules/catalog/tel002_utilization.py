@@ -54,12 +54,12 @@ def _without_samples(log: LogFacts) -> Outcome:
 
 def _judge_source(evidence: Evidence, log: LogFacts, monitor: MonitorFacts) -> Outcome:
     honest, profile = evidence.profile.utilization_sources, evidence.profile.name
-    wrong = [source for source in monitor.utilization_sources if source not in honest]
-    if wrong:
+    dishonest = [source for source in monitor.utilization_sources if source not in honest]
+    if dishonest:
         return failed(
-            f"utilization is measured by {', '.join(wrong)}, not by the activity of the hardware",
-            formula=(f"{', '.join(wrong)} is not one of {', '.join(honest)} ({profile})",),
-            value=", ".join(wrong),
+            f"utilization is measured by {', '.join(dishonest)}, not by the activity of the hardware",
+            formula=(f"{', '.join(dishonest)} is not one of {', '.join(honest)} ({profile})",),
+            value=", ".join(dishonest),
             threshold=", ".join(honest),
             at=file_of(log),
             impact=Impact(note="costs no time by itself: it hides idle devices behind a resident kernel"),

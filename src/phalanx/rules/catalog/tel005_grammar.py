@@ -123,14 +123,14 @@ def _judge_readable(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_closed(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
-    allowed = limits.number("unclosed") if log.is_over else max(1.0, limits.number("unclosed"))
-    if log.grammar.unclosed <= allowed:
+    max_unclosed = limits.number("unclosed") if log.is_over else max(1.0, limits.number("unclosed"))
+    if log.grammar.unclosed <= max_unclosed:
         return ()
     return (
         failed(
             f"after {plural(log.grammar.unclosed, 'incident')} neither a step nor an end was recorded",
             value=log.grammar.unclosed,
-            threshold=allowed,
+            threshold=max_unclosed,
             unit="incidents",
             at=Spot(file=f"{log.folder}/supervisor.jsonl"),
             impact=UNTOLD,
@@ -140,15 +140,15 @@ def _judge_closed(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
 
 
 def _judge_clocks(log: LogFacts, limits: Limits) -> tuple[Outcome, ...]:
-    skew, most = finite_value(log.grammar.skew_s), limits.number("skew_s")
-    if skew is None or skew <= most:
+    skew, max_skew_s = finite_value(log.grammar.skew_s), limits.number("skew_s")
+    if skew is None or skew <= max_skew_s:
         return ()
     return (
         failed(
             f"the clocks of the ranks differ by {skew:.1f} s",
-            formula=(f"largest difference at the same step = {skew:.2f} s > {most:g} s",),
+            formula=(f"largest difference at the same step = {skew:.2f} s > {max_skew_s:g} s",),
             value=skew,
-            threshold=most,
+            threshold=max_skew_s,
             unit="s",
             severity="warning",
             at=file_of(log),

@@ -30,13 +30,13 @@ def check(evidence: Evidence, limits: Limits) -> Outcome | tuple[Outcome, ...]:
     """Check the arithmetic of the layout, or return why the planner found no layout."""
     if evidence.plan is not None:
         return _judge_layout(evidence, evidence.plan, limits)
-    refused = tuple(
+    refusals = tuple(
         problem
         for problem in evidence.refusals
         if not (is_memory(problem) or is_batch(problem) or "matrix units" in problem.what)
     )
-    if refused:
-        return tuple(_judge_refusal(evidence, problem) for problem in refused)
+    if refusals:
+        return tuple(_judge_refusal(evidence, problem) for problem in refusals)
     if evidence.refusals:
         return passed("not the degrees: the planner refused the job for what MEM001, BAT001 or PRC003 tell")
     return unknown(
@@ -101,9 +101,9 @@ def _named_key(problem: Problem) -> str:
     """Return the first job key that a refusal names; empty (the whole file) without one."""
     words = (word.strip("(),:;=\"'`") for word in problem.what.split())
     sections = ("parallel.", "batch.", "precision.", "cost.", "checkpoint.", "cluster.")
-    named = next((word for word in words if word.startswith(sections)), "")
+    named_key = next((word for word in words if word.startswith(sections)), "")
     sizes = {name: int(size) for name, size in SIZES.findall(problem.what)}
-    return named or (f"parallel.{max(sizes, key=lambda name: sizes[name])}" if sizes else "")
+    return named_key or (f"parallel.{max(sizes, key=lambda name: sizes[name])}" if sizes else "")
 
 
 def _whole_job(evidence: Evidence) -> Impact:
@@ -116,12 +116,12 @@ def _judge_layout(evidence: Evidence, plan: Plan, limits: Limits) -> Outcome | t
         f"tensor {layout.tensor} × context {layout.context} × pipeline {layout.pipeline} × data {layout.data} "
         f"= {layout.devices:,}"
     )
-    wrong = tuple(
+    failures = tuple(
         failed(message, formula=(product,), value=value, threshold=bound, at=at, impact=_whole_job(evidence), fix=fix)
         for message, value, bound, at, fix in _degree_faults(job, plan, limits)
     )
     statement = f"{product} of {plan.cluster.devices:,} devices, each with one rank"
-    return wrong or passed(statement, formula=(product,), value=layout.devices, threshold=plan.cluster.devices)
+    return failures or passed(statement, formula=(product,), value=layout.devices, threshold=plan.cluster.devices)
 
 
 def _degree_faults(job: Job, plan: Plan, limits: Limits) -> Iterator[tuple[str, int, int, str, str]]:

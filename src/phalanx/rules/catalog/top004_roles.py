@@ -45,24 +45,24 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     times = {order: wire_seconds(plan, order) for order in _possible_orders(plan, plan_order)}
     best = min(times, key=lambda order: (times[order], order != plan_order))
     ratio = times[plan_order] / times[best] if times[best] > 0 else 1.0
-    most = limits.number("most_ratio")
+    max_ratio = limits.number("most_ratio")
     formula = (
         *(
             f"{group.axis} {group.size:,}: {group.bytes_per_step / 1e9:,.3g} GB a step on {group.tier}"
             for group in carried
         ),
         f"T({_order_text(plan, plan_order)}) = {format_seconds(times[plan_order])}, T({_order_text(plan, best)}) = "
-        f"{format_seconds(times[best])}: {ratio:.2f}, at most {most:.2f}",
+        f"{format_seconds(times[best])}: {ratio:.2f}, at most {max_ratio:.2f}",
     )
-    if ratio <= most:
+    if ratio <= max_ratio:
         statement = f"traffic takes {ratio:.2f}x the time of the best order of axes"
-        return passed(statement, formula=formula, value=ratio, threshold=most, unit="x")
+        return passed(statement, formula=formula, value=ratio, threshold=max_ratio, unit="x")
     shown_s = sum(group.shown_s for group in carried)
     return failed(
         f"traffic takes {ratio:.2f}x the time it would with {_order_text(plan, best)} nearest first",
         formula=formula,
         value=ratio,
-        threshold=most,
+        threshold=max_ratio,
         unit="x",
         at="plan:mapping",
         impact=evidence.loses(
@@ -123,24 +123,26 @@ def _group_parts(plan: Plan, axis: str, axes: list[_Part]) -> list[_Part]:
     """Return the parts of the mesh that a row of the mapping runs over, nearest first."""
     layout = plan.layout
     if axis in EXPERTS:
-        near, far = _split_parts([part for part in axes if part.name != "pipeline"], layout.expert)
-        return near if axis == "expert" else far
+        near_parts, far_parts = _split_parts([part for part in axes if part.name != "pipeline"], layout.expert)
+        return near_parts if axis == "expert" else far_parts
     if axis in INSIDE_DATA:  # gradients are shared by data and context ranks together
         gradient_parts = [part for part in axes if part.name in ("data", "context")]
-        near, far = _split_parts(gradient_parts, layout.shard if axis != "data" else layout.data * layout.context)
-        return far if axis == "replica" else near
+        near_parts, far_parts = _split_parts(
+            gradient_parts, layout.shard if axis != "data" else layout.data * layout.context
+        )
+        return far_parts if axis == "replica" else near_parts
     return [part for part in axes if part.name == axis]
 
 
 def _split_parts(parts: list[_Part], count: int) -> tuple[list[_Part], list[_Part]]:
     """Split a group into its nearest `count` ranks and the strided groups over the rest."""
-    near, far = [], []
+    near_parts, far_parts = [], []
     for part in parts:
         near_size = math.gcd(part.size, max(1, count))
         count //= near_size
-        near.append(replace(part, size=near_size))
-        far.append(replace(part, size=part.size // near_size, stride=part.stride * near_size))
-    return near, far
+        near_parts.append(replace(part, size=near_size))
+        far_parts.append(replace(part, size=part.size // near_size, stride=part.stride * near_size))
+    return near_parts, far_parts
 
 
 def _group_rate(plan: Plan, group: list[_Part], *, chain: bool) -> float:
@@ -149,11 +151,11 @@ def _group_rate(plan: Plan, group: list[_Part], *, chain: bool) -> float:
     A chain of pipeline stages does not: the stage at the edge of a domain sends everything through its own card.
     """
     cluster = plan.cluster
-    used = [part for part in group if part.size > 1]
-    ranks = math.prod(part.size for part in used)
+    used_parts = [part for part in group if part.size > 1]
+    ranks = math.prod(part.size for part in used_parts)
     domain, link = max(1, cluster.domain_devices), sane(cluster.link_bytes_per_s)
-    inside = math.prod(max(1, min(part.size, domain // part.stride)) for part in used)
-    span = max((part.size * part.stride for part in used), default=1)
+    inside = math.prod(max(1, min(part.size, domain // part.stride)) for part in used_parts)
+    span = max((part.size * part.stride for part in used_parts), default=1)
     if 1 < span <= domain and domain % span:  # some groups straddle two domains
         inside = max(1, ranks // 2)
     cards = 1 if chain else inside

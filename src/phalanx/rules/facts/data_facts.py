@@ -38,13 +38,13 @@ def folder_facts(paths: Sequence[str], base: Path) -> DataFacts:
 
     A folder that does not exist yet is not counted as missing: `plan` and `train` report it.
     """
-    tokens, known = 0.0, bool(paths)
+    tokens, is_counted = 0.0, bool(paths)
     for name in paths[:MOST_SOURCES]:
         try:
             tokens += sum(shard.tokens for shard in read_manifest(base / name).shards if shard.split == "train")
         except (PhalanxError, OSError, ValueError):
-            known = False
-    return DataFacts(named=len(paths), tokens=tokens if known else None)
+            is_counted = False
+    return DataFacts(named=len(paths), tokens=tokens if is_counted else None)
 
 
 def megatron_facts(words: Sequence[str], base: Path, *, setting: str) -> DataFacts:
@@ -55,15 +55,17 @@ def megatron_facts(words: Sequence[str], base: Path, *, setting: str) -> DataFac
     checked far from their data, and a script may fetch the data later.
     """
     prefixes = [word for word in words if word and not _is_number(word)][:MOST_SOURCES]
-    missing, tokens, known = [], 0.0, bool(prefixes)
+    missing, tokens, is_counted = [], 0.0, bool(prefixes)
     for prefix in prefixes:
         # A prefix with a shell variable cannot be resolved here.
         count = _megatron_tokens(base / prefix) if "$" not in prefix else None
-        known = known and count is not None
+        is_counted = is_counted and count is not None
         tokens += count or 0.0
         if "$" not in prefix and _is_absent(base / prefix):
             missing.append(prefix)
-    return DataFacts(named=len(prefixes), missing=tuple(missing), tokens=tokens if known else None, setting=setting)
+    return DataFacts(
+        named=len(prefixes), missing=tuple(missing), tokens=tokens if is_counted else None, setting=setting
+    )
 
 
 def named_facts(name: str, *, setting: str) -> DataFacts:

@@ -134,8 +134,8 @@ def find_drills(
         return ()
     key = known_key(environ)
     read = [_read_record(path, key) for path in sorted(paths, key=_changed_s, reverse=True)[:MOST_READ]]
-    known = sorted((record for record in read if record is not None), key=_made_s, reverse=True)
-    newest = sorted(known, key=lambda record: bool(_other_subject(record.body, subject)))[
+    records = sorted((record for record in read if record is not None), key=_made_s, reverse=True)
+    newest = sorted(records, key=lambda record: bool(_other_subject(record.body, subject)))[
         :MOST_RECORDS
     ]  # the sort is stable
     return tuple(
@@ -146,17 +146,17 @@ def find_drills(
 
 def _other_subject(record: Mapping[str, Any], subject: Mapping[str, str] | None) -> str:
     """Return how the drilled job differs from the checked one, as a clause; empty when it is the same."""
-    drilled = record.get("subject")
+    drilled_subject = record.get("subject")
     if subject is None:
         return "what is checked names no job and layout"
-    if not isinstance(drilled, Mapping):
+    if not isinstance(drilled_subject, Mapping):
         return "it does not say which"
     for key, noun in (("job", "job"), ("model", "model")):
-        if drilled.get(key) != subject[key]:
-            return f"{noun} {_plain_word(drilled.get(key)) or 'without a name'}, not {subject[key]}"
-    if drilled.get("splits") != subject["splits"]:
-        return f"its layout splits {_plain_word(drilled.get('splits'))}, this one {subject['splits']}"
-    if drilled.get("digest") != subject["digest"]:
+        if drilled_subject.get(key) != subject[key]:
+            return f"{noun} {_plain_word(drilled_subject.get(key)) or 'without a name'}, not {subject[key]}"
+    if drilled_subject.get("splits") != subject["splits"]:
+        return f"its layout splits {_plain_word(drilled_subject.get('splits'))}, this one {subject['splits']}"
+    if drilled_subject.get("digest") != subject["digest"]:
         return f"{subject['job']} with other settings of model, precision, optimizer, saving or recovery"
     return ""
 
@@ -214,7 +214,7 @@ def _read_record(path: Path, key: bytes | None) -> _Record | None:
 
 def _drill_facts(read: _Record, *, key: bytes | None, alone: bool, other: str) -> DrillFacts:
     path, record = read.path, read.body
-    wrong = _record_faults(read, key, alone=alone)
+    faults = _record_faults(read, key, alone=alone)
     # A claim that could not be judged counts neither way; its fault proves nothing either.
     verdicts = [verdict for verdict in _record_list(record, "verdicts") if verdict.get("judged") is not False]
     failed = [_plain_word(verdict.get("name")) for verdict in verdicts if verdict.get("ok") is not True]
@@ -227,7 +227,7 @@ def _drill_facts(read: _Record, *, key: bytes | None, alone: bool, other: str) -
     made_s = number(record, "made_s")
     return DrillFacts(
         path=str(path),
-        signed=not wrong,
+        signed=not faults,
         version=made_by,
         profile=_plain_word(record.get("profile")),
         faults=_sorted_words({kind for text in _record_texts(record, "faults") for kind in _fault_kinds(text)}),
@@ -239,9 +239,9 @@ def _drill_facts(read: _Record, *, key: bytes | None, alone: bool, other: str) -
         detect_s=_outcome_seconds(outcomes, "detected_s", kinds=SILENT),
         recovery_s=_outcome_seconds(outcomes, "recovered_s"),
         named_right=record.get("named_right") if isinstance(record.get("named_right"), bool) else None,
-        wrong=(*wrong, *(f"the oracle says no: {name}" for name in failed)),
+        wrong=(*faults, *(f"the oracle says no: {name}" for name in failed)),
         # The digest covers 800 files, so it is computed only for records that can count.
-        current=not wrong and not other and record.get("code") == our_code(),
+        current=not faults and not other and record.get("code") == our_code(),
         save_points=_sorted_words({point for outcome in outcomes if (point := _save_point(str(outcome.get("fault"))))}),
         part=_plain_word(record.get("part")),
         world=max(0, integer(record, "world") or 0),

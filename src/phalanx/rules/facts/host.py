@@ -84,9 +84,9 @@ def collective_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _measured_profile(machine: Machine, environ: Mapping[str, str]) -> MachineProfile | None:
-    named = environ.get("PHALANX_PROFILE", "")
+    profile_path = environ.get("PHALANX_PROFILE", "")
     try:
-        profile = load_profile(Path(named) if named else usual_path(machine.hostname, environ))
+        profile = load_profile(Path(profile_path) if profile_path else usual_path(machine.hostname, environ))
     except UserError:  # never probed, or damaged: `phalanx plan` reports it; here it only counts as missing
         return None
     return profile if profile.device == ("cuda" if machine.gpus else "cpu") else None
@@ -112,21 +112,21 @@ def nic_paths(machine: Machine, *, root: Path = Path("/")) -> tuple[NicPath, ...
     if not machine.gpus or not cards:
         return ()
     paths = [_nearest_nic(gpu, cards, root) for gpu in machine.gpus]
-    known = tuple(path for path in paths if path is not None)
-    return known if len(known) == len(paths) else None
+    known_paths = tuple(path for path in paths if path is not None)
+    return known_paths if len(known_paths) == len(paths) else None
 
 
 def _nearest_nic(gpu: Gpu, cards: Sequence[Nic], root: Path) -> NicPath | None:
     here = _pci_ancestors(_gpu_folder(gpu, root))
     if not here:
         return None
-    near = [
-        (path_kind(here, there, same_node=gpu.numa_node == card.numa_node and gpu.numa_node >= 0), card.name)
-        for card, there in _placed_nics(cards, root)
+    kinds_and_names = [
+        (path_kind(here, card_ancestors, same_node=gpu.numa_node == card.numa_node and gpu.numa_node >= 0), card.name)
+        for card, card_ancestors in _placed_nics(cards, root)
     ]
-    if not near:
+    if not kinds_and_names:
         return None
-    kind, name = min(near, key=lambda kind_and_name: ORDER.index(kind_and_name[0]))
+    kind, name = min(kinds_and_names, key=lambda kind_and_name: ORDER.index(kind_and_name[0]))
     return NicPath(device=f"GPU {gpu.index}", nic=name, path=kind)
 
 

@@ -42,18 +42,18 @@ def render_fragment(report: CheckReport) -> str:
     """
     items = "".join(f"<li>{_fragment_item(finding, report)}</li>" for finding in report.problems)
     notes = "".join(f"<p>{_escaped_text(note)}</p>" for note in report.notes)
-    listed = f"<ul>{items}</ul>" if items else "<p>No findings.</p>"
+    listing = f"<ul>{items}</ul>" if items else "<p>No findings.</p>"
     head = f"<p><b>{_escaped_text(report.target)}</b>: {_escaped_text(summary_of(report))}</p>"
-    return f'<div class="phalanx-check">{head}{notes}{listed}</div>'
+    return f'<div class="phalanx-check">{head}{notes}{listing}</div>'
 
 
 def _fragment_item(finding: Finding, report: CheckReport) -> str:
     outcome, rule = finding.outcome, finding.rule
     colour = {"error": "#c0392b", "warning": "#b7791f", "info": "#2b6cb0"}[finding.severity]
     texts = (shown_cost(outcome.impact, report.usd), *fix_lines(outcome))
-    more = "".join(f"<br><small>{_escaped_text(text)}</small>" for text in texts if text)
+    details = "".join(f"<br><small>{_escaped_text(text)}</small>" for text in texts if text)
     head = f'<b style="color:{colour}">{finding.severity} {rule.id}</b> {_escaped_text(rule.slug)}'
-    return f"{head} <small>{_escaped_text(shown_place(finding))}</small><br>{_escaped_text(outcome.what)}{more}"
+    return f"{head} <small>{_escaped_text(shown_place(finding))}</small><br>{_escaped_text(outcome.what)}{details}"
 
 
 def _report_html(report: CheckReport) -> str:
@@ -99,9 +99,9 @@ def _finding_html(finding: Finding, report: CheckReport) -> str:
     outcome, rule = finding.outcome, finding.rule
     lines = "\n".join(printable(line, most=MOST_TEXT) for line in outcome.formula)
     place = f'<span class="quiet">{finding.severity}, {_escaped_text(shown_place(finding))}</span>'
-    own = f' <span class="quiet">(your own rule, from {_escaped_text(rule.origin)})</span>' if rule.origin else ""
+    origin = f' <span class="quiet">(your own rule, from {_escaped_text(rule.origin)})</span>' if rule.origin else ""
     parts = [
-        f"<p><b>{rule.id}</b> {_escaped_text(rule.slug)} {place}{own}</p>",
+        f"<p><b>{rule.id}</b> {_escaped_text(rule.slug)} {place}{origin}</p>",
         f"<p>{_escaped_text(outcome.what)}</p>",
         f"<pre>{escape(lines)}</pre>" if lines else "",
         *(

@@ -49,11 +49,11 @@ def _junit_case(found: Sequence[Finding], report: CheckReport) -> Tree.Element:
     """Return the test case of one rule. Findings of severity info go to its output and do not fail it."""
     rule = found[0].rule
     case = Tree.Element("testcase", classname=f"phalanx.{rule.group}", name=f"{rule.id} {rule.slug}", time="0")
-    bad = [finding for finding in report.problems if finding.rule.id == rule.id and finding.severity != "info"]
+    failures = [finding for finding in report.problems if finding.rule.id == rule.id and finding.severity != "info"]
     skipped = [finding for finding in found if finding.verdict in ("unknown", "waived")]
-    if bad:
-        kind, message = bad[0].severity, printable(bad[0].outcome.what, most=MOST_TEXT)
-        Tree.SubElement(case, "failure", type=kind, message=message).text = _junit_text(bad, report)
+    if failures:
+        kind, message = failures[0].severity, printable(failures[0].outcome.what, most=MOST_TEXT)
+        Tree.SubElement(case, "failure", type=kind, message=message).text = _junit_text(failures, report)
     elif skipped:
         Tree.SubElement(case, "skipped", message="; ".join(_skip_reason(finding) for finding in skipped))
     else:

@@ -105,12 +105,12 @@ def _unknown_lines(report: CheckReport, *, brief: bool) -> Iterator[Line]:
         if finding.verdict == "unknown" and not report.require_evidence:
             rules = groups.setdefault((finding.outcome.what, finding.outcome.fix), [])
             rules += [finding.rule.id] if finding.rule.id not in rules else []
-    shown = {key: rules for key, rules in groups.items() if not brief or "TOP001" in rules}
-    for (reason, fix), rules in shown.items():
+    printed_groups = {key: rules for key, rules in groups.items() if not brief or "TOP001" in rules}
+    for (reason, fix), rules in printed_groups.items():
         yield "info", f"? {' '.join(rules)}  {reason}"
         if fix:
             yield "quiet", f"    {fix}"
-    if more_rules := {rule for key, rules in groups.items() if key not in shown for rule in rules}:
+    if more_rules := {rule for key, rules in groups.items() if key not in printed_groups for rule in rules}:
         yield (
             "quiet",
             f"? {plural(len(more_rules), 'rule')} more cannot be judged: phalanx check {report.target} says why",
@@ -193,8 +193,8 @@ def _by_option(report: CheckReport) -> str:
 def _basis_text(report: CheckReport) -> str:
     """Return a line with the basis of the verdicts and the money at stake."""
     evidence = ", ".join(LETTERS[letter] for letter in report.evidence) or "nothing"
-    own = len({finding.rule.id for finding in report.findings if finding.rule.origin})
-    own_text = f" and {plural(own, 'rule')} of your own" if own else ""
+    own_count = len({finding.rule.id for finding in report.findings if finding.rule.origin})
+    own_text = f" and {plural(own_count, 'rule')} of your own" if own_count else ""
     devices = f"number of devices not known (taken as {report.scaling})"
     if report.devices:
         devices = f"{plural(report.devices, 'device')} ({report.scaling})"
@@ -342,8 +342,8 @@ def total_at_stake(report: CheckReport) -> Impact:
     add up; of rules with the same edits only the largest counts. The sum is replaced by a rule that measures the
     whole loss, if that is larger.
     """
-    bad = [finding for finding in report.findings if finding.verdict == "fail"]
-    points, usd = (_summed_cost(bad, name) for name in ("points", "usd"))
+    failures = [finding for finding in report.findings if finding.verdict == "fail"]
+    points, usd = (_summed_cost(failures, name) for name in ("points", "usd"))
     most = report.usd if report.usd is not None else math.inf
     return Impact(points=min(100.0, points or 0.0), usd=min(most, usd) if usd is not None else None)
 
@@ -352,8 +352,8 @@ def _summed_cost(findings: Sequence[Finding], name: str) -> float | None:
     by_failures = largest_whole = 0.0
     parts: dict[object, float] = {}
     costs = [(finding, getattr(finding.outcome.impact, name)) for finding in findings]
-    known = [(finding, value) for finding, value in costs if value is not None and math.isfinite(value)]
-    for number, (finding, value) in enumerate(known):
+    known_costs = [(finding, value) for finding, value in costs if value is not None and math.isfinite(value)]
+    for number, (finding, value) in enumerate(known_costs):
         if finding.rule.id.startswith(BY_FAILURES):
             by_failures = max(by_failures, value)
         elif finding.rule.id.startswith(WHOLES):
@@ -361,7 +361,7 @@ def _summed_cost(findings: Sequence[Finding], name: str) -> float | None:
         else:
             edited_keys = tuple(edit.key for edit in finding.outcome.edits) or number
             parts[edited_keys] = max(value, parts.get(edited_keys, 0.0))
-    return by_failures + max(largest_whole, sum(parts.values())) if known else None
+    return by_failures + max(largest_whole, sum(parts.values())) if known_costs else None
 
 
 def summary_of(report: CheckReport) -> str:
@@ -370,8 +370,11 @@ def summary_of(report: CheckReport) -> str:
     errors = len(
         {finding.rule.id for finding in report.findings if finding.verdict == "fail" and finding.severity == "error"}
     )
-    bad = f" ({plural(errors, 'error')})" if errors else ""
-    line = f"{counts['pass']} pass, {counts['fail']} fail{bad}, {counts['unknown']} unknown, {counts['waived']} waived"
+    error_text = f" ({plural(errors, 'error')})" if errors else ""
+    line = (
+        f"{counts['pass']} pass, {counts['fail']} fail{error_text}, "
+        f"{counts['unknown']} unknown, {counts['waived']} waived"
+    )
     remarks = sum(is_remark(finding) for finding in report.findings)
     line += f"; {plural(remarks, 'remark')}" if remarks else ""
     line += f"; {plural(counts['habit'], 'rule')} about the trainer" if report.habits else ""

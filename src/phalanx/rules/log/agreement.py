@@ -242,9 +242,9 @@ def skips_differ(
     """Return a step that one rank skipped and another did not, although it logged the steps around it; else None."""
     keys = {key for rank_skips in skips.values() for key in rank_skips}
     for key in sorted(keys)[:MOST_GAPS]:
-        reported = [rank for rank, span in spans.items() if _spans_step(span, key)]
-        skipped = [rank for rank in reported if key in skips.get(rank, ())]
-        if skipped and len(skipped) < len(reported):
+        reporting_ranks = [rank for rank, span in spans.items() if _spans_step(span, key)]
+        skipped = [rank for rank in reporting_ranks if key in skips.get(rank, ())]
+        if skipped and len(skipped) < len(reporting_ranks):
             return skips[skipped[0]][key]
     return None
 

@@ -81,8 +81,8 @@ def _put_gap(taken: dict[int, float], gap_s: float) -> None:
 
 def usual_s(gaps: Iterable[Gaps]) -> float | None:
     """Return the gap that 99 of 100 ranks do not exceed; of fewer than 100 ranks, the longest."""
-    known = sorted(gap_s for rank_gaps in gaps if (gap_s := rank_gaps.longest_s()) is not None)
-    return known[math.ceil(MOST_RANKS * len(known)) - 1] if known else None
+    gaps_s = sorted(gap_s for rank_gaps in gaps if (gap_s := rank_gaps.longest_s()) is not None)
+    return gaps_s[math.ceil(MOST_RANKS * len(gaps_s)) - 1] if gaps_s else None
 
 
 class Meter:
@@ -176,9 +176,9 @@ class PeerDelays:
 
     def take(self, columns: EventColumns) -> None:
         """Add the reports of one rank."""
-        reported = [pair for pairs in columns.get("pairs") for pair in pairs if isinstance(pair, dict)]
-        self._p99.add([p99_s for pair in reported if (p99_s := number(pair, "p99_s")) is not None])
-        for pair in reported:
+        pings = [pair for pairs in columns.get("pairs") for pair in pairs if isinstance(pair, dict)]
+        self._p99.add([p99_s for pair in pings if (p99_s := number(pair, "p99_s")) is not None])
+        for pair in pings:
             self._answered += min(max(integer(pair, "count") or 0, 0), 10**9)
             self._lost += min(max(integer(pair, "lost") or 0, 0), 10**9)
 

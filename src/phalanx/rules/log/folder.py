@@ -26,16 +26,16 @@ def has_provenance(launch: Mapping[str, Any]) -> bool | None:
     """
     if not launch:
         return None
-    known = at(launch, "provenance")
-    versions = at(known, "versions")
-    code = known.get("commit") or known.get("code")
-    return all((versions.get("phalanx"), known.get("job_digest"), code))
+    provenance = at(launch, "provenance")
+    versions = at(provenance, "versions")
+    code = provenance.get("commit") or provenance.get("code")
+    return all((versions.get("phalanx"), provenance.get("job_digest"), code))
 
 
 def is_job_changed(run: Run, launch: Mapping[str, Any]) -> bool:
     """Return whether job.json differs from the digest in the launch record; False where one of them is missing."""
-    reported, job = at(launch, "provenance").get("job_digest"), _read_object(run, "job.json")
-    return bool(reported and job) and reported != job_digest(job)
+    digest, job = at(launch, "provenance").get("job_digest"), _read_object(run, "job.json")
+    return bool(digest and job) and digest != job_digest(job)
 
 
 def listens(run: Run, launch: Mapping[str, Any]) -> tuple[str, ...]:
@@ -45,10 +45,10 @@ def listens(run: Run, launch: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _listen_addresses(run: Run, launch: Mapping[str, Any]) -> Iterator[str]:
     coordinator = _read_object(run, "coordinator.json")
-    named = launch.get("addresses")
+    addresses = launch.get("addresses")
     yield from (
         printable(address, most=100)
-        for address in (named if isinstance(named, list) else ())
+        for address in (addresses if isinstance(addresses, list) else ())
         if isinstance(address, str)
     )
     go = at(coordinator, "go")

@@ -49,13 +49,13 @@ class Grammar:
 
     def breaks(self, event: Event, file: str, line: int) -> bool:
         """Return whether an event breaks the schema, and count it if it does."""
-        wrong = schema_breaks(event)
-        if wrong:
+        breaks = schema_breaks(event)
+        if breaks:
             self.invalid += 1
             if self.invalid_spot is None:
                 kind = printable(event.get("event"), most=40)
-                self.invalid_spot, self.invalid_text = Spot(file=file, line=line), f"{kind}: {wrong}"
-        return bool(wrong)
+                self.invalid_spot, self.invalid_text = Spot(file=file, line=line), f"{kind}: {breaks}"
+        return bool(breaks)
 
     def valid(self, columns: EventColumns, file: str, lines: Sequence[int]) -> set[int] | None:
         """Return the positions of events that break the schema, or None if there are none.
@@ -64,9 +64,9 @@ class Grammar:
         """
         checked = self._asked.get(columns.kind, 0)
         doubts = columns.doubts()
-        if (wanted := FEWER.get(columns.kind, SAMPLES) - checked) > 0:
+        if (samples := FEWER.get(columns.kind, SAMPLES) - checked) > 0:
             self._asked[columns.kind] = checked + len(columns)
-            doubts = sorted({*doubts, *range(min(wanted, len(columns)))})
+            doubts = sorted({*doubts, *range(min(samples, len(columns)))})
         if not doubts:
             return None
         return {place for place in doubts if self.breaks(columns.events[place], file, lines[place])} or None

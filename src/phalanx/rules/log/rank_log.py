@@ -95,15 +95,15 @@ class RankLog:
                 self._take_kind(kind, columns, lines, file)
 
     def _take_kind(self, kind: str, columns: EventColumns, lines: Sequence[int], file: str) -> None:
-        wrong = self._all.grammar.valid(columns, file, lines)
-        if wrong or set(columns.get("rank")) != {self.rank}:
+        invalid_places = self._all.grammar.valid(columns, file, lines)
+        if invalid_places or set(columns.get("rank")) != {self.rank}:
             events = columns.events
             good = [
                 place
                 for place in range(len(events))
-                if place not in (wrong or ()) and events[place].get("rank") == self.rank
+                if place not in (invalid_places or ()) and events[place].get("rank") == self.rank
             ]
-            strange = len(events) - len(good) - len(wrong or ())
+            strange = len(events) - len(good) - len(invalid_places or ())
             if strange:  # events of another rank in this rank's file
                 self._all.grammar.disorder(file, lines[0], strange)
             self.is_whole = False
@@ -113,7 +113,7 @@ class RankLog:
                 return
             lines = [lines[place] for place in good]
             columns = columns.pick(good)
-        if columns.is_doubted or wrong:
+        if columns.is_doubted or invalid_places:
             columns = columns.whole()
         self.kinds[kind] = self.kinds.get(kind, 0) + len(columns)
         if kind not in NUMBERS:
@@ -230,10 +230,10 @@ class RankLog:
         for generation in dict.fromkeys(generations):
             first = generations.index(generation)
             last = len(generations) - 1 - generations[::-1].index(generation)
-            known = generation or 0
+            generation_number = generation or 0
             # LATE_S allows for clocks of hosts that differ.
-            over_s = self._all.memberships.over_s(known) + LATE_S
-            if known < self._generation:
+            over_s = self._all.memberships.over_s(generation_number) + LATE_S
+            if generation_number < self._generation:
                 self._all.digests.past(generations.count(generation), Spot(file=file, line=lines[first]))
             elif times[last] > over_s:
                 late = [
@@ -242,14 +242,14 @@ class RankLog:
                     if step_generation == generation and times[place] > over_s
                 ]
                 # One step may be logged late: the process was stopped inside it.
-                more = late[self._late_generation != known :]
-                self._late_generation = known
-                if more:
-                    self._all.digests.past(len(more), Spot(file=file, line=lines[more[0]]))
-            self._generation = max(self._generation, known)
-            if known in self.spans or len(self.spans) < MOST_GENERATIONS:
-                begin = self.spans.get(known, (steps[first], 0))[0]
-                self.spans[known] = (min(begin, steps[first]), steps[last])
+                late_places = late[self._late_generation != generation_number :]
+                self._late_generation = generation_number
+                if late_places:
+                    self._all.digests.past(len(late_places), Spot(file=file, line=lines[late_places[0]]))
+            self._generation = max(self._generation, generation_number)
+            if generation_number in self.spans or len(self.spans) < MOST_GENERATIONS:
+                begin = self.spans.get(generation_number, (steps[first], 0))[0]
+                self.spans[generation_number] = (min(begin, steps[first]), steps[last])
 
     def _note_skips(self, columns: EventColumns, file: str, lines: Sequence[int]) -> None:
         skipped = columns.get("skipped")
@@ -305,10 +305,10 @@ class Supervisor:
 
     def take(self, piece: LineBlock, lines: EventParser, grammar: Grammar, secrets: Secrets) -> None:
         """Add the next lines."""
-        events, numbers, bad = lines.events(piece)
-        if bad:
-            grammar.unread(piece, bad)
-            secrets.look_at(piece, bad)
+        events, numbers, bad_lines = lines.events(piece)
+        if bad_lines:
+            grammar.unread(piece, bad_lines)
+            secrets.look_at(piece, bad_lines)
         for event, line in zip(events, numbers, strict=True):
             kind = event["event"]
             if kind not in known_kinds():

@@ -155,8 +155,10 @@ class Saves:
         # After a later commit the folder fills up again, and the roll-back explains no gap in it.
         is_recent = rollback is not None and self._newest_generation <= rollback.generation
         folder = Folder(run)
-        known = self._steps.keys() | set(folder.steps)
-        lost = [restore for restore in restores if restore[1] == "disk" and restore[0] > 0 and restore[0] not in known]
+        known_steps = self._steps.keys() | set(folder.steps)
+        uncommitted = [
+            restore for restore in restores if restore[1] == "disk" and restore[0] > 0 and restore[0] not in known_steps
+        ]
         return CheckpointFacts(
             stages=self._stages,
             commits=self._commits,
@@ -174,8 +176,8 @@ class Saves:
             disorder_spot=self._disorder_spot,
             restores=sum(source in ("disk", "memory") for _, source, _ in restores),
             # Once commits were dropped, a restore without a known commit proves nothing.
-            restored_uncommitted=len(lost) if len(self._steps) < MOST_STEPS else 0,
-            restored_spot=lost[0][2] if lost else None,
+            restored_uncommitted=len(uncommitted) if len(self._steps) < MOST_STEPS else 0,
+            restored_spot=uncommitted[0][2] if uncommitted else None,
             kept=folder.kept,
             incomplete=folder.incomplete,
             free_bytes=folder.free_bytes,

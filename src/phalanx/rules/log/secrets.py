@@ -97,13 +97,13 @@ class Secrets:
     def look_around(self, run: Run, shown: str) -> None:
         """Search logs, errors and the small files of the run folder; parts that were searched before are skipped."""
         for path in _text_files(run):
-            known = self._files.get(path)
-            if self._bytes >= MOST_BYTES or (known is None and len(self._files) >= MOST_FILES):
+            place = self._files.get(path)
+            if self._bytes >= MOST_BYTES or (place is None and len(self._files) >= MOST_FILES):
                 self.is_partial = True
                 return
             try:
                 with open_regular(path) as file:
-                    self._search_file(file.fileno(), known or _Place(), path, f"{shown}/{path.relative_to(run.path)}")
+                    self._search_file(file.fileno(), place or _Place(), path, f"{shown}/{path.relative_to(run.path)}")
             except FileNotFoundError:
                 continue
             except OSError:  # a link, or not readable by this user

@@ -269,10 +269,10 @@ class NoiseSteps:
         if not columns.has("noise_scale"):
             return
         steps, scales = columns.get("step"), columns.get("noise_scale")
-        reported = columns.floats("noise_scale")
-        known = ~np.isnan(reported)
-        if known.any():
-            self._take_scales(columns.floats("step")[known], reported[known])
+        noise_scales = columns.floats("noise_scale")
+        is_known = ~np.isnan(noise_scales)
+        if is_known.any():
+            self._take_scales(columns.floats("step")[is_known], noise_scales[is_known])
         if self._checked < MOST_CHECKED and columns.has("noise_trace") and columns.has("grad_squared"):
             self._checked += len(columns)
             self._check_scales(columns, steps, scales)

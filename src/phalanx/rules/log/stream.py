@@ -150,13 +150,13 @@ class LogStream:
 
     def facts(self) -> LogFacts:
         """Return all facts about the part of the run that was read."""
-        ended = is_run_over(self.run)
-        known = self._run_accounts(ended=ended)
+        is_over = is_run_over(self.run)
+        account = self._run_accounts(ended=is_over)
         steps = self._step_facts()
         launch = launch_of(self.run)
         self._all.secrets.look_around(self.run, self._shown)
-        reported = self._reported if self._supervisor.read_bytes else None
-        walked = known.walked
+        supervisor = self._reported if self._supervisor.read_bytes else None
+        walked = account.walked
         step_s = steps.duration_s.p50 if steps is not None and steps.duration_s is not None else None
         text = self.run.status().get("message", "")
         lines = str(text).splitlines() if isinstance(text, str) else []
@@ -164,7 +164,7 @@ class LogStream:
             run=self.run.name,
             folder=self._shown,
             state=printable(self.run.status().get("state", ""), most=40),
-            is_over=ended,
+            is_over=is_over,
             message=printable(lines[0], most=200) if lines else "",
             world=min(self._world_size(), MOST_WORLD),
             ranks=tuple(self._recorded),
@@ -174,28 +174,29 @@ class LogStream:
             steps=steps,
             digests=self._all.digests.facts(),
             noise=self._all.steps.noise(),
-            memberships=(reported.memberships if reported else None) or (walked.ledger.formations if walked else None),
-            preflights=reported.preflights if reported and reported.memberships else None,
-            refused_hosts=reported.refused if reported else 0,
-            incidents=known.incidents,
-            detect_s=accounts.detect_s(walked, reported.failures if reported else (), step_s),
-            recovery_s=accounts.recovery_s(known.incidents),
-            most_in_a_row=reported.most_in_a_row if reported else 0,
+            memberships=(supervisor.memberships if supervisor else None)
+            or (walked.ledger.formations if walked else None),
+            preflights=supervisor.preflights if supervisor and supervisor.memberships else None,
+            refused_hosts=supervisor.refused if supervisor else 0,
+            incidents=account.incidents,
+            detect_s=accounts.detect_s(walked, supervisor.failures if supervisor else (), step_s),
+            recovery_s=accounts.recovery_s(account.incidents),
+            most_in_a_row=supervisor.most_in_a_row if supervisor else 0,
             ledger=walked.ledger if walked is not None else None,
             effective=walked.ledger.effective if walked is not None and walked.ledger.steps else None,
-            lowest_hour=known.lowest_hour,
+            lowest_hour=account.lowest_hour,
             imbalance=self._rank_imbalance(),
             telemetry_share=self._telemetry_share(),
             mfu=accounts.mfu_of(self.run, steps.tokens_per_s if steps is not None else None),
             listens=listens(self.run, launch),
             is_drill=launch.get("drill") is True,
         )
-        return self._with_accounts(self._with_measurements(facts), known, launch)
+        return self._with_accounts(self._with_measurements(facts), account, launch)
 
     def _world_size(self) -> int:
         """Return the number of ranks of the newest launch; without a supervisor, of all ranks on record."""
-        reported = self._reported.world if self._supervisor.read_bytes else 0
-        return max(self.run.world() or 0, reported or len(self._recorded))
+        reported_world = self._reported.world if self._supervisor.read_bytes else 0
+        return max(self.run.world() or 0, reported_world or len(self._recorded))
 
     def _with_measurements(self, made: LogFacts) -> LogFacts:
         """Add the facts about devices, neighbours and checkpoints."""
@@ -223,12 +224,12 @@ class LogStream:
 
     def _with_accounts(self, made: LogFacts, known: accounts.Account, launch: Mapping[str, Any]) -> LogFacts:
         """Add stragglers, money and energy, and last the grammar, which uses all other facts."""
-        scored = known.scores
+        scores = known.scores
         paid = known.cost
         return replace(
             made,
-            stragglers=scored.named if scored is not None else (),
-            straggler_scores=len(scored.score) if scored is not None and scored.score else None,
+            stragglers=scores.named if scores is not None else (),
+            straggler_scores=len(scores.score) if scores is not None and scores.score else None,
             usd=paid.usd if paid is not None else None,
             energy_j=paid.energy_j if paid is not None else None,
             grammar=self._grammar_facts(made, launch),
@@ -268,25 +269,25 @@ class LogStream:
         """Return the slowest rank's own step time over the mean of ranks with the same work, in the worst group."""
         world = self._world_size()
         present = [rank_log for rank_log in self._ranks.values() if rank_log.rank < world]
-        own = {
+        own_times_s = {
             rank_log.rank: (rank_log.took_s - rank_log.waited_s) / rank_log.steps
             for rank_log in present
             if rank_log.steps
         }
-        known = {rank: own_s for rank, own_s in own.items() if own_s > 0.0}
+        positive_times_s = {rank: own_s for rank, own_s in own_times_s.items() if own_s > 0.0}
         # Only ranks with the same work are compared: stages of a pipeline differ by design.
         where = rank_places({"layout": _plan_layout(self.run)}, self._history.supervisor())
-        groups = [[known[rank] for rank in group] for group in where.same_work(sorted(known))]
+        groups = [[positive_times_s[rank] for rank in group] for group in where.same_work(sorted(positive_times_s))]
         return max((max(group) * len(group) / sum(group) for group in groups if len(group) > 1), default=None)
 
     # ---- grammar -----------------------------------------------------------------------------------------------------
 
     def _grammar_facts(self, made: LogFacts, launch: Mapping[str, Any]) -> GrammarFacts:
         grammar = self._all.grammar
-        bad, spot = self._damaged_lines(ended=made.is_over)
+        damaged, spot = self._damaged_lines(ended=made.is_over)
         missing, repeated = self._wrong_occurrences(made)
         return GrammarFacts(
-            unreadable=grammar.unreadable + bad,
+            unreadable=grammar.unreadable + damaged,
             unreadable_spot=grammar.unreadable_spot or spot,
             invalid=grammar.invalid,
             invalid_spot=grammar.invalid_spot,
@@ -319,22 +320,22 @@ class LogStream:
         Events that a run in progress will still write are not missing yet.
         """
         missing, repeated = [], []
-        ranks, reported = list(self._ranks.values()), self._reported.kinds
-        begun = made.steps is not None or made.is_over
-        ended = made.is_over and not made.bytes_left
+        ranks, event_counts = list(self._ranks.values()), self._reported.kinds
+        has_begun = made.steps is not None or made.is_over
+        is_read = made.is_over and not made.bytes_left
         if not ranks and made.is_over:
             missing.append("events of any rank")
-        if any(BEGINS not in rank_log.kinds for rank_log in ranks if "step" in rank_log.kinds or ended):
+        if any(BEGINS not in rank_log.kinds for rank_log in ranks if "step" in rank_log.kinds or is_read):
             missing.append(BEGINS)
-        if self._supervisor.read_bytes and begun:
-            missing += [kind for kind in REPORTED if kind not in reported]
-        if ended and made.state == "done" and ranks and ENDS not in ranks[0].kinds:
+        if self._supervisor.read_bytes and has_begun:
+            missing += [kind for kind in REPORTED if kind not in event_counts]
+        if is_read and made.state == "done" and ranks and ENDS not in ranks[0].kinds:
             missing.append(ENDS)
-        if ended and self._supervisor.read_bytes and "end" not in reported:
+        if is_read and self._supervisor.read_bytes and "end" not in event_counts:
             missing.append("end")
         # A resumed run has an end per launch.
         starts = max(1, self._reported.launches)
-        if reported.get("end", 0) > starts:
+        if event_counts.get("end", 0) > starts:
             repeated.append("end")
         if any(rank_log.states.count("done") > starts for rank_log in ranks):
             repeated.append(ENDS)
