@@ -32,7 +32,7 @@ def require_coherent(plan: Plan, where: str) -> Plan:
 
 
 def find_contradictions(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each pair of values that contradict each other."""
+    """Yield a sentence for each value that is not a number, out of range, or in contradiction to another."""
     yield from (f"{name} is not a number" for name in _nan_values(plan, ""))
     yield from _size_conflicts(plan)
     yield from _memory_conflicts(plan)

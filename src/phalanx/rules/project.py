@@ -76,8 +76,7 @@ class ProjectConfig:
 
 
 def matches_pattern(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a relative path: as a whole, as a folder, or (without a slash) one name in
-    it.
+    """Return whether a pattern matches a relative path: all of it, its folder, or (without a slash) one name in it.
 
     >>> matches_pattern("a/b/c.json", "a/*"), matches_pattern("a/b/c.json", "c.json"), matches_pattern("ab.sh", "a/")
     (True, True, False)

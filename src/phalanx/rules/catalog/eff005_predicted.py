@@ -66,7 +66,7 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
 
 
 def fastest_layout(evidence: Evidence) -> tuple[Layout, float]:
-    """Return the fastest known layout that fits and that the trainer can run, with its step in seconds."""
+    """Return the fastest known layout that fits and that the trainer can run, and its seconds per step."""
     plan = evidence.the_plan
     candidates = [(plan.layout, plan.prediction.step_s)]
     if plan.search.fastest_memory_bytes <= plan.memory.usable_bytes:

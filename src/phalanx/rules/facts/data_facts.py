@@ -48,8 +48,7 @@ def folder_facts(paths: Sequence[str], base: Path) -> DataFacts:
 
 
 def megatron_facts(words: Sequence[str], base: Path, *, setting: str) -> DataFacts:
-    """Return the facts for Megatron's `--data-path`: prefixes of .bin and .idx files, and weights, which are
-    ignored.
+    """Return the facts for Megatron's `--data-path`: prefixes of .bin and .idx files; weights are ignored.
 
     A prefix counts as missing only if its folder exists on this machine and holds data: configurations are often
     checked far from their data, and a script may fetch the data later.
