@@ -167,7 +167,8 @@ def unified_difference(before: str, after: str, *, name: str) -> str:
 
 def read_exactly(path: Path) -> str:
     """Return the text with its line ends and byte order mark; raises UserError for a file that is not a job file."""
-    read_text(path, noun="job file")  # checks that the file is small, regular and UTF-8
+    # Checks that the file is small, regular and UTF-8.
+    read_text(path, noun="job file")
     return path.read_bytes().decode("utf-8")
 
 

@@ -19,7 +19,8 @@ def check(evidence: Evidence, limits: Limits) -> Outcome:
     bubble_share = limits.number("zero_bubble_left") if zero_bubble else 1.0
     chunks, count = max(1, layout.virtual_pipeline), max(1, layout.accumulation)
     fill = max(1, evidence.practice.pipeline_fill or count)
-    drained = fill < count  # several times a step; the pipeline fills again each time
+    # Several times a step; the pipeline fills again each time.
+    drained = fill < count
     count = min(count, fill)
     ratio = bubble_share * (layout.pipeline - 1) / (chunks * count)
     max_ratio = limits.number("most_ratio")

@@ -56,7 +56,8 @@ def _judge_first(evidence: Evidence, limits: Limits) -> Outcome:
         return missing
     set_s, longest_silence_ = evidence.the_job.comm.init_timeout_s, _longest_at_first(evidence)
     wanted_s = max(limits.number("init_most_s"), _with_margin(longest_silence_))
-    most_s = max(wanted_s, _default_s(evidence))  # a longer pause raises the bound
+    # A longer pause raises the bound.
+    most_s = max(wanted_s, _default_s(evidence))
     if evidence.is_foreign and not is_save_known(evidence) and set_s > wanted_s:
         return unknown(
             f"until steps are steady a rank waits {_as_text(set_s)} for another; whether a save takes longer than "

@@ -110,7 +110,8 @@ def _traps(evidence: Evidence, variables: dict[str, str], names: tuple[str, ...]
         if name == "NCCL_IB_DISABLE" and any(PLUGIN.fullmatch(variable) for variable in variables):
             continue
         if name == "NCCL_NET_GDR_LEVEL" and _goes_by_sockets(variables):
-            continue  # sockets never read device memory, so the setting costs nothing more
+            # Sockets never read device memory, so the setting costs nothing more.
+            continue
         if name == "NVTE_FLASH_ATTN" and variables.get("NVTE_FUSED_ATTN") != "0":
             continue  # cuDNN's fused attention is used instead
         yield failed(

@@ -127,7 +127,8 @@ def _waiting_cost(evidence: Evidence, repair_s: float, have: int) -> Impact:
     note = "waiting for a host to be repaired"
     if not (r.mtbf_s > 0 and math.isfinite(r.mtbf_s)):
         return Impact(note=f"{note}: {format_seconds(repair_s)} of all devices at every failure")
-    away = repair_s / r.mtbf_s  # average number of hosts that are down at a time
+    # Average number of hosts that are down at a time.
+    away = repair_s / r.mtbf_s
     wait_s = repair_s / (have + 1) * _at_least(have, away)
     mtbf_text = format_seconds(r.mtbf_s)
     return evidence.loses(

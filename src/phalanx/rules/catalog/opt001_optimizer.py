@@ -122,7 +122,8 @@ def _judge_rate(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
         return
     name, usual = _optimizer_name(evidence), _usual_rate_here(evidence)
     if evidence.is_foreign and not any(family in name for family in ("adam", "muon")):
-        return  # published rates are those of Adam; Lion, SGD and others have their own
+        # Published rates are those of Adam; Lion, SGD and others have their own.
+        return
     max_rate = limits.number("most_rate") * (limits.number("muon") if "muon" in name else 1.0)
     ratio = optim.lr / usual
     if ratio <= max_rate:
@@ -164,7 +165,8 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     if steps is None and isinstance(tokens, int) and batch:
         steps = tokens / batch
     if evidence.is_foreign and steps is not None and steps <= limits.number("least_steps"):
-        return  # a few steps, to see whether they run: nothing is learnt either way
+        # A few steps, to see whether they run: nothing is learnt either way.
+        return
     if evidence.stated(key) and share > limits.number("most_warmup") and not cut_short:
         yield failed(
             f"the warm-up takes {share:.0%} of the training",
@@ -182,7 +184,8 @@ def _judge_warmup(evidence: Evidence, limits: Limits) -> Iterator[Outcome]:
     if warmup > 0 or job.train.weights or not evidence.stated("optim.lr") or elsewhere:
         return
     if evidence.is_foreign and job.optim.lr <= limits.number("low_rate") * _usual_rate_here(evidence):
-        return  # a rate of fine-tuning, or of continued training from other weights
+        # A rate of fine-tuning, or of continued training from other weights.
+        return
     if (evidence.setting_number("lr_warmup_fraction") or 0.0) > 0:
         return  # a fraction that is less than a step still counts as a warm-up
     absent = evidence.practice.trainer == "megatron" and not any("warmup" in name for name in evidence.settings)

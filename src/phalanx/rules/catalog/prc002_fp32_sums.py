@@ -11,7 +11,8 @@ RECIPES = {
     "bf16": "DeepSeek-V3 kept both moments in bf16 beside fp32 master weights (arXiv:2412.19437)",
     "int8": 'block-wise 8-bit Adam (arXiv:2110.02861) is optim.name = "adamw8bit"',
 }
-BITS = {"bf16": 8, "fp16": 11}  # bits of the significand, including the leading one
+# Bits of the significand, including the leading one.
+BITS = {"bf16": 8, "fp16": 11}
 LEARNS = Impact(note="no time lost, but what the model learns is at stake, and no share of the run can be told")
 
 
@@ -29,7 +30,8 @@ def _judge_gradients(evidence: Evidence, limits: Limits) -> Outcome:
     trainer = evidence.practice.trainer
     if missing := unstated_key(evidence, "precision.grad_reduce", f"in which format {trainer} sums gradients"):
         return missing
-    kind = evidence.practice.sums_in or kind  # the job schema has no value fp16 for it
+    # The job schema has no value fp16 for it.
+    kind = evidence.practice.sums_in or kind
     if evidence.plan is None:
         return unknown(
             f"gradients are summed in {kind}; without a plan nobody knows over how many terms",
@@ -64,7 +66,8 @@ def _judge_gradients(evidence: Evidence, limits: Limits) -> Outcome:
 def _sum_severity(evidence: Evidence, *, declared: bool, lost: float, limits: Limits) -> Severity | None:
     if evidence.is_foreign and lost < limits.number("small_loss"):
         return "info"
-    return "warning" if declared else None  # declared compression is judged by COM002
+    # Declared compression is judged by COM002.
+    return "warning" if declared else None
 
 
 def _judge_moments(evidence: Evidence, limits: Limits) -> Outcome:

@@ -125,7 +125,8 @@ def _group_parts(plan: Plan, axis: str, axes: list[_Part]) -> list[_Part]:
     if axis in EXPERTS:
         near_parts, far_parts = _split_parts([part for part in axes if part.name != "pipeline"], layout.expert)
         return near_parts if axis == "expert" else far_parts
-    if axis in INSIDE_DATA:  # gradients are shared by data and context ranks together
+    # Gradients are shared by data and context ranks together.
+    if axis in INSIDE_DATA:
         gradient_parts = [part for part in axes if part.name in ("data", "context")]
         near_parts, far_parts = _split_parts(
             gradient_parts, layout.shard if axis != "data" else layout.data * layout.context
@@ -156,7 +157,8 @@ def _group_rate(plan: Plan, group: list[_Part], *, chain: bool) -> float:
     domain, link = max(1, cluster.domain_devices), sane(cluster.link_bytes_per_s)
     inside = math.prod(max(1, min(part.size, domain // part.stride)) for part in used_parts)
     span = max((part.size * part.stride for part in used_parts), default=1)
-    if 1 < span <= domain and domain % span:  # some groups straddle two domains
+    # Some groups straddle two domains.
+    if 1 < span <= domain and domain % span:
         inside = max(1, ranks // 2)
     cards = 1 if chain else inside
     return link if inside >= ranks else min(link, cards * sane(cluster.nic_bytes_per_s))

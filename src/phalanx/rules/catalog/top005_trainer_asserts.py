@@ -11,7 +11,8 @@ from phalanx.rules.rule import Limit, Limits, Reference, Rule
 from phalanx.units import plural
 
 NO_START = Impact(points=100.0, note="the trainer fails with an assertion after its devices were allocated")
-Broken = tuple[str, str, str]  # the setting it points at, what is wrong, what to do
+# The setting it points at, what is wrong, what to do.
+Broken = tuple[str, str, str]
 
 
 def check(evidence: Evidence, limits: Limits) -> tuple[Outcome, ...]:

@@ -103,7 +103,8 @@ def why_none(drills: Sequence[DrillFacts], *, profile: str) -> str:
 # wrote the record. A record of another user, or a changed one, does not count.
 
 
-MOST_RECORDS = 24  # the newest records; each takes some milliseconds, with its evidence
+# The newest records; each takes some milliseconds, with its evidence.
+MOST_RECORDS = 24
 MOST_READ = 256  # records whose signature is checked, to find the newest
 MOST_LOOKED = 10_000  # entries of a folder that are read
 MOST_ITEMS = 10_000  # faults or verdicts of a record

@@ -100,7 +100,8 @@ def _known_value(value: float) -> float | None:
 # The distance of each GPU to its nearest network card, read from the PCI tree of sysfs.
 
 
-ORDER = ("PIX", "PXB", "PHB", "NODE", "SYS")  # nearest first, with the names of nvidia-smi
+# Nearest first, with the names of nvidia-smi.
+ORDER = ("PIX", "PXB", "PHB", "NODE", "SYS")
 _ADDRESS = re.compile(r"(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 

@@ -174,7 +174,8 @@ def _sarif_result(finding: Finding, report: CheckReport, root: str, index: int, 
 def _sarif_location(finding: Finding, root: str) -> dict[str, Any]:
     uri = as_uri(finding.file, root)
     artifact = {"uri": uri} if uri.startswith("file:") else {"uri": uri, "uriBaseId": "%SRCROOT%"}
-    line = max(1, finding.line)  # line 1 for the whole file, since scanners require a line
+    # Line 1 for the whole file, since scanners require a line.
+    line = max(1, finding.line)
     return {"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line}}}
 
 

@@ -22,7 +22,8 @@ Line = tuple[str, str]
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan", "quiet": "dim", "head": "bold", "": ""}
 LETTER = {"error": "E", "warning": "W", "info": "I"}
 MOST_SHOWN = 12  # settings of another trainer that are listed
-MOST_TEXT = 400  # characters of one line; texts may come from other people's files
+# Characters of one line; texts may come from other people's files.
+MOST_TEXT = 400
 
 
 def render_text(reports: Sequence[CheckReport], *, verbose: bool = False) -> str:

@@ -21,7 +21,8 @@ MOST_MEMBERSHIPS = 16_384
 # Steps of the observer (the lowest rank on record) whose time is remembered.
 MOST_TIMES = 4_096
 MOST_OFFSETS = 64  # clock offsets per rank
-MOST_GAPS = 1_000  # different distances between digests; skipped steps that are compared
+# Different distances between digests; skipped steps that are compared.
+MOST_GAPS = 1_000
 # Seconds by which clocks of hosts may differ, and more: a difference of a second is already a finding (TEL005).
 LATE_S = 5.0
 

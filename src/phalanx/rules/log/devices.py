@@ -15,7 +15,8 @@ from phalanx.rules.log.sums import Histogram, Hours
 MOST_SOURCES = 16
 MOST_BYTES = 1e18  # more is a damaged number
 WIDTH = math.log(1.01)  # of a bin of gaps, on a logarithmic scale
-LEAST_S, MOST_S = 1e-3, 1e9  # seconds of a gap; a longer one is a damaged number
+# Seconds of a gap; a longer one is a damaged number.
+LEAST_S, MOST_S = 1e-3, 1e9
 # Shares of the time of a rank, and of the ranks, in which the reported gap is not exceeded.
 MOST_TIME, MOST_RANKS = 0.99, 0.99
 

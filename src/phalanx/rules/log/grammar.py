@@ -10,7 +10,8 @@ from phalanx.record.event_batches import LineBlock
 from phalanx.record.event_schema import EventColumns, schema_breaks
 from phalanx.record.events import Event
 
-MOST_KINDS = 64  # unknown kinds that are counted by name; the rest are counted together
+# Unknown kinds that are counted by name; the rest are counted together.
+MOST_KINDS = 64
 # Events of a kind that are checked against the whole schema, in addition to those in doubt.
 SAMPLES = 16
 # Fewer samples of kinds whose events are long: checking a timeline of 2,000 spans takes 30 ms.

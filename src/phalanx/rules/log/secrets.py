@@ -27,7 +27,8 @@ MOST_FILES = 4096
 # Events with texts that are searched; a run has a few hundred per rank.
 MOST_EVENTS = 100_000
 BLOCK_BYTES = 64 * 2**10
-OVERLAP = 512  # bytes shared by two parts of a long line: longer than any form of a key
+# Bytes shared by two parts of a long line: longer than any form of a key.
+OVERLAP = 512
 MOST_LINES = 1_000  # lines that are not events, searched per block
 MOST_CLEAN, SHORT_TEXT = 1_000, 200
 _NUMBERS = frozenset((int, float, bool))
@@ -194,7 +195,8 @@ def _nested_texts(value: Any, depth: int = 0) -> Iterator[str]:
             if item is None or type(item) in _NUMBERS:
                 continue
             if isinstance(item, str):
-                yield f"{key}={item}"  # the name of the field is part of the pattern
+                # The name of the field is part of the pattern.
+                yield f"{key}={item}"
             else:
                 yield from _nested_texts(item, depth + 1)
     elif isinstance(value, list) and depth < 8:

@@ -19,7 +19,8 @@ WARM_UP = 5
 MOST_SIZES = 256  # different batch sizes
 # Decay of the running means that jumps are measured against: they cover about 100 steps.
 DECAY = 0.99
-BLOCK = 512  # values whose running mean is computed at once: dⁿ stays far from 0
+# Values whose running mean is computed at once: dⁿ stays far from 0.
+BLOCK = 512
 SETTLED = 4_096  # steps after which 1 − dⁿ is 1
 # Steps before the first jump is reported: norms drop fast at the start of a run.
 FIRST = 16
@@ -238,7 +239,8 @@ def _decay_powers() -> Floats:
 # The same values as in the trainer (train/telemetry/noise.py): decay of the running means, decay of the usual size
 # that weighs a step, and the multiple of that size from which a step is a spike.
 NOISE_DECAY, SIZE_DECAY, SPIKE = 0.99, 0.9, 16.0
-EVERY = (1, 4)  # steps per estimate: one of four where micro-batches are compared
+# Steps per estimate: one of four where micro-batches are compared.
+EVERY = (1, 4)
 # Steps that are computed again: a formula that is right in so many is right in all.
 MOST_CHECKED = 5_000
 KEPT = 512  # steps that a restart may go back by and still be followed

@@ -40,7 +40,8 @@ class Histogram:
     def _settle_bins(self) -> None:
         numbers = np.array(self._held, dtype=np.float64)
         self._held = []
-        numbers = numbers[(numbers >= 0.0) & (numbers <= HIGHEST)]  # false for NaN too
+        # False for NaN too.
+        numbers = numbers[(numbers >= 0.0) & (numbers <= HIGHEST)]
         if not len(numbers):
             return
         if self._bins is None:
