@@ -117,6 +117,7 @@ def test_the_reason_names_all_other_hosts_in_order() -> None:
         ([(0.0, 10.0), (12.5, None)], 0.8, None),  # 80 % of the time, and no more
         ([(0.0, 10.0), (12.0, None)], 0.05, 0),  # more than 0.6 s
         ([(0.0, 9.5), (10.0, 0.0), (11.0, None)], 0.8, None),  # one that cost nothing adds nothing
+        ([(0.0, 11.0), (11.0, 0.0), (12.0, None)], 0.8, 0),
         ([(0.0, 10.0), (0.0, None)], 0.8, None),  # the clock was set back: there is no time to be a share of
         ([(0.0, 12.0), (100.0, 12.0), (113.0, None)], 0.8, 1),  # with the time between, they cost 24 of 113 s
     ],

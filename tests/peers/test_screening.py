@@ -90,6 +90,7 @@ def test_updates_that_are_not_finite_or_of_another_form_are_dropped() -> None:
     }
     assert set(screened.weights) == {IDS[0], IDS[4]}
     assert screen() == Screening(dropped={}, weights={}, capped={})
+    assert screen(stated(None, 0.0)) == Screening(dropped={}, weights={IDS[0]: 0.0}, capped={})
 
 
 def test_of_two_updates_the_one_far_from_the_last_round_is_left_out() -> None:
@@ -135,6 +136,7 @@ def test_a_pace_is_dealt_by_only_as_far_as_its_peer_was_seen_to_keep_it(pace: fl
 
 def test_claims_of_progress_are_held_against_time() -> None:
     check = ProgressCheck(samples_per_s=100.0)
+    assert check.doubt(PeerProgress(), 9.0) == ""
     assert check.doubt(PeerProgress(step=3, samples=50), 10.0) == ""
     assert check.doubt(PeerProgress(step=3, samples=250), 11.0) == ""  # one second of slack
     assert check.doubt(PeerProgress(step=4, samples=451), 12.0).startswith("it claims 201 samples in a time that")
