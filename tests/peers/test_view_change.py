@@ -13,12 +13,13 @@ import pytest
 
 from phalanx.errors import UserError
 from phalanx.peers import messages as say
+from phalanx.peers import view_change
 from phalanx.peers.facts import Member, MemberView
 from phalanx.peers.messages import Accepted, NextView, PeerMessage, RoundPlan
 from phalanx.peers.view_change import ViewKeeper
 
 IDS = "abcde"
-DEAD_S, HEARTBEAT_S = 3.0, 0.5
+DEAD_S, HEARTBEAT_S, RECONNECT_S = 3.0, 0.5, 1.0
 
 
 class InstantLoop(asyncio.SelectorEventLoop):
@@ -74,7 +75,7 @@ class Peer:
     def __init__(self, network: Network, me: str, view: MemberView) -> None:
         self.network, self.me, self.view, self.instance = network, me, view, "i"
         self.identity = SimpleNamespace(name=f"peer-{me}")
-        self.settings = SimpleNamespace(heartbeat_s=HEARTBEAT_S, dead_after_s=DEAD_S, reconnect_s=1.0)
+        self.settings = SimpleNamespace(heartbeat_s=HEARTBEAT_S, dead_after_s=DEAD_S, reconnect_s=RECONNECT_S)
         self.lost: set[str] = set()  # whom it suspects
         self.leaving: set[str] = set()
         self.revoked: set[str] = set()
@@ -142,6 +143,7 @@ class Network:
         self.posted: list[tuple[str, str, PeerMessage]] = []
         self.probed: list[str] = []
         self.cut: set[str] = set()
+        self.lost_kinds: tuple[type[PeerMessage], ...] = ()
         self.peers = {peer: Peer(self, peer, view_of(peers, **view)) for peer in peers}
 
     def __getitem__(self, peer: str) -> Peer:
@@ -149,6 +151,8 @@ class Network:
 
     def post(self, sender: str, receiver: str, message: PeerMessage) -> None:
         self.posted.append((sender, receiver, message))
+        if isinstance(message, self.lost_kinds):
+            return
         if not {sender, receiver} & self.cut and receiver in self.peers:
             asyncio.get_running_loop().call_soon(self.peers[receiver].hear, sender, message)
 
@@ -201,6 +205,7 @@ Play = Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
         ("abc", "", "", ""),  # too few are left
         ("cd", "", "", "a"),  # half, with the lowest id
         ("ab", "", "", ""),
+        ("cd", "", "ab", ""),  # those who are left cannot lead
     ],
 )
 def test_the_lowest_member_that_stays_and_can_lead_proposes_the_next_view(
@@ -213,8 +218,22 @@ def test_the_lowest_member_that_stays_and_can_lead_proposes_the_next_view(
             peer.leaving |= set(leaving)
             if name not in lost:
                 peer.consider()
+                peer.consider()  # at the next heartbeat: one candidature at a time
         await asyncio.sleep(0)
         assert {sender for sender, _ in network.sent(say.Prepare)} == set(candidate)
+        assert len(set(network.sent(say.Prepare))) == len(network.sent(say.Prepare))
+
+    play(scene)
+
+
+def test_no_view_is_made_that_none_can_lead(play: Play) -> None:
+    async def scene() -> None:
+        for network in (Network("ab"), Network("abc", clients="c")):
+            for peer in network.peers.values():
+                peer.leaving |= {"a", "b"}
+            await network.settle()
+            assert network.sent(say.Prepare)
+            assert not network.sent(say.Propose) + network.sent(say.Install)
 
     play(scene)
 
@@ -231,6 +250,8 @@ def test_a_member_alone_or_revoked_or_not_in_the_view_proposes_nothing(play: Pla
         await asyncio.sleep(DEAD_S)
         assert not alone.posted + revoked.posted + outside.posted
         assert [network["a"].view.number for network in (alone, revoked, outside)] == [1, 1, 1]
+        assert not alone["a"].views.acceptor.is_frozen, "it may do its last round"
+        assert not revoked["a"].told + outside["a"].told, "a majority is not theirs to miss"
 
     play(scene)
 
@@ -239,10 +260,11 @@ def test_too_few_say_so_once_and_go_on_when_the_others_return(play: Play) -> Non
     async def scene() -> None:
         network = Network("abc")
         network["c"].lost |= {"a", "b"}
+        network["c"].name_of = {"a": "peer-a", "b": ""}.__getitem__  # type: ignore[method-assign]
         for _ in range(3):
             network["c"].consider()
         assert network["c"].told == [
-            "no-majority: 1 of 3 peers are left, which is no majority (lost: peer-a, peer-b): rounds wait until more "
+            "no-majority: 1 of 3 peers are left, which is no majority (lost: b, peer-a): rounds wait until more "
             "return; phalanx peers go-on-alone RUN gives up the lost ones"
         ]
         assert network["c"].views.is_stuck
@@ -438,6 +460,67 @@ def test_votes_for_another_candidature_or_of_another_view_count_for_nothing(play
     play(scene)
 
 
+def test_without_the_agreement_of_a_majority_no_view_is_installed(play: Play) -> None:
+    async def scene() -> None:
+        network = Network("abc")
+        network.lose("c")
+        network.lost_kinds = (say.Propose,)
+        network["a"].consider()
+        await asyncio.sleep(2 * DEAD_S)
+        assert network.sent(say.Propose)
+        assert not network.sent(say.Install)
+        assert network["a"].view.number == 1
+        # Members have promised: only a next view lets them hold results again.
+        network.lost_kinds = ()
+        network["a"].lost.clear()
+        await network.settle()
+        assert network["a"].ids == network["b"].ids == "ab"
+
+    play(scene)
+
+
+@pytest.mark.parametrize("what", ["nack", "install"])
+def test_a_candidature_ends_when_it_is_outbid_or_another_view_is_there(play: Play, what: str) -> None:
+    """The lower of two is a majority by itself, and still waits for the other's answer."""
+
+    async def scene() -> None:
+        network = Network("ab")
+        network.cut.add("b")
+        network["a"].leaving.add("b")
+        network["a"].consider()
+        await asyncio.sleep(0.1)
+        if what == "nack":
+            network["a"].hear("b", say.Nack(view_number=1, ballot=(1, "a"), promised=(4, "b")))
+            await asyncio.sleep(HEARTBEAT_S)
+            network["a"].consider()
+            await asyncio.sleep(0)
+            ballots = [message.ballot for _, _, message in network.posted if isinstance(message, say.Prepare)]
+            assert ballots == [(1, "a"), (5, "a")], "at once, and not when the answers are overdue"
+        else:
+            network["a"].hear("b", say.Install(proposal=next_view("ab", next_round=7)))
+            await asyncio.sleep(2 * DEAD_S)
+            assert (network["a"].ids, network["a"].view.number) == ("ab", 2)
+        assert not network.sent(say.Propose)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("why", ["revoked", "complained", "leaving"])
+def test_who_is_to_go_is_left_out_though_its_promise_came(play: Play, why: str) -> None:
+    async def scene() -> None:
+        network = Network("abcd")
+        network.cut |= {"d"}
+        network["a"].consider(complained="c" if why == "complained" else "d")
+        await asyncio.sleep(0)
+        network["a"].hear("c", say.Promise(view_number=1, ballot=(1, "a"), committed=4))
+        if why != "complained":
+            getattr(network["a"], why).add("c")
+        await asyncio.sleep(2 * DEAD_S)
+        assert network["a"].ids == "ab"
+
+    play(scene)
+
+
 def test_a_connection_that_is_new_is_asked_again_what_it_has_missed(play: Play) -> None:
     async def scene() -> None:
         network = Network("abc")
@@ -486,6 +569,29 @@ def test_a_newcomer_is_admitted_and_fetches_the_state_if_it_has_none(play: Play,
         assert "joined: peer-c is a member since view 2" in network["a"].told
         await network.settle(2.0)
         assert network["a"].view.number == 2, "admitted once"
+
+    play(scene)
+
+
+def test_a_founder_alone_admits_the_second(play: Play) -> None:
+    async def scene() -> None:
+        network = Network("a")
+        network["a"].rounds.committed, network["a"].rounds.accepted = 4, None
+        proposal = await network["a"].views.admit(member("b"), is_new=True)
+        assert proposal is not None
+        assert network["a"].ids == "ab"
+
+    play(scene)
+
+
+def test_a_newcomer_that_gave_up_is_in_no_later_view(play: Play) -> None:
+    async def scene() -> None:
+        network = Network("abc")
+        network["b"].rounds.committed, network["b"].rounds.accepted = 4, None
+        assert await network["b"].views.admit(member("d"), is_new=True) is None, "it is not b's turn"
+        network.lose("a")
+        await network.settle()
+        assert network["b"].ids == network["c"].ids == "bc"
 
     play(scene)
 
@@ -631,13 +737,16 @@ def test_a_member_of_another_history_fetches_the_state_first(play: Play) -> None
 
 def test_the_ones_that_are_left_go_on_alone_when_asked_to_and_all_agree(play: Play) -> None:
     async def scene() -> None:
-        network = Network("abcde")
+        network = Network("abcde", clients="e")
         network.lose("a", "b", "c")
         network["d"].consider()
         network["e"].consider()
         assert network["d"].views.is_stuck
         network["d"].rounds.committed, network["d"].rounds.accepted = 4, None
+        newcomer = asyncio.create_task(network["d"].views.admit(member("f"), is_new=True))
+        await asyncio.sleep(0)
         await network["d"].views.go_on_without_lost()
+        newcomer.cancel()  # it comes later, to those who went on
         await asyncio.sleep(0)
         assert network["d"].ids == network["e"].ids == "de"
         assert network["d"].view.history == network["e"].view.history != "h"
@@ -700,19 +809,55 @@ def test_what_a_peer_does_when_others_went_on_alone(play: Play) -> None:
     play(scene)
 
 
-def test_a_lost_connection_is_looked_after_before_the_next_heartbeat(play: Play) -> None:
+def test_a_lost_connection_is_looked_after_before_the_next_heartbeat(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scene() -> None:
-        network = Network("abc")
-        network["a"].rounds.committed, network["a"].rounds.accepted = 4, None
-        await network["a"].views.look_after("x")
-        network["a"].leaving.add("c")
-        await network["a"].views.look_after("c")
+        loop, network = asyncio.get_running_loop(), Network("abcd", clients="d")
+        monkeypatch.setattr(view_change, "time", SimpleNamespace(monotonic=loop.time))
+        peer = network["a"]
+        peer.rounds.committed, peer.rounds.accepted = 4, None
+
+        async def look_after(lost: str, *, suspected_after_s: float | None = None) -> float:
+            """The time it takes."""
+            began_s = loop.time()
+            if suspected_after_s is not None:
+                loop.call_later(suspected_after_s, peer.lost.add, lost)
+            await peer.views.look_after(lost)
+            return loop.time() - began_s
+
+        assert await look_after("x") == 0.0
+        peer.leaving.add("c")
+        assert await look_after("c") == 0.0
+        peer.leaving.clear()
         assert network.probed == []
-        network["a"].leaving.clear()
-        await network["a"].views.look_after("b")  # it is back
+        assert await look_after("b") == pytest.approx(RECONNECT_S, abs=0.1)  # it is back
         assert (network.probed, network.posted) == (["b"], [])
-        network.lose("b")
+        peer.joining.is_rejoining = True
+        assert await look_after("b", suspected_after_s=0.1) == pytest.approx(RECONNECT_S, abs=0.1)
+        assert network.posted == []
+        peer.joining.is_rejoining = False
+        peer.lost.clear()
+        network.cut |= {"b", "d"}
+        assert await look_after("d", suspected_after_s=0.1) == pytest.approx(HEARTBEAT_S, abs=0.1)
+        assert network.probed == ["b", "b"], "d takes no connections"
+        await asyncio.sleep(DEAD_S + 0.1)
+        assert peer.ids == network["c"].ids == "ac"
+
+    play(scene)
+
+
+def test_a_member_suspected_after_a_heartbeat_is_left_out_all_the_same(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        loop, network = asyncio.get_running_loop(), Network("abc")
+        monkeypatch.setattr(view_change, "time", SimpleNamespace(monotonic=loop.time))
+        network.cut.add("b")
+        loop.call_later((HEARTBEAT_S + RECONNECT_S) / 2, network["a"].lost.add, "b")
+        network["a"].rounds.committed, network["a"].rounds.accepted = 4, None
         await network["a"].views.look_after("b")
+        assert loop.time() == pytest.approx(RECONNECT_S, abs=0.1)
         await asyncio.sleep(0.1)
         assert network["a"].ids == network["c"].ids == "ac"
 

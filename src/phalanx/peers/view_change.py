@@ -142,7 +142,7 @@ class ViewKeeper:
             await asyncio.sleep(random.uniform(0.0, node.settings.heartbeat_s))
             return
         joining = [member for member, _, _ in self._joining.values()]
-        leaving = node.leaving | node.revoked | complained | (suspects - set(mine.promises))
+        leaving = node.leaving | node.revoked | complained  # suspects that promised are alive, and others left out
         proposal = choose_proposal(view, mine.promises, joining=joining, leaving=leaving - {one.id for one in joining})
         promised = set(mine.promises)
         if is_forced:
@@ -161,10 +161,8 @@ class ViewKeeper:
         self.install(proposal)
 
     def _may_go_on(self, mine: _Ballot, present: set[str]) -> bool:
-        view = self._node.view
-        current = self._ballot is mine and self.acceptor.view.number == view.number
         enough = self._decides(present) if mine.deciders is None else mine.deciders <= present
-        return current and not mine.is_lost and enough
+        return self._ballot is mine and not mine.is_lost and enough  # `install` forgets the ballot
 
     async def _collect(self, mine: _Ballot, is_enough: object) -> None:
         assert callable(is_enough)
