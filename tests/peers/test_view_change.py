@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from phalanx.errors import UserError
@@ -16,6 +18,7 @@ from phalanx.peers import messages as say
 from phalanx.peers import view_change
 from phalanx.peers.facts import Member, MemberView
 from phalanx.peers.messages import Accepted, NextView, PeerMessage, RoundPlan
+from phalanx.peers.view_agreement import Acceptor
 from phalanx.peers.view_change import ViewKeeper
 
 IDS = "abcde"
@@ -88,7 +91,8 @@ class Peer:
         self.held: Accepted | None = None
         self.links = SimpleNamespace(post=self._post, absent=set(), control={}, probe=self._probe)
         self.joining = SimpleNamespace(evicted=self.evictions.append, is_rejoining=False)
-        self.leader = SimpleNamespace(on_view=lambda: None)
+        self.calls = Counter[str]()
+        self.leader = SimpleNamespace(on_view=lambda: self.calls.update(["on_view"]))
         self.rounds = SimpleNamespace(fetch_first=self.fetches.append, on_view=self.installed.append)
         node: Any = self
         self.views = ViewKeeper(node)
@@ -110,6 +114,7 @@ class Peer:
         return asyncio.get_running_loop().create_task(coroutine)
 
     def view_changed(self) -> None:
+        self.calls["view_changed"] += 1
         self.lost &= set(self.view.ids)
 
     def _post(self, peer: str, message: PeerMessage) -> None:
@@ -301,7 +306,9 @@ def test_those_who_are_left_go_on_in_one_view_with_the_same_rounds(
         for peer in stays:
             assert [one.split(":")[0] for one in network[peer].told] == ["left"] * len(lost) + ["view"]
             assert network[peer].told[-1] == f"view: view 2: {len(stays)} members, next round 5"
-            assert len(network[peer].installed) == 1
+            assert len(network[peer].installed) == network[peer].calls["on_view"] == 1
+            assert network[peer].calls["view_changed"] == 1
+            assert not network[peer].fetches + sorted(network[peer].syncing)
         # Whoever was lost is told when it is back.
         network.cut.clear()
         network[lost[0]].hear(stays[0], say.Install(proposal=network[stays[0]].installed[0]))
@@ -371,11 +378,14 @@ def test_a_member_that_promised_holds_back_its_own_leader(play: Play) -> None:
     play(scene)
 
 
-@pytest.mark.parametrize("why", ["suspected", "gone", "leaving", "revoked", "closing", "well", "reconnected"])
+@pytest.mark.parametrize(
+    "why",
+    ["suspected", "gone", "leaving", "revoked", "the leader closes", "well", "reconnected", "it closes", "it leads"],
+)
 def test_while_the_leader_lives_no_other_member_freezes_the_view(play: Play, why: str) -> None:
     async def scene() -> None:
         network = Network("abc")
-        hears = network["a" if why == "closing" else "c"]
+        hears = network["a" if why in ("the leader closes", "it leads") else "c"]
         if why == "suspected":
             hears.lost.add("a")
         elif why in ("gone", "reconnected"):
@@ -384,9 +394,9 @@ def test_while_the_leader_lives_no_other_member_freezes_the_view(play: Play, why
                 hears.links.control["a"] = object()
         elif why in ("leaving", "revoked"):
             getattr(hears, why).add("a")
-        hears.closing = why == "closing"
+        hears.closing = "closes" in why
         hears.hear("b", say.Prepare(view_number=1, ballot=(1, "b")))
-        may_freeze = why not in ("well", "reconnected")
+        may_freeze = why not in ("well", "reconnected", "it closes", "it leads")
         assert hears.views.acceptor.is_frozen == may_freeze
         (answer,) = [message for _, _, message in network.posted]
         assert isinstance(answer, say.Promise if may_freeze else say.Nack)
@@ -405,8 +415,20 @@ def test_a_candidate_that_was_outbid_tries_again_with_a_higher_ballot(play: Play
         await network.settle()
         assert (network["a"].ids, network["b"].ids) == ("ab", "ab")
         ballots = [message.ballot[0] for _, _, message in network.posted if isinstance(message, say.Prepare)]
-        assert ballots[0] == 1
-        assert ballots[-1] == 8, "just above the one that was promised"
+        assert ballots == [1, 8], "just above the one that was promised"
+
+    play(scene)
+
+
+def test_a_first_ballot_is_higher_than_all_that_were_heard_in_the_view(play: Play) -> None:
+    async def scene() -> None:
+        network = Network("abc")
+        network.lose("a")
+        for counter in (7, 3):
+            network["b"].hear("c", say.Prepare(view_number=1, ballot=(counter, "c")))
+        network["b"].consider()
+        await asyncio.sleep(0)
+        assert [message.ballot for _, _, message in network.posted if isinstance(message, say.Prepare)] == [(8, "b")]
 
     play(scene)
 
@@ -555,16 +577,16 @@ def test_whoever_speaks_of_an_older_view_is_told_the_newest(play: Play) -> None:
 # ---- coming, leaving, and going on without a majority ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_new", [True, False])
-def test_a_newcomer_is_admitted_and_fetches_the_state_if_it_has_none(play: Play, is_new: bool) -> None:
+@pytest.mark.parametrize(("is_new", "next_round"), [(True, 5), (False, 5), (True, 0)])
+def test_a_newcomer_is_admitted_and_fetches_the_state_if_it_has_none(play: Play, is_new: bool, next_round: int) -> None:
     async def scene() -> None:
-        network = Network("ab")
+        network = Network("ab", next_round=next_round)
         network["a"].leaving.add("c")  # it left before
-        network["a"].rounds.committed, network["a"].rounds.accepted = 4, None
+        network["a"].rounds.committed, network["a"].rounds.accepted = next_round - 1, None
         proposal = await network["a"].views.admit(member("c"), is_new=is_new)
         assert proposal is not None
         assert (proposal.view.ids, network["a"].ids) == (("a", "b", "c"), "abc")
-        assert network["a"].syncing == ({"c"} if is_new else set())
+        assert network["a"].syncing == ({"c"} if is_new and next_round else set())
         assert network["a"].leaving == set()
         assert "joined: peer-c is a member since view 2" in network["a"].told
         await network.settle(2.0)
@@ -588,7 +610,20 @@ def test_a_newcomer_that_gave_up_is_in_no_later_view(play: Play) -> None:
     async def scene() -> None:
         network = Network("abc")
         network["b"].rounds.committed, network["b"].rounds.accepted = 4, None
-        assert await network["b"].views.admit(member("d"), is_new=True) is None, "it is not b's turn"
+        waits = asyncio.create_task(network["b"].views.admit(member("d"), is_new=True))  # it is not b's turn
+        await asyncio.sleep(0.1)
+        network["b"].views.install(next_view("abc"))
+        earlier = next_view("abc", number=3)
+        earlier = msgspec.structs.replace(
+            earlier, view=replace(earlier.view, members=(*earlier.view.members, member("d", "its earlier process")))
+        )
+        network["b"].views.install(earlier)
+        await asyncio.sleep(0.1)
+        assert not waits.done(), "neither of these views has admitted it"
+        assert await waits is None
+        for peer in "abc":
+            network[peer].view = view_of("abc", number=3)
+            network[peer].views.acceptor = Acceptor(network[peer].view)
         network.lose("a")
         await network.settle()
         assert network["b"].ids == network["c"].ids == "bc"
@@ -663,7 +698,9 @@ def test_a_suspect_that_answers_all_the_same_stays(play: Play) -> None:
     [
         ({}, True, False),
         ({"number": 1}, False, False),  # known already
+        ({"number": 1, "peers": "bc"}, False, False),
         ({"history": "other"}, False, False),  # of another group
+        ({"history": "other", "forced_from": "older", "peers": "bc"}, False, False),
         ({"peers": "bc"}, False, True),
         ({"members": (member("a", "its earlier process"), member("b"))}, False, True),
     ],
@@ -727,10 +764,15 @@ def test_one_that_comes_to_a_group_with_rounds_behind_it_fetches_the_state(
 def test_a_member_of_another_history_fetches_the_state_first(play: Play) -> None:
     async def scene() -> None:
         network = Network("abc")
+        network["c"].view = replace(network["c"].view, number=9)  # views of two histories are not compared
         network["c"].views.install(next_view("ac", history="new", forced_from="older"))
         assert network["c"].fetches == ["the group went on from another state than this peer's"]
         network["b"].views.install(next_view("ab", history="new", forced_from="h"))
         assert network["b"].fetches == [], "it left the old history together with the others"
+        newcomer = Network("e")["e"]
+        newcomer.view = MemberView(number=0, members=(), next_round=0)
+        newcomer.views.install(next_view("abe", history="new", forced_from="h"))
+        assert (newcomer.fetches, newcomer.syncing) == ([], {"e"}), "it has no state to give up"
 
     play(scene)
 
@@ -763,6 +805,12 @@ def test_the_ones_that_are_left_go_on_alone_when_asked_to_and_all_agree(play: Pl
             network[peer].hear("d", say.Install(proposal=network["d"].views.forced))
         assert network["a"].leaving == {"d", "e"}
         assert network["a"].evictions == []
+        await asyncio.sleep(0)
+        assert ("a", "b") in network.sent(say.Prepare), "at once"
+        assert network["d"].syncing == set(), "its state is that of the new history"
+        later = replace(network["d"].view, number=3)
+        network["d"].views.install(NextView(view=later))
+        assert network["d"].views.forced is not None, "others may still have to be told"
         await network.settle(2.0)
         assert [network[peer].ids for peer in "abc"] == ["abc"] * 3
 
