@@ -208,6 +208,8 @@ def test_what_any_has_agreed_to_goes_first_and_the_newest_of_that() -> None:
 
 def test_an_acceptor_answers_the_same_ballot_again_and_no_lower_one() -> None:
     acceptor, proposal = Acceptor(VIEW), NextView(view=replace(VIEW, number=2))
+    first = Propose(view_number=1, ballot=(1, "a"), proposal=proposal)
+    assert isinstance(Acceptor(VIEW).propose(first), Agreed), "also one that was not asked to promise"
     ask, low = Prepare(view_number=1, ballot=(2, "b")), Prepare(view_number=1, ballot=(2, "a"))
     for _ in range(2):
         assert isinstance(acceptor.prepare(ask, committed=4, accepted=None), Promise)

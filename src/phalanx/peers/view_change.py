@@ -264,6 +264,8 @@ class ViewKeeper:
             node.rounds.fetch_first("the group went on from another state than this peer's")
         node.view, self.installed = view, proposal
         self.forced = proposal if proposal.forced_from else self.forced
+        if self._ballot is not None:
+            self._ballot.changed.set()  # a candidature in the old view ends now, and holds up none in the new one
         self.acceptor, self._ballot, self._highest, self.is_stuck = Acceptor(view), None, 0, False
         node.leaving &= {*view.ids} | {node.me}
         for member in view.members:
