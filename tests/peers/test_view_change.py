@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from instant_loop import InstantLoop
 
 from phalanx.errors import UserError
 from phalanx.peers import messages as say
@@ -23,25 +24,6 @@ from phalanx.peers.view_change import ViewKeeper
 
 IDS = "abcde"
 DEAD_S, HEARTBEAT_S, RECONNECT_S = 3.0, 0.5, 1.0
-
-
-class InstantLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer as soon as nothing else is left to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_s = 0.0
-        select = self._selector.select  # type: ignore[attr-defined]
-
-        def jump(timeout: float | None) -> Any:
-            assert timeout is not None, "nothing will ever happen again"
-            self.now_s += timeout
-            return select(0)
-
-        self._selector.select = jump  # type: ignore[attr-defined]
-
-    def time(self) -> float:
-        return self.now_s
 
 
 def member(peer: str, instance: str = "i", *, client_only: bool = False) -> Member:
