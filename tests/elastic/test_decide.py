@@ -1085,6 +1085,44 @@ def test_a_coordinator_that_was_stopped_itself_blames_nobody(stage: Stage) -> No
     assert (stage.epoch, stage.events("incident")) == (1, [])
 
 
+@pytest.mark.parametrize(
+    ("pause_s", "is_excused"),
+    [(1.0, False), (1.25, True), (30.0, True)],  # what an idle coordinator takes between two turns is no pause
+)
+def test_a_pause_of_the_coordinator_is_no_silence_of_a_host_and_the_rest_is(
+    stage: Stage, pause_s: float, is_excused: bool
+) -> None:
+    first, second = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=7)
+    second.connected = False  # it hangs, and does not hang up
+    stage.pass_time(3.0)
+    stage.now_s += pause_s
+    first.beat()
+    stage.coordinator.tick()
+    rest_s = DEAD_S - 3.0 - (0.0 if is_excused else pause_s)
+    stage.pass_time(rest_s - 0.25)
+    assert stage.events("host")[-1]["state"] != "lost"
+    stage.pass_time(0.5)
+    assert (stage.events("host")[-1]["host"], stage.events("host")[-1]["state"]) == ("b", "lost")
+
+
+@pytest.mark.parametrize(("something_failed", "waits_s"), [(False, 5.0), (True, 1.0)])
+def test_a_new_coordinator_waits_for_hosts_longer_where_nothing_seems_wrong(
+    stage: Stage, something_failed: bool, waits_s: float
+) -> None:
+    first, second = stage.host("a", 2), stage.host("b", 2)
+    stage.start(step=7)
+    second.connected = False
+    stage.restart()
+    first.join()
+    if something_failed:
+        first.left(0, why="RuntimeError: Connection closed by peer")
+    stage.pass_time(waits_s - 0.25)
+    assert "did not come back" not in [one.get("reason") for one in stage.events("host")]
+    stage.pass_time(0.25)
+    assert stage.events("host")[-1]["reason"] == "did not come back"
+
+
 def test_one_that_says_nothing_through_several_own_pauses_is_given_up(stage: Stage) -> None:
     """A coordinator on a starved machine that never runs for two seconds in a row; it listens between its pauses."""
     first, _ = stage.host("a", 2), stage.host("b", 2)

@@ -18,8 +18,7 @@ class Clock:
     def is_trusted(self) -> bool:
         try:
             self.lease.trust_lease(7)
-        except Deposed as error:
-            assert str(error) == "term 7 could not be renewed for 10 s"
+        except Deposed:
             return False
         return True
 
@@ -60,5 +59,5 @@ def test_a_lease_is_trusted_for_its_time_from_when_the_last_renewal_that_succeed
 
 def test_several_renewals_fit_into_a_lease() -> None:
     assert 2 * RENEW_S < LEASE_S
-    with pytest.raises(Deposed):
-        LeaseClock(clock=lambda: 0.0).trust_lease(1)
+    with pytest.raises(Deposed, match=f"^term 7 could not be renewed for {LEASE_S:g} s$"):
+        LeaseClock(clock=lambda: 0.0).trust_lease(7)
