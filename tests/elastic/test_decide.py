@@ -667,6 +667,8 @@ def test_a_fault_of_its_own_while_others_are_replaced_is_another_incident(stage:
     stage.pass_time(0.5)
     assert (stage.epoch, stage.world) == (3, 4)
     assert [one["in_a_row"] for one in stage.events("incident")] == [1, 2]
+    second = stage.events("incident")[1]
+    assert {second["rank"], *second["others"]} == {0, 2}, "who was to be replaced is lost in it as well"
 
 
 def test_a_seat_that_was_told_to_an_agent_that_hung_up_is_told_again(stage: Stage) -> None:
@@ -890,6 +892,7 @@ def test_a_slot_is_left_out_only_if_no_other_slot_failed(
         stage.pass_time(6.0)
         stage.ready()
     assert [one["slot"] for one in stage.events("quarantine")] == ([1] if is_left_out else [])
+    assert len(stage.events("incident")) == 4
     assert stage.coordinator.state.is_over != is_left_out
 
 
@@ -929,6 +932,7 @@ def test_the_pause_before_a_restart_doubles_up_to_ten_seconds(make_stage: Callab
         waits.append(stage.now_s - before)
         stage.ready()
     assert waits == [0.0625, 0.0625, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
+    assert [one["waited_s"] for one in stage.events("incident")] == pytest.approx(waits, abs=0.001)
 
 
 def test_a_step_further_than_ever_forgives_and_one_done_again_does_not(stage: Stage) -> None:
@@ -981,6 +985,7 @@ def test_a_host_that_is_gone_and_comes_back(stage: Stage) -> None:
     for slot in first.ranks:
         first.left(slot, state="reform", step=9)
     stage.coordinator.tick()
+    assert stage.coordinator.state.saved.step == 9, "the layout of the next membership is that of step 9"
     assert (stage.epoch, stage.world) == (3, 4)
 
 
@@ -1498,6 +1503,7 @@ def test_a_stuck_rank_is_found_by_where_the_others_wait(stage: Stage) -> None:
     stage.coordinator.tick()
     kill = agent.last("kill")
     assert (kill["slot"], kill["place"], kill["silent_s"], kill["epoch"]) == (2, "sleep", DEAD_S + 10, 1)
+    assert kill["patience"] == "", "the duration of a step is known"
     stage.pass_time(1.0)
     assert agent.kinds().count("kill") == agent.kinds().count("where") == 1, "its end is on its way"
     agent.age_s = 0.0
@@ -1542,8 +1548,21 @@ def test_a_host_that_does_not_say_where_its_ranks_are_is_waited_for_two_seconds(
     asked = second.kinds().count("where")
     stage.pass_time(1.75)
     assert second.kinds().count("where") == asked, "its end is on its way"
-    stage.pass_time(0.5)
+    stage.pass_time(0.25)
     assert second.kinds().count("where") == asked + 1
+
+
+def test_ranks_that_move_while_they_are_asked_where_they_are_are_not_ended(stage: Stage) -> None:
+    agent = stage.host("a", 4)
+    stage.start(step=7)
+    agent.age_s = 100.0
+    stage.pass_time(0.25)
+    assert agent.kinds()[-1] == "where"
+    agent.age_s = 0.0
+    agent.beat()
+    agent.say("where", ranks={slot: [slot != 2, "sleep"] for slot in range(4)})
+    stage.pass_time(3.0)
+    assert ("kill" in agent.kinds(), stage.epoch) == (False, 1)
 
 
 def test_when_all_wait_for_each_other_they_form_again(stage: Stage) -> None:
