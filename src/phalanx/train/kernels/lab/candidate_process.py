@@ -8,6 +8,7 @@ says: values are judged by the judge, from the arena.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -371,10 +372,8 @@ class _KernelCall:
         sources = [self._inputs[place] for place in wanted]
         found = self._differentiate(pairs, sources, again=False)
         if self._overlap:  # of the same graph: a kernel may refuse, and may not answer with something else
-            try:
+            with contextlib.suppress(RuntimeError):
                 found = self._differentiate(pairs, sources, again=True)
-            except RuntimeError:
-                pass
         kinds = [Place(0, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in sources]
         for number, (gradient, kind) in enumerate(zip(found, kinds, strict=True)):
             if gradient is None:

@@ -24,8 +24,8 @@ BUILTIN_ALLOWANCE = 4.0  # times the largest error of the built-in in the same r
 # Multiples of the built-in's RMS error. A kernel that rounds an intermediate result three times more often than the
 # built-in loses twice as much over all rows, and up to four times as much in the worst row.
 RMS_MULTIPLE, ROW_MULTIPLE, QUANTILE_MULTIPLE = 3.0, 5.0, 3.0
-# Of the mean error in the direction of the truth, in the built-in's RMS errors: rounding toward zero has 1.2 in bfloat16,
-# a result that is 0.25 % too large 1.0, and both are within all other limits. A model multiplies them layer by layer.
+# Of the mean error in the direction of the truth, in the built-in's RMS errors: rounding toward zero has 1.2 in
+# bfloat16, a result that is 0.25 % too large 1.0, and all other rules allow both. They add up from layer to layer.
 BIAS_LIMIT, BIAS_SPREAD = 0.5, 4.0
 CODE_MULTIPLE = 2.0  # of codes: scales that are powers of two lose up to half more than others
 # An estimate from few values is uncertain: limits are wider by this over the root of their number.

@@ -141,12 +141,7 @@ def _settings_reader() -> Callable[[], list[tuple[str, Any]]]:
         ("torch.backends.cudnn.allow_tf32", torch._C._get_cudnn_allow_tf32),
         ("torch.backends.cudnn.benchmark", torch._C._get_cudnn_benchmark),
         ("torch.set_flush_denormal()", lambda: bool((smallest * 1.0 == 0.0).any())),
-        (
-            "torch.is_inference_mode_enabled()",
-            torch._C._is_inference_mode_enabled
-            if hasattr(torch._C, "_is_inference_mode_enabled")
-            else torch.is_inference_mode_enabled,
-        ),
+        ("torch.is_inference_mode_enabled()", torch.is_inference_mode_enabled),
     ]
 
     def read_settings() -> list[tuple[str, Any]]:
