@@ -312,7 +312,10 @@ class _CandidateTrial:
         away, and one folder, which later processes only read."""
         if self._cache is None:
             self._cache = tempfile.TemporaryDirectory(prefix="phalanx-kernels-")
-        new = {f"{case.dtype} {sorted(case.shape.items())} {self._asked(case)} {case.unused}": case for case in cases}
+        new = {
+            f"{case.dtype} {sorted(case.shape.items())} {self._asked(case)} {case.unused} {case.turned}": case
+            for case in cases
+        }
         new = {key: case for key, case in new.items() if key not in self._compiled}
         if not new:
             return
@@ -390,6 +393,7 @@ class _CandidateTrial:
             "poison": not timed,
             "overlap": not timed and len(batch) > 1,
             "unused": batch[0].unused,
+            "turned": batch[0].turned,
             "inputs": [[one.to_json() for one in places.inputs] for places in placed],
             "outputs": [[one.to_json() for one in places.outputs] for places in placed],
             "output_gradients": [[one.to_json() for one in places.output_gradients] for places in placed],

@@ -294,6 +294,11 @@ def _run_kernel(
             inputs[place].requires_grad_()
     places = [_read_places(part) for part in request["outputs"]]
     back = [[view_place(data, one).data for one in _read_places(part)] for part in request["output_gradients"]]
+    if request["turned"]:  # the same numbers with other strides: a sum's gradient has the stride 0
+        back = [
+            [one.transpose(-1, -2).contiguous().transpose(-1, -2) if one.dim() > 1 else one for one in part]
+            for part in back
+        ]
     begin = torch.cuda.Event(enable_timing=True) if on_gpu else None
     end = torch.cuda.Event(enable_timing=True) if on_gpu else None
     with torch.set_grad_enabled(bool(wanted)):

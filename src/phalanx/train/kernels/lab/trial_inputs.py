@@ -44,6 +44,7 @@ class KernelCase:
     timed: bool = False
     gradients_of: tuple[int, ...] | None = None  # inputs, by place, whose gradients are asked for; None: all
     unused: int | None = None  # a result that the loss does not depend on
+    turned: bool = False  # gradients of results lie in memory column by column, as autograd may give them
     kept_seed: int | None = None  # the ends of every input, and half of its values, are those of this seed
 
     def __str__(self) -> str:
@@ -54,6 +55,8 @@ class KernelCase:
             notes += f", gradients of input {listed} only" if listed else ", without gradients"
         if self.unused is not None:
             notes += f", result {self.unused} unused"
+        if self.turned:
+            notes += ", gradients by columns"
         if self.kept_seed is not None:
             notes += ", half of the values as in the call before"
         return f"{str(self.dtype).removeprefix('torch.')}, {sizes}, {self.pattern}{notes}"
@@ -106,7 +109,7 @@ def draw_uses(
     op: KernelOp, dtype: torch.dtype, random_source: random.Random, *, gradients: bool
 ) -> list[list[KernelCase]]:
     """Batches that use a kernel as a model does: without gradients, with some of them, twice before the first gradient,
-    and again on memory of which a part has changed. Cases of one batch overlap."""
+    again on memory of which a part has changed, and with gradients of other strides. Cases of one batch overlap."""
     shape = dict(op.odd_shapes[min(2, len(op.odd_shapes) - 1)])
 
     def draw(**options: Any) -> KernelCase:
@@ -116,7 +119,7 @@ def draw_uses(
     batches = [[first], [draw(kept_seed=first.seed)], [draw(), draw()]]
     if not (gradients and op.gradients):
         return batches
-    batches.append([draw(gradients_of=())])
+    batches += [[draw(gradients_of=())], [draw(turned=True)]]
     if len(op.gradients) > 1:
         batches += [[draw(gradients_of=(place,))] for place in op.gradients]
     inputs = draw_inputs(op, first, torch.device("cpu"))
