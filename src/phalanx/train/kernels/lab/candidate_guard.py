@@ -391,7 +391,7 @@ class _CandidateTrial:
         request: dict[str, Any] = {
             "do": "run",
             "poison": not timed,
-            "overlap": not timed and len(batch) > 1,
+            "overlap": batch[0].overlap,
             "unused": batch[0].unused,
             "turned": batch[0].turned,
             "inputs": [[one.to_json() for one in places.inputs] for places in placed],

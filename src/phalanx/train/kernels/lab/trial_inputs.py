@@ -44,6 +44,7 @@ class KernelCase:
     timed: bool = False
     gradients_of: tuple[int, ...] | None = None  # inputs, by place, whose gradients are asked for; None: all
     unused: int | None = None  # a result that the loss does not depend on
+    overlap: bool = False  # all results of its batch are computed before any gradient
     turned: bool = False  # gradients of results lie in memory column by column, as autograd may give them
     kept_seed: int | None = None  # the ends of every input, and half of its values, are those of this seed
 
@@ -55,6 +56,8 @@ class KernelCase:
             notes += f", gradients of input {listed} only" if listed else ", without gradients"
         if self.unused is not None:
             notes += f", result {self.unused} unused"
+        if self.overlap:
+            notes += ", overlapping calls"
         if self.turned:
             notes += ", gradients by columns"
         if self.kept_seed is not None:
@@ -109,14 +112,14 @@ def draw_uses(
     op: KernelOp, dtype: torch.dtype, random_source: random.Random, *, gradients: bool
 ) -> list[list[KernelCase]]:
     """Batches that use a kernel as a model does: without gradients, with some of them, twice before the first gradient,
-    again on memory of which a part has changed, and with gradients of other strides. Cases of one batch overlap."""
+    again on memory of which a part has changed, and with gradients of other strides."""
     shape = dict(op.odd_shapes[min(2, len(op.odd_shapes) - 1)])
 
     def draw(**options: Any) -> KernelCase:
         return KernelCase(shape=shape, dtype=dtype, seed=random_source.getrandbits(31), **options)
 
     first = draw()
-    batches = [[first], [draw(kept_seed=first.seed)], [draw(), draw()]]
+    batches = [[first], [draw(kept_seed=first.seed)], [draw(overlap=True), draw(overlap=True)]]
     if not (gradients and op.gradients):
         return batches
     batches += [[draw(gradients_of=())], [draw(turned=True)]]
