@@ -111,8 +111,7 @@ def draw_cases(
 def draw_uses(
     op: KernelOp, dtype: torch.dtype, random_source: random.Random, *, gradients: bool
 ) -> list[list[KernelCase]]:
-    """Batches that use a kernel as a model does: without gradients, with some of them, twice before the first gradient,
-    again on memory of which a part has changed, and with gradients of other strides."""
+    """Batches that use a kernel as a model does, in the ways that one call after the other does not show."""
     shape = dict(op.odd_shapes[min(2, len(op.odd_shapes) - 1)])
 
     def draw(**options: Any) -> KernelCase:
