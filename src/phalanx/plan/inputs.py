@@ -296,13 +296,13 @@ class _Look:
         if max_passes <= FREE_PASSES:
             return
         max_tokens = int(tokens * FREE_PASSES / max_passes)
-        effect = "there is hardly anything left to learn" if max_passes > SPENT_PASSES else "each pass adds less"
+        trend = "there is hardly anything left to learn" if max_passes > SPENT_PASSES else "each pass adds less"
         self.warnings.append(
             Problem(
                 where=self.place("data.tokens"),
                 what=f"{format_count(tokens)} tokens are {_passes_text(max_passes)} over "
                 f"{f'the source {source!r} of ' if len(passes) > 1 else ''}{format_count(available)} tokens of data",
-                why=f"beyond about {FREE_PASSES:g} passes {effect} (arXiv 2305.16264), and the model memorises the text",
+                why=f"beyond about {FREE_PASSES:g} passes {trend} (arXiv 2305.16264), and the model memorises the text",
                 fix=f"build from more text, or train on data.tokens = {max_tokens:_} or fewer",
             )
         )
