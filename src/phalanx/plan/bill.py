@@ -19,7 +19,7 @@ from phalanx.units import HOUR_S
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
-    """The cost of the whole run, including spare hosts; None stands for an unknown value.
+    """The cost of the whole run, including spare hosts; None means unknown.
 
     `usd` is (low, middle, high): the lowest price over the low end of the 80 % interval of the run's time, the middle
     of both, the highest price over the high end. `kwh_interval` reflects the interval of the time alone.
@@ -126,7 +126,7 @@ def _grid_carbon(cluster: Cluster, cost: CostSettings, region: GridRegion | None
         return region.gco2_per_kwh, f"{region.name}, mlco2/impact"
     if cluster.grid_gco2_per_kwh:
         return cluster.grid_gco2_per_kwh, "given for the cluster"
-    usual = statistics.median(one.gco2_per_kwh for one in grid_regions().values())
+    usual = statistics.median(region.gco2_per_kwh for region in grid_regions().values())
     return usual, f"median of {len(grid_regions())} cloud regions, mlco2/impact 2019-2021"
 
 

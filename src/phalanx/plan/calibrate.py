@@ -67,7 +67,7 @@ BUSY = (*DEVICE, "launch_s", "head_s", "pipeline_send_s", "overhead_s")
 def apply_calibration(times: StepTimes, scalars: Calibration) -> StepTimes:
     """Return the step with the factors applied to its parts; the bubble scales with the work it waits for.
 
-    Overlapped parts are combined anew: next to a device that takes 0.8 of the time more of the host's time is exposed,
+    Overlapped parts are combined again: next to a device that takes 0.8 of the time more of the host's time is exposed,
     and a layout whose step the host determines does not gain. Scaling only the exposed time would make work that costs
     nothing there, such as recompute, look like a gain.
     """

@@ -105,7 +105,7 @@ def machine_columns(cluster: Cluster) -> dict[str, float]:
     device = cluster.accelerator
     rates = {name: matmul_flops(device, name) for name in ("bf16", "fp8", "fp4", "fp32")}
     if cluster.matmul_flops > 0:
-        # A probe measures bf16 on GPUs and fp32 on CPUs; a CPU without matrix units runs both alike.
+        # A probe measures bf16 on GPUs and fp32 on CPUs; a CPU without matrix units computes both at the same rate.
         names = ("bf16", "fp32") if device.family == "cpu" else ("bf16",)
         rates |= dict.fromkeys(names, cluster.matmul_flops)
     return {

@@ -308,7 +308,7 @@ class _Look:
         )
 
     def _held_out(self) -> None:
-        """Warn where evaluation is asked for but the data has no held-out sequence."""
+        """Warn where a job evaluates but the data has no held-out sequence."""
         train, length = self.job.train, self.job.data.sequence
         heldout_shards = [source.of("heldout") for _, manifest in self.folders for source in manifest.sources]
         if any(sum(shard.tokens for shard in shards) > length for shards in heldout_shards):

@@ -103,9 +103,9 @@ def map_axes(request: PlanRequest, layout: Layout) -> tuple[AxisUse, ...]:
         *_stage_axes(request, layout, table, groups),
         *_expert_axes(request, layout, table, groups),
     ]
-    used = [axis for axis in axes if axis.ranks > 1]
-    shown = _exposed_seconds(times, used)
-    return tuple(_axis_use(request, axis, shown[axis.name]) for axis in used)
+    used_axes = [axis for axis in axes if axis.ranks > 1]
+    exposed_s = _exposed_seconds(times, used_axes)
+    return tuple(_axis_use(request, axis, exposed_s[axis.name]) for axis in used_axes)
 
 
 def bytes_between_domains(request: PlanRequest, layout: Layout, table: Cases) -> float:

@@ -39,7 +39,7 @@ def state_format(name: str, optimizer_state: str) -> str:
 
 
 def packed_bytes(name: str, optimizer_state: str) -> float:
-    """Return the bytes per parameter that a checkpoint adds by storing 8-bit moments as fp32, readable in any layout."""
+    """Return the bytes per parameter that a checkpoint adds: it stores 8-bit moments as fp32, for any layout."""
     kind = state_format(name, optimizer_state)
     return MOMENTS[name] * (STATE_BYTES["fp32"] - STATE_BYTES["int8"]) if kind == "int8" else 0.0
 

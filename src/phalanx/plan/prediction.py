@@ -189,7 +189,7 @@ def run_duration(
     count = -(-max(0, tokens - seen_tokens) // batch.global_tokens)
     training_s, steps = training_s + count * step_s, steps + count
     wall_s = training_s / effective_time if effective_time > 0 else float("inf")
-    # A model that is off on one step is off on all of them alike: the errors do not average out over the run.
+    # A model that is off on one step is off on all of them: the errors do not average out over the run.
     low_s, high_s = step_interval_s or (step_s, step_s)
     worst, best = effective_interval or (effective_time, effective_time)
     duration = Duration(

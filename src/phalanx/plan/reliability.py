@@ -2,7 +2,7 @@
 
 Formulas: Young 1974, Daly 2006 (higher order), and the expected effective training time ratio
 E[ETTR] = (1 - (D + R + W + τ/2) / M) / (1 + δ/τ) with detection D, restart R, persist lag W, interval τ, blocking
-checkpoint cost δ and mean time between failures M. Rates, and how far sites lie apart: hardware/failures.py.
+checkpoint cost δ and mean time between failures M. Rates, and their spread over sites: hardware/failures.py.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def is_recovery_given(fault: FaultSettings) -> bool:
 def site_rates(cluster: Cluster, fault: FaultSettings) -> SiteSpread:
     """Return failures per host and day: the user's own rate without spread, else the spread of published sites."""
     if is_rate_given(cluster, fault):
-        own = fault.failures_per_host_day
-        return known_rate(cluster.failures_per_host_day if own is None else own)
+        job_rate = fault.failures_per_host_day
+        return known_rate(cluster.failures_per_host_day if job_rate is None else job_rate)
     return host_failure_spread(cluster.accelerator, cluster.host_devices)
 
 

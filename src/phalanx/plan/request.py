@@ -34,7 +34,7 @@ class Framework:
     zero_with_pipeline: tuple[int, ...]
     context: bool = True  # can split one sequence over devices
     copies_kv_heads: bool = True  # can give several tensor ranks the same key/value head
-    bare_ends: bool = True  # can give the embedding and the head a pipeline chunk of their own
+    bare_ends: bool = True  # can give the embedding and the head their own pipeline chunk
     selective_zero_bubble: bool = True  # can recompute selectively under a zero-bubble schedule
     offload: tuple[str, ...] = ("none", "optimizer")  # what it can keep in host memory
 
@@ -105,7 +105,7 @@ PROFILE_ALIASES = {
     "deepspeed-zero3": "deepspeed",
 }
 CURRENT = "9999"  # the version of a name without one: the newest profile of its family
-# The names that messages list: the profiles, and the dated name of the one that is no longer current.
+# The names that messages list: the profiles, and the dated name of the one that was replaced.
 FRAMEWORK_NAMES = (*sorted({*shipped_profiles()} - {"default"}), "megatron-lm-2021")
 # `launch_s` of a profile covers all that the host does per operation; `phalanx probe` times one bare kernel. This is
 # the probe's value on the H200 that the "pytorch" and "phalanx" profiles were measured on (benchmarks/data,
@@ -289,13 +289,13 @@ def fixed_by_hand(job: Job) -> Fixed:
 
 
 def _check_precision(job: Job, cluster: Cluster, origins: Mapping[str, str]) -> None:
-    wanted = job.precision.compute
-    if cluster.accelerator.family == "cpu" or matmul_flops(cluster.accelerator, wanted) > 0:
+    precision = job.precision.compute
+    if cluster.accelerator.family == "cpu" or matmul_flops(cluster.accelerator, precision) > 0:
         return
     able = [name for name in ("bf16", "fp16", "fp8", "fp32") if matmul_flops(cluster.accelerator, name) > 0]
     raise mistake(
         origins.get("precision.compute", "job"),
-        f'precision.compute = "{wanted}", but {cluster.accelerator.name} has no {wanted} matrix units',
+        f'precision.compute = "{precision}", but {cluster.accelerator.name} has no {precision} matrix units',
         why="the catalogue knows no rate for it",
         fix=f"use one of {', '.join(able)}, or another accelerator",
     )

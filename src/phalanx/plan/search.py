@@ -18,7 +18,7 @@ from phalanx.plan.trainer_memory import MEMORY_ERROR
 from phalanx.units import format_seconds
 
 # Layouts within 2 % of the fastest are equal and the simplest is taken: the cost model misses published steps by 4.8 %
-# (mean over 13 sources of the median error, phalanx backtest, 2026-11-15), so a lead of 2 % on paper is no evidence.
+# (mean over 13 sources of the median error, phalanx backtest, 2026-11-15), so a lead of 2 % on paper is not evidence.
 SAME = 1.02
 # A simpler layout may fill this much of the usable memory, or as much as the fastest does: memory is off by 5.7 %
 # (median, the same run), and a plan that runs out of it is not simple.
@@ -172,9 +172,13 @@ def _best_row(scores: LayoutScores) -> int:
 
 def _simplest_row(scores: LayoutScores, rows: Ints) -> int:
     """Return the simplest of the rows whose times the model cannot tell from that of the fastest."""
-    near = _as_good(scores, rows)
-    keys = (*layout_complexity(scores, near), scores.step_s[near].round(9), scores.memory_bytes[near])
-    return int(near[np.lexsort(keys[::-1])[0]])
+    rows_as_good = _as_good(scores, rows)
+    keys = (
+        *layout_complexity(scores, rows_as_good),
+        scores.step_s[rows_as_good].round(9),
+        scores.memory_bytes[rows_as_good],
+    )
+    return int(rows_as_good[np.lexsort(keys[::-1])[0]])
 
 
 def _as_good(scores: LayoutScores, rows: Ints) -> Ints:
@@ -185,16 +189,16 @@ def _as_good(scores: LayoutScores, rows: Ints) -> Ints:
     fast_rows = rows[scores.step_s[rows] <= scores.step_s[fastest] * max(SAME, ROOMIER)]
     for slack, limit_bytes in ((SAME, room_bytes), (ROOMIER, full_bytes)):
         fast_enough = scores.step_s[fast_rows] <= scores.step_s[fastest] * slack
-        near: Ints = fast_rows[fast_enough & (scores.memory_bytes[fast_rows] <= limit_bytes)]
-        if near.size:
-            return near
+        simple_rows: Ints = fast_rows[fast_enough & (scores.memory_bytes[fast_rows] <= limit_bytes)]
+        if simple_rows.size:
+            return simple_rows
     device_bytes = DEVICE_MEMORY * scores.space.request.cluster.accelerator.memory_bytes
     for limit_bytes in (min(full_bytes, device_bytes), device_bytes, filled_bytes):
         in_memory = rows[scores.memory_bytes[rows] <= limit_bytes]
         if in_memory.size:
             break
-    near = in_memory[scores.step_s[in_memory] <= scores.step_s[_fastest_row(scores, in_memory)] * SAME]
-    return near
+    simple_rows = in_memory[scores.step_s[in_memory] <= scores.step_s[_fastest_row(scores, in_memory)] * SAME]
+    return simple_rows
 
 
 def layout_complexity(scores: LayoutScores, rows: Ints) -> tuple[Ints, ...]:
@@ -292,7 +296,7 @@ def _pareto_layouts(request: PlanRequest, scores: LayoutScores) -> tuple[Candida
         space = build_space(request, devices=devices, offload=offload, most_micro=SMALLER_MICRO_BATCH)
         candidates += _time_memory_front(score_layouts(space, memory_cutoff=1.0))
     return tuple(
-        candidate for candidate in candidates if not any(_dominates_other(other, candidate) for other in candidates)
+        candidate for candidate in candidates if not any(_dominates_other(rival, candidate) for rival in candidates)
     )
 
 

@@ -76,7 +76,7 @@ def axis_groups(c: Cases, k: Physics, f: Profile) -> Groups:
 
 
 def tensor_seconds(c: Cases, g: Groups, f: Profile) -> Floats:
-    """Return forward's seconds of tensor traffic: two all-reduces per layer, or the same bytes gathered and scattered."""
+    """Return forward's seconds of tensor traffic: two all-reduces per layer, or equal gathers and scatters."""
     message = c.tokens * c.hidden * element_bytes(c)
     reduce_s = np.where(c.sp > 0, 2.0 * net.all_gather(g.tensor, message), net.all_reduce(g.tensor, message))
     # Whole experts (expert parallelism) leave a mixture-of-experts layer only attention, and shared experts, to
