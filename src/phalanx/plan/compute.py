@@ -207,9 +207,8 @@ def compute_seconds(c: Cases, k: Physics, f: Profile) -> Compute:
     recompute = np.where(c.recompute == FULL, full_s, np.where(c.recompute == SELECTIVE, selective_s, 0.0))
     narrow = (c.precision == FP8) | (c.precision == FP4)
     per_layer = k.kernels * (1.0 + k.tensor_kernels * (c.tp > 1)) * (1.0 + f.narrow_kernels * narrow)
-    is_chunked = drops_logits(
-        c.tokens, c.vocab, tensor=c.tp, pipeline=c.pp
-    )  # the trainer's other losses stay in 16 bit
+    # the trainer's other losses stay in 16 bit
+    is_chunked = drops_logits(c.tokens, c.vocab, tensor=c.tp, pipeline=c.pp)
     head_rate = np.where((np.asarray(f.narrow_head) > 0) & is_chunked, rate, wide_rate)
     head_matmul = matmul_pass(c, k, c.tokens, c.vocab / c.tp, c.hidden, head_rate)
     loss = c.tokens * c.vocab / c.tp * k.loss_bytes * f.loss / (c.memory_bytes_per_s * k.memory)

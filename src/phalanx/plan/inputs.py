@@ -127,9 +127,8 @@ class _Look:
         origin = self._origins.get(key)
         if origin is None or not origin.by_hand:
             return key
-        return (
-            f"{origin.where}: {key}" if origin.kind == "file" else origin.where
-        )  # the origin of --set contains the key
+        # the origin of --set contains the key
+        return f"{origin.where}: {key}" if origin.kind == "file" else origin.where
 
     def at_code(self) -> None:
         """Check that custom code exists: the model, plug-ins, rules. The code is not run."""

@@ -125,9 +125,8 @@ class PlayedOrders:
 
     makespan: float  # from the start of the first action to the end of the last
     busiest: float  # seconds that the busiest rank computes
-    held: tuple[
-        float, ...
-    ]  # by rank: the most micro-batches whose activations it holds at once; pending ones weigh more
+    # by rank: the most micro-batches whose activations it holds at once; pending ones weigh more
+    held: tuple[float, ...]
     burst: int  # the most messages that one rank sends to one neighbour while the busiest computes one micro-batch
 
     @property

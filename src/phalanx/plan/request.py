@@ -251,9 +251,8 @@ def memory_profile(job: Job, framework_memory: MemoryProfile, *, on_cpu: bool = 
         )
     is_fp32 = job.precision.compute == "fp32"
     state_bytes = STATE_BYTES[state_format(job.optim.name, job.precision.optimizer_state)]
-    master_bytes = (
-        4.0 if job.precision.master_weights and not is_fp32 else 0.0
-    )  # fp32 weights are their own master copy
+    # fp32 weights are their own master copy
+    master_bytes = 4.0 if job.precision.master_weights and not is_fp32 else 0.0
     saved_bytes = ADAMW_BYTES - (MOMENTS[job.optim.name] * state_bytes + master_bytes)
     adjusted = replace(framework_memory, optimizer_bytes=framework_memory.optimizer_bytes - saved_bytes)
     if job.optim.name == "muon":

@@ -144,9 +144,8 @@ def exchange_time(
     else:
         shares = tuple(water_filling(rates, [not is_owner for is_owner in are_owners]))
     sent_bytes = tuple(payload_bytes * (1 + copies_per_share(codec, count) * share) for share in shares)
-    received_bytes = (
-        payload_bytes * (count - 1) if is_gathered else 0.0
-    )  # otherwise a peer receives as many bytes as it sends
+    # otherwise a peer receives as many bytes as it sends
+    received_bytes = payload_bytes * (count - 1) if is_gathered else 0.0
     times = [max(size, received_bytes) / rate for size, rate in zip(sent_bytes, rates, strict=True)]
     slowest = max(range(count), key=times.__getitem__)
     trip_s = max(link.latency_s for link in links)

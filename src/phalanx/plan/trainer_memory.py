@@ -160,9 +160,8 @@ def _counted_layer(c: Cases, f: MemoryProfile) -> dict[str, Floats]:
     drops = _drops_product(c, f)
     dense_ways = np.where(_is_compiled(c, f), COMPILED.gated, PLAIN.gated)
     dense_ways = 2.0 + (np.where(drops, 2.0, dense_ways) - 2.0) * c.gated
-    expert_ways = (
-        2.0 + (PLAIN.gated - 2.0) * c.gated
-    )  # experts' products are not fused with the operations between them
+    # experts' products are not fused with the operations between them
+    expert_ways = 2.0 + (PLAIN.gated - 2.0) * c.gated
     num_widening = 1.0 + c.gated  # matrices that widen
     moe_share = c.moe_layers / c.layers
     routed = routed_tokens(c) / tokens
@@ -222,9 +221,8 @@ def _counted_moments(
     """Return the activations and logits of one stage at its fullest moment, except the moment of `_reducing_bytes`."""
     is_selective, is_full = c.recompute == SELECTIVE, c.recompute == FULL
     kept_bytes = _kept_by_layer(c, layer)
-    rebuilt = np.where(
-        is_full | is_selective, layer["kept"] - np.where(is_full, 0.0, kept_bytes), 0.0
-    )  # of the layer that runs backward
+    # of the layer that runs backward
+    rebuilt = np.where(is_full | is_selective, layer["kept"] - np.where(is_full, 0.0, kept_bytes), 0.0)
     # Full recompute rebuilds a layer for the first half of its backward and keeps all of it for the second, with more
     # of its graph than the first forward would: 1.42 times in the trace of one layout (8B, V-shaped); the factor is
     # not derived.
