@@ -126,7 +126,7 @@ class KubernetesSystem:
     # ---- submitting --------------------------------------------------------------------------------------------------
 
     def write(self, requests: Sequence[LaunchRequest]) -> list[Submitted]:
-        """Write the manifests with the key into the run folders, readable only by their owner, as `--no-submit` does."""
+        """Write the manifests with the key into the run folders, readable only by their owner (`--no-submit`)."""
         for request in requests:
             flavour = request.settings.flavour or "jobset"
             if flavour in EXPORTS:
@@ -396,7 +396,7 @@ class KubernetesSystem:
             waited_s += POLL_S
 
     def requeue(self, job: str) -> str:
-        """Requeue a job: a running one saves and restarts, a deactivated one is activated, an ended one applied again."""
+        """Requeue a job: a running one saves and restarts, a deactivated one is activated, an ended one reapplied."""
         record, place = self._placed(job)
         run = open_run(record.run)
         [queued_job] = self.list_jobs([record.id])

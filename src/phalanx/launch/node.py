@@ -182,7 +182,7 @@ def serve_host(
 
 
 class _SingleStopRequest(Sequence[int]):
-    """A list of stop requests cut to one: Slurm signals the step and srun forwards its own signal, but one save is enough."""
+    """A list of at most one stop request, since Slurm and srun both signal an agent, and the run should save once."""
 
     def __init__(self, stop_requests: Sequence[int]) -> None:
         self._stop_requests = stop_requests
@@ -225,19 +225,19 @@ def conclude_run(run: Run) -> tuple[int, str]:
     state, message = status.get("state"), text_value(status, "message")
     if state == "done":
         return 0, "done"
-    saved_step, first_step = max(run.saved_steps(), default=0), int(run.launch().get("began_at_step") or 0)
+    saved_step, began = max(run.saved_steps(), default=0), int(run.launch().get("began_at_step") or 0)
     if state == "stopped":
         request_text = _stop_request(run)
         if request_text is not None and request_text != WANTS_TO_GO_ON:
             return 0, f"stopped as asked: {message}"
-        if request_text == WANTS_TO_GO_ON and saved_step <= first_step:
+        if request_text == WANTS_TO_GO_ON and saved_step <= began:
             return (
                 3,
-                f"reached the time limit before a checkpoint after step {first_step:,}: launch it with a longer --time-s",
+                f"reached the time limit before a checkpoint after step {began:,}: launch it with a longer --time-s",
             )
         return REQUEUE, f"interrupted at step {saved_step:,}: {message}"
     code = int(status.get("exit_code") or 3)
-    if state == "failed" and saved_step > first_step and (host := _lost_host(run)):
+    if state == "failed" and saved_step > began and (host := _lost_host(run)):
         return REQUEUE, f"lost host {host}, and has no spare for it: goes on from step {saved_step:,} elsewhere"
     return (code if code != REQUEUE else 3), f"{state or 'never started'}: {message}"
 
