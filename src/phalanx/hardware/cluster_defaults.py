@@ -41,7 +41,8 @@ SLOWEST_LINK_BYTES_PER_S = 15.75 * GB  # PCIe 3.0 x16, which every server since 
 
 # Bytes/s per device, one direction, where the catalogue has no typical NIC.
 NIC_BYTES_PER_S = {
-    "google": 50e9 / 8,  # data-centre network of v5p: 50 Gb/s per chip (Google Cloud TPU documentation)
+    # Data-centre network of v5p: 50 Gb/s per chip (Google Cloud TPU documentation).
+    "google": 50e9 / 8,
     "generic": 10e9 / 8,  # a CPU server on 10 GbE
 }
 DEFAULT_NIC_BYTES_PER_S = 100e9 / 8 / 8  # one 100 Gb/s port shared by a host of eight cards

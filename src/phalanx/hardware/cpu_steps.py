@@ -155,7 +155,8 @@ def cpu_times(x: CpuStep, r: CpuRates) -> CpuTimes:
     group = np.where(_as_floats(x.zero) >= 1, np.maximum(x.shard, 1.0), 1.0)
     # every layer, one collective
     layer_s = np.where(group > 1, units * (r.unit_s + ring(group, parameter_bytes / units, 1.0)), 0.0)
-    shard = np.where(zero == 3, 3.0 * layer_s, np.where(zero == 2, layer_s, 0.0))  # per micro-batch
+    # Per micro-batch.
+    shard = np.where(zero == 3, 3.0 * layer_s, np.where(zero == 2, layer_s, 0.0))
     num_copies = np.where(_as_floats(x.zero) >= 1, _as_floats(x.dp) * x.cp / group, _as_floats(x.dp) * x.cp)
     gradient = ring(num_copies, parameter_bytes / group, 2.0) + np.where(
         zero == 2, layer_s, np.where(zero == 1, 2.0 * layer_s, 0.0)

@@ -242,7 +242,8 @@ class GpuMeter:
     def sm_percent(self, before: Any, after: Any) -> float | None:
         """Return the percentage of multiprocessors that had a warp between two samples."""
         value = _try_call(_gpm_metric, self._nvml, before, after, default=None)
-        return value if value is not None and value == value else None  # NaN if nothing was counted
+        # NaN if nothing was counted.
+        return value if value is not None and value == value else None
 
     def gpm_free(self, sample: Any) -> None:
         """Free a sample."""

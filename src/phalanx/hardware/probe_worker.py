@@ -233,7 +233,8 @@ def _time_collectives(
 
 def _seconds_in_step(engine: ProbeEngine, call: Call, budget_s: float) -> float:
     """Return the time of a collective; all ranks must call it equally often, so rank 0 decides how often."""
-    first = min(_time_batch(call, engine.sync, 1) for _ in range(2))  # the first call also sets up buffers
+    # The first call also sets up buffers.
+    first = min(_time_batch(call, engine.sync, 1) for _ in range(2))
     count = engine.agree(max(1, min(1000, int(budget_s / 4 / max(first, 1e-7)))))
     return sorted(_time_batch(call, engine.sync, count) for _ in range(3))[1] / count
 

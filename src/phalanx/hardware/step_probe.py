@@ -139,7 +139,8 @@ def measured_rates(machine: Machine, environ: Mapping[str, str]) -> tuple[CpuRat
     steps = (*measurement.steps, *(layout.step for layout in measurement.timed))
     seconds = (*measurement.seconds, *(layout.seconds for layout in measurement.timed))
     rates = fit_rates(steps, seconds, machine.usable_cores, timed=len(measurement.timed))
-    with contextlib.suppress(OSError):  # in a folder that cannot be written it is fitted again next time
+    # In a folder that cannot be written it is fitted again next time.
+    with contextlib.suppress(OSError):
         replace_text(path, json_text({"made_of": digest, "rates": rates}, indent=1) + "\n")
     return rates, measurement.taken_at
 

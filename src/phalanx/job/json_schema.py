@@ -13,7 +13,8 @@ from phalanx.job.model import known_presets
 from phalanx.job.model_section import shape_rules
 from phalanx.job.schema import SECTIONS, Job, RampStage, Waiver
 
-DIALECT = "http://json-schema.org/draft-07/schema#"  # the draft that TOML editors read (Taplo, Even Better TOML)
+# The draft that TOML editors read (Taplo, Even Better TOML).
+DIALECT = "http://json-schema.org/draft-07/schema#"
 SCHEMA_NAME = "job.schema.json"
 SHIPPED = Path(__file__).with_name(SCHEMA_NAME)
 ROWS = {"ramp": RampStage, "waiver": Waiver}  # lists of tables

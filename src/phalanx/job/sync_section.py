@@ -16,7 +16,8 @@ WARM_UP_SHARE = 0.2
 # (decision 0050).
 LEAST_MOMENTUM, MOST_MOMENTUM = 0.5, 0.9
 LONG_EXCHANGES, LONG_STEPS = 80, 1600
-ROBUST = "clipped-mean"  # closest to honest training under attack: benchmarks/2026-11-19-slow-links-attacks.md
+# Closest to honest training under attack: benchmarks/2026-11-19-slow-links-attacks.md.
+ROBUST = "clipped-mean"
 MOST_SUMMED_PEERS = 8  # largest number of peers whose sparse updates are summed: more were not measured
 # Share of the values that topk-2bit sends: of each of up to four peers, and the least with more peers.
 TOP_SHARE, LEAST_TOP_SHARE = 0.03, 0.005

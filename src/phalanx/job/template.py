@@ -7,12 +7,14 @@ import json
 from phalanx.job.model import TOKENS_PER_PARAMETER, VOCAB, Preset
 from phalanx.units import format_count
 
-DEFAULT_BATCH_TOKENS = 4_194_304  # 4 Mi, Llama 2's batch (arXiv:2307.09288), for models whose batch is unpublished
+# 4 Mi, Llama 2's batch (arXiv:2307.09288), for models whose batch is unpublished.
+DEFAULT_BATCH_TOKENS = 4_194_304
 DEFAULT_SEQUENCE = 4096
 
 TINY = "phalanx-tiny"
 DATA = "data/tokens"  # folder of the dataset, relative to the job file
-WARM_UP_SHARE, LEAST_WARM_UP, MOST_WARM_UP = 0.01, 10, 2000  # of the steps; 2,000 were Llama 2's (arXiv:2307.09288)
+# Of the steps; 2,000 were Llama 2's (arXiv:2307.09288).
+WARM_UP_SHARE, LEAST_WARM_UP, MOST_WARM_UP = 0.01, 10, 2000
 
 _PAGE = """\
 #:schema ./job.schema.json

@@ -54,7 +54,8 @@ from phalanx.record.secret import SECRET_BYTES
 from phalanx.units import plural
 
 PLACE = "kubernetes.json"  # in the run folder: the cluster and namespace it was submitted to
-MANAGER = "phalanx-"  # followed by a token of the launch, so that values that two launches set differently conflict
+# Followed by a token of the launch, so that values that two launches set differently conflict.
+MANAGER = "phalanx-"
 UNTOUCHED = ("", "created")  # states of a run that no pod has made ready
 STATES = {"done": DONE, "failed": FAILED, "stopped": CANCELLED, **dict.fromkeys(UNTOUCHED, WAITING)}
 GONE_S = 180.0  # for the pods of a cancelled job to end, beyond their grace period
@@ -73,7 +74,8 @@ class KubernetesSystem:
     def __init__(self, environ: Mapping[str, str], *, sleep: Callable[[float], None] = time.sleep) -> None:
         self._environ = environ
         self._sleep = sleep
-        self._clients: dict[str, KubeClient] = {}  # by context: one connection and one request rate each
+        # By context: one connection and one request rate each.
+        self._clients: dict[str, KubeClient] = {}
 
     # ---- before a job is submitted -----------------------------------------------------------------------------------
 
@@ -164,14 +166,16 @@ class KubernetesSystem:
         applied: list[tuple[Document, str]] = []
         try:
             for document, namespace in sorted(all_documents, key=lambda item: item[0]["kind"] in MAIN_KINDS):
-                applied.append((document, namespace))  # before the call, because its answer may be lost
+                # Before the call, because its answer may be lost.
+                applied.append((document, namespace))
                 with self._sentences(client, document):
                     answer = client.apply(object_path(document, namespace), document, manager=manager)
                 document["metadata"]["uid"] = answer.get("metadata", {}).get("uid", "")
         except BaseException as error:
             self._take_back(client, applied, error)
             raise
-        with suppress(KubeRefusal, PhalanxError):  # the job runs without it; only the key would then stay after the TTL
+        # The job runs without it; only the key would then stay after the TTL.
+        with suppress(KubeRefusal, PhalanxError):
             self._set_owners(client, jobs, manager)
 
     def _take_back(self, client: KubeClient, made: Sequence[tuple[Document, str]], error: BaseException) -> None:
@@ -237,7 +241,8 @@ class KubernetesSystem:
                 refused[place_key] = error
         if refused and not jobs:
             raise next(iter(refused.values()))
-        for place_key in refused:  # a namespace that the user may no longer read must not hide jobs in others
+        # A namespace that the user may no longer read must not hide jobs in others.
+        for place_key in refused:
             for record in places[place_key]:
                 with suppress(UserError):
                     jobs[record.id] = _from_run_folder(record, unseen=place_key[1])

@@ -121,7 +121,8 @@ class ScriptSuccessor:
         loss_text = f"node {self._script_node} of the batch script was lost; {self._own} did the rest"
         self._log(f"{loss_text}\n{CONCLUDED}{sentence}\n")
         if code != REQUEUE or self._ask("scontrol", "requeue", self._job) is None:
-            self._ask("scancel", self._job)  # Slurm has no other way to end a job without its script
+            # Slurm has no other way to end a job without its script.
+            self._ask("scancel", self._job)
 
     def _log(self, text: str) -> None:
         """Append to the script's log, because our own output went to its node."""

@@ -31,7 +31,8 @@ def render_manifests(request: LaunchRequest, *, secret: str | None = None) -> st
     """Return all objects of a launch as YAML; with `secret`, the run's key is among them."""
     name = object_name(request)
     documents = FLAVOURS[request.settings.flavour or "jobset"](request, name)
-    if not request.settings.host_network:  # policies do not apply to pods in the network of their node
+    # Policies do not apply to pods in the network of their node.
+    if not request.settings.host_network:
         documents.append(network_policy(request, name))
     if secret is not None:
         documents.insert(

@@ -124,7 +124,8 @@ def prepare_run(run: Run, lines: Sequence[str], *, hosts: int, slots: int) -> No
         return
     hosts_by_name: dict[str, HostLine] = {}
     for line in lines:
-        with contextlib.suppress(ValueError):  # output of a module or a login message between the lines
+        # Output of a module or a login message between the lines.
+        with contextlib.suppress(ValueError):
             host = HostLine.parse(line)
             hosts_by_name[host.name] = host
     if len(hosts_by_name) < hosts:
@@ -198,7 +199,8 @@ def tend_hosts(
     run: Run, hosts: Sequence[HostSpec], environ: Mapping[str, str], *, is_first: bool, allow_code: bool
 ) -> int:
     slots = sum(host.slots for host in hosts)
-    threads = str(max(1, discover().usable_cores // slots))  # the ranks of a host share its cores
+    # The ranks of a host share its cores.
+    threads = str(max(1, discover().usable_cores // slots))
     thread_counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
     with collected_signals() as stop_requests:
         outcome = tend_agents(

@@ -17,7 +17,8 @@ from phalanx.units import format_seconds, plural
 
 # Seconds besides training: imports, the first step, the last checkpoint. Our own choice; a run on CPUs takes 20 s.
 START_AND_END_S = 600.0
-LEAST_SAVE_S = 60.0  # between the signal and the time limit, in addition to the plan's time for a checkpoint
+# Between the signal and the time limit, in addition to the plan's time for a checkpoint.
+LEAST_SAVE_S = 60.0
 MOST_SAVE_S = 900.0
 NODE_MODULE = "phalanx.launch.node"
 

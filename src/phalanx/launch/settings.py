@@ -96,7 +96,8 @@ def launch_settings(job: LaunchChoice, environ: Mapping[str, str], **chosen: Any
 def _check_chosen(values: Mapping[str, Any]) -> None:
     """Check values of the command line against the rules of the job's keys; raises UserError."""
     rules = {item.name: rule_of(item.metadata) for item in fields(LaunchChoice)}
-    for name in ("queue", "hosts", "time_s"):  # the rest are names, which are compared with the existing ones
+    # The rest are names, which are compared with the existing ones.
+    for name in ("queue", "hosts", "time_s"):
         try:
             rules[name].read(values.get(name, AUTO if name != "queue" else ""))
         except WrongValue as error:

@@ -406,7 +406,8 @@ def _queued_job(record: LaunchRecord, row: Mapping[str, str] | None) -> QueuedJo
     else:
         state = STATES.get(row["state"], FAILED)
         state = CANCELLED if state == DONE and run_state != "done" else state
-        if state == CANCELLED and run_state in ("done", "failed"):  # a job without its script (lost_script.py)
+        # A job without its script (lost_script.py).
+        if state == CANCELLED and run_state in ("done", "failed"):
             state = RUN_STATES[run_state]
         term = row["state"] + (f", {row['reason']}" if state == WAITING else "")
     try:

@@ -12,7 +12,8 @@ from phalanx.errors import mistake
 from phalanx.launch.resource_request import NODE_MODULE, LaunchRequest
 from phalanx.launch.system import REQUEUE, WANTS_TO_GO_ON
 
-SWITCH_WAIT = "5:00"  # minutes and seconds to wait for nodes below few switches, before any nodes are accepted
+# Minutes and seconds to wait for nodes below few switches, before any nodes are accepted.
+SWITCH_WAIT = "5:00"
 _PLAIN = re.compile(r"[0-9A-Za-z._,:@=+%\[\]()&|*!/-]+")
 
 

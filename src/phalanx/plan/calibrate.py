@@ -36,9 +36,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 # launch takes differs by about 30 % between hosts, and 0.25, 0.4 and 0.8 give published runs the same 5.7 % median
 # (`phalanx backtest --draw 3`, seeds 0 to 4).
 PRIOR_SIGMA = {"compute": 0.07, "memory": 0.1, "host": 0.3, "inner_traffic": 0.5, "outer_traffic": 0.4}
-PRIOR_AT = (
-    3.0  # a factor further than this many sigmas from 1 costs linearly: a system that is off throughout may be far off
-)
+# A factor further than this many sigmas from 1 costs linearly: a system that is off throughout may be far off.
+PRIOR_AT = 3.0
 LARGEST_FACTOR = 20.0  # largest factor in either direction; beyond it the measurement is of something else
 # Least scatter: repeat runs differ by less than 1 %; the model leaves out about this much more.
 NOISE = 0.03

@@ -170,7 +170,8 @@ def _attention_core(c: Cases, k: Physics, f: Profile, rate: Floats) -> Pass:
 def _elementwise_pass(c: Cases, k: Physics, f: Profile) -> Pass:
     tokens, size = c.tokens, element_bytes(c)
     local_heads, local_kv = c.heads / c.tp, np.maximum(c.kv_heads / c.tp, 1.0)
-    split_ranks = np.where(c.sp > 0, c.tp, 1.0)  # sequence parallelism splits norms and residuals as well
+    # Sequence parallelism splits norms and residuals as well.
+    split_ranks = np.where(c.sp > 0, c.tp, 1.0)
     qkv = local_heads * c.qk_dim + local_kv * (c.qk_dim + c.v_dim)
     per_layer = tokens * size * (c.hidden * k.hidden_passes / split_ranks + qkv * k.qkv_passes)
     dense_bytes = tokens * size * c.ffn / c.tp * (1.0 + c.gated) * k.ffn_passes

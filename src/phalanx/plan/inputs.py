@@ -150,7 +150,8 @@ class _Look:
         for key, text, problem in references:
             if problem is not None:
                 what, fix = problem
-                problems = self.warnings if key == "rules" else self.missing  # training does not use rules
+                # Training does not use rules.
+                problems = self.warnings if key == "rules" else self.missing
                 problems.append(Problem(where=self.place(key), what=f'"{text}": {what}', why=USES[key], fix=fix))
 
     def at_weights(self) -> None:

@@ -71,7 +71,8 @@ def make_plan(
             fix="pass the result of phalanx.load, or a path",
         )
     if isinstance(calibration, str | Path):
-        from phalanx.plan.calibrate import read_calibration  # imports scipy, so only where a calibration is used
+        # Imports scipy, so only where a calibration is used.
+        from phalanx.plan.calibrate import read_calibration
 
         calibration = read_calibration(Path(calibration))
     asked = job.job if isinstance(job, ResolvedJob) else job
@@ -108,7 +109,8 @@ def make_plan(
 def _with_calibration(request: PlanRequest, note: CalibrationNote | None) -> PlanRequest:
     if note is None:
         return request
-    from phalanx.plan.calibrate import Calibration  # imports scipy, so only where a calibration is used
+    # Imports scipy, so only where a calibration is used.
+    from phalanx.plan.calibrate import Calibration
 
     return replace(request, calibration=Calibration(**note.scalars))
 
@@ -382,7 +384,8 @@ def _timed_step(plan: Plan) -> CpuStep | None:
         **{name: float(np.ravel(getattr(columns_of_step, name))[0]) for name in CpuStep.__dataclass_fields__}
     )
     count = int(full_step.count)
-    min_count = min(count, 2 * int(full_step.pp) * max(1, int(full_step.vpp)))  # a pipeline has to fill
+    # A pipeline has to fill.
+    min_count = min(count, 2 * int(full_step.pp) * max(1, int(full_step.vpp)))
     while count > min_count and float(cpu_times(replace(full_step, count=float(count)), rates).step) > STEP_S:
         count = max(min_count, count // 2)
     step = replace(full_step, count=float(count))

@@ -28,7 +28,8 @@ EARLY_STOP = ("phalanx", "pytorch", "torchtitan")  # profiles of trainers on tor
 # Those of them that gather ZeRO-3's tables once: the head stays until its backward, and a lookup's backward needs no
 # weight.
 TABLES_ONCE = ("phalanx", "pytorch")
-RANK_ORDER = ("tensor", "context", "data", "pipeline")  # fastest-varying first: neighbours in rank are tensor peers
+# Fastest-varying first: neighbours in rank are tensor peers.
+RANK_ORDER = ("tensor", "context", "data", "pipeline")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,7 +293,8 @@ def _sharing_loads(request: PlanRequest, layout: Layout, c: Cases, weights: floa
     weight_bytes = weights * float(np.max(element_bytes(c)))
     if layout.zero == 0:
         return [_Load(operation="all-reduce", calls=1, nbytes=gradients)]
-    if layout.zero < 3 or layout.pipeline > 1:  # in a pipeline ZeRO-3 keeps what it gathered for the whole step
+    # In a pipeline ZeRO-3 keeps what it gathered for the whole step.
+    if layout.zero < 3 or layout.pipeline > 1:
         return [
             _Load(operation="reduce-scatter", calls=_gradient_reductions(layout), nbytes=gradients),
             _Load(operation="all-gather", calls=1, nbytes=weight_bytes),

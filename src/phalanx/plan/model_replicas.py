@@ -15,7 +15,8 @@ from phalanx.job.run_sections import FaultSettings
 from phalanx.plan.layout import Layout
 
 if TYPE_CHECKING:
-    from phalanx.hardware.types import Cluster  # imports numpy, which a coordinator would have to wait for
+    # Imports numpy, which a coordinator would have to wait for.
+    from phalanx.hardware.types import Cluster
 
 # Seconds to agree on the present replicas and to reconnect the ranks that sum gradients, once without the lost replica
 # and once with it: 0.04 s and 0.25 s (medians of 6 losses), 0.42 s and 0.30 s (of 5) with more load; 3 x 2 ranks, gloo

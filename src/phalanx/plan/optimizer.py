@@ -27,7 +27,8 @@ NEWTON_SCHULZ_LAUNCHES = 3 * NEWTON_SCHULZ + 13
 # million parameters in 32 tensors, 2026-11-15. A framework's own value for AdamW is moved by the difference.
 MOVED_BYTES = {"fp32": 32.0, "bf16": 68.0, "int8": 168.0, "adafactor": 171.0, "muon": 264.0}
 HOST_ADAM_BYTES = 28.0  # per parameter: read gradient, weight and two moments in fp32, write the last three
-HOST_TRANSFER_BYTES = 8.0  # per parameter, for the transfers meanwhile: the gradient is written, the new weight read
+# Per parameter, for the transfers meanwhile: the gradient is written, the new weight read.
+HOST_TRANSFER_BYTES = 8.0
 FETCHED_ADAM_BYTES_PER_S = 40e9  # where FSDP2 holds the parameters in host memory: an assumption
 HOST_MATMUL_FLOPS = 1e12  # a device's share of the host's cores, in fp32: an assumption
 HOST_LINK_BYTES = 4.0  # offloaded states, each way: fp32 gradients out, fp32 weights back

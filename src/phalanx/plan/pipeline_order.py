@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from phalanx.plan.schedules import PENDING_WEIGHT, rank_order
 
 MOST_RANKS = 1024
-MOST_MICRO_BATCHES = 1365  # with three letters each they fill the 4,096 characters that a text in a job may have
+# With three letters each they fill the 4,096 characters that a text in a job may have.
+MOST_MICRO_BATCHES = 1365
 Orders = tuple[str, ...]
 
 

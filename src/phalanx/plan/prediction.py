@@ -144,7 +144,8 @@ def executed_flops(request: PlanRequest, layout: Layout) -> dict[str, float]:
     m, counts = request.model, count_parameters(request.model)
     tokens = request.global_sequences * request.sequence
     head_widths = m.qk_nope_dim + m.qk_rope_dim + m.v_head_dim if m.is_mla else 2 * m.head_dim
-    scores = m.layers * request.sequence * m.heads * head_widths  # forward, of one token: half of 2 · S · N · (H + H)
+    # Forward, of one token: half of 2 · S · N · (H + H).
+    scores = m.layers * request.sequence * m.heads * head_widths
     embedding, head = (0 if m.tied else counts.embedding), m.vocab * m.hidden
     norms = counts.final_norm + m.layers * counts.norms_per_layer
     linear = counts.active - embedding - norms
@@ -233,7 +234,8 @@ def interval_features(c: Cases, times: StepTimes) -> Floats:
     traffic = (times.tensor_s + times.gradient_s + times.shard_s + times.context_s) / step
     experts = (c.moe_layers > 0).astype(np.float64)
     small = SMALL_STEP_S / (SMALL_STEP_S + step)
-    spread = np.log2(np.maximum(1.0, c.devices / c.domain)) / 10.0  # domains that have to synchronise
+    # Domains that have to synchronise.
+    spread = np.log2(np.maximum(1.0, c.devices / c.domain)) / 10.0
     columns = (1.0, host, pipeline, traffic, experts, small, spread)
     return np.stack([np.broadcast_to(np.asarray(column, dtype=np.float64), step.shape) for column in columns], axis=-1)
 

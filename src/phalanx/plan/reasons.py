@@ -41,7 +41,8 @@ COMPARED = tuple(name for name in PARTS if name != "head_s")
 OFFLOADED = "host overhead and offload"  # the name of overhead_s where activations wait for the host link
 FETCHED = "ZeRO-3 and host traffic"  # the name of shard_s where parameters come from host memory
 NOTHING = 1e-3  # a part less than a thousandth of the other layout's is reported as "none"
-REACH = 8.0  # largest factor, in either direction, by which one machine parameter is varied to find the crossing
+# Largest factor, in either direction, by which one machine parameter is varied to find the crossing.
+REACH = 8.0
 GRID = 97
 # column of the cost model -> (name, how the value is written)
 LEVERS: dict[str, tuple[str, Callable[[float], str]]] = {

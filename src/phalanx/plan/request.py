@@ -40,7 +40,8 @@ class Framework:
 
 
 EVERYTHING = Framework(
-    schedules=("gpipe", "1f1b", "interleaved", "zero-bubble"),  # torch.distributed.pipelining.schedules
+    # torch.distributed.pipelining.schedules.
+    schedules=("gpipe", "1f1b", "interleaved", "zero-bubble"),
     zero=(0, 1, 2, 3),
     zero_with_pipeline=(0, 1, 2, 3),
     offload=OFFLOAD,
@@ -97,7 +98,8 @@ UNFUSED = ("megatron-deepspeed", "megatron-lm", "deepspeed")
 PROFILE_ALIASES = {
     "default": "default",
     "megatron": "megatron-core",
-    "megatron-lm": "megatron-core",  # it runs on Megatron-Core since 2023; "megatron-lm-2021" is what it was
+    # It runs on Megatron-Core since 2023; "megatron-lm-2021" is what it was.
+    "megatron-lm": "megatron-core",
     "bridge": "megatron-bridge",
     "nemo": "megatron-core",
     "nemo-megatron": "megatron-core",

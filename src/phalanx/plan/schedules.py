@@ -227,7 +227,8 @@ def rank_loads(
                 head_held=at_head[HELD],
                 head_pending=at_head[PENDING],
                 head_layers=rank_sizes[last] if last >= 0 and split else 0,
-                waiting_logits=max(at_head[LOGITS] - 1, 0),  # without the micro-batch that runs backward
+                # Without the micro-batch that runs backward.
+                waiting_logits=max(at_head[LOGITS] - 1, 0),
                 head_late_logits=at_head[LATE],
                 embedding=0 in rank_stages,
                 head=last >= 0,
@@ -243,7 +244,8 @@ def _fullest_moment(moments: Ints, where: NDArray[np.bool_], order: tuple[int, .
         return [0] * len(moments)
     weight = candidates[HELD] + PENDING_WEIGHT * candidates[PENDING]
     candidates = candidates[:, weight == weight.max()]
-    fullest: list[int] = max(candidates.T.tolist(), key=itemgetter(*order))  # the first of equals
+    # The first of equals.
+    fullest: list[int] = max(candidates.T.tolist(), key=itemgetter(*order))
     return fullest
 
 
@@ -262,7 +264,8 @@ def stage_loads(
     """
     # The plan of another trainer may have degrees that are not legal here.
     chunks, ranks = max(chunks, 1), max(1, min(ranks, num_layers))
-    if ranks * chunks > num_layers:  # the search calls this before it knows which layouts are legal
+    # The search calls this before it knows which layouts are legal.
+    if ranks * chunks > num_layers:
         chunks = max(1, num_layers // ranks)
     if ranks == 1:
         schedule, chunks, count = "1f1b", 1, 1

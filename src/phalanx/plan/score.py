@@ -183,7 +183,8 @@ def price_layouts(
 def most_memory(request: PlanRequest, table: Cases, *, limit_bytes: float = np.inf) -> MostMemory:
     """Return the total bytes of every case; totals beyond `limit_bytes` may be rough (see `predict_most_memory`)."""
     if request.recompute_layers is not None:
-        limit_bytes = np.inf  # the mean of two predictions, of which one may be beyond the limit
+        # The mean of two predictions, of which one may be beyond the limit.
+        limit_bytes = np.inf
     return _by_layer(request, table, lambda cases: predict_most_memory(cases, request.memory, limit_bytes=limit_bytes))
 
 
@@ -231,7 +232,8 @@ def step_times(request: PlanRequest, table: Cases) -> StepTimes:
     times = _by_layer(request, table, lambda cases: _predict_step(request, cases))
     if request.calibration is None:
         return times
-    from phalanx.plan.calibrate import apply_calibration  # imports scipy, so only where a calibration is used
+    # Imports scipy, so only where a calibration is used.
+    from phalanx.plan.calibrate import apply_calibration
 
     # Parts that are the same in every case are scalars; the calibration adds them up row by row.
     parts = {item.name: np.broadcast_to(getattr(times, item.name), times.step_s.shape) for item in fields(StepTimes)}

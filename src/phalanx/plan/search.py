@@ -347,7 +347,8 @@ def _crowded_memory(
     step_s, headroom = float(scores.step_s[best]), 1.0 - float(scores.memory_bytes[best]) / scores.usable_bytes
     if headroom >= 1.0 - FULL_MEMORY:
         return ()
-    is_counted = bool(np.any(np.asarray(request.memory.counted) > 0))  # Phalanx's own trainer, whose step can be traced
+    # Phalanx's own trainer, whose step can be traced.
+    is_counted = bool(np.any(np.asarray(request.memory.counted) > 0))
     why = (
         f"the step may take up to {MEMORY_ERROR:.0%} more than is counted, so it may not fit: {DECIDES}"
         if is_counted

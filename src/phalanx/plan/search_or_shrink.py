@@ -46,7 +46,8 @@ def search_or_shrink(request: PlanRequest, earlier: Layout | None, *, reproducib
 
 def _shrink(request: PlanRequest, earlier: Layout, *, reproducible: bool) -> Candidate | None:
     devices = request.cluster.devices
-    largest = replace(earlier, data=max(1, devices * earlier.data // earlier.devices))  # a resumed run may also grow
+    # A resumed run may also grow.
+    largest = replace(earlier, data=max(1, devices * earlier.data // earlier.devices))
     layout = shrink_layout(largest, ranks=devices, sequences=request.global_sequences, reproducible=reproducible)
     if layout is None:
         return None

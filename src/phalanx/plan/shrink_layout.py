@@ -48,7 +48,8 @@ class BatchDeal:
         count = max(1, -(-sequences // (self.data_ranks * self.micro)))
         if self.powers:
             return 1 << (count - 1).bit_length()
-        while count % max(1, count // self.rounds):  # ends at a multiple of `rounds` at the latest
+        # Ends at a multiple of `rounds` at the latest.
+        while count % max(1, count // self.rounds):
             count += 1
         return count
 

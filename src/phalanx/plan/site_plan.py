@@ -53,7 +53,8 @@ def plan_sites(job: Job, cluster: Cluster, plan_on: PlanOn) -> Plan:
         duration=duration,
         bill=_sum_bills(job, plans, duration),
         sites=forecast,
-        pareto=(),  # the front of one site with a share of the batch offers no choice between whole runs
+        # The front of one site with a share of the batch offers no choice between whole runs.
+        pareto=(),
         warnings=(*first.warnings, *(problem.render() for problem in _advice(job, cluster, forecast))),
     )
 

@@ -30,7 +30,8 @@ MESSAGE_BYTES, HEARTBEAT_BYTES = 450 + 6 * ACK_BYTES, 160 + 2 * ACK_BYTES
 # at these rates. BBR does not react to loss, and keeps its rate over idle times (Cardwell et al., ACM Queue 14(5),
 # 2016).
 MATHIS_C = math.sqrt(3 / 2)
-INITIAL_WINDOW_BYTES = 10 * SEGMENT_BYTES  # RFC 6928; Linux returns to it after an idle second, as between exchanges
+# RFC 6928; Linux returns to it after an idle second, as between exchanges.
+INITIAL_WINDOW_BYTES = 10 * SEGMENT_BYTES
 # Peers sum and send back in pieces of this size (peers/attempt.py); the last piece overlaps with nothing.
 PIECE_BYTES = 32 * 1024
 

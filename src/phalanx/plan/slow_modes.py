@@ -189,7 +189,8 @@ def hiding_delay(found: ModePrediction, sync: SyncSettings) -> int | None:
     """
     if found.mode not in ("diloco", "quorum") or found.exposed_s <= 1e-9:
         return None
-    compute_s = found.step_s - found.exposed_s / found.inner_steps  # of one step, including the wait for slower sites
+    # Of one step, including the wait for slower sites.
+    compute_s = found.step_s - found.exposed_s / found.inner_steps
     delay = math.ceil(found.exchange_s / compute_s - 1e-9)
     return delay if delay < found.inner_steps // sync.fragments else None
 

@@ -334,7 +334,8 @@ def _zero_stages(request: PlanRequest) -> tuple[int, ...]:
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-GRID_CELLS = 1 << 17  # 1 MB for a term that depends on all axes: the arithmetic stays in the second-level cache
+# 1 MB for a term that depends on all axes: the arithmetic stays in the second-level cache.
+GRID_CELLS = 1 << 17
 # A grid takes 2 ms however small it is, the time of about this many unnecessary cells.
 WASTED_CELLS = 1 << 14
 

@@ -198,7 +198,8 @@ def attention_remarks(shape: ModelShape, sequence: int, *, ours: bool) -> Iterat
 
     `ours` is true where our trainer trains it in the same way.
     """
-    if shape.module or not 0 < shape.sliding_window < sequence:  # up to the window, full attention computes the same
+    # Up to the window, full attention computes the same.
+    if shape.module or not 0 < shape.sliding_window < sequence:
         return
     verb = "planned, and trained by `phalanx train`," if ours else "planned"
     difference = "beyond the window the trained model is not the published one, and " if ours else ""

@@ -120,7 +120,8 @@ def _load_columns(schedule: float, pp: float, vpp: float, count: float, layers: 
         [(*_values_of(load), load.split_layers / max(load.layers, 1)) for load in loads], dtype=np.float64
     )
     is_covered = (loads_table[:, None] <= loads_table[None]).all(axis=2)  # [candidate, other candidate]
-    is_earlier = np.tri(len(loads), k=-1, dtype=bool)  # True where the other candidate comes first
+    # True where the other candidate comes first.
+    is_earlier = np.tri(len(loads), k=-1, dtype=bool)
     is_outweighed = (is_covered & (~is_covered.T | is_earlier)).any(axis=1)
     return np.column_stack((loads_table[:, :-1], ~is_outweighed))
 
@@ -168,7 +169,8 @@ def _counted_layer(c: Cases, f: MemoryProfile) -> dict[str, Floats]:
     dense = (1.0 - moe_share) * c.ffn / c.tp + moe_share * c.shared_ffn / c.tp
     experts = moe_share * routed * c.expert_ffn
     inner_width = dense + experts
-    routed_width = moe_share * routed * 2.0 * c.hidden  # tokens on their way to the experts and back
+    # Tokens on their way to the experts and back.
+    routed_width = moe_share * routed * 2.0 * c.hidden
     attention = queries * (2.0 + np.asarray(f.heads_copies)) + keys
     # Two sums into the residual stream, split by sequence parallelism; two inputs of matrices, which are gathered.
     kept_width = (
@@ -228,7 +230,8 @@ def _counted_moments(
     # not derived.
     pending_bytes = (layer["kept"] + layer["gradients"]) * np.where(is_full, RECOMPUTED_PENDING, 1.0)
     size, num_logits = element_bytes(c), c.tokens * c.vocab / c.tp
-    sent_bytes = np.where(c.pp > 1, layer["full"], 0.0)  # the output of a chunk, or the input of the next
+    # The output of a chunk, or the input of the next.
+    sent_bytes = np.where(c.pp > 1, layer["full"], 0.0)
     # Some backward begins or, split in two, has done its first half.
     activations = (
         load["held"] * kept_bytes

@@ -228,7 +228,8 @@ class KubeClient:
                 wait_s = min(2 * wait_s, MOST_WAIT_S)
                 continue
             if answer.status == UNAUTHORIZED and not renewed and self.access.forget_token():
-                renewed = True  # a rotated or expired token: read it, or call the helper, once more
+                # A rotated or expired token: read it, or call the helper, once more.
+                renewed = True
                 continue
             if answer.status in AGAIN and not is_last and not _is_final(answer.status, body_read):
                 self.rate.sleep(_asked_wait(answer.getheader("Retry-After"), wait_s))

@@ -97,7 +97,8 @@ EVICTED = {
     "Deactivated": ("it was deactivated ({message})", "phalanx requeue {id} activates it again"),
     "MaximumExecutionTimeExceeded": ("its time limit is over", "phalanx requeue {id} resumes it"),
 }
-LIFTED = ("Deactivated", "ClusterQueueStopped", "LocalQueueStopped")  # reasons that an operator or user can undo
+# Reasons that an operator or user can undo.
+LIFTED = ("Deactivated", "ClusterQueueStopped", "LocalQueueStopped")
 IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
 SETUP = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError", "ContainerCannotRun")
 

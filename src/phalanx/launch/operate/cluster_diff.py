@@ -45,7 +45,8 @@ def compare_objects(client: KubeClient, documents: Sequence[Document], *, apply:
         for document in spaces:
             _apply(client, document)
         new_names = {document["metadata"]["name"] for document in spaces}
-        for document in pending:  # objects that could not be tried before their namespace existed
+        # Objects that could not be tried before their namespace existed.
+        for document in pending:
             if document["metadata"].get("namespace") in new_names:
                 _apply(client, document, dry_run=True)
         for document in pending:

@@ -49,7 +49,8 @@ def _priority(name: str, value: int) -> Document:
 
 def _flavour(teams: Teams, flavour: NodeFlavour) -> Document:
     spec: dict[str, Any] = {"nodeLabels": dict(flavour.labels), "topologyName": teams.name}
-    if teams.device in flavour.resources:  # nodes with devices are tainted, so that no other pods are placed on them
+    # Nodes with devices are tainted, so that no other pods are placed on them.
+    if teams.device in flavour.resources:
         spec["tolerations"] = [{"key": teams.device, "operator": "Exists", "effect": "NoSchedule"}]
     return made(KUEUE, "ResourceFlavor", flavour.name, spec=spec)
 

@@ -99,7 +99,8 @@ def follow_nodes(
         except PhalanxError:
             if not apply:
                 raise
-            sleep(BACK_OFF_S)  # the API does not answer: the cluster's state is unknown, so nothing is changed
+            # The API does not answer: the cluster's state is unknown, so nothing is changed.
+            sleep(BACK_OFF_S)
 
 
 def _list_nodes(client: KubeClient) -> tuple[list[Document], str]:

@@ -112,7 +112,8 @@ def _signals(teams: Teams) -> Document:
         volumeMounts=mounts,
         securityContext=rights,
     )
-    container["env"].append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"})  # to read counters, not to compute
+    # To read counters, not to compute.
+    container["env"].append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"})
     pod = {
         "serviceAccountName": "phalanx-node",
         "tolerations": EVERYWHERE,
