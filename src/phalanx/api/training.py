@@ -127,7 +127,7 @@ def train(
 def _train_peers(plan: Plan, old: Run | None, call: TrainCall, *, started: float, data_s: float) -> Run:
     """A trial of a job with peers: as many as [sync] says, each a process on this machine with a run of its own."""
     from phalanx.api.peer_processes import run_trial, trial_peers
-    from phalanx.train.slow_links.peer_launch import make_trial
+    from phalanx.train.slow_links.peer_launch import make_trial, mark_trial
 
     sync = plan.job.sync
     others = trial_peers(old) if old is not None else []
@@ -142,7 +142,7 @@ def _train_peers(plan: Plan, old: Run | None, call: TrainCall, *, started: float
     else:
         for one in others:
             make_run_folder(plan, call, one, started=started, data_s=data_s)
-        run.set_launch(**{**run.launch(), "is_trial": True, "trial": [one.path.name for one in others]})
+        mark_trial(run, others)
     return run_trial(run, others, plan, allow_code=call.consents, tell=call.tell)
 
 

@@ -31,6 +31,9 @@ ROOMIER = 1.03  # among those within 3 % of the fastest the simplest with room i
 # Where no layout has that much room, one that fills more than this share of the device is not taken while a slower one
 # fills less: the training specification calls it an error (MEM001).
 DEVICE_MEMORY = 0.90
+# A plan without such room is replaced by one with offload that is at most this many times as slow; otherwise it is kept,
+# because `phalanx trace` may still find that it fits, as its warning states.
+OFFLOAD_FOR_ROOM = 1.25
 NO_ROOM = f"no layout here leaves {1 - SAFE_MEMORY:.0%} free: use more devices, or try a short run first"
 DECIDES = "phalanx trace JOB --against-plan decides"
 SMALLER = (2, 4)  # fractions of the cluster that are tried as well: slower, but often cheaper per token
@@ -121,9 +124,11 @@ def _with_savings(request: PlanRequest) -> tuple[LayoutScores, LayoutScores]:
     limit_s = np.inf
     if plain_scores.fits.any():
         best = _best_row(plain_scores)
-        # A plan that leaves too little memory free is replaced by any that leaves enough, however slow.
-        if plain_scores.memory_bytes[best] <= FULL_MEMORY * plain_scores.usable_bytes:
-            limit_s = float(plain_scores.step_s[best])
+        filled_bytes = float(plain_scores.memory_bytes[best])
+        # A plan that MEM001 calls an error is replaced by any that fits, however slow.
+        if filled_bytes <= max(FULL_MEMORY * plain_scores.usable_bytes, _device_bytes(request)):
+            has_room = filled_bytes <= FULL_MEMORY * plain_scores.usable_bytes
+            limit_s = float(plain_scores.step_s[best]) * (1.0 if has_room else OFFLOAD_FOR_ROOM)
     rows = least_seconds(space.part(kinds[0])) < limit_s
     if not rows.any():
         return plain_scores, plain_scores
@@ -192,13 +197,18 @@ def _as_good(scores: LayoutScores, rows: Ints) -> Ints:
         simple_rows: Ints = fast_rows[fast_enough & (scores.memory_bytes[fast_rows] <= limit_bytes)]
         if simple_rows.size:
             return simple_rows
-    device_bytes = DEVICE_MEMORY * scores.space.request.cluster.accelerator.memory_bytes
+    device_bytes = _device_bytes(scores.space.request)
     for limit_bytes in (min(full_bytes, device_bytes), device_bytes, filled_bytes):
         in_memory = rows[scores.memory_bytes[rows] <= limit_bytes]
         if in_memory.size:
             break
     simple_rows = in_memory[scores.step_s[in_memory] <= scores.step_s[_fastest_row(scores, in_memory)] * SAME]
     return simple_rows
+
+
+def _device_bytes(request: PlanRequest) -> float:
+    """Return the most bytes that a plan may fill of a device while any layout that needs less fits."""
+    return DEVICE_MEMORY * request.cluster.accelerator.memory_bytes
 
 
 def layout_complexity(scores: LayoutScores, rows: Ints) -> tuple[Ints, ...]:

@@ -297,6 +297,8 @@ def _counted_moments(
 
 def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: dict[str, Floats]) -> dict[str, Floats]:
     """Return the parts of one stage at its fullest moment."""
+    if np.any(c.offload == OFFLOAD_ACTIVATIONS):
+        load = _without_offloaded(c, load)
     activations, logits = _counted_moments(c, f, layer, load)
     if np.any((c.zero >= 2) & (c.pp <= 1)):
         # A layer has gone backward, and its gradients are reduced.
@@ -304,9 +306,18 @@ def _counted_stage(c: Cases, f: MemoryProfile, layer: dict[str, Floats], load: d
         reducing_bytes = _reducing_bytes(c, f, held=held_bytes)
         is_fuller = reducing_bytes > activations + logits
         activations, logits = np.where(is_fuller, reducing_bytes, activations), np.where(is_fuller, 0.0, logits)
-    if np.any(c.offload == OFFLOAD_ACTIVATIONS):
-        activations = np.where(offloads_activations(c), np.minimum(activations, 2.0 * layer["kept"]), activations)
     return all_parts(_counted_state(c, f, load), activations, logits)
+
+
+def _without_offloaded(c: Cases, load: dict[str, Floats]) -> dict[str, Floats]:
+    """Return the load of a stage on the device where activations move to host memory.
+
+    Two layers stay: the one that computes and the one whose copy is on the link. The tensors of a layer's backward, the
+    logits and the buffers of reductions stay as well; full recompute leaves little to move.
+    """
+    is_offloaded = offloads_activations(c)
+    reduced = {name: np.where(is_offloaded, np.minimum(load[name], 2.0), load[name]) for name in ("held", "head_held")}
+    return load | reduced
 
 
 def _reducing_bytes(c: Cases, f: MemoryProfile, *, held: Floats) -> Floats:
