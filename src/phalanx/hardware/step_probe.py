@@ -251,6 +251,7 @@ def _step_worker(arguments: list[str], environ: Mapping[str, str], given: str) -
         process = subprocess.Popen(
             [sys.executable, "-m", WORKER, *arguments],
             stdin=worker_input, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=dict(environ),
+            # A separate process group, so that the worker can be killed together with its ranks.
             start_new_session=True,
         )  # fmt: skip
     try:

@@ -156,7 +156,7 @@ def _apply_profile(cluster: Cluster, profile: MachineProfile | None, cores_per_r
 
 
 def _measured_device(accelerator: Accelerator, profile: MachineProfile, cores_per_rank: float) -> Accelerator:
-    """Raise a CPU's peaks to the measured rate: its catalogue row is one AVX2 core, and AVX-512 is faster."""
+    """Return a CPU with its peaks raised to the measured rate, which AVX-512 may lift above the catalogue's AVX2."""
     if profile.device != "cpu":
         return accelerator
     flops = profile.matmul_flops * cores_per_rank
@@ -230,7 +230,7 @@ def _with_links(known: Accelerator, machine: Machine) -> Accelerator:
 
 
 def _nic_bytes_per_s(machine: Machine, devices: int) -> float:
-    """Return the network speed per device; an InfiniBand card also shows as an Ethernet one, so one kind is counted."""
+    """Return the network speed per device; an InfiniBand or RoCE card also shows as Ethernet, so one kind counts."""
     fabric = sum(nic.bytes_per_s for nic in machine.nics if nic.kind == "infiniband")
     ethernet = sum(nic.bytes_per_s for nic in machine.nics if nic.kind == "ethernet")
     return max(fabric, ethernet) / devices

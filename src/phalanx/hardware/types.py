@@ -124,7 +124,10 @@ class Site:
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate at which the site sends and receives at once: an exchange moves as many bytes each way."""
+        """The rate at which the site sends and receives at once: an exchange moves as many bytes each way.
+
+        See plan/slow_exchange.py.
+        """
         return min(self.up_bytes_per_s, self.down_bytes_per_s)
 
 

@@ -31,7 +31,7 @@ DEFAULT = Origin(kind="default", where="default")
 
 @dataclass(kw_only=True, slots=True)
 class Draft:
-    """Collects values, origins and problems while a job is loaded; discarded once the Job is built."""
+    """The values, origins and problems of a job while it is loaded; discarded once the Job is built."""
 
     path: Path
     table: dict[str, object]

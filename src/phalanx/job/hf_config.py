@@ -151,6 +151,7 @@ def _optional_keys(config: Mapping[str, object], shape: Shape, path: Path) -> Sh
         values |= {"q_lora_rank": config.get("q_lora_rank") or 0, "kv_heads": shape["heads"]}
         values["head_dim"] = _sum_counts(shape["qk_nope_dim"], shape["qk_rope_dim"])
     if "ffn" not in shape:
+        # GPT-2's code uses four times the hidden width where n_inner is null.
         values["ffn"] = config.get("n_inner") or _sum_counts(*[shape["hidden"]] * 4)
     if shape.get("experts") and "expert_ffn" not in shape:
         values["expert_ffn"] = shape["ffn"]

@@ -78,6 +78,7 @@ def number(note: str, *, least: float = 0.0, most: float = 1e18, auto: bool = Fa
             return AUTO
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise WrongValue(f"is {value_kind(value)}, not a number")
+        # float() overflows beyond 1,024 bits.
         if isinstance(value, int) and value.bit_length() > 1000:
             raise WrongValue(f"is above {most:g}")
         result = float(value)
@@ -231,6 +232,7 @@ def shown_value(value: object, *, limit: int = 60) -> str:
     match value:
         case bool():
             result = "true" if value else "false"
+        # Python refuses to print integers of more than 4,300 digits.
         case int() if value.bit_length() > 200:
             result = f"a number of about {int(value.bit_length() * math.log10(2)):,} digits"
         case str():

@@ -145,6 +145,7 @@ class SyncSettings:
         peer_steps = max(1, steps - self.warm_up_steps(steps))
         shortness = max(LONG_STEPS / peer_steps, LONG_EXCHANGES * self.inner_steps / peer_steps)
         momentum = min(max(1.0 - (1.0 - MOST_MOMENTUM) * shortness, LEAST_MOMENTUM), MOST_MOMENTUM)
+        # From 1 at the least momentum down to DiLoCo's 0.7 at the most.
         rate = 1.0 - 0.3 * (momentum - LEAST_MOMENTUM) / (MOST_MOMENTUM - LEAST_MOMENTUM)
         if self.codec == "topk-2bit":
             rate, momentum = 1.0, 0.0

@@ -124,6 +124,7 @@ class LocalSystem:
         while _living_process(run) is not None:
             if time.monotonic() > deadline:
                 os.kill(process, signal.SIGKILL)  # its agents end with it
+                # SIGKILL is sent again only if the process is still there a minute later.
                 deadline += END_S
             time.sleep(0.1)
 

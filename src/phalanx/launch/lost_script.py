@@ -166,6 +166,7 @@ class ScriptSuccessor:
                 text=True,
                 errors="replace",
                 timeout=COMMAND_S,
+                # Slurm's times are parsed, so they must not be translated.
                 env={**self._environ, "LC_ALL": "C"},
                 check=False,
             )

@@ -87,6 +87,7 @@ def _jobset_objects(request: LaunchRequest, name: str) -> list[Document]:
     spec = job_spec(request, f"{name}-{GROUP}-0-{{}}.{name}", annotations=topology_annotations(request))
     body = {
         "failurePolicy": {"maxRestarts": RESTARTS},
+        # Hosts look up each other's addresses before their pods are ready.
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
         "ttlSecondsAfterFinished": KEEP_S,
         "replicatedJobs": [{"name": GROUP, "replicas": 1, "template": {"spec": spec}}],
@@ -103,6 +104,7 @@ def _trainjob_objects(request: LaunchRequest, name: str) -> list[Document]:
         "mlPolicy": {"numNodes": request.all_hosts},
         "template": {
             "spec": {
+                # Hosts look up each other's addresses before their pods are ready.
                 "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
                 "replicatedJobs": [{"name": "node", "replicas": 1, "template": template}],
             }
@@ -135,6 +137,7 @@ def _plain_job(request: LaunchRequest, name: str) -> list[Document]:
         "Service",
         request,
         name,
+        # Hosts look up each other's addresses before their pods are ready.
         spec={"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {RUN_LABEL: name}},
     )
     return [service, _with_kueue(_kubernetes_object("batch/v1", "Job", request, name, spec=spec), request)]

@@ -41,6 +41,7 @@ def pod_template(request: LaunchRequest, host_pattern: str, *, annotations: dict
         metadata["annotations"] = annotations
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
+        # Training needs no rights in the cluster, and no variables of other services.
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": int(request.save_s),
@@ -49,6 +50,7 @@ def pod_template(request: LaunchRequest, host_pattern: str, *, annotations: dict
             "runAsUser": run_user(),
             "runAsGroup": run_user(),
             "fsGroup": run_user(),
+            # The default policy changes the owner of every file on the volume at each start.
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
@@ -57,6 +59,7 @@ def pod_template(request: LaunchRequest, host_pattern: str, *, annotations: dict
             {"name": "runs", "persistentVolumeClaim": {"claimName": settings.claim}},
             {"name": "key", "secret": {"secretName": f"{object_name(request)}-key", "defaultMode": 0o440}},
             {"name": "tmp", "emptyDir": {}},
+            # A container's default /dev/shm of 64 MiB is too small for NCCL and data loaders.
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
@@ -125,8 +128,11 @@ def job_spec(request: LaunchRequest, host_pattern: str, *, annotations: dict[str
         "parallelism": request.all_hosts,
         "completions": request.all_hosts,
         "completionMode": "Indexed",
+        # A failed pod is replaced alone; `backoffLimit: 0` would end the whole gang.
         "backoffLimitPerIndex": RETRIES_PER_INDEX,
+        # Each spare may replace one host that failed for good.
         "maxFailedIndexes": request.spares,
+        # Not before the old pod has ended: two pods must not have the same number.
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
             "rules": [

@@ -314,6 +314,7 @@ class SlurmSystem:
             replace_text(run.stop_file, WANTS_TO_GO_ON + "\n")
             return record.id
         if state == WAITING and row is not None:
+            # Only held jobs are released: JobHeldUser, JobHeldAdmin, launch_failed_requeued_held.
             if "eld" not in row["reason"]:
                 raise mistake(job, "is already waiting", fix=f"phalanx why {job} says for what")
             self.ask("scontrol", "release", record.id)
@@ -348,6 +349,7 @@ class SlurmSystem:
                 text=True,
                 errors="replace",
                 timeout=COMMAND_S,
+                # Slurm's messages and times are parsed, so they must not be translated.
                 env={**self._environ, "LC_ALL": "C"},
                 check=False,
             )

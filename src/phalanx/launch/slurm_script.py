@@ -121,6 +121,7 @@ def limit_s(request: LaunchRequest, facts: SlurmFacts) -> float:
 
 def save_s(request: LaunchRequest, facts: SlurmFacts) -> float:
     """Return how long before the limit the signal is sent: at most half of the limit."""
+    # sbatch accepts at most 65,535 seconds for --signal.
     return min(request.save_s, limit_s(request, facts) / 2, 65535)
 
 

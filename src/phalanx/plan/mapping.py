@@ -328,7 +328,7 @@ def _bytes_sent(load: _Load, ranks: int) -> float:
 
 
 def _fastest_algorithm(group: net.Group, load: _Load) -> tuple[str, str]:
-    """Return the fastest algorithm for an all-reduce and its runner-up; the other operations have one."""
+    """Return the fastest algorithm for an all-reduce and its runner-up; other operations have only one algorithm."""
     if load.operation == "all-to-all":
         return "direct", ""
     if load.operation.endswith("send"):

@@ -167,7 +167,7 @@ def can_run(c: Cases, f: MemoryProfile) -> NDArray[np.bool_]:
 def predict_most_memory(c: Cases, f: MemoryProfile, *, limit_bytes: float = np.inf) -> MostMemory:
     """Return the bytes of the fullest stage of every case.
 
-    Totals above `limit_bytes` are above it in truth as well, but may be too low.
+    A total above `limit_bytes` may be too low, but the exact total is above the limit too.
     """
     if np.ndim(f.counted) == 0 and f.counted > 0:
         return MostMemory(total=most_counted(c, f, limit_bytes))

@@ -220,7 +220,11 @@ def _uneven_batch(request: PlanRequest, layout: Layout, index: int, sequences: i
 
 
 # The 80 % interval of a step time: wider where the prediction depends on quantities that are hard to know.
-
+#
+# The width is a sum of named terms over shares of the step (pipeline bubble, exposed traffic, host-bound time,
+# experts), fitted as 10 % and 90 % quantiles of log(measured / predicted) over the published runs, so it is not
+# symmetric: runs are more often slower than predicted than faster. Each framework scales both sides by the scatter of
+# its own runs.
 
 FEATURES = ("base", "host", "pipeline", "traffic", "experts", "small", "spread")
 SMALL_STEP_S = 1.0

@@ -238,7 +238,7 @@ def rank_loads(
 
 
 def _fullest_moment(moments: Ints, where: NDArray[np.bool_], order: tuple[int, ...]) -> list[int]:
-    """Return what is held at the moment with the most layers, pending ones weighted; ties are broken by `order`."""
+    """Return the held quantities at the moment with the most layers, pending ones weighted; `order` breaks ties."""
     candidates = moments[:, where]
     if not candidates.shape[1]:
         return [0] * len(moments)
@@ -257,7 +257,7 @@ MOST_PLAYED = 1024
 def stage_loads(
     schedule: str, ranks: int, chunks: int, count: int, num_layers: int, *, embed_cost: float, head_cost: float
 ) -> tuple[StageLoad, ...]:
-    """Return the loads of the four ranks one of which is the fullest: first, second, last but one and last.
+    """Return the loads of the four ranks that may be the fullest: first, second, last but one and last.
 
     Held activations fall along the pipeline and pending ones rise; the ends may hold a layer less for embedding and
     head. In a short pipeline the same rank occurs several times.

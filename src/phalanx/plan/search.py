@@ -31,7 +31,7 @@ ROOMIER = 1.03  # among those within 3 % of the fastest the simplest with room i
 # Where no layout has that much room, one that fills more than this share of the device is not taken while a slower one
 # fills less: the training specification calls it an error (MEM001).
 DEVICE_MEMORY = 0.90
-# A plan without such room is replaced by one with offload that is at most this many times as slow; otherwise it is kept,
+# A plan without such room is replaced by one with offload that is at most this many times as slow; else it is kept,
 # because `phalanx trace` may still find that it fits, as its warning states.
 OFFLOAD_FOR_ROOM = 1.25
 NO_ROOM = f"no layout here leaves {1 - SAFE_MEMORY:.0%} free: use more devices, or try a short run first"
@@ -56,7 +56,10 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """The result of a search. `best` is the simplest of the layouts about as fast as the fastest."""
+    """The result of a search. `best` is the simplest of the layouts about as fast as the fastest.
+
+    `others` are the best alternatives of each kind, with the layouts that would be faster if they fit.
+    """
 
     best: Candidate
     fastest: Candidate

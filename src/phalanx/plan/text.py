@@ -217,7 +217,7 @@ def _mapping_lines(plan: Plan) -> list[str]:
 
 
 def format_amount(value: float) -> str:
-    """Return a number that may be far below one."""
+    """Return a count as text, including counts far below one."""
     return format_count(value) if value >= 1 else f"{value:.2g}"
 
 

@@ -86,7 +86,7 @@ def tensor_seconds(c: Cases, g: Groups, f: Profile) -> Floats:
 
 
 def context_seconds(c: Cases, k: Physics, g: Groups, attention_forward: Floats) -> Floats:
-    """Return forward's exposed seconds: keys and values travel the ring behind the previous block's attention."""
+    """Return forward's exposed seconds: keys and values travel the ring while the previous block's attention runs."""
     kv_width = np.maximum(c.kv_heads / c.tp, 1.0) * (c.qk_dim + c.v_dim)
     hop = net.ring_hop(g.context, c.tokens * kv_width * element_bytes(c))
     block_s = attention_forward / c.layers / c.cp

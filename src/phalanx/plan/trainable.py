@@ -119,7 +119,7 @@ def leave_out_problems(job: Job, layout: Layout, cluster: Cluster) -> Iterator[P
 
 
 def why_not_left_out(job: Job, layout: Layout, cluster: Cluster) -> str:
-    """Return a sentence for the price of leaving a replica out, if the trainer would refuse it; otherwise empty."""
+    """Return why the trainer would refuse to leave a lost replica out, as a sentence; empty if it would not."""
     problems = list(leave_out_problems(job, layout, cluster))
     return f"`phalanx train` refuses {problems[0].what}: {problems[0].why}" if problems else ""
 

@@ -253,6 +253,7 @@ class KubeClient:
         headers = {"Accept": "application/json, */*", "User-Agent": "phalanx", **self.access.headers()}
         if data is not None:
             headers["Content-Type"] = kind
+        # The server's URL may have a path, for example behind a proxy.
         base = urlsplit(self.access.server).path.rstrip("/")
         connection.request(method, f"{base}{path}?{words}" if words else base + path, body=data, headers=headers)
         return connection.getresponse()

@@ -73,6 +73,7 @@ def _cluster_queue(teams: Teams, team: Team) -> Document:
     spec = {
         "cohortName": teams.name,
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": team.namespace}},
+        # A job that does not fit now must not block smaller ones behind it.
         "queueingStrategy": "BestEffortFIFO",
         "preemption": {"reclaimWithinCohort": "Any", "withinClusterQueue": "LowerPriority"},
         "fairSharing": {"weight": quantity(team.weight)},

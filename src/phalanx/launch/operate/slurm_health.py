@@ -72,7 +72,7 @@ def slurm_nodes(
 
 
 def blamed_by_runs(environ: Mapping[str, str], now_s: float) -> dict[str, list[str]]:
-    """Return hosts that launched runs excluded as a whole, and that have not been drained for it yet."""
+    """Return, with reasons, the hosts that runs launched from here excluded and that have not been drained since."""
     drained_at = _ledger(environ)
     reasons_by_host: dict[str, list[str]] = {}
     for record in read_records(environ, system="slurm")[-MOST_RUNS:]:

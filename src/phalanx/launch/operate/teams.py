@@ -71,7 +71,7 @@ def read_teams(path: Path) -> Teams:
 
 
 class _TeamReader:
-    """Reads the values of the file and collects its mistakes."""
+    """A reader of the file's values that collects their mistakes."""
 
     def __init__(self, file: TomlFile) -> None:
         self.file = file
