@@ -86,9 +86,9 @@ def data_text(name: str) -> str:
 def user_files(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
     """Return a user's hardware files: `$PHALANX_HARDWARE` (several, joined like PATH), else the one in ~/.config."""
     env = os.environ if environ is None else environ
-    listed = env.get("PHALANX_HARDWARE", "")
-    if listed:
-        return tuple(Path(name) for name in listed.split(os.pathsep) if name)
+    paths_text = env.get("PHALANX_HARDWARE", "")
+    if paths_text:
+        return tuple(Path(name) for name in paths_text.split(os.pathsep) if name)
     home = env.get("XDG_CONFIG_HOME") or (os.path.join(env["HOME"], ".config") if env.get("HOME") else "")
     default_path = Path(home) / "phalanx" / "accelerators.toml"
     return (default_path,) if home and is_file(default_path) else ()
@@ -359,13 +359,13 @@ def _cell_number(raw: object) -> float:
 
 
 def _cell_problem(field: NumberField, raw: object, number: float, where: Callable[[str], str]) -> Problem | None:
-    shown = f"{field.key} = {str(raw)[:40]!r}" if isinstance(raw, str) else f"{field.key} = {str(raw)[:40]}"
+    setting = f"{field.key} = {str(raw)[:40]!r}" if isinstance(raw, str) else f"{field.key} = {str(raw)[:40]}"
     if not math.isfinite(number):
-        return Problem(where=where(field.key), what=f"{shown} is not a number", fix=_range_text(field))
+        return Problem(where=where(field.key), what=f"{setting} is not a number", fix=_range_text(field))
     if field.whole and number != int(number):
-        return Problem(where=where(field.key), what=f"{shown} is not a whole number", fix=_range_text(field))
+        return Problem(where=where(field.key), what=f"{setting} is not a whole number", fix=_range_text(field))
     if not field.least <= number <= field.most:
-        return Problem(where=where(field.key), what=f"{shown} is out of range", fix=_range_text(field))
+        return Problem(where=where(field.key), what=f"{setting} is out of range", fix=_range_text(field))
     return None
 
 

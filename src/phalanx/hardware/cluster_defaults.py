@@ -133,7 +133,7 @@ def usd_per_device_hour(price_item: str) -> tuple[float, float, float] | None:
     if not offers:
         return None
     typical = [usual for _, usual in offers]
-    return min(least for least, _ in offers), statistics.median(typical), max(typical)
+    return min(lowest for lowest, _ in offers), statistics.median(typical), max(typical)
 
 
 @functools.cache

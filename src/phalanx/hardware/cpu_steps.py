@@ -143,8 +143,8 @@ def cpu_times(x: CpuStep, r: CpuRates) -> CpuTimes:
 
     def ring(size: Any, num_bytes: Any, rounds: float) -> Floats:
         size = _as_floats(size)
-        moved = rounds * (size - 1.0) / size * num_bytes * r.byte_s * crowding
-        return np.where(size > 1, rounds * (size - 1.0) * hop + moved, 0.0)
+        transfer_s = rounds * (size - 1.0) / size * num_bytes * r.byte_s * crowding
+        return np.where(size > 1, rounds * (size - 1.0) * hop + transfer_s, 0.0)
 
     tensor = ring(x.tp, hidden_bytes, 2.0) * (4.0 + 2.0 * is_full)
     context = 3.0 * ring(x.cp, tokens * keys * 4.0 * x.cp, 1.0)

@@ -76,13 +76,13 @@ class SmActivity:
 
     def share(self, ranks: int) -> float | None:
         """Return the share of the whole device, even if several ranks share it."""
-        now = self._meter.gpm_sample()
-        if now is None:
+        sample = self._meter.gpm_sample()
+        if sample is None:
             return None  # the next measurement covers this time too
-        before, self._last = self._last, now
+        before, self._last = self._last, sample
         if before is None:
             return None
-        percent = self._meter.sm_percent(before, now)
+        percent = self._meter.sm_percent(before, sample)
         self._meter.gpm_free(before)
         return None if percent is None else min(1.0, max(0.0, percent / 100))
 
@@ -161,13 +161,13 @@ class Rapl:
 
     def taken_j(self, utilization: float | None) -> float | None:
         """Return joules since the last call; correct if called before a counter wraps twice, 20 minutes at 200 W."""
-        now = [_read_number(zone.file) for zone in self._zones]
+        values = [_read_number(zone.file) for zone in self._zones]
         parts = [
             (after - before) % zone.range_uj
-            for zone, before, after in zip(self._zones, self._last_uj, now, strict=True)
+            for zone, before, after in zip(self._zones, self._last_uj, values, strict=True)
             if before is not None and after is not None
         ]
-        self._last_uj = now
+        self._last_uj = values
         return sum(parts) / 1e6 if parts else None
 
 

@@ -103,17 +103,17 @@ def measure_disk(folder: Path, seconds: float, report: Report) -> float:
     """Return bytes/s of a sequential write that reached the disk (fsync); 0 if the folder cannot be written."""
     # Random, so that a file system with compression does not write less.
     block = secrets.token_bytes(_DISK_BLOCK_BYTES)
-    written, start = 0, time.perf_counter()
+    num_written, start = 0, time.perf_counter()
     try:
         # The file never has a name, so nothing is left in the folder, however this process ends.
         with tempfile.TemporaryFile(dir=folder, buffering=0) as stream:
-            while written < _DISK_MOST_BYTES and time.perf_counter() - start < seconds:
-                written += stream.write(block) or 0
+            while num_written < _DISK_MOST_BYTES and time.perf_counter() - start < seconds:
+                num_written += stream.write(block) or 0
                 os.fsync(stream.fileno())
     except OSError as error:
         report(f"disk: not measured, {folder} cannot be written ({error.strerror or error})")
         return 0.0
-    rate = written / (time.perf_counter() - start)
+    rate = num_written / (time.perf_counter() - start)
     report(f"disk at {folder}: {format_bytes(rate)}/s")
     return rate
 

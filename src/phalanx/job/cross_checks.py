@@ -16,9 +16,9 @@ HEADS, LAYERS = "model.heads", "model.layers"
 def check_keys(draft: Draft, job: Job) -> None:
     """Run every check whose keys were read without mistakes."""
     # A copy of the present set: a mistake found by one check must not hide what the next would find.
-    refused = frozenset(draft.bad)
+    refused_keys = frozenset(draft.bad)
     for keys, function in CHECKS:
-        if not refused & set(keys):
+        if not refused_keys & set(keys):
             function(draft, job)
 
 
@@ -311,13 +311,13 @@ def scaled_model(draft: Draft, job: Job) -> None:
             )
     if scale.base_depth and scale.parametrization == "mup":
         draft.warn("scale.base_depth", 'scale.base_depth has no effect with "mup"; "completep" follows depth too')
-    refused = (
+    unsupported = (
         (job.model.is_moe, "a model with experts", "neither paper says how routers and experts scale"),
         (bool(job.model.module), "model.module", "which of its parameters are hidden matrices is not known"),
         (bool(job.plugins.optimizer), "plugins.optimizer", "how its updates grow with the width is not known"),
         (bool(job.train.weights), "train.weights", "weights that were trained have the size they have"),
     )
-    for is_set, what, why in refused:
+    for is_set, what, why in unsupported:
         if is_set:
             draft.complain(key, f"{setting} with {what}", why=why, fix='use parametrization = "standard"')
 

@@ -302,7 +302,7 @@ def _with_blocks(
     folder: Path, manifest: DatasetManifest, block_bytes: int, blocks: Mapping[str, bytes]
 ) -> VerifiedDataset:
     """Write the block digests that are missing or wrong, and then the manifest if it has none of them."""
-    written, path = [], folder / MANIFEST
+    written_files, path = [], folder / MANIFEST
     sources = []
     try:
         for source in manifest.sources:
@@ -311,7 +311,7 @@ def _with_blocks(
                 path, block_digests = folder / shard.block_file, blocks[shard.file]
                 if not _holds_bytes(path, block_digests):
                     replace_bytes(path, block_digests)
-                    written.append(path.name)
+                    written_files.append(path.name)
                 shards.append(replace(shard, blocks_sha256=hashlib.sha256(block_digests).hexdigest()))
             sources.append(replace(source, shards=tuple(shards)))
         complete = replace(manifest, format=FORMAT, block_bytes=block_bytes, sources=tuple(sources))
@@ -324,7 +324,7 @@ def _with_blocks(
             return VerifiedDataset(manifest=manifest, trouble=f"{path}: {what}")
         fix = "run it where the folder can be written; training only reads it"
         raise write_failure(path, error, fix=fix) from error
-    return VerifiedDataset(manifest=complete, written=tuple(written))
+    return VerifiedDataset(manifest=complete, written=tuple(written_files))
 
 
 def _holds_bytes(path: Path, data: bytes) -> bool:

@@ -136,10 +136,10 @@ EXCLUSIVE = (
 def apply_overrides(draft: Draft, overrides: Sequence[str]) -> None:
     """Write each override into the draft's table; the last one for a key wins."""
     for override in overrides:
-        parsed = _parse_override(draft, override)
-        if parsed is None:
+        path_and_value = _parse_override(draft, override)
+        if path_and_value is None:
             continue
-        for path, value in _leaf_values(*parsed):
+        for path, value in _leaf_values(*path_and_value):
             _write_value(draft, path, value, override)
 
 

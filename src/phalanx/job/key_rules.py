@@ -97,18 +97,18 @@ def number(note: str, *, least: float = 0.0, most: float = 1e18, auto: bool = Fa
 
 def choice(note: str, *names: str) -> Metadata:
     """Return the rule of a choice among a few words."""
-    listed = ", ".join(f'"{name}"' for name in names)
+    choices = ", ".join(f'"{name}"' for name in names)
 
     def read(value: object) -> object:
         if not isinstance(value, str):
-            raise WrongValue(f"is {value_kind(value)}, not text", fix=f"use one of {listed}")
+            raise WrongValue(f"is {value_kind(value)}, not text", fix=f"use one of {choices}")
         if value not in names:
             suggestion = nearest(value, names)
-            fix = f'did you mean "{suggestion}"? the choices are {listed}' if suggestion else f"use one of {listed}"
+            fix = f'did you mean "{suggestion}"? the choices are {choices}' if suggestion else f"use one of {choices}"
             raise WrongValue("is not a choice", fix=fix)
         return value
 
-    return {"rule": KeyRule(expects=f"one of {listed}", read=read, note=note, schema={"enum": list(names)})}
+    return {"rule": KeyRule(expects=f"one of {choices}", read=read, note=note, schema={"enum": list(names)})}
 
 
 def flag(note: str, *, auto: bool = False, key: str = "") -> Metadata:

@@ -47,10 +47,10 @@ class PluginReference:
     @classmethod
     def parse(cls, text: str, *, key: str) -> PluginReference:
         """Parse a reference; raises UserError if it has another form."""
-        head, brace, rest = text.partition("{")
+        head, brace, arguments_text = text.partition("{")
         place, _, name = head.strip().rpartition(":")
         try:
-            arguments = json.loads(brace + rest) if brace else {}
+            arguments = json.loads(brace + arguments_text) if brace else {}
         except ValueError as error:
             raise mistake(key, f"{text!r} ends in something that is not JSON: {error}") from error
         names_code = all(word.isidentifier() for word in name.split(".")) if place else ENTRY_POINT.fullmatch(name)

@@ -96,12 +96,12 @@ def _check_counts(draft: Draft, job: Job) -> None:
 def _check_trainer(draft: Draft, job: Job) -> None:
     """Refuse settings that training with peers does not support."""
     setting = f'sync.mode = "{job.sync.mode}"'
-    refused = (
+    unsupported = (
         (job.model.is_moe, "a model with experts", "peers would balance their experts each in its own way"),
         (job.precision.compute == "fp16", 'precision.compute = "fp16"', "each peer would find its own loss scale"),
         (bool(job.plugins.data), "plugins.data", "peers share out positions of a dataset folder"),
     )
-    for is_set, what, why in refused:
+    for is_set, what, why in unsupported:
         if is_set:
             draft.complain("sync.mode", f"{setting} with {what}", why=why, fix='use sync.mode = "every-step"')
 

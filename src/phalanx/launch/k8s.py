@@ -231,18 +231,18 @@ class KubernetesSystem:
             else:
                 key = (place["context"], place["namespace"], place["kind"])
                 places.setdefault(key, []).append(record)
-        refused: dict[tuple[str, str, str], UserError] = {}
+        errors_by_place: dict[tuple[str, str, str], UserError] = {}
         for place_key, place_records in places.items():
             try:
                 jobs |= self._list_place(*place_key, place_records)
             except UserError as error:
                 if getattr(error.__cause__, "status", 0) != 403:
                     raise
-                refused[place_key] = error
-        if refused and not jobs:
-            raise next(iter(refused.values()))
+                errors_by_place[place_key] = error
+        if errors_by_place and not jobs:
+            raise next(iter(errors_by_place.values()))
         # A namespace that the user may no longer read must not hide jobs in others.
-        for place_key in refused:
+        for place_key in errors_by_place:
             for record in places[place_key]:
                 with suppress(UserError):
                     jobs[record.id] = _from_run_folder(record, unseen=place_key[1])

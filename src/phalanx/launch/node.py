@@ -129,14 +129,14 @@ def prepare_run(run: Run, lines: Sequence[str], *, hosts: int, slots: int) -> No
             host = HostLine.parse(line)
             hosts_by_name[host.name] = host
     if len(hosts_by_name) < hosts:
-        refused = [one_line(line.removeprefix(REFUSED))[:200] for line in lines if line.startswith(REFUSED)]
-        reason = f"; {refused[0]}" if refused else ""
+        refusals = [one_line(line.removeprefix(REFUSED))[:200] for line in lines if line.startswith(REFUSED)]
+        reason = f"; {refusals[0]}" if refusals else ""
         what = f"{len(hosts_by_name)} of {plural(hosts, 'host')} answered: {', '.join(hosts_by_name) or 'none'}{reason}"
-        why = "" if refused else "the others do not see this folder, or have no Phalanx at the same path"
+        why = "" if refusals else "the others do not see this folder, or have no Phalanx at the same path"
         fix = "put the run folder and Python on storage that all hosts share (--runs, launch.python)"
         run.set_status("failed", message=what, exit_code=3)  # for `phalanx why`
         raise SystemFailure(
-            Problem(where=str(run.path), what=what, why=why, fix=fix if not refused else "the log above says more")
+            Problem(where=str(run.path), what=what, why=why, fix=fix if not refusals else "the log above says more")
         )
     ordered = sorted(hosts_by_name.values(), key=lambda host: host.order)
     _prepare_when_free(run, [HostSpec(name=host.name, slots=slots, address=host.address) for host in ordered])

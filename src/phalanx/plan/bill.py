@@ -152,11 +152,12 @@ def _region_named(name: str, where: str) -> GridRegion:
 
 
 def _unknown_region(name: str, where: str) -> UserError:
-    close = nearest(name, grid_regions())
-    listed = ", ".join(sorted(grid_regions()))
+    suggestion = nearest(name, grid_regions())
+    region_names = ", ".join(sorted(grid_regions()))
     return mistake(
         where,
         f'cost.region = "{name}" is not in the grid table',
         why="the carbon footprint of a kWh depends on where it is generated",
-        fix=(f'did you mean "{close}"? ' if close else "") + f"known: {listed}; or set cost.grid_gco2_per_kwh",
+        fix=(f'did you mean "{suggestion}"? ' if suggestion else "")
+        + f"known: {region_names}; or set cost.grid_gco2_per_kwh",
     )

@@ -206,8 +206,8 @@ def compute_seconds(c: Cases, k: Physics, f: Profile) -> Compute:
     full_s = linears.forward - f.early_stop * last_matmul + core.forward + streams.forward
     selective_s = f.selective_attention * core.forward + k.selective * f.selective_streams * streams.forward
     recompute = np.where(c.recompute == FULL, full_s, np.where(c.recompute == SELECTIVE, selective_s, 0.0))
-    narrow = (c.precision == FP8) | (c.precision == FP4)
-    per_layer = k.kernels * (1.0 + k.tensor_kernels * (c.tp > 1)) * (1.0 + f.narrow_kernels * narrow)
+    is_narrow = (c.precision == FP8) | (c.precision == FP4)
+    per_layer = k.kernels * (1.0 + k.tensor_kernels * (c.tp > 1)) * (1.0 + f.narrow_kernels * is_narrow)
     # the trainer's other losses stay in 16 bit
     is_chunked = drops_logits(c.tokens, c.vocab, tensor=c.tp, pipeline=c.pp)
     head_rate = np.where((np.asarray(f.narrow_head) > 0) & is_chunked, rate, wide_rate)

@@ -61,11 +61,11 @@ def plan_html(plan: Plan) -> str:
 def _stacked_bar(parts: Mapping[str, float], written: Callable[[float], str]) -> str:
     """Return one bar with its parts in order, and a key below."""
     total = sum(parts.values()) or 1.0
-    shown = {name: value for name, value in parts.items() if value >= SMALLEST_SHARE * total}
-    rest_value = total - sum(shown.values())
+    visible = {name: value for name, value in parts.items() if value >= SMALLEST_SHARE * total}
+    rest_value = total - sum(visible.values())
     if rest_value > 1e-9 * total:
-        shown["other"] = rest_value
-    labels = [(f"{name}: {written(value)} ({value / total:.1%})", value) for name, value in shown.items()]
+        visible["other"] = rest_value
+    labels = [(f"{name}: {written(value)} ({value / total:.1%})", value) for name, value in visible.items()]
     keys = [
         f'<span style="white-space:nowrap"><span style="color:{COLOURS[index % len(COLOURS)]}">■</span> {escape(text)}'
         "</span>"

@@ -48,10 +48,10 @@ class Layout:
     def short(self) -> str:
         """The name for narrow tables, without unused axes and without "no-recompute"."""
         axes = {"TP": self.tensor, "CP": self.context, "PP": self.pipeline, "VPP": self.virtual_pipeline}
-        used = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
+        sizes = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
         groups = [self._zero_text, *([f"EP{self.expert}"] if self.expert > 1 else [])]
         words = [word for word in self._other_words if word != "no-recompute"]
-        return " ".join(["·".join([*used, f"DP{self.data}"]), *groups, *words])
+        return " ".join(["·".join([*sizes, f"DP{self.data}"]), *groups, *words])
 
     @property
     def _zero_text(self) -> str:

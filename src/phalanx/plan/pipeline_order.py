@@ -67,11 +67,11 @@ def order_mistake(orders: Sequence[str]) -> str:
     for rank, order in enumerate(orders):
         if problem := _rank_mistake(order, count):
             return f"rank {rank}: {problem}"
-    stuck = _waiting_ranks(orders)
-    if stuck:
+    waiting = _waiting_ranks(orders)
+    if waiting:
         where = (
             f"rank {rank} at action {place + 1} ({kind} of micro-batch {number})"
-            for rank, place, kind, number in stuck[:3]
+            for rank, place, kind, number in waiting[:3]
         )
         return f"the ranks wait for each other: {', '.join(where)}"
     return ""
@@ -147,7 +147,7 @@ def play_orders(orders: Sequence[str], times: StageTimes) -> PlayedOrders | list
     done_forward: list[dict[int, float]] = [{} for _ in orders]
     done_backward: list[dict[int, float]] = [{} for _ in orders]
     place, clock = [0] * ranks, [0.0] * ranks
-    sent: dict[tuple[int, int], list[float]] = {}
+    send_times: dict[tuple[int, int], list[float]] = {}
     runnable = list(range(ranks))
     while runnable:
         rank = runnable.pop()
@@ -169,20 +169,20 @@ def play_orders(orders: Sequence[str], times: StageTimes) -> PlayedOrders | list
                 done_backward[rank][number] = clock[rank]
             target = rank + 1 if kind == "F" else rank - 1
             if kind != "W" and 0 <= target < ranks:
-                sent.setdefault((rank, target), []).append(clock[rank])
+                send_times.setdefault((rank, target), []).append(clock[rank])
                 runnable.append(target)
-    stuck = [
+    waiting = [
         (rank, place[rank], *actions[rank][place[rank]]) for rank in range(ranks) if place[rank] < len(actions[rank])
     ]
-    if stuck:
-        return stuck
+    if waiting:
+        return waiting
     count = orders[0].count("F")
     busiest = max(count * (action_cost["F"] + action_cost["B"]) for action_cost in cost)
     return PlayedOrders(
         makespan=max(clock),
         busiest=busiest,
         held=tuple(_most_held(order) for order in orders),
-        burst=max((_most_within(moments, busiest / count) for moments in sent.values()), default=0),
+        burst=max((_most_within(moments, busiest / count) for moments in send_times.values()), default=0),
     )
 
 

@@ -224,13 +224,13 @@ def framework_profile(name: str, where: str) -> tuple[str, tuple[Problem, ...]]:
     if key != "default" or name.strip().lower() in PROFILE_ALIASES:
         return key, ()
     key = name.strip().lower()
-    close = nearest(key, [*shipped_profiles(), *PROFILE_ALIASES])
+    suggestion = nearest(key, [*shipped_profiles(), *PROFILE_ALIASES])
     names = f"the names are {', '.join(FRAMEWORK_NAMES)}"
     return "default", (
         Problem(
             where=where,
             what=f'no efficiency profile for framework "{name}": planned with the default one',
-            fix=f'did you mean "{close}"? {names}' if close else names,
+            fix=f'did you mean "{suggestion}"? {names}' if suggestion else names,
         ),
     )
 

@@ -103,10 +103,10 @@ class StageLoad:
 
 def rank_order(schedule: str, rank: int, ranks: int, chunks: int, count: int) -> Iterator[Action]:
     """Yield the actions of a rank in a step of `count` micro-batches, in order."""
-    done: Counter[tuple[int, int]] = Counter()
+    num_done: Counter[tuple[int, int]] = Counter()
     for key in zip(*(column.tolist() for column in _task_columns(schedule, rank, ranks, chunks, count)), strict=True):
-        yield KINDS[key[0]], key[1], done[key]
-        done[key] += 1
+        yield KINDS[key[0]], key[1], num_done[key]
+        num_done[key] += 1
 
 
 def _task_columns(schedule: str, rank: int, ranks: int, chunks: int, count: int) -> tuple[Ints, Ints]:
@@ -132,16 +132,16 @@ def _rounds_order(rank: int, ranks: int, chunks: int, count: int, *, split: bool
     warm_up = min((chunks - 1) * per_round + (1 if split else 2) * (ranks - 1 - rank), total)
     forward = np.arange(total) // per_round % chunks
     backward = chunks - 1 - forward
-    late = min(rank, total)
+    num_late = min(rank, total)
     # One row per backward: a forward before it while any remain, and the W of an earlier one after it.
     rows = np.full((total, 3), ABSENT)
     chunk_of = np.zeros((total, 3), dtype=np.int64)
     rows[: total - warm_up, 0], chunk_of[: total - warm_up, 0] = FORWARD, forward[warm_up:]
     rows[:, 1], chunk_of[:, 1] = INPUT if split else BACKWARD, backward
     if split:
-        rows[late:, 2], chunk_of[late:, 2] = WEIGHT, backward[: total - late]
+        rows[num_late:, 2], chunk_of[num_late:, 2] = WEIGHT, backward[: total - num_late]
     is_present = rows != ABSENT
-    last_weights = backward[total - late :] if split else backward[:0]
+    last_weights = backward[total - num_late :] if split else backward[:0]
     kinds = np.concatenate((np.full(warm_up, FORWARD), rows[is_present], np.full(last_weights.size, WEIGHT)))
     return kinds, np.concatenate((forward[:warm_up], chunk_of[is_present], last_weights))
 

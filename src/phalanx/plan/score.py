@@ -87,8 +87,8 @@ def score_layouts(space: Space, *, memory_cutoff: float = MEMORY_CUTOFF) -> Layo
     kept_rows = np.flatnonzero(memory_bytes <= bound_bytes)
     if np.ptp(space.choice["offload"][space.product]) == 0:
         # Of the layouts that do not fit, a search names only those that would be faster than all that do.
-        fits = memory_bytes <= usable_bytes
-        kept_rows = kept_rows[(fits | (step_s < np.min(step_s, where=fits, initial=np.inf)))[kept_rows]]
+        is_fitting = memory_bytes <= usable_bytes
+        kept_rows = kept_rows[(is_fitting | (step_s < np.min(step_s, where=is_fitting, initial=np.inf)))[kept_rows]]
     order = kept_rows[np.argsort(base[kept_rows] * space.choice["zero"].size + choice[kept_rows])]
     return LayoutScores(
         space=space,

@@ -264,16 +264,18 @@ IDEAS: dict[str, Idea] = {
 
 def _other_ideas(scores: LayoutScores, best: Layout) -> tuple[Candidate, ...]:
     candidates: dict[Layout, Candidate] = {}
-    fits = scores.fits
-    if fits.any():
-        _add_candidate(candidates, _make_candidate(scores, _fastest_row(scores, np.flatnonzero(fits)), FASTEST), best)
+    is_fitting = scores.fits
+    if is_fitting.any():
+        _add_candidate(
+            candidates, _make_candidate(scores, _fastest_row(scores, np.flatnonzero(is_fitting)), FASTEST), best
+        )
     for idea, mask in IDEAS.items():
-        rows = np.flatnonzero(fits & mask(scores, best))
+        rows = np.flatnonzero(is_fitting & mask(scores, best))
         if rows.size:
             _add_candidate(candidates, _make_candidate(scores, _simplest_row(scores, rows), idea), best)
-    limit = np.min(scores.step_s, where=fits, initial=np.inf)
-    unfit = np.where(fits, np.inf, scores.step_s)
-    cheaper = {"no recompute": scores.column("recompute") == 0, "if memory were larger": np.ones_like(fits)}
+    limit = np.min(scores.step_s, where=is_fitting, initial=np.inf)
+    unfit = np.where(is_fitting, np.inf, scores.step_s)
+    cheaper = {"no recompute": scores.column("recompute") == 0, "if memory were larger": np.ones_like(is_fitting)}
     for idea, rows_wanted in cheaper.items():
         row = _least_row(unfit, rows_wanted & (scores.column("offload") == OFFLOAD.index(best.offload)))
         if row is not None and scores.step_s[row] < limit:
@@ -319,9 +321,9 @@ def _time_memory_front(scores: LayoutScores) -> list[Candidate]:
     With the devices fixed, cost is proportional to time. The simplest of the fastest layouts is on the front too,
     unless the fastest also needs less memory.
     """
-    fits = scores.fits
-    fastest = np.min(scores.step_s, where=fits, initial=np.inf)
-    rows = np.flatnonzero(fits & (scores.step_s <= PARETO_SLOWEST * fastest))
+    is_fitting = scores.fits
+    fastest = np.min(scores.step_s, where=is_fitting, initial=np.inf)
+    rows = np.flatnonzero(is_fitting & (scores.step_s <= PARETO_SLOWEST * fastest))
     rows = rows[np.lexsort((scores.memory_bytes[rows], scores.step_s[rows]))]
     if not rows.size:
         return []

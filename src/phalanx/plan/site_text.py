@@ -63,8 +63,8 @@ def grid_table(forecast: SiteForecast) -> Table:
     head = ("codec", *(f"H = {steps:,}" for steps in forecast.inner_steps))
     rows: Table = [(*head, f"smallest H for {forecast.target_utilisation:.0%}")]
     for codec_row in forecast.grid:
-        least = f"{codec_row.smallest_inner_steps:,}" if codec_row.smallest_inner_steps else "none"
-        rows.append((codec_row.codec, *(f"{share:.1%}" for share in codec_row.utilisation), least))
+        min_steps = f"{codec_row.smallest_inner_steps:,}" if codec_row.smallest_inner_steps else "none"
+        rows.append((codec_row.codec, *(f"{share:.1%}" for share in codec_row.utilisation), min_steps))
     return rows
 
 

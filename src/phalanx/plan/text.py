@@ -289,7 +289,7 @@ def _loss_lines(plan: Plan, loss: ReplicaLoss) -> list[str]:
             f"leaving out {'pays' if pays else 'does not pay'} here: it loses less from {loss.break_even_per_day:.2g} "
             "failures per day on"
         )
-    refused = why_not_left_out(plan.job, plan.layout, plan.cluster) if trains_with_phalanx(plan.job) else ""
+    refusal = why_not_left_out(plan.job, plan.layout, plan.cluster) if trains_with_phalanx(plan.job) else ""
     return [
         f"a lost rank, of {loss.replicas:,} model replicas of {plural(loss.ranks, 'rank')} "
         f'(fault.on_loss = "{chosen}"):',
@@ -299,7 +299,7 @@ def _loss_lines(plan: Plan, loss: ReplicaLoss) -> list[str]:
         f"{format_seconds(leave_out.slow_s)} with a replica less, {format_count(leave_out.lost_tokens)} tokens lost; "
         f"adds at most {format_seconds(loss.exchange_s)} to each step, as replicas sum gradients after backward",
         verdict,
-        *([refused] if refused else []),
+        *([refusal] if refusal else []),
     ]
 
 

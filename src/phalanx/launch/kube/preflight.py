@@ -145,9 +145,9 @@ class _Preflight:
         ]
         missing = []
         for group, resource, verbs in rights:
-            refused = [verb for verb in verbs if not self._may(group, resource, verb)]
-            if refused:
-                missing.append(f"{'/'.join(refused)} {resource}{f'.{group}' if group else ''}")
+            refused_verbs = [verb for verb in verbs if not self._may(group, resource, verb)]
+            if refused_verbs:
+                missing.append(f"{'/'.join(refused_verbs)} {resource}{f'.{group}' if group else ''}")
         if missing:
             self.problems.append(
                 Problem(
@@ -175,8 +175,8 @@ class _Preflight:
         if claim is None:
             return
         if not claim:
-            listed = self._optional(path) or {}
-            names = [item["metadata"]["name"] for item in listed.get("items") or ()]
+            claims = self._optional(path) or {}
+            names = [item["metadata"]["name"] for item in claims.get("items") or ()]
             suggestion = nearest(name, names)
             fix = (
                 f"did you mean {suggestion}?"
@@ -208,8 +208,8 @@ class _Preflight:
         if queue is None:
             return
         if not queue:
-            listed = self._optional(path) or {}
-            names = [item["metadata"]["name"] for item in listed.get("items") or ()]
+            queues = self._optional(path) or {}
+            names = [item["metadata"]["name"] for item in queues.get("items") or ()]
             suggestion = nearest(name, names)
             queue_names = f"the queues are {', '.join(names)}" if names else "it has none yet: ask the operator"
             fix = f"did you mean {suggestion}? {queue_names}" if suggestion else queue_names

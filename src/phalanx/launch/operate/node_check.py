@@ -148,13 +148,13 @@ def follow_node(
 ) -> int:
     """Write the condition when the signals change; between changes no request is sent."""
     last_message: str | None = None
-    before, number = read_counters(sys_folder), 0
+    previous, number = read_counters(sys_folder), 0
     while rounds is None or number < rounds:
-        now = read_counters(sys_folder)
-        message = "; ".join(node_signal.said for node_signal in [*read(), *counter_signals(before, now, EVERY_S)])[
-            :MOST_SAID
-        ]
-        before = now
+        counters = read_counters(sys_folder)
+        message = "; ".join(
+            node_signal.said for node_signal in [*read(), *counter_signals(previous, counters, EVERY_S)]
+        )[:MOST_SAID]
+        previous = counters
         if message != last_message:
             try:
                 # The kubelet's own conditions stay: a node without Ready would lose its pods.
