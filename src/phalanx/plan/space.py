@@ -430,7 +430,7 @@ def keep_entries(values: NDArray[Any], kept: list[Ints]) -> NDArray[Any]:
     return values
 
 
-# Which layouts are legal: how state can be sharded, the sequence split and activations recomputed.
+# Rules for legal layouts: how state can be sharded, the sequence split and activations recomputed.
 
 
 NONE, FULL, DOMAIN, GIVEN = range(4)  # ranks that share a copy: one, all replicas, a domain, a given number
