@@ -183,7 +183,7 @@ class KubernetesSystem:
         remaining = []
         for document, namespace in reversed(made):
             if "uid" not in document["metadata"] and isinstance(error, UserError):
-                continue  # the refused object belongs to another launch
+                continue  # the refused object was not made by this launch
             try:
                 client.delete(object_path(document, namespace))
             except (KubeRefusal, PhalanxError):

@@ -119,7 +119,8 @@ def _with_savings(request: PlanRequest) -> tuple[LayoutScores, LayoutScores]:
     """Return the scores without, and with, layouts that trade time for memory outside of a rank.
 
     Offload, and ZeRO-2 over several micro-batches, slow a layout down. They pay only where they allow a layout faster
-    than the best one without them, so only the base rows that could be faster are scored with them.
+    than the best one without them, or not much slower if that one has too little room in memory, so only the base rows
+    that could be fast enough are scored with them.
     """
     kinds = (str(request.fixed["offload"]),) if "offload" in request.fixed else request.offload_kinds
     space = build_space(request, offload=kinds)
