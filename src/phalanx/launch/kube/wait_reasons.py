@@ -283,7 +283,7 @@ def _why_failed(facts: KubeFacts) -> tuple[str, str]:
     if pod_ends:
         _, name, terminated = min(pod_ends, key=lambda end: end[:2])
         if terminated.get("reason") == "OOMKilled":
-            return f"pod {name} had too little memory (OOMKilled)", f"a smaller train.micro_batch; {resume_fix}"
+            return f"pod {name} had too little memory (OOMKilled)", f"a smaller batch.micro; {resume_fix}"
         message = facts.said or _message(terminated)
         return (
             f"pod {name} ended with exit code {terminated['exitCode']}{f': {message}' if message else ''}",
