@@ -196,8 +196,8 @@ class Matrix:
             yield f"multishot: {often} triggers start one connection at a time there, and all with the first here"
         if any(connection.recv_done for connection in self.connections):
             yield "recv_done_trigger: it is pulled here when the sender knows, half a round trip later"
-        if double := sum(0 < connection.send_done != connection.recv_done > 0 for connection in self.connections):
-            yield f"send_done_trigger of {double} connections that have a recv_done_trigger too: only that one is pulled"
+        if many := sum(0 < connection.send_done != connection.recv_done > 0 for connection in self.connections):
+            yield f"send_done_trigger of {many} connections that have a recv_done_trigger too: only that one is pulled"
 
 
 @dataclass(kw_only=True, slots=True)

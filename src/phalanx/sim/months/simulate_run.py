@@ -63,7 +63,7 @@ EXCHANGE, ABSENT = "separate replicas", "replica left out"  # likewise, where lo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOutcome:
-    """The result of one simulated run. `lost_s` are seconds by (cause, phase); with `done_s` they add up to `wall_s`."""
+    """The result of one simulated run. `lost_s`, by (cause, phase), and `done_s` add up to `wall_s`."""
 
     wall_s: float
     done_s: float  # training at the planned pace that was not lost again

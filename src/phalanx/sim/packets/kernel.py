@@ -102,7 +102,7 @@ def alive(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints, 
 
 
 def loops(stamp: int) -> tuple[Callable[..., Any], ...]:
-    """Return the compiled functions. `stamp` is a variable of each, because numba keys its cache on closure variables."""
+    """Return the compiled functions; each closes over `stamp`, as numba keys its cache on closure variables."""
 
     @compile_loop
     def advance(
@@ -141,7 +141,7 @@ def loops(stamp: int) -> tuple[Callable[..., Any], ...]:
 
     @compile_loop
     def probe(shape: Shape, knobs: Knobs, net: Net, traffic: Traffic, totals: Ints, phase: int, phases: int) -> None:
-        """Probe the retired paths of every `phases`-th connection; a path whose links all pass the probe is good again."""
+        """Probe the retired paths of every `phases`-th connection; paths whose links pass the probe are good again."""
         _ = stamp
         for flow in range(phase, traffic.path.shape[0], phases):
             if traffic.done[flow] >= 0 or traffic.tally[flow, RETIRED] == 0:

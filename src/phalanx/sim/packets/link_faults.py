@@ -95,7 +95,7 @@ def denied_links(links: Links, denied: tuple[FabricFault, ...]) -> Ints:
 
 def fault_links(links: Links, fault: FabricFault) -> Ints:
     """Return the directed links that a fault affects."""
-    part, hosts = (fault.plane, fault.number), np.arange(links.fabric.hosts)
+    switch, hosts = (fault.plane, fault.number), np.arange(links.fabric.hosts)
     # Every packet passes one link from its NIC.
     if fault.part == "traffic":
         return np.concatenate([plane * links.per_plane + hosts for plane in range(links.fabric.planes)])
@@ -103,9 +103,9 @@ def fault_links(links: Links, fault: FabricFault) -> Ints:
         return _t1_link(links, fault)
     broken = {
         "link": BrokenParts(uplinks=((fault.plane, fault.number, fault.port),)),
-        "t0": BrokenParts(t0=(part,)),
-        "t1": BrokenParts(t1=(part,)),
-        "nic": BrokenParts(nics=(part,)),
+        "t0": BrokenParts(t0=(switch,)),
+        "t1": BrokenParts(t1=(switch,)),
+        "nic": BrokenParts(nics=(switch,)),
         "transceiver": BrokenParts(nics=tuple((plane, fault.number) for plane in range(links.fabric.planes))),
     }[fault.part]
     return np.flatnonzero(link_shares(links, broken) < 1)

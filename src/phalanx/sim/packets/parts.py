@@ -27,7 +27,7 @@ def stamp_of(*files: str | None) -> int:
 
 
 def part(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function that only the loop calls: without the entry from Python, which takes half of the compile time."""
+    """Compile a function that only the loop calls: without an entry from Python, half of the compile time."""
     if not has_numba():
         return compile_loop(function)
     compiled: Callable[..., Any] = import_module("numba").njit(
