@@ -22,7 +22,10 @@ TREES = ("Tree", "NVLSTree")  # algorithms that send sums up and down double tre
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisTraffic:
-    """The network traffic of one axis of a plan in a step; `flows` is None where all of it stays inside fast domains."""
+    """The network traffic of one axis of a plan in a step.
+
+    `flows` is None where all of it stays inside fast domains.
+    """
 
     axis: str
     operation: str

@@ -169,8 +169,8 @@ class NodePool:
         """Return racks in the order in which their nodes are taken."""
         stock = self._rack_nodes
         if self.packing == "first":
-            racks = range(len(stock)) if domain == "any" else self._best_domain(need, domain, barred)
-            return [rack for rack in racks or () if rack not in barred]
+            candidates = range(len(stock)) if domain == "any" else self._best_domain(need, domain, barred)
+            return [rack for rack in candidates or () if rack not in barred]
         if need <= self.per_rack and domain != "block":
             rack = self._best_domain(need, "rack", barred)
             if rack is not None:

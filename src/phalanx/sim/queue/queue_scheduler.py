@@ -206,7 +206,7 @@ class QueueScheduler:
         return True
 
     def _free_domain(self, need: int, domain: Domain) -> tuple[float, frozenset[int]]:
-        """Return the time and racks of the domain that has enough nodes first, by job limits, and is not reserved yet."""
+        """Return the time and racks of the unreserved domain that has enough nodes first, by the limits of jobs."""
         pool = self.cluster.pool
         domains, size = pool.domains(domain), 1 if domain == "rack" else pool.per_block
         free = pool.domain_free(domain)
