@@ -46,7 +46,7 @@ def read_fit(path: Path) -> ScalingFit:
     if not isinstance(data, dict) or data.get("format") != FORMAT or "parameters" not in data:
         raise mistake(str(path), "is not a fit of this version", fix=FIX)
     fit = from_json_values(ScalingFit, data, str(path), noun="fit", fix=FIX)
-    if problems := [Problem(where=f"{path}: {field}", what=what, fix=FIX) for field, what in _wrong_fields(fit)]:
+    if problems := [Problem(where=f"{path}: {field}", what=reason, fix=FIX) for field, reason in _wrong_fields(fit)]:
         raise UserError(problems)
     return fit
 

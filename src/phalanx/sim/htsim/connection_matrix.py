@@ -182,10 +182,10 @@ class Matrix:
         return tuple(notes)
 
     def _untimed_notes(self) -> Iterator[str]:
-        listed = self.connections
-        if waits := sum(connection.trigger > 0 for connection in listed):
-            yield f"triggers: {waits:,} of {len(listed):,} connections wait for others there, and start at once here"
-        starts = {connection.start_ps for connection in listed if connection.start_ps is not None}
+        transfers = self.connections
+        if waits := sum(connection.trigger > 0 for connection in transfers):
+            yield f"triggers: {waits:,} of {len(transfers):,} connections wait for others there, and start at once here"
+        starts = {connection.start_ps for connection in transfers if connection.start_ps is not None}
         if len(starts) > 1:
             yield f"start times up to {max(starts) / 1e6:g} µs: all connections start together here"
 
@@ -196,8 +196,8 @@ class Matrix:
             yield f"multishot: {often} triggers start one connection at a time there, and all with the first here"
         if any(connection.recv_done for connection in self.connections):
             yield "recv_done_trigger: it is pulled here when the sender knows, half a round trip later"
-        if many := sum(0 < connection.send_done != connection.recv_done > 0 for connection in self.connections):
-            yield f"send_done_trigger of {many} connections that have a recv_done_trigger too: only that one is pulled"
+        if count := sum(0 < connection.send_done != connection.recv_done > 0 for connection in self.connections):
+            yield f"send_done_trigger of {count} connections that have a recv_done_trigger too: only that one is pulled"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -35,14 +35,14 @@ class Timeline:
 
 def check_spans(layout: Layout, layers: int) -> None:
     """Raise UserError for a step whose simulation would take minutes."""
-    passes = 2 * (layers if layout.zero == 3 and layout.pipeline == 1 else layout.pipeline * layout.virtual_pipeline)
-    if passes * layout.accumulation <= MOST_PASSES:
+    tasks = 2 * (layers if layout.zero == 3 and layout.pipeline == 1 else layout.pipeline * layout.virtual_pipeline)
+    if tasks * layout.accumulation <= MOST_PASSES:
         return
-    micros = MOST_PASSES // passes
+    micros = MOST_PASSES // tasks
     sequences = micros * layout.micro_batch * layout.data
     raise mistake(
         "phalanx sim",
-        f"{layout.accumulation:,} micro-batches make {passes * layout.accumulation:,} passes, more than {MOST_PASSES:,}",
+        f"{layout.accumulation:,} micro-batches make {tasks * layout.accumulation:,} passes, more than {MOST_PASSES:,}",
         why="they take minutes and gigabytes, and one micro-batch is like another",
         fix=f"simulate a smaller batch: --set batch.global_sequences={sequences}",
     )
