@@ -36,7 +36,8 @@ class CollectiveAnswer:
 
     nbytes: float
     pairs: tuple[AlgorithmChoice, ...]  # empty where NCCL's model does not cover the collective
-    expected_s: float | None  # of the first pair: with the call, unrounded links and a filled pipeline
+    # Expected time of the first pair: with the call, unrounded links and a filled pipeline.
+    expected_s: float | None
     expected_interval_s: tuple[float, float] | None  # of 80 % of systems
     bus_bytes_per_s: float | None
     fitted_s: float | None  # from measurements; None without a fit, and below 16 MiB

@@ -223,7 +223,8 @@ _PROGRAM = re.compile(rf"\b({'|'.join((*PROGRAMS, *OTHERS))})_perf\b")
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\b")
 ROUNDING = 0.03  # share of algbw, which is printed with two digits
 BUS_ROUNDING = 0.005  # share of busbw, likewise
-SUMS: tuple[Operation, ...] = ("all-reduce", "reduce-scatter", "reduce")  # have an operator; the others print "none"
+# Operations with an operator; the others print "none".
+SUMS: tuple[Operation, ...] = ("all-reduce", "reduce-scatter", "reduce")
 ROOTED: tuple[Operation, ...] = ("broadcast", "reduce")  # have a root; the others print -1
 
 

@@ -64,10 +64,12 @@ class Group:
     nic_bytes_per_s: Floats  # per device
     link_latency_s: Floats
     nic_latency_s: Floats
-    loss: Floats | float = 0.0  # exponent by which NIC bandwidth falls with the domains a collective spans
+    # Exponent by which NIC bandwidth falls with the domains a collective spans.
+    loss: Floats | float = 0.0
     switch: Floats | float = 0.0  # 1 where the switch of the fast domain reduces (NVLS)
     family: Floats | float = 2.0  # index in nccl_tables.FAMILIES
-    pacing: Floats | float = 0.0  # share of a ring's inner steps that wait for the slowest (network) hop
+    # Share of a ring's inner steps that wait for the slowest (network) hop.
+    pacing: Floats | float = 0.0
 
     @cached_property
     def domains(self) -> Floats:

@@ -36,7 +36,8 @@ Operation = Literal["all-reduce", "all-gather", "reduce-scatter", "broadcast", "
 OPERATIONS: tuple[Operation, ...] = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce")
 FROM_ONE = ("broadcast", "reduce")
 
-POST_US = {"intel": 1.0, "amd": 2.0, "arm": 1.0}  # posting a send to a NIC; three times that for Simple
+# Posting a send to a NIC; three times that for Simple.
+POST_US = {"intel": 1.0, "amd": 2.0, "arm": 1.0}
 # Factor on the latency of a ring all-reduce, Simple, several nodes, 64 B or more per channel and rank; 1.9 before
 # Ampere.
 PLATEAU = 1.4

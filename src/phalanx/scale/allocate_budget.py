@@ -62,7 +62,8 @@ class ServingChoice:
     tokens: float
     training_flops: float
     total_flops: float
-    saved: float  # of training and serving together, against the compute-optimal model
+    # Share of training and serving compute that it saves over the compute-optimal model.
+    saved: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 FORMAT = 1
-# Multiple of the held-out budget's drift at most applied: it is no evidence for much longer extrapolations.
+# Largest multiple of the held-out budget's drift that is applied: the drift says little about longer extrapolations.
 FARTHEST_DRIFT = 3.0
 
 
@@ -77,10 +77,12 @@ class LeftOutBudget:
     least_flops: float
     mean_abs_error: float  # relative
     worst_error: float  # relative; positive where the prediction is too high
-    baseline_mean_abs_error: float | None = None  # of the law L = K·N^-p·D^-q without an irreducible loss
+    # The same error of the law L = K·N^-p·D^-q, which has no irreducible loss.
+    baseline_mean_abs_error: float | None = None
     # Mean offset of ln L of the held-out runs, beyond what the uncertainty of the law and noise explain.
     drift: float = 0.0
-    decades: float = 0.0  # decades of compute between the largest fitted run and the held-out runs
+    # Decades of compute between the largest fitted run and the held-out runs.
+    decades: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,8 @@ DISAGREE = 1.35  # ratio of the two minima of a curve above which it is reported
 # Distance in ln N, and three robust standard deviations: a curve beyond both is off the line of the others.
 OFF_LINE = 0.25
 NAMES = ("G", "a", "E", "K", "gamma", "curvature")
-DRAWN_SLOPE, DRAWN_HEIGHT = 5.0, 20.0  # of ln N: a draw beyond them means only that the value is unknown
+# Bounds of drawn lines in ln N: a draw beyond them means only that the value is unknown.
+DRAWN_SLOPE, DRAWN_HEIGHT = 5.0, 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

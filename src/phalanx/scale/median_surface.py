@@ -25,7 +25,8 @@ BEYOND = 10.0
 # Nats: the E of a law without an irreducible loss.
 LEAST_LEVEL = 1e-4
 LINE = 41  # values of α + β tried at a time
-ZOOMS = 4  # each narrows the line by (LINE - 1) / 3: in all to 1e-5 of its length
+# Each zoom narrows the line by (LINE - 1) / 3: to 1e-5 of its length in total.
+ZOOMS = 4
 
 
 def weighted_median(values: Array, weight: Array) -> float:

@@ -58,7 +58,8 @@ class SurfaceFit:
     condition_number: float  # of the problem that the optimizer solves
     raw_condition_number: float  # of a fit of E, A, B, α and β at once
     profiles: dict[str, Ends]
-    noise: str  # "proportional" to the loss, or "constant": which of them the residuals support
+    # "proportional" to the loss, or "constant": which of them the residuals support.
+    noise: str
     is_degenerate: bool = False  # True if N or D does not matter in the least squares
     strays: tuple[int, ...] = ()  # rows that contradict the others: not fitted
 

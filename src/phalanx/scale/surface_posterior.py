@@ -27,7 +27,8 @@ from phalanx.scale.surface import LEAST_EXPONENT, MOST_EXPONENT, Array, SurfaceD
 
 GRID = 28  # pairs of exponents along each axis
 FAINT = 14.0  # nats below the peak beyond which the grid need not reach
-CROWDED = 0.6  # share of the grid that the posterior must span; below it the grid is made finer
+# Share of the grid that the posterior must span; below it the grid is made finer.
+CROWDED = 0.6
 MOST_ZOOMS = 14
 EXACT = 1e-26  # of the sum of squares: the rounding error
 # Constant noise, with which variable projection was published, is the default until the points contradict it: these
@@ -47,7 +48,8 @@ class ExponentGrid:
     data: SurfaceData
     pairs: Array  # (K, 2)
     cell: Array  # (2, 2): the two edges of a cell, as columns
-    log_density: Array  # (K,), up to a constant that is the same for all noise models of the same points
+    # (K,), up to a constant that is the same for all noise models of the same points.
+    log_density: Array
 
     @property
     def log_mass(self) -> float:

@@ -40,7 +40,8 @@ class SweepRun:
     budget: float  # FLOPs of the curve it belongs to
     params: int
     tokens: int
-    decay_step: int = 0  # wsd: a checkpoint of this step is kept for the next run of this size; 0: none
+    # wsd: a checkpoint of this step is kept for the next run of this size; 0: none.
+    decay_step: int = 0
     trunk: str = ""  # wsd: name of the run whose checkpoint this run continues from
 
     @property

@@ -66,8 +66,10 @@ class RecoveryRun:
     name: str
     paths: int
     recovery: str
-    left_after_s: float  # from a failure until senders leave paths over it, in the model; infinite: never
-    timeout_s: float  # after which a sender that lost everything tries again; 0: it needs no timer
+    # Time from a failure until senders leave paths over it, in the model; infinite: never.
+    left_after_s: float
+    # Time after which a sender that lost everything tries again; 0: it needs no timer.
+    timeout_s: float
     times_s: Floats  # of each flow; infinite where it did not finish
     course: Course
     lost: float  # packets
@@ -84,7 +86,8 @@ class RecoveryQuestion:
     flows: Flows
     traffic: str = "permutation"
     broken: FabricBreak = UNBROKEN
-    paths: int = 0  # of the edge; 0: 256, or fewer where that is too much for the fluid engine
+    # Paths at the edge; 0: 256, or fewer where that is too much for the fluid engine.
+    paths: int = 0
     converge_s: float = CONVERGE_S
     watched: int | None = None  # a flow whose own rate is reported: the victim of an incast
     seed: int = 0

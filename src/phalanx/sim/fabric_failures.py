@@ -159,7 +159,8 @@ def _parse_seconds(text: str, whole: str) -> float:
 # Named failures, each on traffic that lasts a little longer than the time to notice them.
 
 
-LASTS_S = 200e-6  # of a host's traffic at line rate, so that a failure after 50 µs hits it
+# Duration of a host's traffic at line rate, so that a failure after 50 µs hits it.
+LASTS_S = 200e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

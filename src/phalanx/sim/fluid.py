@@ -31,7 +31,8 @@ class Wire:
     link_s: float = 0.0  # of each link of the path, with the switch before it
     stores: bool = False  # switches receive a whole packet before they forward it
     replies: bool = False  # a flow is done when the last ACK has returned to the sender
-    queue_trips: float = 0.0  # round trips that the last packet spends in queues where links are full
+    # Round trips that the last packet spends in queues where links are full.
+    queue_trips: float = 0.0
     unequal: float = 0.0  # sigma of the logarithm of the pull of flows on a full link
 
     def wire_bytes(self, nbytes: Floats) -> Floats:

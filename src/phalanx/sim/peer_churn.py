@@ -50,7 +50,8 @@ class ChurnOutcome:
     credit: tuple[float, ...]  # share of the tokens that each site trained on
     departures: int
     lost_tokens: float  # of unfinished rounds of peers that left
-    stalled_s: float  # remaining peers waited for a death to be noticed, or repeated an exchange
+    # Remaining peers waited for a death to be noticed, or repeated an exchange.
+    stalled_s: float
     waiting_s: float  # no round could commit: no majority, or fewer than the quorum
     fetching_s: float  # returning peers fetched the state
 

@@ -44,7 +44,8 @@ class PeerForecast:
     sites: tuple[SiteChurn, ...]
     departures: ForecastSpread
     lost_tokens: float  # per run: unfinished rounds of peers that left
-    stalled: float  # remaining peers waited until a death was noticed, or repeated an exchange
+    # Remaining peers waited until a death was noticed, or repeated an exchange.
+    stalled: float
     waiting: float  # no round could commit
     fetching_s: float  # per departure: fetching the state on return
     rent_usd: float | None  # for the time that sites were present, at the middle price

@@ -287,7 +287,8 @@ def _with_convergence(made: AnyTransport, converge_s: float | None) -> AnyTransp
 # The packet engine, with the same option values and results.
 
 
-SOON = 100  # multiple of the duration of unhindered traffic after which a failure meets no connection
+# Multiple of the duration of unhindered traffic after which a failure meets no connection.
+SOON = 100
 
 
 def simulate_packets(

@@ -19,7 +19,8 @@ from phalanx.units import parse_count, plural
 
 # 131,072 hosts to 256 each are 33 million flows: about 2 GB with their paths.
 MOST_FLOWS = 33_600_000
-MOST_BYTES = 1e15  # of a transfer: three hours at 800 Gb/s; more is taken for a typing error
+# Size of one transfer: three hours at 800 Gb/s; more is taken for a typing error.
+MOST_BYTES = 1e15
 SENDERS = 7  # of an incast: arXiv:2605.04333 section 5.2.8
 
 

@@ -68,7 +68,8 @@ class PlaneRow:
     radix: int
     oversubscription: float
     most_hosts: tuple[int, ...]  # with 2, 3 and 4 tiers
-    tiers: int  # the fewest that join the hosts; 0 where even four are too few, and then the counts below are 0 too
+    # The fewest that join the hosts; 0 where even four are too few, and then the counts below are 0 too.
+    tiers: int
     hops: int
     switches: int
     switches_per_host: float
@@ -129,7 +130,8 @@ class Decisions:
     counted_switch_ratio: float | None
     counted_optics_ratio: float | None
     loads: tuple[LoadRow, ...]
-    slowest_to_mean: float  # E[max]/mean of as many exponential delays as GPUs: the harmonic number
+    # E[max]/mean of as many exponential delays as GPUs: the harmonic number.
+    slowest_to_mean: float
     late: tuple[LateRow, ...]
     budget: FailureBudget
     recoveries: tuple[RecoveryRow, ...]

@@ -150,7 +150,8 @@ def text_line(x: float, y: float, text: str, kind: str, anchor: str = "start") -
 
 WIDTH, HEIGHT, LEFT = 1260, 580, 70
 GAP = 415  # from one panel to the next
-CONVERGES_S = (1.0, 60.0)  # "seconds or tens of seconds" of a conventional fabric (the post on the MRC network)
+# "Seconds or even tens of seconds" in a conventional fabric (openai.com/index/mrc-supercomputer-networking).
+CONVERGES_S = (1.0, 60.0)
 SOURCES = (
     "Sources: geometry and recovery, arXiv:2605.04333 section 2; loads, balls into bins without sampling; failures of "
     "cables, Alibaba HPN, SIGCOMM'24, of switches, Singh et al., SIGCOMM CCR 51(2) 2021."

@@ -62,11 +62,13 @@ class Economics:
     usd: float
     usd_per_gpu: float
     power_usd_per_year: float
-    lost_gpu_hours_per_day: float  # to network failures, bypassed; a NIC of one plane restarts the job
+    # Lost to network failures that are bypassed; a NIC of one plane restarts the job.
+    lost_gpu_hours_per_day: float
     lost_usd_per_day: float
     whole_gpu_hours_per_day: float  # the same if a failed cable takes all planes of its NIC
     whole_usd_per_day: float
-    conventional_gpu_hours_per_day: float  # the same failures where switches route around and a NIC link restarts
+    # The same failures where switches route around and a NIC link restarts.
+    conventional_gpu_hours_per_day: float
     conventional_usd_per_day: float
     restart_gpu_hours_per_day: float  # at Llama 3's rate of interruptions instead, each a restart
     restart_usd_per_day: float

@@ -38,7 +38,8 @@ class Loss:
     t0: float  # of the bandwidth of the hosts under it
     t0_hosts: int  # the number of those hosts
     t1: float  # of the bandwidth of its pod's hosts beyond their T0
-    t2: float | None  # of the bandwidth of a pod's hosts beyond the pod; None where T2 is not the top of three tiers
+    # Share of a pod's bandwidth to other pods; None where T2 is not the top of three tiers.
+    t2: float | None
 
 
 def fabric_bill(fabric: Fabric) -> FabricBill:

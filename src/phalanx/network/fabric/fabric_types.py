@@ -25,7 +25,8 @@ class Switch:
     watts: float  # of the box without its optics; 0: unknown
     usd: tuple[float, float] | None  # low and high price of the box; None: unknown
     source: str = ""
-    lanes: int = 0  # ports of this speed in the silicon before the limit on logical ports; 0: `radix`
+    # Ports of this speed in the silicon before the limit on logical ports; 0: `radix`.
+    lanes: int = 0
     evidence: str = ""  # "fair" or "weak": how reliable watts and price are
     also: str = ""  # products with it, separated by commas: "QM9700, QM9790"
     kind: str = ETHERNET  # or INFINIBAND, on which MRC's recovery at the edge does not run
@@ -49,10 +50,13 @@ class Fabric:
     t1: int
     t2: int = 0
     t3: int = 0
-    pods: int = 1  # equal blocks of T0s and T1s per plane; 1 in two tiers, where every T0 meets every T1
-    t1_up: int = 0  # ports of a T1 that go up; 0: half of the radix where there is a tier above
+    # Equal blocks of T0s and T1s per plane; 1 in two tiers, where every T0 meets every T1.
+    pods: int = 1
+    # Ports of a T1 that go up; 0: half of the radix where there is a tier above.
+    t1_up: int = 0
     t2_up: int = 0  # ports of a T2 that go up; 0: half of the radix
-    hop_s: float = 0.73e-6  # one more switch and its fibre (arXiv:2605.04333 section 5.2.1: 1.45 µs for two)
+    # One more switch and its fibre (arXiv:2605.04333 section 5.2.1: 1.45 µs for two).
+    hop_s: float = 0.73e-6
 
     @property
     def port_gbps(self) -> float:

@@ -147,10 +147,13 @@ class FailureBudget:
     restart: tuple[
         FailureCost, FailureCost
     ]  # every interruption at Llama 3's rate restarts the job: quick and slow restart
-    conventional: FailureCost  # parts at their rates; switches route around, a NIC's cable or T0 restarts the job
-    edge: FailureCost  # parts at their rates; recovery at the edge, where a failed cable takes one plane of its NIC
+    # Parts at their rates; switches route around, a NIC's cable or T0 restarts the job.
+    conventional: FailureCost
+    # Parts at their rates; recovery at the edge, where a failed cable takes one plane of its NIC.
+    edge: FailureCost
     edge_lanes: FailureCost  # the same, if every lane of a cable fails as often as a cable
-    edge_whole: FailureCost  # the same, if a failed cable takes all planes of its NIC: the job restarts
+    # The same, if a failed cable takes all planes of its NIC: the job restarts.
+    edge_whole: FailureCost
     waits: float  # share of a step that waits for the network
 
 

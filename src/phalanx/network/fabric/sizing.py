@@ -19,7 +19,8 @@ MOST_TIERS = 4
 # Beyond any plan and within exact integers: a larger number is a typing error.
 MOST_HOSTS = 10**9
 LEAST_RADIX, MOST_RADIX = 4, 65536  # two ports down and two up; 128 times the widest box
-MOST_NIC_GBPS = 102_400.0  # a NIC as fast as the fastest switch (Tomahawk 6), 64 times the fastest NIC sold
+# A NIC as fast as the fastest switch (Tomahawk 6), 64 times the fastest NIC sold.
+MOST_NIC_GBPS = 102_400.0
 MOST_PLANES = 1024  # lanes of the widest chip
 MOST_NAME = 120  # characters of a fabric or a box: a cell of a table
 MOST_WATTS, MOST_USD = 1e6, 1e9  # of one switch: a megawatt and a billion dollars are typing errors

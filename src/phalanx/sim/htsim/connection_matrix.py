@@ -208,7 +208,8 @@ class _MatrixReading:
     connections: list[Connection] = field(default_factory=list)
     triggers: dict[int, Trigger] = field(default_factory=dict)
     failures: list[DeadLink] = field(default_factory=list)
-    used: dict[int, MatrixLine] = field(default_factory=dict)  # triggers, and the lines that first name them
+    # Triggers, and the lines that first name them.
+    used: dict[int, MatrixLine] = field(default_factory=dict)
 
 
 def read_cm(path: Path) -> Matrix:

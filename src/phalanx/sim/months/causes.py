@@ -119,7 +119,8 @@ CABLES = "0.057 % of NIC-ToR links a month (Alibaba HPN, SIGCOMM'24), taken for 
 SWITCHES = "2 % of switches in three months (Singh et al., SIGCOMM CCR 51(2), 2021)"
 NETWORK = ("link", "switch")  # causes of the usual mix that a named fabric replaces
 ALL_NETWORK = (*NETWORK, "uplink", "T0 switch", "T1 switch")  # "T1 switch" includes the tiers above
-DEFAULT_PLANES = 8  # of an unnamed network: 800 Gb/s as 8 x 100, arXiv:2605.04333 section 2
+# Planes of an unnamed network: 800 Gb/s as 8 x 100, arXiv:2605.04333 section 2.
+DEFAULT_PLANES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

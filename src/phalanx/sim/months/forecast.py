@@ -75,7 +75,8 @@ class Forecast:
     gave_up: float  # incidents per run that fault.restarts would end
     # For all days, spares included, at the low, middle and high price.
     rent_usd: tuple[float, float, float] | None
-    lost_usd: tuple[float, float, float] | None  # the part of the rent for time without training progress
+    # The part of the rent for time without training progress.
+    lost_usd: tuple[float, float, float] | None
     spares_usd: tuple[float, float, float] | None
     failures: int  # of all runs
     events: int

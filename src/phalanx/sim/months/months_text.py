@@ -18,7 +18,8 @@ from phalanx.units import DAY_S, format_count, format_money, format_seconds, plu
 
 WIDTH = 100
 SMALLEST = 5e-5  # shares that would print as 0.00 % are left out
-LLAMA = "interruptions of Llama 3"  # appears in the source of a rate that is a share of that run's causes
+# This text in a rate's source marks a share of Llama 3's causes.
+LLAMA = "interruptions of Llama 3"
 # Share of the time without hosts above which that explains the difference.
 IDLE = 0.05
 NAMES = {

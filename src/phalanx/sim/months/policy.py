@@ -29,7 +29,8 @@ class LeavingOut:
     """The costs of leaving a lost model replica out. `pace` applies while replicas sum gradients themselves."""
 
     replicas: int
-    stall_s: float  # after the failure is noticed: the step in flight, and new connections of the other replicas
+    # Stall after the failure is noticed: the step in flight, and new connections of the other replicas.
+    stall_s: float
     rejoin_s: float  # every rank waits so long when the replica is back
     pace: float
 
@@ -53,7 +54,8 @@ class MonthsPolicy:
     planned_per_day: float = 0.0
     recovery: str = "auto"
     restarts: int = 3  # failures in a row before the supervisor gives up
-    network: NetworkCauses = field(default_factory=NetworkCauses)  # the network that the causes in `mix` come from
+    # The network that the causes in `mix` come from.
+    network: NetworkCauses = field(default_factory=NetworkCauses)
     paces: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({0: 1.0}))
     # For a lost model replica, instead of a restart of all ranks; None: all restart.
     leaving: LeavingOut | None = None

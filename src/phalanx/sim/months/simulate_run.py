@@ -58,7 +58,8 @@ class MonthsClock:
 
 PHASES = ("checkpoint", "copies", "detect", "restart", "redone", "waiting", "stalled", "degraded", "stopped")
 SAVING, PLANNED, SHORT = "saving", "planned", "no spare"  # causes that are not failures
-EXCHANGE, ABSENT = "separate replicas", "replica left out"  # likewise, where lost model replicas are left out
+# Two more, which occur where lost model replicas are left out.
+EXCHANGE, ABSENT = "separate replicas", "replica left out"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,10 +161,13 @@ class _Run:
         self._up, self._since_s, self._fell_s = True, 0.0, 0.0
         self._cause, self._phase, self._generation, self._in_a_row = "", "", 0, 0
         self._missing, self._idle = 0, policy.spares
-        self._absent, self._absences = 0, 0  # model replicas that are left out and will return; how often one was
+        # Model replicas that are left out and will return; how often one was.
+        self._absent, self._absences = 0, 0
         self._outage_until_s = 0.0
-        self._narrow: list[Cause] = []  # parts that failed without interrupting the job, and are not back yet
-        self._sound_s: float | None = None  # newest checkpoint from before a corruption that is not noticed yet
+        # Parts that failed without interrupting the job, and are not back yet.
+        self._narrow: list[Cause] = []
+        # Newest checkpoint from before a corruption that is not noticed yet.
+        self._sound_s: float | None = None
         self._arrivals = failure_arrivals(policy.mix, mtbf_s=policy.mtbf_s, shape=policy.shape, random=failing)
         self._next_failure()
         self._next_planned()

@@ -21,7 +21,8 @@ Floats = NDArray[np.float64]
 # Bits of a packet word, lowest first.
 FLOW_BITS, PATH_BITS = 25, 11
 MARK_BIT = FLOW_BITS + PATH_BITS
-LAST_BIT = MARK_BIT + 1  # marked on the last hop, which carries no information about the path
+# Set by a mark on the last hop, which carries no information about the path.
+LAST_BIT = MARK_BIT + 1
 ASK_BIT = LAST_BIT + 1
 STAMP_BIT = ASK_BIT + 1
 MOST_FLOWS = 1 << FLOW_BITS
@@ -127,7 +128,8 @@ class Net(NamedTuple):
     trouble: Bytes  # 1: share or loss is not normal, 2: headers are owed a slot
     owed: Floats  # slots that headers of trimmed packets take on the link
     host_t0: Ints32
-    ready: Bytes  # [plane] 1: that port of the current NIC may still send in this slot
+    # [plane] 1: that port of the current NIC may still send in this slot.
+    ready: Bytes
     sent: Ints  # [plane] packets
 
 

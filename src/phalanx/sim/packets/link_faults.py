@@ -30,7 +30,8 @@ class FabricFault:
     until_s: float = math.inf
     left: float = 0.0
     loss: float = 0.0  # above 0 the part keeps its speed: a grey failure
-    short: bool = False  # the queue and its marking threshold shrink with the speed, as for slow links of uet-htsim
+    # The queue and its marking threshold shrink with the speed, as for slow links of uet-htsim.
+    short: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +44,8 @@ class Change:
     loss: float
     room: float = 1.0  # of the queue
     routed: int | None = (
-        None  # 1: routing avoids them from now on; 0: uses them again; None: the links themselves change
+        # 1: routing avoids them from now on; 0: uses them again; None: the links themselves change.
+        None
     )
 
 

@@ -43,7 +43,8 @@ class Form(NamedTuple):
     planes: int
     per_plane: int  # links
     wire: int  # slots from the start of sending to arrival at the other end
-    back: int  # slots per link of acknowledgements, which do not queue, and of a pause
+    # Slots per link of acknowledgements, which do not queue, and of a pause.
+    back: int
     host_slots: int
     ring: int  # slots of the calendar
     timeout: int

@@ -21,16 +21,19 @@ class Transport:
     """A transport's settings; None is derived from the fabric's round trip."""
 
     name: str
-    paths: int = 256  # per connection, over all planes: 1 is ECMP by connection, 8 is eight queue pairs
+    # Number per connection, over all planes: 1 is ECMP by connection, 8 is eight queue pairs.
+    paths: int = 256
     # "skip" leaves marked and trimmed paths out for a rotation; "recycle" also uses unmarked paths again first
     # (REPS).
     spray: Spray = "skip"
-    recovery: Recovery = "edge"  # "edge" retires a path at its first silent loss; "routing" waits for convergence
+    # "edge" retires a path at its first silent loss; "routing" waits for convergence.
+    recovery: Recovery = "edge"
     # Convergence of routing; "seconds or tens of seconds" in a conventional fabric (OpenAI, 2026-05-05). CONVERGE_S
     # of failure_budget.py is 10 s; packet simulations end after 5.6 s at 100G.
     converge_s: float = 1.0
     payload_bytes: int = 4096
-    header_bytes: int = 166  # 4096/(4096+166) is the 96 % of line rate of arXiv:2605.04333 section 5.2.1
+    # 4096/(4096+166) is the 96 % of line rate of arXiv:2605.04333 section 5.2.1.
+    header_bytes: int = 166
     ack_bytes: int = 64
     # Of both ends together: 5.09 µs between hosts under one T0, less two links of 0.73 (section 5.2.1).
     host_s: float = 3.63e-6
@@ -138,9 +141,11 @@ class Dcqcn:
     alpha_s: float = 55e-6  # alpha falls after this time without a report
     timer_s: float = 55e-6  # and the rate rises after this time,
     counter_bytes: float = 10e6  # or after this many bytes
-    fast_rounds: int = 5  # rounds that halve the distance to the old rate before it is exceeded
+    # Rounds that halve the distance to the old rate before it is exceeded.
+    fast_rounds: int = 5
     add_share: float = 40e6 / 40e9  # of line rate: 40 Mb/s at 40 Gb/s
-    hyper_share: float = 400e6 / 40e9  # ten times that, as 5 and 50 Mb/s are the defaults of NVIDIA's driver
+    # Ten times add_share, as 5 and 50 Mb/s are the defaults of NVIDIA's driver.
+    hyper_share: float = 400e6 / 40e9
     least_share: float = 1e-3  # of line rate
 
 
@@ -150,7 +155,8 @@ class Roce:
 
     name: str = "RoCE"
     qps: int = 1  # per connection, each on one path by hash
-    pfc: bool = True  # switches pause the port that fills them; off: a full buffer drops packets
+    # True: switches pause the port that fills them. False: a full buffer drops packets.
+    pfc: bool = True
     dcqcn: Dcqcn | None = Dcqcn()  # None: send at line rate
     converge_s: float = 1.0  # of routing, as `Transport.converge_s`
     payload_bytes: int = 4096
@@ -164,7 +170,8 @@ class Roce:
     # A port is paused when it holds this share of the free buffer (ns-3 RDMA model: 1/8), and resumes when it holds
     # two packets less.
     pause_share: float = 1 / 8
-    mark_most: float = 0.2  # chance of a mark where marking ends; above that every packet is marked
+    # Chance of a mark where marking ends; above that every packet is marked.
+    mark_most: float = 0.2
 
     @property
     def packet_bytes(self) -> int:

@@ -60,7 +60,8 @@ class QueueOutcome:
 
     nodes: int
     states: tuple[JobState, ...]
-    never_fit: tuple[QueueJob, ...]  # jobs that would not start even on an empty cluster with this policy
+    # Jobs that would not start even on an empty cluster with this policy.
+    never_fit: tuple[QueueJob, ...]
     while_submitting: Period
     whole: Period
     node_failures: int

@@ -32,7 +32,8 @@ class NodePool:
         for rack, stock in enumerate(self._rack_nodes):
             self._racks_with[len(stock)].add(rack)
         self.free = nodes
-        self._away: dict[int, int] = {}  # node -> number of reasons (failures, drains) for which it is out of service
+        # Node -> number of reasons (failures, drains) for which it is out of service.
+        self._away: dict[int, int] = {}
         self._held: set[int] = set()  # nodes in use by jobs
 
     # ---- what there is -----------------------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ class QueuePolicy:
     grace_s: Seconds = 0.0  # between the signal to a preempted job and its end
     save_on_signal: bool = True  # a preempted job writes a checkpoint within its grace
     reclaim: bool = True  # a team takes its own nodes back from teams that borrow them
-    fair_share: bool = False  # among equal priorities, the team with the least use for its weight goes first
+    # Among equal priorities, the team with the least use for its weight goes first.
+    fair_share: bool = False
     half_life_h: Hours = 168.0  # after which past use counts half; 0: only current use counts
     packing: Literal["first", "preferred", "required"] = "preferred"
     nodes_per_rack: Annotated[int, Bounds(ge=1)] = 16

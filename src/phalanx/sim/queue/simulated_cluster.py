@@ -16,7 +16,8 @@ from phalanx.units import HOUR_S
 # Order of events of the same moment: nodes return before they are requested.
 END, EVICT, REPAIR, UNDRAIN, FAIL, DRAIN, BACKFILL = range(7)
 
-JournalEntry = tuple[float, bool, int, tuple[int, ...]]  # time, True if the job begins, its number, nodes
+# Time; True if the job begins, False if it ends; its number; its nodes.
+JournalEntry = tuple[float, bool, int, tuple[int, ...]]
 
 
 class SimulatedCluster:

@@ -24,8 +24,10 @@ from phalanx.sim.routes import Routing, route_flows
 from phalanx.sim.traffic_matrix import make_flows
 
 AXES = ("tensor", "context", "data", "shard", "replica", "expert", "expert_data", "pipeline")
-SPRAYED_PATHS = 256  # entropy values per connection, over all planes (arXiv:2605.04333 section 2.1)
-HASHED_QPS = 16  # QPs per connection of the conventional fabric the paper compares with (section 5.2.7)
+# Entropy values per connection, over all planes (arXiv:2605.04333 section 2.1).
+SPRAYED_PATHS = 256
+# QPs per connection of the conventional fabric the paper compares with (section 5.2.7).
+HASHED_QPS = 16
 # Sub-flows of one solution: about 5 s and 0.5 GB. Larger jobs get fewer paths per flow, which underestimates the rate
 # of the slowest flow.
 MOST_ROWS = 4_200_000

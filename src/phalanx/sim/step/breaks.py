@@ -70,7 +70,8 @@ class Aftermath:
     touched: int  # flows with a path over the failed part
     stalled: int  # flows without any remaining path
     share_before: float  # of the slowest flow, as a share of line rate
-    share: float  # the same after the failure, from which the later steps are computed
+    # The slowest flow's share after the failure, from which the later steps are computed.
+    share: float
     timeouts_s: float  # per later step: waits for acknowledgements that were lost
     # Lost when the job has to restart, with the work since the last checkpoint; 0 when it continues.
     restart_s: float

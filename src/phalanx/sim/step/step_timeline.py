@@ -99,7 +99,8 @@ class _Pipeline:
         self.work, self.stages = work, stages
         shape = {"stages": work.stages, "chunks": work.chunks, "micros": work.micros}
         self.left = [deque(task_order(work.schedule, lanes.stage, **shape)) for lanes in stages]
-        self.arrived: dict[tuple[str, int, int], float] = {}  # kind, micro-batch, position in the model -> seconds
+        # (kind, micro-batch, position in the model) -> arrival in seconds.
+        self.arrived: dict[tuple[str, int, int], float] = {}
         self.sent: dict[
             tuple[str, int, int], tuple[int, float]
         ] = {}  # the same -> the stage that sent it, and half of the send's time
@@ -319,7 +320,8 @@ class Lanes:
         self.now_s = 0.0  # when the device is free
         self.free_s = {SENDS: 0.0, BACKGROUND: 0.0}
         self.spans: list[Span] = []
-        self.device_s: dict[str, float] = defaultdict(float)  # seconds of the step by part, of work and of waiting
+        # Seconds of the step by part, of work and of waiting.
+        self.device_s: dict[str, float] = defaultdict(float)
         self.wire_s: dict[str, float] = defaultdict(float)
 
     def wait(self, until_s: float, part: str) -> None:

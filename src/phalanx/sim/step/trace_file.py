@@ -16,7 +16,8 @@ TRACKS = (DEVICE, "link", "nic", SENDS, BACKGROUND)
 FIRST = 1  # Perfetto treats process and thread 0 as the idle task
 # About 70 MB, which Perfetto still opens without delay.
 MOST_EVENTS = 500_000
-WORK = ("compute_s", "optimizer_s", "overhead_s")  # the work of a device; during other parts it waits
+# Parts in which a device works; during other parts it waits.
+WORK = ("compute_s", "optimizer_s", "overhead_s")
 
 
 def trace_json(report: SimulatedStep, *, link: str = "NVLink") -> str:
