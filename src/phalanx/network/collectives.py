@@ -45,7 +45,7 @@ SWITCH_TREE_HOP = LATENCY_US["NET"]["NVLSTree"][SIMPLE] / LATENCY_US["NET"]["Rin
 TREE_CHANNEL = np.array([TREE_CHANNEL_GB[family] for family in FAMILIES]) * GB
 SWITCH_TREE_CHANNEL = np.array([NVLS_TREE_CHANNEL_GB[family] for family in FAMILIES]) * GB
 SWITCH_EFFICIENCY = np.array([NVLS_EFFICIENCY[family] for family in FAMILIES])
-# c(S) by power of two from 64 B, for trees and for Blackwell's NVLS trees; 1 beyond the places that NCCL reads.
+# c(S) by power of two from 64 B, for trees and for Blackwell's NVLS trees; 1 beyond the entries that NCCL reads.
 CORRECTION = np.array([*TREE_CORRECTION["Simple"][:CORRECTED_TREE], 1.0, 1.0])
 SWITCH_CORRECTION = np.array([*TREE_CORRECTION["Simple"][:CORRECTED_NVLS_TREE], 1.0])
 BLACKWELL = FAMILIES.index("blackwell")

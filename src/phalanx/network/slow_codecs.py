@@ -14,13 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-CODECS = (
-    "fp32",
-    "bf16",
-    "int8",
-    "int4",
-    "topk-2bit",
-)  # codecs that a job may use; fp64 is for float64 models and for tests
+# Codecs that a job may use; fp64 is for float64 models and for tests.
+CODECS = ("fp32", "bf16", "int8", "int4", "topk-2bit")
 PLAIN_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 INT8_BLOCK, INT4_BLOCK, TOP_CHUNK = 256, 128, 4096
 SCALE_BYTES = 4

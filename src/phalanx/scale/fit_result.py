@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 FORMAT = 1
-# Largest multiple of the held-out budget's drift that is applied: the drift says little about longer extrapolations.
+# Largest multiple of the held-out budget's drift that is applied: it is weak evidence for longer extrapolations.
 FARTHEST_DRIFT = 3.0
 
 

@@ -22,9 +22,8 @@ Row = tuple[int, dict[str, str]]  # line number, and values by column
 
 MOST_ROWS = 1_000_000
 LARGEST_TABLE_BYTES = 256 * 2**20
-FindColumns = Callable[
-    [Sequence[str]], Mapping[str, str]
-]  # header -> columns of numbers by name; "loss" names that of losses
+# Header -> columns of numbers by name; "loss" names the column of losses.
+FindColumns = Callable[[Sequence[str]], Mapping[str, str]]
 
 
 def read_rows(path: Path, find_columns: FindColumns = lambda columns: {}) -> tuple[list[str], list[Row]]:

@@ -37,10 +37,8 @@ from phalanx.units import DAY_S, HOUR_S, format_money, format_seconds, plural
 # the price that US industry pays. Four years: the write-off period of such a cluster.
 GPU_HOUR_USD, KWH_USD, LIFE_YEARS = 3.25, 0.08, 4.0
 YEAR_DAYS = 365.25
-OTHER_KIND = {
-    ETHERNET: "best on InfiniBand",
-    INFINIBAND: "best on Ethernet",
-}  # role of the best design of the other kind, by the kind of the pick
+# Role of the best design of the other kind, by the kind of the pick.
+OTHER_KIND = {ETHERNET: "best on InfiniBand", INFINIBAND: "best on Ethernet"}
 MOST_USD = 1e6  # for a GPU-hour or a kWh; more is taken for a typing error
 
 

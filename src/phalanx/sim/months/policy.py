@@ -53,7 +53,7 @@ class MonthsPolicy:
     repair_s: float = REPAIR_S
     planned_per_day: float = 0.0
     recovery: str = "auto"
-    restarts: int = 3  # failures in a row before the supervisor gives up
+    restarts: int = 3  # failures in a row after which the coordinator gives up
     # The network that the causes in `mix` come from.
     network: NetworkCauses = field(default_factory=NetworkCauses)
     paces: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({0: 1.0}))

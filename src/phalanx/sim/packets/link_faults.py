@@ -43,10 +43,8 @@ class Change:
     share: float
     loss: float
     room: float = 1.0  # of the queue
-    routed: int | None = (
-        # 1: routing avoids them from now on; 0: uses them again; None: the links themselves change.
-        None
-    )
+    # 1: routing avoids them from now on; 0: uses them again; None: the links themselves change.
+    routed: int | None = None
 
 
 def link_changes(

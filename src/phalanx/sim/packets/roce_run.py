@@ -62,9 +62,7 @@ def run_roce(
     seed: int,
     budget: PacketBudget,
     # Returns slots from the changes, the length of a slot, and the slots of unhindered traffic.
-    limit: Callable[
-        [list[Change], float, int], int
-    ],  # slots; from changes, a slot's length, slots of unhindered traffic
+    limit: Callable[[list[Change], float, int], int],
     sample_s: float,
     watch: tuple[int, ...],
 ) -> PacketResult:

@@ -36,7 +36,7 @@ class NodePool:
         self._away: dict[int, int] = {}
         self._held: set[int] = set()  # nodes in use by jobs
 
-    # ---- what there is -----------------------------------------------------------------------------------------------
+    # ---- queries -----------------------------------------------------------------------------------------------------
 
     def domain_of(self, need: int, domain: Domain) -> Domain:
         """Return where a job's nodes must lie: its own choice, else as the packing requires for its size."""
@@ -80,7 +80,7 @@ class NodePool:
         """The number of nodes that are free or in use by a job."""
         return self.free + len(self._held)
 
-    # ---- giving and taking -------------------------------------------------------------------------------------------
+    # ---- allocation --------------------------------------------------------------------------------------------------
 
     def fits(self, need: int, domain: Domain, barred: Collection[int] = NONE_BARRED) -> bool:
         """Return True if `take` would find nodes now."""

@@ -43,9 +43,8 @@ class QueuePolicy:
 
     backfill: Backfill = "easy"
     depth: Annotated[int, Bounds(ge=1, le=1_000_000)] = 500  # waiting jobs that a pass considers
-    promises: Annotated[int, Bounds(ge=1, le=1_000_000)] = (
-        50  # waiting jobs for which conservative backfill reserves nodes
-    )
+    # Waiting jobs for which conservative backfill reserves nodes.
+    promises: Annotated[int, Bounds(ge=1, le=1_000_000)] = 50
     backfill_every_s: Seconds = 0.0  # between two passes of backfill; 0: after every change
     preemption: bool = False  # jobs of higher priority take nodes from jobs of lower priority
     grace_s: Seconds = 0.0  # between the signal to a preempted job and its end

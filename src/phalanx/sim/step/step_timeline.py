@@ -101,9 +101,8 @@ class _Pipeline:
         self.left = [deque(task_order(work.schedule, lanes.stage, **shape)) for lanes in stages]
         # (kind, micro-batch, position in the model) -> arrival in seconds.
         self.arrived: dict[tuple[str, int, int], float] = {}
-        self.sent: dict[
-            tuple[str, int, int], tuple[int, float]
-        ] = {}  # the same -> the stage that sent it, and half of the send's time
+        # By the same key: the stage that sent it, and a time in the middle of the send.
+        self.sent: dict[tuple[str, int, int], tuple[int, float]] = {}
         self.handovers: list[Handover] = []
         self.weights: list[deque[Task]] = [deque() for _ in stages]  # postponed weight gradients (zero-bubble)
 
