@@ -1,5 +1,6 @@
-"""NCCL's choice of algorithm and protocol for a collective on a cluster, the expected time, and the message sizes at
-which the choice changes, as values and as text.
+"""NCCL's choice of algorithm and protocol for a collective, by message size, with the expected times.
+
+The results are values (`CollectiveAnswer`, `PickRange`) and text.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ HALVINGS = 40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveAnswer:
-    """The pairs of algorithm and protocol that exist for one message size, sorted by NCCL's estimate, and the expected
-    time of the first.
+    """The choices for one message size: all pairs of algorithm and protocol, and the expected time of NCCL's pick.
+
+    `pairs` is sorted by NCCL's estimate, so the first one is the pick.
     """
 
     nbytes: float
@@ -68,6 +70,7 @@ def collective_answers(
 def _answer_for_size(
     comm: NcclSystem | None, operation: Operation | None, nbytes: float, fit: AlphaBeta | None
 ) -> CollectiveAnswer:
+    """Evaluate the model, where NCCL has a choice, and the fit, where it applies, for one message size."""
     pairs: tuple[AlgorithmChoice, ...] = ()
     seconds = bus = interval = None
     if comm is not None and operation is not None:
@@ -211,6 +214,7 @@ def show_sizes(found: Sequence[CollectiveAnswer]) -> str:
 
 
 def _picked_lines(one: CollectiveAnswer) -> list[str]:
+    """Return the table cells of NCCL's pick: pair, time, range, busbw, and the next best pair with its extra time."""
     if not one.pairs:
         return [NONE] * 5
     first, *slower = one.pairs

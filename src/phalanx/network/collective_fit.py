@@ -115,8 +115,9 @@ def fit_points(
 
 
 def _exact_fit(small: tuple[float, float], large: tuple[float, float], fill: float) -> float:
-    """Return α·B at which the model has the measured ratio of the two times; 0 where the times differ more than the
-    bytes do.
+    """Return α·B at which the model has the measured ratio of the two times.
+
+    0 where the times differ by a larger factor than the bytes.
     """
     measured_ratio = large[1] / small[1]
 
@@ -157,6 +158,7 @@ def _golden_section(cost: Callable[[float], float], low: float, high: float) -> 
 
 
 def _checked_points(points: Sequence[Point]) -> list[Point]:
+    """Return the points by size; raises UserError for values out of range, too few sizes, or times that do not grow."""
     for point in points:
         if not (
             math.isfinite(point.nbytes) and point.nbytes > 0 and math.isfinite(point.seconds) and point.seconds > 0
@@ -325,6 +327,7 @@ def _test_rows(text: str) -> Iterator[_Row]:
 
 
 def _test_row(found: re.Match[str] | None, test: str | None) -> _Row | None:
+    """Return the row of a matching line, or None where its numbers are not size, time and bandwidth."""
     if found is None:
         return None
     words = found.groupdict()
@@ -345,6 +348,7 @@ def _bandwidth_agrees(nbytes: float, us: float, algbw_gb: float) -> bool:
 
 
 def _from_table(lines: Sequence[str], where: str, operation: Operation, ranks: int) -> Measured:
+    """Read the points of `operation` from the lines of a CSV table with a size and a time or busbw column."""
     reader = csv.DictReader(lines)
     try:
         names = csv_columns(reader, where)

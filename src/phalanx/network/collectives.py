@@ -1,5 +1,4 @@
-"""The NCCL model of `nccl_choice.py` over arrays: the time of collectives inside a training step, for a million groups
-at once.
+"""The NCCL model of `nccl_choice.py` over arrays: collectives inside a training step, for a million groups at once.
 
 It has the same algorithms, channel limits, corrections and latencies (`nccl_tables.py`), for large messages: protocol
 Simple, no rounding of rates to NCCL's list of speeds, and no call, since a training step issues collectives ahead.
@@ -120,9 +119,9 @@ class Group:
 
     @cached_property
     def ring_latency_s(self) -> Floats:
-        """Start-up time of a ring's n-1 steps; `pacing` is the share by which steps inside a domain wait for the
-        network
-        hop.
+        """The start-up time of a ring's n-1 steps.
+
+        `pacing` is the share by which steps inside a domain wait for the network hop.
         """
         between = self.domains - 1.0
         inside = np.maximum(0.0, self.ranks - 1.0 - between)

@@ -282,8 +282,9 @@ def _tree_bus(comm: NcclSystem, protocol: Protocol) -> float:
 
 
 def _nvls_bus(comm: NcclSystem, found: Channels, algorithm: Algorithm, operation: Operation) -> float:
-    """Return the bus bandwidth of sums in the switch; an all-reduce adds and multicasts at once, so its bus counts
-    twice.
+    """Return the bus bandwidth of sums in the switch.
+
+    An all-reduce adds and multicasts at once, so its bus counts twice.
     """
     inside = found.inside_gb * NVLS_EFFICIENCY[comm.family] * (found.count - 1) / found.count
     inside *= 2.0 if operation == "all-reduce" else (comm.per_node - 1) / comm.per_node

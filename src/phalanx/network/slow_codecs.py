@@ -73,12 +73,11 @@ def place_bits(count: int, chunk_values: int) -> tuple[int, int]:
 
 
 def exchange_bytes(codec: str, values: int, share: float, members: int, top_share: float = TOP_SHARE) -> float:
-    """Return the bytes a peer sends in one round: P · (1 + (n - 2) · share), with P the encoded vector; it receives as
-    many.
+    """Return the bytes that a peer sends in one round: P · (1 + (n - 2) · share), with P the encoded vector.
 
-    It sends the other owners their shares of its own vector, P · (1 - share), and the mean of its own share to the n
-    - 1 others. With a gathered codec, it sends each of them, in place of the mean, what the n - 1 others sent of its
-    share, which makes P · (1 + n · (n - 2) · share); it receives (n - 1) · P.
+    It receives as many. It sends the other owners their shares of its own vector, P · (1 - share), and the mean of
+    its own share to the other n-1 peers. With a gathered codec, it sends each peer, in place of the mean, the updates
+    of its share from the n-1 others, which makes P · (1 + n · (n - 2) · share); it receives (n - 1) · P.
 
     >>> exchange_bytes("fp32", 1_000_000, 0.25, 4), exchange_bytes("fp32", 1_000_000, 0.0, 4)
     (6000000.0, 4000000.0)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 # Peers whose paces differ by less get equal parts: steps of the same machine differ by as much.
 ALIKE = 1.5
-# A peer gets at most this many times the part of the median peer, and at least one over it: a peer that overstates
+# A peer gets at most this many times the part of the median peer, and at least its inverse: a peer that overstates
 # its pace delays the others, and a peer that is slow for a minute must keep a part to show that it recovers.
 MOST_TIMES = 4.0
 

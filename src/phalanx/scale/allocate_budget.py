@@ -1,7 +1,7 @@
-"""Size the large run by a scaling law: the best model and token count, smaller models for serving, the layout and the
-bill.
+"""Size the large run by a scaling law: model, tokens, learning rate and batch, its plan on a cluster, and its job file.
 
-For a budget C in FLOPs, N* and D* are the parameters and training tokens with the lowest loss.
+For a budget C in FLOPs, N* and D* are the parameters and training tokens with the lowest loss. A smaller model that
+is trained longer may be cheaper once serving counts.
 """
 
 from __future__ import annotations

@@ -135,11 +135,10 @@ def check_points(points: ScalingPoints, method: str) -> None:
 
 
 def _rising_losses(points: ScalingPoints) -> tuple[float, float] | None:
-    """Return the best losses of the smaller and the larger half of the runs if more compute does not lower them, else
-    None.
+    """Return the best losses of the smaller and the larger runs if more compute does not lower them, else None.
 
-    With 20 rows the second best is compared, with 40 the third and so on, so that one wrong row does not reject a
-    table.
+    The runs are split in half by FLOPs. With 20 rows the second best losses are compared, with 40 the third and so
+    on, so that one wrong row does not reject a table.
     """
     middle = np.median(points.flops)
     small, large = (np.sort(points.loss[rows]) for rows in (points.flops <= middle, points.flops > middle))
@@ -192,6 +191,7 @@ def _fit_surface(
 
 
 def _fit_isoflop(points: ScalingPoints, draws: int, rng: np.random.Generator) -> ScalingFit:
+    """Return the fit of approach 2, with its curves and a warning where curves were unusable."""
     isoflop = fit_isoflop(points, draws=draws, rng=rng)
     predicted = np.array(
         [law_loss("isoflop", isoflop.values, n, d) for n, d in zip(points.params, points.tokens, strict=True)]

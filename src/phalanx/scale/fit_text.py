@@ -137,6 +137,7 @@ def _curve_lines(fit: ScalingFit) -> list[str]:
 
 
 def _trust_lines(fit: ScalingFit) -> list[str]:
+    """Format the diagnostics: residuals, noise, held-out error, agreement of starts, condition number."""
     notes = fit.diagnostics
     lines = [f"  residuals of ln L: standard deviation {100 * notes.residual_sd:.2f} %"]
     if notes.noise:

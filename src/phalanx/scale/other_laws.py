@@ -16,10 +16,10 @@ FARTHEST = 300.0  # bound of ln Nc
 
 
 def fit_kaplan(points: ScalingPoints, *, draws: int, rng: np.random.Generator) -> tuple[Array, Array, Array, float]:
-    """Fit L = ((Nc/N)^(αN/αD) + Dc/D)^αD by least squares of ln L; returns values, resamples (K, 4), residuals,
-    objective.
+    """Fit L = ((Nc/N)^(αN/αD) + Dc/D)^αD by least squares of ln L.
 
-    Equation 1.5 of arXiv:2001.08361. It has no irreducible loss, so its predictions at large scale are too low.
+    Returns values, resamples (K, 4), residuals and objective. Equation 1.5 of arXiv:2001.08361. It has no irreducible
+    loss, so its predictions at large scale are too low.
     """
     log_n, log_d, log_l = np.log(points.params), np.log(points.tokens), np.log(points.loss)
     x0, y0 = float(log_n.mean()), float(log_d.mean())

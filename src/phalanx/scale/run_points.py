@@ -81,6 +81,7 @@ def is_run(folder: Path) -> bool:
 
 
 def _run_row(folder: Path, options: TableOptions) -> dict[str, str]:
+    """Return the table row of one run; raises UserError for a run that did not finish or was never evaluated."""
     where = str(folder)
     if not is_file(folder / PLAN):
         problem = f"was ended before it began: it has no {PLAN}"

@@ -98,8 +98,9 @@ class SurfaceData:
         return cls(x=log_n - middle[0], y=log_d - middle[1], loss=loss, middle=middle, noise=noise * wider, wider=wider)
 
     def with_fitted_noise(self, theta: Array) -> SurfaceData:
-        """Return the data with noise proportional to the fitted losses, so that a low measured loss has no extra
-        weight.
+        """Return the data with noise proportional to the fitted instead of the measured losses.
+
+        Otherwise a loss that is low by chance would have a larger weight.
         """
         level, term_n, term_d = surface_values(theta[None, :], self)
         fitted = np.log((level + term_n + term_d)[0] * self.wider)

@@ -142,8 +142,9 @@ def fit_surface(
 def _solve_noises(
     params: Array, tokens: Array, loss: Array, weight: Array | None, *, method: str, tied: bool
 ) -> list[tuple[float, bool, SurfaceData, Array, Array]]:
-    """Return the least squares under each kind of noise: the cost, whether noise is relative, the data, surfaces and
-    costs.
+    """Return the least squares under each kind of noise.
+
+    Each entry is the cost, True if noise is relative, the data, the surfaces and their costs.
     """
     solutions = []
     for relative in {"vpnls": (True, False), "huber3": (True,), "overtrain": (False,)}[method]:
@@ -158,8 +159,7 @@ def _solve_noises(
 
 
 def least_squares(data: SurfaceData, found: Array, starts: Array, *, tied: bool) -> tuple[Array, float, float]:
-    """Return the least of the given surfaces and of random starts, its cost, and the share of starts that agree with
-    it.
+    """Return the best of the given surfaces and of random starts, its cost, and the share of starts that agree with it.
 
     The grid search stops after few steps, in curved valleys before the minimum: enough for comparing noise and
     finding strays, but values, profiles and the share of starts need the extra steps.

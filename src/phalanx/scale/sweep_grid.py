@@ -56,10 +56,10 @@ class SweepRun:
 
 
 def parse_budgets(text: str) -> tuple[float, ...]:
-    """Parse FLOPs of the IsoFLOP curves: "1e15..1e17" (five, evenly spaced in the logarithm), "1e15..1e17:7", or a
-    list.
+    """Parse the FLOPs of IsoFLOP curves: "1e15..1e17", "1e15..1e17:7", or a list such as "1e15,3e15".
 
-    Raises UserError for other texts, values out of range, and budgets that do not rise.
+    A range has five budgets, or the number after the colon, evenly spaced in the logarithm. Raises UserError for
+    other texts, values out of range, and budgets that do not rise.
 
     >>> [f"{budget:.2g}" for budget in parse_budgets("1e15..1e17")]
     ['1e+15', '3.2e+15', '1e+16', '3.2e+16', '1e+17']

@@ -104,6 +104,7 @@ def _largest_params(like: ModelShape) -> int:
 
 
 def _candidate_shapes(wanted: float, like: ModelShape) -> Iterator[ModelShape]:
+    """Yield shapes near the wanted size: for each head width and number of heads, the two nearest depths."""
     least = min(LEAST_LAYERS, like.layers)
     head_dims = sorted({*HEAD_DIMS, like.head_dim})
     for head_dim in (width for width in head_dims if width <= like.head_dim):

@@ -64,6 +64,10 @@ def read_number(text: str, *, is_count: bool) -> float:
 
 
 def _csv_rows(path: Path, text: str, find_columns: FindColumns) -> tuple[list[str], list[Row]]:
+    """Read columns and rows of a CSV table with commas, semicolons or tabs.
+
+    Empty lines and lines with # before the header are skipped. Raises UserError for a file that is not such a table.
+    """
     skipped, header = 0, ""
     for line in io.StringIO(text, newline=""):
         header = line.strip()

@@ -136,6 +136,7 @@ def _make_episode(
     touched: NDArray[np.bool_],
     stopped: str,
 ) -> Episode:
+    """Return the result of an episode from its account: finish times with latency, delivered bits, and losses."""
     done_s = np.zeros(len(flows))
     np.maximum.at(done_s, parts.flow, account.times)
     payload = float(flows.nbytes.sum() / wire.wire_bytes(flows.nbytes).sum())
@@ -153,6 +154,7 @@ def _make_episode(
 def _episode_stages(
     links: Links, faults: Sequence[FabricFault], without: Ints, manner: Manner, wire: Wire
 ) -> Iterator[_EpisodeStage]:
+    """Yield the stages between the times at which a fault begins, ends, is noticed, or leaves no spare paths."""
     hits = [_Hit(fault, fault_links(links, fault), *_loss_detected(links, fault, manner, wire)) for fault in faults]
     edges = {0.0, math.inf}
     for fault, _, dry_s, _ in hits:
@@ -198,6 +200,11 @@ def _loss_detected(links: Links, fault: FabricFault, manner: Manner, wire: Wire)
 def _episode_stage(
     links: Links, faults: list[_Hit], without: Ints, manner: Manner, begin: float, end: float
 ) -> _EpisodeStage:
+    """Return one stage from `begin` to `end`.
+
+    For each link it has the remaining capacity and loss, whether senders avoid it, and whether it is dead without
+    being noticed.
+    """
     share, avoided, loss = np.ones(links.count), np.ones(links.count), np.zeros(links.count)
     doomed, keeps = np.zeros(links.count, dtype=bool), 0
     for fault, hit_links, dry_s, kept_paths in faults:
@@ -238,9 +245,7 @@ def _idle_paths(case: FluidCase, manner: Manner, keeps: int) -> NDArray[np.bool_
 def _row_fates(
     links: Links, case: FluidCase, stage: _EpisodeStage, manner: Manner, wire: Wire
 ) -> tuple[Floats, Floats, Floats]:
-    """Return for each row the share of its data that counts, the lost share, and the share that lossy parts let
-    through.
-    """
+    """Return for each row the useful share of its data, the lost share, and the share that lossy parts let through."""
     rows, hops = len(case.owner), case.routes.links
     survives = np.ones(rows)
     if stage.loss is not None:

@@ -103,6 +103,7 @@ def too_late(broken: FabricBreak, faults: Sequence[FabricFault], simulated_s: fl
 
 
 def _parse_fault(text: str, broken: FabricBreak, option: str = "--fail") -> FabricFault:
+    """Parse one word such as t1:0/3@50us..2ms; raises UserError."""
     word, _, when = text.strip().lower().partition("@")
     kind, numbers = _parse_part(word, text, option)
     part = PARTS[kind][1]

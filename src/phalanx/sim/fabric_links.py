@@ -128,6 +128,7 @@ def links_of(fabric: Fabric) -> Links:
 
 
 def _check_failures(f: Fabric) -> None:
+    """Raise UserError for a fabric that the fluid engine cannot represent, or whose hosts are not connected."""
     if not 1 <= f.tiers <= MOST_TIERS:
         raise mistake(f.name, f"{f.tiers} tiers: the fluid engine knows 1 to {MOST_TIERS}", fix="use 2 or 3 tiers")
     if f.hosts < 1 or f.planes < 1 or f.t0_down < 1 or f.port_gbps <= 0:

@@ -40,8 +40,9 @@ class Wire:
         return np.asarray(nbytes + np.ceil(nbytes / self.payload_bytes) * self.header_bytes)
 
     def latency_s(self, nbytes: Floats, links: Ints, port_gbps: float, queued: NDArray[np.bool_]) -> Floats:
-        """Return propagation, a packet's time on each link after the first (switches store it), and queues on full
-        links.
+        """Return propagation, a packet's time on each link after the first, and queues on full links, in seconds.
+
+        Switches that store packets (`stores`) add a packet's time per link.
         """
         packet_bytes = np.minimum(nbytes, self.payload_bytes) + self.header_bytes
         packet_s = self.stores * 8.0 * packet_bytes / (port_gbps * 1e9)

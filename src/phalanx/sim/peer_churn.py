@@ -122,6 +122,7 @@ def simulate_churn(policy: ChurnPolicy, *, days: float, count: int, seed: int) -
 def _simulate_run(
     policy: ChurnPolicy, until_s: float, source: random.Random, paces: dict[tuple[int, ...], _Pace]
 ) -> ChurnOutcome:
+    """Simulate one run as a sequence of departures, returns and finished fetches, with rounds in between."""
     sites = policy.sites
     run = _ChurnRun(members=list(range(len(sites))), view=list(range(len(sites))))
     # Times at which a present site leaves, an absent one returns, and a returned one has fetched the state.
@@ -228,6 +229,7 @@ def _fetch_seconds(policy: ChurnPolicy, run: _ChurnRun, index: int) -> float:
 
 
 def _pace_of(policy: ChurnPolicy, members: Sequence[int], paces: dict[tuple[int, ...], _Pace]) -> _Pace:
+    """Return the pace of a membership, as the planner predicts it; results are cached by members."""
     key = tuple(members)
     if key not in paces:
         chosen = [policy.paces[index] for index in members]

@@ -109,12 +109,12 @@ def _tree_flows(use: AxisUse, place: Ints, together: int) -> Flows:
 
 
 def _all_to_all(use: AxisUse, ranks: int, domain: int) -> Flows | None:
-    """Return the flows of an all-to-all, where `network_copies` is the share of bytes between domains that cross the
-    network.
+    """Return the flows of an all-to-all between fast domains.
 
-    Where a token crosses once for all its receivers in a domain, it goes to the member at the sender's own position
-    there and on over the fast links (DeepSeek-V3, arXiv:2412.19437 section 3.2.2): every NIC sends as much as with a
-    flow to each member, and stays on its rail.
+    `network_copies` is the share of those bytes that cross the network. Where a token crosses once for all its
+    receivers in a domain, it goes to the member at the sender's own position there and on over the fast links
+    (DeepSeek-V3, arXiv:2412.19437 section 3.2.2): every NIC sends as much as with a flow to each member, and stays on
+    its rail.
     """
     away, together = use.bytes_per_step / (use.size - 1), _members_together(use, domain)
     if use.network_copies >= 1:

@@ -111,6 +111,7 @@ def _sub_planes(links: Links, source: Ints, turn: Ints, drawn: NDArray[np.uint64
 def _sub_paths(
     links: Links, source: Ints, target: Ints, plane: Ints, drawn: NDArray[np.uint64], routing: Routing
 ) -> Hops:
+    """Return the links of each sub-flow between its NICs, with hashed ports."""
     f = links.fabric
     if routing.spread == "all":
         drawn = np.zeros_like(drawn)  # the first cable represents all
@@ -129,8 +130,9 @@ def _sub_paths(
 
 
 def _top_hops(links: Links, plane: Ints, near: Ints, far: Ints, port: Ints, up: Ints) -> list[Ints]:
-    """Return the links from T1 to T2 and back, for pairs in different pods; T2s join T1s at the same position in their
-    pods.
+    """Return the links from T1 to T2 and back, -1 for pairs in the same pod.
+
+    T2s join T1s at the same position in their pods.
     """
     leaves = near // links.t0_per_pod != far // links.t0_per_pod
     rises = links.t1_up_link(plane, links.t1_of(near, port), up)
@@ -192,8 +194,9 @@ def _hash_words(number: Ints, seed: int) -> NDArray[np.uint64]:
 
 
 def _hash_digit(drawn: NDArray[np.uint64], place: int, size: int) -> Ints:
-    """Return a number below `size` from 16 bits of the word; ports are at most a few thousand, so the skew is below 1
-    %.
+    """Return a number below `size` from 16 bits of each word.
+
+    Sizes are at most a few thousand, so the skew is below 1 %.
     """
     bits = (drawn >> np.uint64(16 * place)) & np.uint64(0xFFFF)
     return ((bits * np.uint64(max(size, 1))) >> np.uint64(16)).astype(np.int64)

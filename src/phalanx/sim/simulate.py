@@ -226,6 +226,7 @@ def converge_of(transport: AnyTransport) -> float | None:
 
 
 def _with_roce(made: Roce, routing: str, paths: int, pfc: bool | None, dcqcn: bool | None) -> Roce:
+    """Apply routing, paths, PFC and DCQCN options to a RoCE transport; raises UserError."""
     if routing not in ("", "flow", "qp"):
         check_choice("--routing", routing, ROUTINGS)
         raise mistake("--routing", f"RoCE does not send by {routing}: a queue pair has one path", fix="use flow or qp")
@@ -258,6 +259,7 @@ def _with_routing(transport: Transport, routing: str) -> Transport:
 
 
 def _with_recovery(made: AnyTransport, recovery: str, converge_s: float | None) -> AnyTransport:
+    """Apply the recovery option to a transport; raises UserError for impossible combinations."""
     if not recovery:
         return made
     chosen = check_choice("--recovery", recovery, RECOVERIES)

@@ -65,8 +65,9 @@ def permutation(hosts: int, nbytes: float, *, seed: int = 0) -> Flows:
 
 
 def shift(hosts: int, nbytes: float, *, seed: int = 0, step: int | None = None) -> Flows:
-    """Return flows from each host to the host `step` further, by default half of all, so that all traffic crosses the
-    top.
+    """Return flows from each host to the host `step` further, by default half of all hosts.
+
+    With the default all traffic crosses the top of the fabric.
     """
     _require_hosts(hosts, 2)
     source = np.arange(hosts)
@@ -215,6 +216,7 @@ def _read_transfers(
 
 
 def _read_transfer(where: str, cells: list[str], places: list[int], hosts: int) -> tuple[float, float, float] | Problem:
+    """Return the transfer of one line, or its problem."""
     if len(cells) <= max(places):
         return Problem(
             where=where, what=f"{len(cells)} columns, as {','.join(cells)[:60]!r}", fix="write src,dst,bytes"

@@ -187,6 +187,7 @@ def _plane_splits(fabric: Fabric) -> dict[int, Switch]:
 def _make_decisions(
     fabric: Fabric, choices: Mapping[int, Switch], paths: int, recovery_s: float, restart_s: float
 ) -> Decisions:
+    """Assemble all numbers of the three decisions for a fabric and the alternative splits of its box."""
     gpus, nic_gbps = fabric.hosts, fabric.nic_gbps
     rows = tuple(_plane_row(gpus, nic_gbps, choices[count], count) for count in sorted(choices))
     # Against the conventional three tiers of the widest ports, both full.
@@ -266,6 +267,7 @@ def _fewest_tiers(gpus: int, radix: int, planes: int) -> int:
 
 
 def _plane_row(gpus: int, nic_gbps: float, switch: Switch, planes: int) -> PlaneRow:
+    """Return the row of one number of planes; where no number of tiers joins the GPUs, its counts are 0."""
     tiers = _fewest_tiers(gpus, switch.radix, planes)
     if tiers:
         return _row_of(size_fabric(gpus, nic_gbps, switch, ClosShape(planes=planes, tiers=tiers), where=WHERE))
@@ -419,8 +421,9 @@ def _chance_at_most(levels: NDArray[np.float64], mean: float, links: int) -> NDA
 
 
 def _log_exact(level: int, units: int, mean: float, links: int) -> float:
-    """Return the log of the chance that `units` on `links` leave no link above the level: n-fold convolution of
-    truncated Poissons.
+    """Return the log of the chance that `units` on `links` leave no link above the level.
+
+    It is an n-fold convolution of truncated Poisson distributions.
     """
     counts = np.arange(min(level, units) + 1)
     single = np.exp(counts * math.log(mean) - mean - np.array([math.lgamma(count + 1) for count in counts]))

@@ -84,6 +84,7 @@ def design_fabrics(request: DesignRequest) -> tuple[Design, ...]:
 
 
 def _check_request(request: DesignRequest) -> None:
+    """Raise UserError for a request that no switch can meet."""
     ratio = 1.0 if request.oversubscription is None else request.oversubscription
     tiers = 2 if request.tiers is None else request.tiers
     planes = 1 if request.planes is None else request.planes
@@ -117,6 +118,7 @@ def _fitting_fabrics(request: DesignRequest) -> Iterator[Fabric]:
 
 
 def _clos_fabrics(request: DesignRequest) -> Iterator[Fabric]:
+    """Yield the smallest fabric of every combination of switch, planes, oversubscription and rails."""
     ratios = RATIOS if request.oversubscription is None else (request.oversubscription,)
     for switch, planes in _port_configurations(request):
         for ratio in ratios:
@@ -192,6 +194,7 @@ def _on_front(found: Sequence[Design]) -> list[bool]:
 
 
 def _no_speed(request: DesignRequest) -> UserError:
+    """Return the error for a NIC speed or number of planes that no allowed switch supports."""
     switches = _allowed_switches(request)
     name = (
         "the catalogue" if request.switch is None else switches[0].box if switches[0].box != "any" else switches[0].name
@@ -210,8 +213,9 @@ def _no_speed(request: DesignRequest) -> UserError:
 
 
 def _nothing_reaches(request: DesignRequest) -> UserError:
-    """Return the error that names the hosts which the largest allowed configuration joins, and the nearest workable
-    choices.
+    """Return the error for a request that no design meets.
+
+    It names the hosts that the largest allowed configuration joins, and the nearest workable choices.
     """
     near = " or ".join(_nearest_requests(request))
     crowded = min(_clos_fabrics(request), key=plane_addresses, default=None)

@@ -158,6 +158,7 @@ def _at_end(choices: Sequence[_Priced], end: int) -> Fabric:
 def _role_choices(
     full: Sequence[_Priced], priced: Sequence[_Priced], steps_s: Mapping[Fabric, float] | None
 ) -> list[tuple[str, _Priced | None]]:
+    """Return the best design of each role by total cost; None for roles without a candidate."""
     pick = _least_of(full, _total_usd)
     assert pick is not None
     box, kind = pick[0].fabric.switch.box, pick[0].fabric.switch.kind
@@ -191,6 +192,7 @@ def _least_of(choices: Sequence[_Priced], key: Callable[[_Priced], float]) -> _P
 
 
 def _make_economics(one: Design, prices: Prices, steps_s: Mapping[Fabric, float]) -> Economics:
+    """Compute the costs of one design: purchase, power, failures under each assumption, and slower steps."""
     fabric = one.fabric
     answer = FailureAnswer(recovery_s=prices.recovery_s, waits=prices.waits)
     lost = bypass_cost(fabric, answer).lost_gpu_hours_per_day
@@ -275,6 +277,7 @@ def _option_row(option: Option, *, job: bool) -> tuple[str, ...]:
 
 
 def _verdict_sentences(one: DesignVerdict) -> list[str]:
+    """Return the sentences of the recommendation: the pick, its losses, its step, and each described alternative."""
     pick = one.pick
     fabric, costs, bill = pick.design.fabric, pick.economics, pick.design.bill
     sentences = [
@@ -351,6 +354,7 @@ def _against_pick(pick: Option, other: Option) -> str:
 
 
 def _why_cheaper(pick: Option, other: Option) -> str:
+    """Return the components of the difference in cost, in parentheses; empty if all are below a dollar."""
     differences = {
         "price": other.economics.usd - pick.economics.usd,
         "GPU-hours lost to failures": other.economics.lost_usd_per_day - pick.economics.lost_usd_per_day,

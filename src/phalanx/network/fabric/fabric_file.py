@@ -201,6 +201,7 @@ def parse_fabric(text: str) -> Fabric:
 
 
 def _parse_short_form(text: str, *, name: str = "") -> Fabric:
+    """Build the fabric of a short form; raises UserError for malformed text."""
     match = _SHORT.match(text)
     if match is None or any(len(digits) > _DIGITS for digits in re.findall(r"\d+", text)):
         raise mistake(
@@ -246,6 +247,7 @@ def _build_fabric(hosts: int, nic_gbps: float, shape: ClosShape, box: str, *, na
 
 
 def _switch_of(box: str, nic_gbps: float, shape: ClosShape, where: str) -> Switch:
+    """Return the switch of a name or a number of ports, at the port speed that the planes need; raises UserError."""
     port_gbps = nic_gbps / shape.planes
     if box.isdecimal():
         _check_split(nic_gbps, shape.planes, where)

@@ -44,6 +44,7 @@ def fold_lines(text: str, width: int | None) -> str:
 
 
 def _fold_line(line: str, width: int) -> list[str]:
+    """Wrap one line; its continuation starts under the second column if that is in the left half of the page."""
     if len(line) <= width:
         return [line]
     first_cell = re.match(r" *(?:\S+(?: \S+)*  +)?", line)
@@ -97,6 +98,7 @@ def counted_ratios(one: Decisions) -> str:
 
 
 def _scale_text(one: Decisions) -> str:
+    """Return the finding on planes: the hosts that this split joins, compared with the widest ports."""
     flat, own = one.planes[0], one.own
     most = own.most_hosts[own.tiers - 2]
     reach = "reaches" if own.planes == 1 else "reach"

@@ -137,6 +137,7 @@ def _check_ratio(shape: ClosShape, where: str) -> None:
 
 
 def _check_rails(hosts: int, shape: ClosShape, where: str) -> None:
+    """Raise UserError for rails that do not divide the hosts, or that nothing joins."""
     rails = shape.rails
     if rails < 1:
         raise mistake(where, plural(rails, "rail"), fix="use 1 for none, or the GPUs of a server, as 8")
@@ -178,6 +179,7 @@ def too_many(hosts: int, switch: Switch, shape: ClosShape, *, where: str = WHERE
 
 
 def _reach_text(switch: Switch, shape: ClosShape, most: int) -> str:
+    """Explain the largest number of hosts by the formula or by ports."""
     radix = switch.radix
     limit = ""
     if switch.lanes > radix:

@@ -39,8 +39,9 @@ class MatrixLine:
         return mistake(self.where, what, why=why, fix=fix)
 
     def whole(self, at: int, *, least: int = 0, most: int = 10**DIGITS) -> int:
-        """Return the word at index `at` as a whole number; raises UserError if it is missing, malformed or out of
-        range.
+        """Return the word at index `at` as a whole number.
+
+        Raises UserError if it is missing, malformed or out of range.
         """
         name = self.words[at - 1]
         if at >= len(self.words):
@@ -237,6 +238,7 @@ def read_cm(path: Path) -> Matrix:
 
 
 def _take_connection(reading: _MatrixReading, line: MatrixLine) -> None:
+    """Read a line SOURCE->TARGET with its size and either a start time or a trigger."""
     source, target = _connection_ends(reading, line)
     values: dict[str, int] = {}
     start: float | None = None
@@ -299,6 +301,7 @@ def _start_time(line: MatrixLine, at: int) -> float:
 
 
 def _take_trigger(reading: _MatrixReading, line: MatrixLine) -> None:
+    """Read a line that describes a trigger."""
     ident, kind, count, at = 0, "", 0, 1
     while at < len(line.words):
         word = line.words[at]
@@ -319,6 +322,7 @@ def _take_trigger(reading: _MatrixReading, line: MatrixLine) -> None:
 
 
 def _take_failure(reading: _MatrixReading, line: MatrixLine) -> None:
+    """Read a line that describes a dead link."""
     kind, numbers = "", {}
     for index in range(1, len(line.words), 2):
         word = line.words[index]
@@ -337,6 +341,7 @@ _READERS: dict[str, Callable[[_MatrixReading, MatrixLine], None]] = {"trigger": 
 
 
 def _check_matrix(reading: _MatrixReading, path: Path) -> None:
+    """Raise UserError where counts differ from the file's contents, or a trigger is not described."""
     actual_counts = {
         "Connections": len(reading.connections),
         "Triggers": len(reading.triggers),

@@ -79,6 +79,7 @@ def read_topo(path: Path) -> Topo:
 
 
 def _parse_topology(path: Path) -> _File:
+    """Read the head and tiers of a file; raises UserError with file and line."""
     file, tiers, current = _File(path=path), dict[int, dict[str, int]](), -1
     for line in read_lines(path, most_bytes=MOST_BYTES):
         word = line.words[0].lower()
@@ -104,6 +105,7 @@ def _parse_topology(path: Path) -> _File:
 
 
 def _take_tier(file: _File, found: dict[int, dict[str, int]], current: int, word: str, line: MatrixLine) -> None:
+    """Store the number of one line for the head or the current tier."""
     if (current, word) in file.lines:
         raise line.wrong(f"{line.words[0]} is given twice", fix="keep one of the two")
     file.lines[current, word] = line
@@ -161,6 +163,7 @@ def _check_speeds(file: _File) -> None:
 
 
 def _check_tier(file: _File, tier: int, below: int) -> None:
+    """Raise UserError where the ports of a tier do not fit the tier below."""
     lower, values = file.tiers[tier - 1], file.tiers[tier]
     bundle = values.get("bundle", 1)
     if lower["radix_up"] % bundle:
@@ -185,6 +188,7 @@ def _check_tier(file: _File, tier: int, below: int) -> None:
 
 
 def _topology_fabric(file: _File) -> Fabric:
+    """Return the fabric that the numbers of a checked file describe."""
     nodes, tiers = file.head["nodes"], file.tiers
     down, up = tiers[0]["radix_down"], tiers[0]["radix_up"]
     pods, deep = nodes // file.head["podsize"], len(tiers) == 3
@@ -275,6 +279,7 @@ def _t1_up(fabric: Fabric) -> int:
 
 
 def _check_writable(fabric: Fabric) -> None:
+    """Raise UserError for a fabric that a .topo file cannot describe."""
     f = fabric
     if f.tiers not in (2, 3):
         raise _refused_fabric(f, f"{f.tiers} tiers", "htsim has two or three")

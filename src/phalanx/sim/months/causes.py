@@ -185,6 +185,7 @@ def _part_name(part: str) -> str:
 
 
 def _part_cause(plan: Plan, network: NetworkCauses, fabric: Fabric, name: str, count: float) -> Cause:
+    """Return the cause for one kind of part, with its consequence under conventional or edge recovery."""
     source, unit = (SWITCHES, "switch") if name.endswith("switch") else (CABLES, "cable")
     outage_s = SWITCH_BACK_S if unit == "switch" else 0.0
     cause = Cause(name=name, share=0.0, unit=unit, units=count, outage_s=outage_s, source=source)

@@ -395,6 +395,7 @@ def site_range(
 
 
 def _site_policies(plan: Plan, policy: MonthsPolicy, among: Spreads, *, days: float) -> Iterator[MonthsPolicy]:
+    """Yield the policy at each sampled site: its failure rate, recovery time and repair time."""
     usual = plan.reliability.failures_per_host_day
     total_s = policy.detect_s + policy.restart_s
     failures_per_site = expected_failures(policy, _site_days(policy, days))

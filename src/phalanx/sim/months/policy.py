@@ -122,6 +122,7 @@ def usual_planned_per_day(hosts: int) -> float:
 
 
 def _saving_policy(plan: Plan) -> Saving:
+    """Return the intervals and costs of checkpoints and in-memory copies as the plan predicts them."""
     r, step_s = plan.reliability, plan.prediction.step_s
     lag_s = r.persist_s if plan.job.checkpoint.asynchronous else 0.0
     if not r.memory_every:

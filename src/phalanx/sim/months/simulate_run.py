@@ -187,6 +187,7 @@ class _Run:
             self.clock.after(gap_s, partial(self._take_failure, cause))
 
     def _take_failure(self, cause: Cause) -> None:
+        """Apply a failure of one cause; while the job waits for hosts or is stopped, none occurs."""
         self._next_failure()
         if not self._up and self._phase in ("waiting", "stopped"):
             return
@@ -255,6 +256,7 @@ class _Run:
     # Recovery.
 
     def _interrupt_run(self, cause: Cause, *, noticed_s: float) -> None:
+        """Interrupt the job: lose the work since the newest state, remove the host, and start detection or stop."""
         self._ledger.interruptions[cause.name] += 1
         self._in_a_row += 1
         self._ledger.gave_up += self._in_a_row == self._policy.restarts
@@ -371,6 +373,7 @@ class _Run:
             self._ledger.lose(self._cause, self._phase, seconds)
 
     def _book_training(self, start_s: float, seconds: float) -> None:
+        """Split a time of training into progress, saving, and losses to missing hosts, the network and replicas."""
         lose, shrunk = self._ledger.lose, self._policy.pace(self._missing)
         slowest = min(self._narrow, key=lambda cause: cause.pace, default=None)
         pace = shrunk * slowest.pace if slowest else shrunk

@@ -112,6 +112,7 @@ def fault_links(links: Links, fault: FabricFault) -> Ints:
 
 
 def _t1_link(links: Links, fault: FabricFault) -> Ints:
+    """Return the directed links of an uplink of a T1; raises UserError where the fabric has none."""
     if not (
         0 <= fault.plane < links.fabric.planes and 0 <= fault.number < links.fabric.t1 and 0 <= fault.port < links.t1_up
     ):

@@ -215,6 +215,7 @@ class _Clock:
 def _packet_result(
     clock: _Clock, order: Ints, flows: Flows, transport: Transport, stopped: str, cpu_s: float
 ) -> PacketResult:
+    """Return the result in the order of the given connections, for all planes."""
     w, slot_s = clock.world, clock.world.slots.slot_s
     time_s, total_gbps, watched_gbps = clock.course.gbps(slot_s, 8e-9 * transport.payload_bytes * w.copies)
     done_slots, start_slots = np.empty(len(order)), np.empty(len(order))

@@ -53,8 +53,9 @@ def cut(rules: Rules, rate: Floats, count: Ints32, pair: int, slot: int) -> None
 
 @part
 def rise(rules: Rules, rate: Floats, count: Ints32, pair: int) -> None:
-    """Raise the rate after a round of the timer or the byte counter: halfway back, then add, then add more (DCQCN,
-    3.3).
+    """Raise the rate after a round of the timer or the byte counter (DCQCN, section 3.3).
+
+    The first rounds halve the distance to the old rate, the next add a constant, and later ones add more.
     """
     timed, sent = count[pair, FAST_TIME], count[pair, FAST_BYTES]
     if min(timed, sent) > rules.fast_rounds:
@@ -67,8 +68,9 @@ def rise(rules: Rules, rate: Floats, count: Ints32, pair: int) -> None:
 
 @part
 def timers(form: Form, rules: Rules, pairs: Pairs, slot: int) -> None:
-    """Advance the timers: alpha falls, rates rise, and a sender without news goes back to the first unacknowledged
-    packet.
+    """Advance the timers of all senders: alpha falls, rates rise, and retransmission timeouts expire.
+
+    After a timeout a sender goes back to the first unacknowledged packet.
     """
     count, rate = pairs.counts, pairs.rate
     for pair in range(count.shape[0]):

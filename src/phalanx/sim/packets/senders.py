@@ -92,8 +92,10 @@ def judge(knobs: Knobs, w: Floats, flow: int, in_flight: int, slot: int, bad: bo
 
 @part
 def quadrant(knobs: Knobs, w: Floats, flow: int, slot: int, marked: int, number: int, waited: float) -> None:
-    """Adjust the window by mark and delay (NSCC's four quadrants): grow by distance to the target, grow fairly, cut, or
-    hold.
+    """Adjust the window by mark and delay, NSCC's four quadrants.
+
+    No mark and a short delay: grow by the distance to the target. No mark and a long delay: grow fairly. A mark and a
+    long delay: cut. A mark and a short delay: hold.
     """
     if marked:
         if waited >= knobs.target:

@@ -166,6 +166,7 @@ def _network_shape(links: Links, slots: Slots) -> Shape:
 
 
 def _transport_knobs(plan: Sketch, transport: Transport, seed: int) -> Knobs:
+    """Convert the transport's settings to slots and packets."""
     slots, port_gbps = plan.slots, plan.fabric.port_gbps
     # uet-htsim, public forks: windows scale with the product over 12 µs at 100 Gb/s; the target is 3/4 of a round
     # trip where queues trim; the proportional gain is 4 at a target of 12 µs.

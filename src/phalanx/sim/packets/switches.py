@@ -139,9 +139,7 @@ def trim(
 
 @part
 def crossing(shape: Shape, avoided: Bytes, base: int, t0: int, goal: int, place: int, turn: int) -> int:
-    """Return the first T1 uplink from `turn` on whose T2 is reachable and reaches the goal's pod, as routing knows it;
-    or -1.
-    """
+    """Return the first T1 uplink from `turn` on whose T2 reaches the goal's pod, as routing knows it; or -1."""
     ups = shape.t0 * shape.t0_up
     over = base + 2 * (shape.hosts + ups)
     down = over + (shape.per_plane - 2 * (shape.hosts + ups)) // 2

@@ -53,6 +53,7 @@ def read_trace(path: Path, *, devices_per_node: int) -> JobTrace:
 
 
 def _read_csv(text: str, where: str) -> JobTrace:
+    """Read a trace in Phalanx's CSV format; raises UserError with all wrong lines."""
     try:
         reader = csv.DictReader(io.StringIO(text), skipinitialspace=True, strict=True)
         names = csv_columns(reader, where)
@@ -106,6 +107,7 @@ def _csv_job(row: dict[str | None, str | list[str] | None], number: int) -> Queu
 
 
 def _read_swf(text: str, where: str, devices_per_node: int) -> JobTrace:
+    """Read a trace in the Standard Workload Format; jobs that never ran are left out and counted."""
     jobs: list[QueueJob] = []
     problems: list[Problem] = []
     left_out = 0

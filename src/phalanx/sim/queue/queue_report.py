@@ -108,6 +108,7 @@ def _by_size(states: Sequence[JobState]) -> tuple[JobGroup, ...]:
 
 
 def _job_group(name: str, states: Sequence[JobState]) -> JobGroup:
+    """Summarise the jobs of a group: waiting times, work, preemptions and failures."""
     waits = sorted(state.first_start_s - state.job.submit_s for state in states if state.starts)
     waiting = None
     if waits:

@@ -147,6 +147,7 @@ class _Simulation:
         )
 
     def _handle(self, kind: int, number: int, start_id: int) -> None:
+        """Process one event; events of an earlier start of a job are ignored."""
         self.events += 1
         if kind in (END, EVICT):
             state = self.cluster.states[number]

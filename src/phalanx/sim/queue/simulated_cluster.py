@@ -125,6 +125,7 @@ class SimulatedCluster:
         return work_s
 
     def _release(self, number: int) -> None:
+        """Return a job's nodes to the pool and update the jobs that wait for them."""
         state = self.running.pop(number)
         del self.ends[bisect_left(self.ends, (state.limit_end_s, number))]
         self._note(number, begins=False)

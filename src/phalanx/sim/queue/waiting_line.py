@@ -42,10 +42,9 @@ class WaitingLine:
         del self._needs[bisect_left(self._needs, job.nodes)]
 
     def in_order(self, used: Mapping[str, float]) -> Iterator[int]:
-        """Yield the numbers of jobs, the next first. `used` is each team's use over its weight; it may change
-        meanwhile.
+        """Yield the numbers of the waiting jobs, the next first.
 
-        The line itself must not change during the iteration.
+        `used` is each team's use over its weight; it may change during the iteration. The line itself must not.
         """
         if not self._fair:
             yield from (number for _, number in self._lines.get("", ()))

@@ -138,6 +138,7 @@ def _axis_strides(groups: Groups) -> dict[str, int]:
 
 
 def _axis_path(fabric: Fabric, axis: str, source: Ints, target: Ints, transport: PathTransport) -> AxisPath:
+    """Solve the rates of an axis's flows in one plane, and describe the axis on the fabric."""
     # Planes behave alike: one is solved, and a second time with the failure in it.
     plane = replace(fabric, planes=1, nic_gbps=fabric.port_gbps)
     links = links_of(plane)

@@ -169,8 +169,9 @@ def go_back_n(loss: float, gbps: float) -> float:
 
 
 def _timeouts_s(plan: Plan, hit: SimulatedStep) -> float:
-    """Return the expected wait for acknowledgements of one lossy connection per step; a lower bound, as others may be
-    hit.
+    """Return the expected wait per step for the acknowledgements of one lossy connection.
+
+    It is a lower bound, as other connections may be affected too.
     """
     counts = (quiet_moments(plan.layout, hit.layers, path.axis) for path in hit.paths if path.touched)
     return GREY_LOSS * ACK_TIMEOUT_S * max(counts, default=0.0)

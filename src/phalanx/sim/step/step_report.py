@@ -87,6 +87,7 @@ def step_report(plan: Plan, fabric: Fabric | None, transport: PathTransport | No
 
 
 def _simulated_step(q: StepQuestion, named: Fabric | None, transport: PathTransport) -> SimulatedStep:
+    """Run the timeline with the plan's rates and with the fabric's, and compare both with the plan."""
     plan, devices = q.plan, q.plan.layout.devices
     fabric = named or derived_fabric(devices, plan.cluster.nic_bytes_per_s)
     check_size(fabric, devices)
@@ -118,6 +119,7 @@ def _simulated_step(q: StepQuestion, named: Fabric | None, transport: PathTransp
 def _report_lines(
     q: StepQuestion, here: StepWork, groups: Groups, paths: dict[str, AxisPath], ordered: Timeline, timeline: Timeline
 ) -> tuple[Line, ...]:
+    """Return the lines of the busiest stage, each split into plan, order and network."""
     stage = timeline.busiest
     # The plan's seconds of each line; all compute is one line.
     breakdown = q.plan.prediction.breakdown_s

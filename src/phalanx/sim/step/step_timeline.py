@@ -118,6 +118,10 @@ class _Pipeline:
                 self._weight_gradient(lanes)
 
     def _advance_stage(self, lanes: Lanes) -> bool:
+        """Run the tasks of a stage whose inputs have a known arrival; True if any ran.
+
+        While the next input is not there, postponed weight gradients run instead.
+        """
         tasks, moved = self.left[lanes.stage], False
         while tasks:
             ready = self._input_ready(lanes.stage, tasks[0])
@@ -148,6 +152,7 @@ class _Pipeline:
         return self.arrived.get((task.kind, task.micro, position))
 
     def _do_task(self, lanes: Lanes, task: Task) -> None:
+        """Run one pass on the device: its compute, the traffic inside it, its gradients and its output."""
         work, forward = self.work, task.kind == "F"
         layers = work.chunk_layers(lanes.stage, task.chunk)
         layer_pass = work.forward if forward else work.backward
@@ -220,6 +225,7 @@ class _Sharded:
             self._run_direction(f"B{micro}", forward=False, last=micro == work.micros - 1)
 
     def _run_direction(self, name: str, *, forward: bool, last: bool = False) -> None:
+        """Run all layers forward or backward; the parameters of the next layer are gathered meanwhile."""
         lanes, layer_pass = self.lanes, self.work.forward if forward else self.work.backward
         layers = self.work.layers[0]
         arrives_s = self._fetch_layer(name)
@@ -269,8 +275,9 @@ def task_order(schedule: str, stage: int, *, stages: int, chunks: int, micros: i
 
 
 def _schedule_units(kind: Literal["F", "B"], *, stages: int, chunks: int, micros: int) -> list[Task]:
-    """Return the passes of micro-batches in groups of the pipeline's depth, each group through one chunk after the
-    other.
+    """Return all forward or all backward passes of a stage in order.
+
+    Micro-batches form groups of the pipeline's depth, and each group runs through one chunk after the other.
     """
     tasks = []
     for first in range(0, micros, stages):

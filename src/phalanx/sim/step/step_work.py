@@ -214,7 +214,7 @@ class StepWork:
         return len(self.layers)
 
     def chunk_layers(self, stage: int, chunk: int) -> float:
-        """Return the layers of one chunk, possibly a fraction; the last chunk has fewer, as the head needs time too."""
+        """Return the layers of one chunk, possibly a fraction; next to the head, the last chunk has fewer."""
         layers = self.layers[stage]
         even = layers / self.chunks
         if stage < self.stages - 1 or self.chunks == 1 or not self.balanced:
