@@ -115,13 +115,13 @@ def _size_ranges(
     """Yield (from, to, choice) for sizes of `low` to `high`, sampled STEPS times per doubling; borders by bisection."""
     samples = max(1, math.ceil(STEPS * math.log2(high / low))) if high > low else 1
     at, picked = low, choose_pair(comm, low, operation=operation)
-    for place in range(1, samples + 1):
-        next_at = min(high, low * 2 ** (place / STEPS))
-        then = choose_pair(comm, next_at, operation=operation)
-        if _algorithm_protocol(then) != _algorithm_protocol(picked):
+    for index in range(1, samples + 1):
+        next_at = min(high, low * 2 ** (index / STEPS))
+        next_choice = choose_pair(comm, next_at, operation=operation)
+        if _algorithm_protocol(next_choice) != _algorithm_protocol(picked):
             border = _range_border(comm, operation, at, next_at)
             yield at, border, picked
-            at, picked = border, then
+            at, picked = border, next_choice
         else:
             yield at, next_at, picked
             at = next_at
@@ -159,16 +159,16 @@ def show_pairs(one: CollectiveAnswer) -> str:
     """Format a table of every pair at one message size, NCCL's pick first."""
     rows = [("", "algorithm", "protocol", "start-up", "transfer", "NCCL's estimate", "")]
     best = one.pairs[0].seconds if one.pairs else 0.0
-    for place, pair in enumerate(one.pairs):
+    for index, pair in enumerate(one.pairs):
         rows.append(
             (
-                "*" if place == 0 else "",
+                "*" if index == 0 else "",
                 pair.algorithm,
                 pair.protocol,
                 format_seconds(pair.latency_s),
                 format_seconds(pair.transfer_s),
                 format_seconds(pair.seconds),
-                "NCCL's pick" if place == 0 else f"{pair.seconds / best:.3g} x" if best else "",
+                "NCCL's pick" if index == 0 else f"{pair.seconds / best:.3g} x" if best else "",
             )
         )
     return "\n".join(text_table(rows, right=(3, 4, 5, 6)))
@@ -210,7 +210,7 @@ def show_sizes(found: Sequence[CollectiveAnswer]) -> str:
         )
         rows.append([format_size(answer.nbytes), *by_model, *by_fit])
     left_aligned = (1, 5) if modelled else ()
-    return "\n".join(text_table(rows, right=[place for place in range(len(head)) if place not in left_aligned]))
+    return "\n".join(text_table(rows, right=[column for column in range(len(head)) if column not in left_aligned]))
 
 
 def _picked_lines(one: CollectiveAnswer) -> list[str]:

@@ -144,7 +144,7 @@ def _least_squares(known: Sequence[tuple[float, float]], fill: float) -> float:
         return sum((log_error - middle) ** 2 for log_error in log_errors)
 
     span = math.log(1e3 * known[-1][0] / (1e-4 * known[0][0]))
-    grid = [0.0, *(1e-4 * known[0][0] * math.exp(span * place / SCAN) for place in range(SCAN + 1))]
+    grid = [0.0, *(1e-4 * known[0][0] * math.exp(span * index / SCAN) for index in range(SCAN + 1))]
     best = min(range(len(grid)), key=lambda place: spread(grid[place]))
     return _golden_section(spread, grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)])
 
@@ -301,12 +301,12 @@ def _other_system(where: str, operation: Operation, held: Sequence[str], why: st
 def _unlike_row(row: _Row, where: str, operation: Operation, ranks: int) -> UserError:
     """Return the error for a line whose bandwidths cannot belong to this operation on this number of ranks."""
     ratio = f"{row.busbw / max(row.algbw, 1e-9):.3g}"
-    like = [candidate for candidate in PROGRAMS.values() if row.may_be(candidate, ranks)]
-    if like and row.test is None:
+    matching = [candidate for candidate in PROGRAMS.values() if row.may_be(candidate, ranks)]
+    if matching and row.test is None:
         clues = [f"operator {row.operator}"] * (row.operator is not None) + [f"root {row.root}"] * (
             row.root is not None
         )
-        return _other_system(where, operation, like, why=", ".join([*clues, f"busbw {ratio} times algbw"]))
+        return _other_system(where, operation, matching, why=", ".join([*clues, f"busbw {ratio} times algbw"]))
     return mistake(
         where,
         f"busbw is {ratio} times algbw, and {wire_share(operation, ranks):.3g} for {operation} on {ranks:,} ranks",

@@ -88,13 +88,13 @@ def build_system(
     _check_system(nodes, per_node, family, nic_gbps)
     link_gb = NVLINK_GB[family] * (links or NVLINKS[family])
     nic_gb = nic_gbps / 100.0 * NET_GB_PER_100G if nodes > 1 else math.inf
-    adds = nvls and NVLS_EFFICIENCY[family] > 0 and per_node > 2
+    has_nvls = nvls and NVLS_EFFICIENCY[family] > 0 and per_node > 2
     return NcclSystem(
         nodes=nodes,
         per_node=per_node,
         family=family,
         ring=_ring_channels(family, per_node, link_gb, nic_gb),
-        nvls=_nvls_channels(family, per_node, link_gb, nic_gb) if adds else None,
+        nvls=_nvls_channels(family, per_node, link_gb, nic_gb) if has_nvls else None,
         link_gb=link_gb,
         nic_gb=nic_gb,
         cpu=cpu,

@@ -117,9 +117,9 @@ def cut_shares(values: int, shares: Sequence[float]) -> list[int]:
         cuts.append(min(values, round(total * values / CUT_VALUES) * CUT_VALUES))
     # Shares sum to 1 except for rounding: the last non-zero share takes the remainder. A share smaller than one cut
     # takes it only where no share is larger, as all other peers would have to send it a piece and wait for its sum.
-    nonzero = [place for place, share in enumerate(shares) if share > 0.0]
+    nonzero = [owner for owner, share in enumerate(shares) if share > 0.0]
     last = max(
-        (place for place in nonzero if cuts[place] < cuts[place + 1]), default=max(nonzero, default=len(shares) - 1)
+        (owner for owner in nonzero if cuts[owner] < cuts[owner + 1]), default=max(nonzero, default=len(shares) - 1)
     )
     return cuts[: last + 1] + [values] * (len(shares) - last)
 

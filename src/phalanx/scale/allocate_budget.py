@@ -308,7 +308,7 @@ def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Clu
     counted = fit.data.params_counted
     shape = nearest_shape(params, counted=counted, vocab=settings.vocab, name=settings.name)
     size = counted_params(shape, counted)
-    far = max(size / params, params / size)
+    size_ratio = max(size / params, params / size)
     training = serving.training_flops if serving is not None else flops
     # The shape has not exactly N* parameters: the budget stays, and the tokens follow.
     tokens = training / (6.0 * size)
@@ -319,9 +319,9 @@ def _allocate_flops(settings: _Settings, flops: float, source: str, machine: Clu
     law_lr, law_batch = step_law(bare, tokens)
     notes = [rates.sentence] if rates.sentence else []
     plan, job_toml, batch = _plan_allocation(settings, shape, tokens, rates, machine, notes)
-    if far > FAR_SHAPE:
+    if size_ratio > FAR_SHAPE:
         notes.append(
-            f"the nearest shape with a vocabulary of {settings.vocab:,} is {format_count(far)} times off N*: "
+            f"the nearest shape with a vocabulary of {settings.vocab:,} is {format_count(size_ratio)} times off N*: "
             "give the vocabulary of the runs with --vocab"
         )
     decades = max(0.0, math.log10(flops / fit.data.flops_range[1]))

@@ -307,13 +307,13 @@ def left_out_error(points: ScalingPoints, method: str) -> LeftOutBudget | None:
 def _unexplained_drift(kept: ScalingFit, test: ScalingPoints) -> float:
     """Return the mean offset of ln L of larger runs from the law, beyond what its draws and noise explain."""
     names = tuple(kept.parameters)
-    off = float(np.log(test.loss / predicted_losses(kept.method, kept.values(), test)).mean())
+    offset = float(np.log(test.loss / predicted_losses(kept.method, kept.values(), test)).mean())
     means = [
         float(np.log(predicted_losses(kept.method, dict(zip(names, draw, strict=True)), test)).mean())
         for draw in kept.draws
     ]
     explained = (float(np.var(means)) if means else 0.0) + kept.diagnostics.residual_sd**2 / len(test)
-    return float(np.sqrt(off**2 - explained)) if off**2 > DRIFT_SDS**2 * explained else 0.0
+    return float(np.sqrt(offset**2 - explained)) if offset**2 > DRIFT_SDS**2 * explained else 0.0
 
 
 def predicted_losses(method: str, values: Mapping[str, float], points: ScalingPoints) -> Array:

@@ -63,11 +63,11 @@ def group_budgets(points: ScalingPoints) -> list[tuple[float, NDArray[np.intp]]]
         return [(float(np.median(points.flops[rows])), rows) for rows in exact]
     grid = np.arange(logs.min() - 0.1, logs.max() + 0.1, 0.005)
     density = np.exp(-0.5 * ((grid[:, None] - logs) / BANDWIDTH_DEX) ** 2).sum(axis=1)
-    peaks = [place for place in range(1, len(grid) - 1) if density[place - 1] < density[place] >= density[place + 1]]
+    peaks = [index for index in range(1, len(grid) - 1) if density[index - 1] < density[index] >= density[index + 1]]
     chosen: list[int] = []
     # The densest peak first; no two budgets share points.
     for peak in sorted(peaks, key=lambda place: -density[place]):
-        if density[peak] >= LEAST_SIZES and all(abs(grid[peak] - grid[place]) > 2 * REACH_DEX for place in chosen):
+        if density[peak] >= LEAST_SIZES and all(abs(grid[peak] - grid[index]) > 2 * REACH_DEX for index in chosen):
             chosen.append(peak)
     budgets = []
     for peak in sorted(chosen):
@@ -144,16 +144,16 @@ def _reducible_curvature(bent: list[tuple[float, float]], law: tuple[float, floa
 def _fit_curve(points: ScalingPoints, flops: float, rows: NDArray[np.intp]) -> tuple[CurveOptimum, float | None, str]:
     """Return the minimum of one curve, its curvature (None without a minimum), and a note on what is odd about it."""
     x, y = np.log(points.params[rows]), np.log(points.loss[rows])
-    off = np.log(points.flops[rows] / flops)
+    log_excess = np.log(points.flops[rows] / flops)
     sizes = np.unique(x)
-    exact = float(np.abs(off).max()) < SAME
+    exact = float(np.abs(log_excess).max()) < SAME
     middle = x.mean()
     near = np.abs(x - x[int(np.argmin(y))]) < math.log(8.0)
     if len(np.unique(x[near])) < LEAST_SIZES:
         near = np.ones(len(x), dtype=bool)
     columns = [np.ones(int(near.sum())), x[near] - middle, (x[near] - middle) ** 2]
     if not exact and int(near.sum()) > 5:
-        columns.append(off[near])
+        columns.append(log_excess[near])
     bent = np.linalg.lstsq(np.stack(columns, axis=1), y[near], rcond=None)[0]
     has_minimum = bent[2] > 0.0 and len(sizes) >= LEAST_SIZES
     parabola = middle - bent[1] / (2.0 * bent[2]) if has_minimum else math.nan

@@ -46,10 +46,10 @@ def law_loss(method: str, values: Values, params: float, tokens: float) -> float
         return math.exp(min(values["alpha_D"] * log_sum, FARTHEST_LOSS))
     if method == "isoflop":
         flops = 6.0 * params * tokens
-        off = math.log(params / law_optimum(method, values, flops)[0])
+        log_ratio = math.log(params / law_optimum(method, values, flops)[0])
         # Only the loss above E rises off the optimum, as cosh where α = β: with more compute the curve becomes
         # flatter.
-        bend = min(math.sqrt(2.0 * max(values["curvature"], 0.0)) * abs(off), FARTHEST_BEND)
+        bend = min(math.sqrt(2.0 * max(values["curvature"], 0.0)) * abs(log_ratio), FARTHEST_BEND)
         return float(values["E"] + values["K"] * flops ** -values["gamma"] * math.cosh(bend))
     raise ValueError(f"no law is called {method!r}")
 

@@ -72,10 +72,10 @@ def _isoflop_plot(fit: ScalingFit, points: ScalingPoints) -> LinePlot:
 def _residual_plot(fit: ScalingFit, points: ScalingPoints) -> LinePlot:
     """Plot measured over predicted loss, by compute."""
     x = np.log10(points.flops)
-    off = 100.0 * (points.loss / predicted_losses(fit.method, fit.values(), points) - 1.0)
+    errors = 100.0 * (points.loss / predicted_losses(fit.method, fit.values(), points) - 1.0)
     order = np.argsort(x)
     zero = PlotLine(label="law", x=[float(x.min()), float(x.max())], mean=[0.0, 0.0], style=PLANNED_STYLE)
-    dots = PlotLine(label="measured", x=x[order].tolist(), mean=off[order].tolist(), style="1", dots=True)
+    dots = PlotLine(label="measured", x=x[order].tolist(), mean=errors[order].tolist(), style="1", dots=True)
     title = "residuals in per cent, by compute"
     return LinePlot(title=title, lines=[zero, dots], show=_signed_percent, show_x=_powers_of_ten("FLOP"))
 

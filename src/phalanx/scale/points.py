@@ -212,13 +212,13 @@ def _find_columns(path: Path, columns: Sequence[str], options: TableOptions) -> 
     names = _name_columns(columns, options)
     if problems:
         raise UserError(problems)
-    has = f"the file has {first_few(columns, 12)}"
+    columns_text = f"the file has {first_few(columns, 12)}"
     if "loss" not in names:
-        fix = f"name it with --column loss=THEIRS; {has}"
+        fix = f"name it with --column loss=THEIRS; {columns_text}"
         problems.append(Problem(where=f"{path}:1", what='has no column "loss"', fix=fix))
     missing = [name for name in ("params", "tokens", "flops") if name not in names]
     if len(missing) > 1:
-        fix = f"name them with --column {missing[0]}=THEIRS, or THEIRS*1e6 for one in millions; {has}"
+        fix = f"name them with --column {missing[0]}=THEIRS, or THEIRS*1e6 for one in millions; {columns_text}"
         problem = f'has no column "{missing[0]}" and no "{missing[1]}"; two of params, tokens and flops are needed'
         problems.append(Problem(where=f"{path}:1", what=problem, fix=fix))
     if problems:

@@ -77,14 +77,14 @@ def rates_of_run(*, size: float, tokens: float, larger: float | None, used: Used
             more_tokens=tokens / used.tokens,
             is_carried=bool(used.parametrization),
         )
-        way = f"{used.parametrization} and the exponents of tokens" if used.parametrization else "the exponents"
+        method_text = f"{used.parametrization} and the exponents of tokens" if used.parametrization else "the exponents"
         run = f"N {format_count(used.params)}, D {format_count(used.tokens)}, learning rate {used.lr:.2g}"
         return RunRates(
             lr=lr,
             batch_tokens=min(batch or law_batch, tokens / ENOUGH_STEPS),
             source="runs",
             sentence=f"learning rate and batch are those of the best run of the largest budget ({run}), carried over "
-            f"by {way} of Step Law",
+            f"by {method_text} of Step Law",
         )
     if is_inside:
         return RunRates(lr=law_lr, batch_tokens=law_batch, source="step law")

@@ -120,8 +120,8 @@ def sample_posterior(kinds: Sequence[SurfaceData], *, draws: int, rng: np.random
 def _pick_evenly(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np.intp]:
     """Return rows in proportion to their weight, evenly spaced along the cumulated weight, which has less noise."""
     total = np.cumsum(weight)
-    places = (np.arange(count) + rng.random()) / count * total[-1]
-    return np.asarray(np.minimum(np.searchsorted(total, places, side="right"), len(weight) - 1))
+    positions = (np.arange(count) + rng.random()) / count * total[-1]
+    return np.asarray(np.minimum(np.searchsorted(total, positions, side="right"), len(weight) - 1))
 
 
 def _find_grid(data: SurfaceData) -> ExponentGrid:
@@ -129,13 +129,13 @@ def _find_grid(data: SurfaceData) -> ExponentGrid:
     origin = np.full(2, 0.5 * (_LOWEST + _HIGHEST))
     axes = np.eye(2) * 0.5 * (_HIGHEST - _LOWEST)
     line = np.linspace(-1.0, 1.0, GRID)
-    places = np.stack([axis.ravel() for axis in np.meshgrid(line, line)], axis=1)
+    positions = np.stack([axis.ravel() for axis in np.meshgrid(line, line)], axis=1)
     for zoom in range(MOST_ZOOMS):
-        pairs = origin + places @ axes.T
+        pairs = origin + positions @ axes.T
         density = _log_density(data, pairs)
         is_near_peak = density > density.max() - FAINT
         cell = axes * (line[1] - line[0])
-        spans = np.ptp(places[is_near_peak], axis=0) / 2.0
+        spans = np.ptp(positions[is_near_peak], axis=0) / 2.0
         if (spans.min() > CROWDED and zoom) or np.abs(cell).max() < 1e-9 or not np.isfinite(density.max()):
             break
         weight = np.exp(np.where(is_near_peak, density - density.max(), -np.inf))

@@ -190,7 +190,7 @@ def _wsd_runs(
 
 
 def _spread_sizes(low: float, high: float, count: int) -> list[float]:
-    return [low * (high / low) ** (place / (count - 1)) for place in range(count)]
+    return [low * (high / low) ** (index / (count - 1)) for index in range(count)]
 
 
 def _size_name(shape: ModelShape) -> str:

@@ -57,10 +57,10 @@ def shape_near(wanted: float, like: ModelShape, *, taken: Collection[int] = ()) 
     aspect = like.hidden / like.layers * (wanted / size) ** ASPECT_EXPONENT
 
     def distance(shape: ModelShape) -> float:
-        off = abs(math.log(count_parameters(shape).total / wanted))
+        log_ratio = abs(math.log(count_parameters(shape).total / wanted))
         groups = shape.heads / shape.kv_heads / (like.heads / like.kv_heads)
         heads = abs(math.log2(shape.head_dim / like.head_dim)) + abs(math.log2(groups))
-        return off + ASPECT_WEIGHT * abs(math.log2(shape.hidden / shape.layers / aspect)) + HEAD_WEIGHT * heads
+        return log_ratio + ASPECT_WEIGHT * abs(math.log2(shape.hidden / shape.layers / aspect)) + HEAD_WEIGHT * heads
 
     candidates = [
         shape

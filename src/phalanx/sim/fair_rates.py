@@ -146,8 +146,8 @@ def _fill_by_heap(  # pragma: no cover - runs compiled
             hole, now = 0, heap_link[0]
             level = room[now] / share[now] if movers[now] > 0 else np.inf
             if level <= key[0] * (1 + 1e-12):
-                for place in range(begin[now], begin[now + 1]):
-                    r = row_of[place]
+                for index in range(begin[now], begin[now + 1]):
+                    r = row_of[index]
                     if levels[r] >= 0:
                         continue
                     levels[r] = level

@@ -307,6 +307,6 @@ def _what_fits(links: Links, flows: int, routing: Routing, share: float, *, enou
     """Return options that would fit: fewer paths, cables as one, fewer flows, or more time where memory is enough."""
     planes = links.fabric.planes
     fewer = int(routing.paths * share) // planes * planes
-    ways = [f"use --paths {fewer:,}".replace(",", "")] if fewer and routing.spread not in ("flow", "all") else []
-    ways += ["--routing all"] if routing.spread not in ("flow", "all") and routing.paths * share >= planes else []
-    return [*ways, f"simulate about {max(2, int(flows * share)):,} flows", *(["raise --cpu"] if enough else [])]
+    options = [f"use --paths {fewer:,}".replace(",", "")] if fewer and routing.spread not in ("flow", "all") else []
+    options += ["--routing all"] if routing.spread not in ("flow", "all") and routing.paths * share >= planes else []
+    return [*options, f"simulate about {max(2, int(flows * share)):,} flows", *(["raise --cpu"] if enough else [])]

@@ -186,8 +186,8 @@ def read_matrix(path: Path, hosts: int) -> Flows:
         raise mistake(
             f"{path}:1", problem, fix=f"begin with {','.join(COLUMNS)}, then one transfer a line: 0,5,2000000"
         )
-    places = [names.index(column) for column in COLUMNS]
-    transfers, problems = _read_transfers(path, rows, places, hosts)
+    column_indices = [names.index(column) for column in COLUMNS]
+    transfers, problems = _read_transfers(path, rows, column_indices, hosts)
     if problems:
         raise UserError(problems)
     if not transfers:
@@ -221,7 +221,7 @@ def _read_transfer(where: str, cells: list[str], places: list[int], hosts: int) 
         return Problem(
             where=where, what=f"{len(cells)} columns, as {','.join(cells)[:60]!r}", fix="write src,dst,bytes"
         )
-    src, dst, size = (cells[place].strip() for place in places)
+    src, dst, size = (cells[index].strip() for index in places)
     for host in (src, dst):
         if not (host.isascii() and host.isdecimal() and len(host) <= 9 and int(host) < hosts):
             return Problem(where=where, what=f"there is no host {host[:20]!r}", fix=f"hosts are 0 to {hosts - 1:,}")

@@ -412,8 +412,8 @@ def _chance_at_most(levels: NDArray[np.float64], mean: float, links: int) -> NDA
         # Mean of the Poisson truncated at the level.
         truncated_mean = mean * once / under
         spread = np.maximum(mean**2 * twice / under + truncated_mean - truncated_mean**2, _TINY)
-        off = links * (mean - truncated_mean)
-        log_chance = links * np.log(under) - off**2 / (2 * links * spread) + 0.5 * np.log(mean / spread)
+        deviation = links * (mean - truncated_mean)
+        log_chance = links * np.log(under) - deviation**2 / (2 * links * spread) + 0.5 * np.log(mean / spread)
         chance = np.exp(np.minimum(log_chance, 0.0))
     # Not every link can be below the mean.
     chance[levels < mean] = 0.0

@@ -164,9 +164,9 @@ def _what_is_wrong(one: Switch) -> tuple[str, str] | None:
         return "the box has no name", "write its name first"
     if len(one.box) > MOST_NAME:
         return f"the name of the box has {len(one.box):,} characters", f"use at most {MOST_NAME}"
-    odd = next((text for text in (one.box, one.also, one.evidence, one.source) if one_line(text) != text), None)
-    if odd is not None:
-        return f'"{one_line(odd)[:80]}" has characters that cannot be printed', "leave them out"
+    unprintable = next((text for text in (one.box, one.also, one.evidence, one.source) if one_line(text) != text), None)
+    if unprintable is not None:
+        return f'"{one_line(unprintable)[:80]}" has characters that cannot be printed', "leave them out"
     if not LEAST_RADIX <= one.radix <= MOST_RADIX:
         return f"a radix of {one.radix:,}", f"use {LEAST_RADIX} to {MOST_RADIX:,} ports"
     if not 0 < one.port_gbps <= MOST_NIC_GBPS:

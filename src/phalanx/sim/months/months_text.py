@@ -206,14 +206,14 @@ def _loss_lines(plan: Plan, made: Forecast) -> list[str]:
     if not made.losses:
         return []
     rows = [("fault.on_loss", "effective", "lost per interruption", "tokens lost", "")]
-    for way in made.losses:
-        chosen = "the job's" if way.is_chosen else ""
+    for response in made.losses:
+        chosen = "the job's" if response.is_chosen else ""
         rows.append(
             (
-                way.on_loss,
-                f"{way.effective.mean:.2%}",
-                format_seconds(way.lost_s) if way.lost_s else "-",
-                format_count(way.lost_tokens),
+                response.on_loss,
+                f"{response.effective.mean:.2%}",
+                format_seconds(response.lost_s) if response.lost_s else "-",
+                format_count(response.lost_tokens),
                 chosen,
             )
         )

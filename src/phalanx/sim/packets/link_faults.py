@@ -121,10 +121,10 @@ def _t1_link(links: Links, fault: FabricFault) -> Ints:
             f"there is no uplink {fault.port} of it in plane {fault.plane}",
             fix=f"the fabric has {links.fabric.t1} T1 switches per plane with {links.t1_up} uplinks each",
         )
-    place = np.array([fault.plane]), np.array([fault.number]), np.array([fault.port])
+    port = np.array([fault.plane]), np.array([fault.number]), np.array([fault.port])
     if fault.part == "t1_fall":
-        return links.t1_down_link(*place)
-    return np.concatenate([links.t1_up_link(*place), links.t1_down_link(*place)])
+        return links.t1_down_link(*port)
+    return np.concatenate([links.t1_up_link(*port), links.t1_down_link(*port)])
 
 
 def _check_fault(fault: FabricFault) -> None:

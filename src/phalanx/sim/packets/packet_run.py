@@ -102,13 +102,13 @@ def run_connections(
     if denied and converge_s is None:
         deny_paths(world, denied)
     todo = link_changes(world.links, faults, slot_s=world.slots.slot_s, converge_s=converge_s, denied=denied)
-    places = tuple(int(np.flatnonzero(order == flow)[0]) for flow in _watched_flows(watch, len(traffic)))
+    watched = tuple(int(np.flatnonzero(order == flow)[0]) for flow in _watched_flows(watch, len(traffic)))
     clock = _Clock(
         world=world,
         todo=todo,
         starts=_timed_starts(starts, world.slots.slot_s),
-        watch=places,
-        course=PacketCourse(watched=len(places)),
+        watch=watched,
+        course=PacketCourse(watched=len(watched)),
         sample=max(1, round(sample_s / world.slots.slot_s)),
     )
     started = time.process_time()

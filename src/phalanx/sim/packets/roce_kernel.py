@@ -179,8 +179,8 @@ def arrive(form: Form, rules: Rules, ports: Ports, packets: Packets, pairs: Pair
         rules.pause_share,
     )
     word, room = shuffled(slot), power_of_two_for(links)
-    for place in range(room):
-        link = nth(place, word, room)
+    for index in range(room):
+        link = nth(index, word, room)
         if link >= links:
             continue
         packet = wire[now, link] - 1

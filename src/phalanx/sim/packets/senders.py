@@ -253,8 +253,8 @@ def choose(state: Bytes, turns: Ints32, totals: Ints, flow: int, plane: int, pla
     at = turns[flow, plane]
     turn, offset = at & 0xFFFF, at >> 16
     for _ in range(plane_paths):
-        place = turn + offset
-        path = (place if place < plane_paths else place - plane_paths) * planes + first_path
+        index = turn + offset
+        path = (index if index < plane_paths else index - plane_paths) * planes + first_path
         turn += 1
         if turn >= plane_paths:
             turn, offset = 0, int(draw(totals) * plane_paths)

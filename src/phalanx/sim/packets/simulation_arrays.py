@@ -233,7 +233,7 @@ def _traffic_arrays(plan: Sketch, flows: Flows, schedule: Schedule, seed: int, *
     # Random, or short transfers would all start on the first plane.
     tally[:, PLANE] = random.integers(0, planes, number)
     waiting = np.argsort(schedule.waits_for, kind="stable")
-    places = np.arange(len(schedule.needed) + 1)
+    triggers = np.arange(len(schedule.needed) + 1)
     return Traffic(
         source=flows.source.astype(np.int32),
         target=flows.target.astype(np.int32),
@@ -253,7 +253,7 @@ def _traffic_arrays(plan: Sketch, flows: Flows, schedule: Schedule, seed: int, *
         fires=schedule.fires.astype(np.int32),
         needed=schedule.needed.astype(np.int32),
         waiting=waiting.astype(np.int32),
-        first_waiting=np.searchsorted(schedule.waits_for[waiting], places).astype(np.int32),
+        first_waiting=np.searchsorted(schedule.waits_for[waiting], triggers).astype(np.int32),
     )
 
 

@@ -186,8 +186,8 @@ def from_nics(
     for start in range(0, hosts, shape.block):
         # The hosts of a T0 take turns at being first, otherwise the last ones would find its queues full.
         size = min(shape.block, hosts - start)
-        for place in range(room):
-            host = start + nth(place, word, room)
+        for index in range(room):
+            host = start + nth(index, word, room)
             if host >= start + size:
                 continue
             packet = wire[now, base + host]
@@ -225,8 +225,8 @@ def from_t0(
     ups, avoided, seed = shape.t0 * ports, net.avoided, knobs.seed
     up = base + 2 * shape.hosts
     word, room = shuffled(slot), power_of_two_for(shape.t0)
-    for place in range(room):
-        t0 = nth(place, word, room)
+    for index in range(room):
+        t0 = nth(index, word, room)
         if t0 >= shape.t0:
             continue
         port = word % ports
@@ -260,8 +260,8 @@ def from_t1(
     fall, down = base + 2 * shape.hosts + shape.t0 * ports, base + shape.hosts
     word, room = shuffled(slot), power_of_two_for(ports)
     for start in range(fall, fall + shape.t0 * ports, ports):
-        for place in range(room):
-            port = nth(place, word, room)
+        for index in range(room):
+            port = nth(index, word, room)
             if port >= ports:
                 continue
             packet = wire[now, start + port]
@@ -292,8 +292,8 @@ def over_t2(
     over = fall + shape.t0 * shape.t0_up
     half = (base + shape.per_plane - over) // 2
     word, room = shuffled(slot), power_of_two_for(half)
-    for place in range(room):
-        index = nth(place, word, room)
+    for turn_index in range(room):
+        index = nth(turn_index, word, room)
         if index >= half:
             continue
         t1, turn = index // shape.t1_up, index % shape.t1_up
@@ -395,17 +395,17 @@ def shorten(
 ) -> None:
     """Trim the packets that exceed a shortened queue; checked here, as a check of every entering packet costs more."""
     ups = shape.t0 * shape.t0_up
-    place = link - base - 2 * shape.hosts
+    link_index = link - base - 2 * shape.hosts
     while net.waiting[link] > max(1, int(shape.queue * net.room[link])):
         net.waiting[link] -= 1
         packet = net.ring[link, (net.head[link] + net.waiting[link]) % shape.queue]
         links_left = 1
         # Beyond T0-T1: up to a T2, then down.
-        if place >= 2 * ups:
-            links_left = 4 if place - 2 * ups < (shape.per_plane - 2 * shape.hosts - 2 * ups) // 2 else 3
-        elif place >= ups:
+        if link_index >= 2 * ups:
+            links_left = 4 if link_index - 2 * ups < (shape.per_plane - 2 * shape.hosts - 2 * ups) // 2 else 3
+        elif link_index >= ups:
             links_left = 2
-        elif place >= 0:
+        elif link_index >= 0:
             links_left = traffic.links[packet & FLOW_MASK] - 1
         trim(shape, knobs, net, traffic, calendar, totals, slot, link, packet, links_left)
 

@@ -60,8 +60,8 @@ class WaitingLine:
             yield number
             line = self._lines[team]
             if position + 1 < len(line):
-                place = line[position + 1]
-                heapq.heapreplace(heads, (place[0], used.get(team, 0.0), place[1], team, position + 1))
+                next_place = line[position + 1]
+                heapq.heapreplace(heads, (next_place[0], used.get(team, 0.0), next_place[1], team, position + 1))
             else:
                 heapq.heappop(heads)
 
