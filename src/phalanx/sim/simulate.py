@@ -106,7 +106,7 @@ def routing_of(fabric: Fabric, spread: str, paths: int, recovery: str, seed: int
     by_packet = spread in ("oblivious", "adaptive", "all")
     chosen = check_choice("--recovery", recovery, RECOVERIES) if recovery else "edge" if by_packet else "conventional"
     return Routing(
-        spread=spread,  # check_choice() has checked it
+        spread=spread,  # type: ignore[arg-type]  # check_choice() has checked it
         paths=paths,
         planes="equal" if by_packet else "hash",
         recovery=cast(Recovery, chosen),
