@@ -79,7 +79,7 @@ class LeftOutBudget:
     worst_error: float  # relative; positive where the prediction is too high
     # The same error of the law L = K·N^-p·D^-q, which has no irreducible loss.
     baseline_mean_abs_error: float | None = None
-    # Mean offset of ln L of the held-out runs, beyond what the uncertainty of the law and noise explain.
+    # Mean offset of ln L of the held-out runs that uncertainty of the law and noise do not explain.
     drift: float = 0.0
     # Decades of compute between the largest fitted run and the held-out runs.
     decades: float = 0.0

@@ -142,7 +142,7 @@ def _reducible_curvature(bent: list[tuple[float, float]], law: tuple[float, floa
 
 
 def _fit_curve(points: ScalingPoints, flops: float, rows: NDArray[np.intp]) -> tuple[CurveOptimum, float | None, str]:
-    """Return the minimum of one curve, its curvature (None without a minimum), and a note on what is odd about it."""
+    """Return the minimum of one curve, its curvature (None without a minimum), and a note on its anomaly, if any."""
     x, y = np.log(points.params[rows]), np.log(points.loss[rows])
     log_excess = np.log(points.flops[rows] / flops)
     sizes = np.unique(x)

@@ -22,7 +22,7 @@ from phalanx.scale.step_law import BATCH_TOKENS
 # rate, and decay removes it (arXiv:2405.18392, arXiv:2408.11029). A run sized by `allocate` from our own sweep was
 # 7.1 % above the law before its decay, then 4.3, 3.3, 2.4 and 2.2 % with 0.48, 0.24, 0.06 and none of the rate left.
 ALLOWANCE = 0.08
-# Training losses are averaged over so many windows: losses of single steps scatter by several per cent.
+# Number of windows over which training losses are averaged: losses of single steps scatter by several per cent.
 WINDOWS = 32
 Z80 = 1.2816  # normal quantile of an 80 % interval
 RISING = 3  # evaluations in a row at which the loss moves away from the law

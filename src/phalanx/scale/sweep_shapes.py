@@ -94,7 +94,7 @@ def shape_near(wanted: float, like: ModelShape, *, taken: Collection[int] = ()) 
 
 
 def is_too_large(wanted: float, like: ModelShape) -> bool:
-    """Return True if no shape in these proportions has so many parameters."""
+    """Return True if every shape in these proportions has fewer than `wanted` parameters."""
     return wanted > _largest_params(like)
 
 

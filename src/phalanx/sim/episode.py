@@ -35,7 +35,7 @@ class Manner:
     name: str
     routing: Routing
     react_s: float  # from a failure until its paths are left; infinite: never
-    least_paths: int = 1  # a sender keeps at least so many, good or bad
+    least_paths: int = 1  # paths that a sender keeps in any case, good or bad
     probe_s: float = math.inf  # until a path that was left is tried again
     pauses: bool = False  # PFC
     go_back: bool = False  # a lost packet is sent again with all that followed it (RoCE)
@@ -187,7 +187,7 @@ def _loss_detected(links: Links, fault: FabricFault, manner: Manner, wire: Wire)
     """Return when losses have retired all spare paths, and how many paths then remain in use.
 
     Infinite where probes restore paths sooner. Then as many paths are lost as return: rate·loss·probe_s = spare
-    paths, where the rate is that of so many planes, or of the least paths.
+    paths, where the rate is that of the planes in use, or of the least paths.
     """
     packets_per_s = links.fabric.nic_gbps * 1e9 / (8.0 * (wire.payload_bytes + wire.header_bytes))
     retired_per_s, spare_paths = packets_per_s * fault.loss, max(0, manner.routing.paths - manner.least_paths)

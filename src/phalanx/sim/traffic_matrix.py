@@ -135,7 +135,7 @@ INCAST = "incast"  # the only pattern that depends on which hosts share a T0
 def incast(fabric: Fabric, nbytes: float, *, senders: int = SENDERS) -> Flows:
     """Return flows from hosts under one T0 to one host under another, and a victim as the last flow.
 
-    The victim goes from a further host of the first T0 to a neighbour of the crowded one: it shares switches with the
+    The victim goes from another host of the first T0 to a neighbour of the crowded host: it shares switches with the
     crowd, but neither its sender nor its receiver.
     """
     if fabric.hosts < senders + 3:

@@ -137,7 +137,7 @@ def _check_ratio(shape: ClosShape, where: str) -> None:
 
 
 def _check_rails(hosts: int, shape: ClosShape, where: str) -> None:
-    """Raise UserError for rails that do not divide the hosts, or that nothing joins."""
+    """Raise UserError for rails that do not divide the hosts, or that no switch joins."""
     rails = shape.rails
     if rails < 1:
         raise mistake(where, plural(rails, "rail"), fix="use 1 for none, or the GPUs of a server, as 8")

@@ -338,7 +338,7 @@ def _loss_way(plan: Plan, name: str, outcomes: Sequence[RunOutcome], *, is_chose
 # The same plan at other sites, with the published range of failure rates, recovery times and repair times.
 
 
-# A site's run may be shorter than the job: with so many failures random variation is some per cent, while sites
+# A site's run may be shorter than the job: with this number of failures random variation is some per cent, while sites
 # differ by factors, and in five days hosts are repaired and return.
 ENOUGH_FAILURES, ENOUGH_DAYS = 150.0, 5.0
 FEWEST_SITES, MOST_SITES = 32, 256

@@ -61,7 +61,7 @@ class MonthsPolicy:
     leaving: LeavingOut | None = None
 
     def pace(self, missing: int) -> float:
-        """Return the share of the planned speed with so many hosts missing; 0 when the job must wait."""
+        """Return the share of the planned speed with `missing` hosts missing; 0 when the job must wait."""
         return self.paces.get(missing, 0.0)
 
 
@@ -168,7 +168,7 @@ def failures_per_day(made: MonthsPolicy, cause: Cause) -> float:
 
 
 def expected_failures(made: MonthsPolicy, days: float) -> float:
-    """Return the number of failures expected in a run of so many days."""
+    """Return the number of failures expected in a run of `days` days."""
     return days * DAY_S / made.mtbf_s
 
 

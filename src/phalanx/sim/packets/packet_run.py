@@ -42,7 +42,7 @@ from phalanx.sim.traffic_matrix import Flows
 
 SAMPLE_S = 10e-6
 BUDGET = PacketBudget()
-PROBE_PHASES = 16  # connections probe in so many groups, one after the other
+PROBE_PHASES = 16  # groups of connections that probe one after the other
 # Without a limit, simulate so long after the last change, and PATIENCE times the unhindered duration.
 REST_S = 0.1
 PATIENCE = 20

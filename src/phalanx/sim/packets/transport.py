@@ -47,7 +47,7 @@ class Transport:
     window_packets: float | None = None  # at the start; None: 1.5 bandwidth-delay products
     controlled: bool = True  # False keeps the window constant
     timeout_s: float | None = None  # from sending until a packet counts as lost
-    # ev_min_active: so many paths of a connection are never retired (4 in mrc_qp.md, an example of the OCP).
+    # ev_min_active: the paths of a connection that are never retired (4 in mrc_qp.md, an example of the OCP).
     least_paths: int = 4
     # Between probes of a retired path. Calibrated, as it is not published: with 1 % loss everywhere about a third of
     # the throughput is left (arXiv:2605.04333 section 5.2.7). The docs list the results of 15 and 20 ms.

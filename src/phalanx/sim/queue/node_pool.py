@@ -49,7 +49,7 @@ class NodePool:
         return "block" if need <= self.per_rack * self.per_block else "any"
 
     def could_ever_hold(self, need: int, domain: Domain) -> bool:
-        """Return True if the empty cluster has so many nodes in such a domain."""
+        """Return True if an empty cluster has `need` nodes in such a domain."""
         size = {"rack": self.per_rack, "block": self.per_rack * self.per_block}.get(domain, self.nodes)
         return need <= min(size, self.nodes)
 
@@ -89,7 +89,7 @@ class NodePool:
         return domain == "any" or self._best_domain(need, domain, barred) is not None
 
     def take(self, need: int, domain: Domain, barred: Collection[int] = NONE_BARRED) -> list[int] | None:
-        """Take so many free nodes outside the barred racks; returns all of them, or None."""
+        """Take `need` free nodes outside the barred racks; returns all of them, or None."""
         if not self.fits(need, domain, barred):
             return None
         chosen: list[int] = []

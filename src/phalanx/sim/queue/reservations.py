@@ -41,13 +41,13 @@ class FreeProfile:
                 counts.append(counts[-1] + nodes)
 
     def fits_now(self, now: float, need: int, duration_s: float) -> bool:
-        """Return True if so many nodes are free from now for `duration_s`."""
+        """Return True if `need` nodes are free from now for `duration_s`."""
         first = max(0, bisect_right(self.times, now) - 1)
         last = bisect_left(self.times, now + duration_s, lo=first + 1)
         return min(self.free[first:last]) >= need
 
     def earliest(self, need: int, duration_s: float, *, not_before: float = 0.0) -> float | None:
-        """Return when so many nodes are free for `duration_s`; None if never, because nodes are out of service."""
+        """Return when `need` nodes are free for `duration_s`; None if never, because nodes are out of service."""
         times, free, count = self.times, self.free, len(self.times)
         requested = not_before
         known_duration_s, known_not_before, known_start = self._searched.get(need, (inf, inf, -inf))
@@ -70,7 +70,7 @@ class FreeProfile:
         return None
 
     def promise(self, start: float, duration_s: float, need: int) -> None:
-        """Reserve so many nodes from `start` for `duration_s`."""
+        """Reserve `need` nodes from `start` for `duration_s`."""
         first = self._cut(start)
         last = self._cut(start + duration_s)
         self.free[first:last] = [count - need for count in self.free[first:last]]

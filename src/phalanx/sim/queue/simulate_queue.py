@@ -44,7 +44,7 @@ def simulate_jobs(
     seed: int = 0,
     journal: list[JournalEntry] | None = None,
 ) -> QueueOutcome:
-    """Simulate jobs, in order of submission, on so many equal nodes. The same seed gives the same outcome.
+    """Simulate jobs, in order of submission, on equal nodes. The same seed gives the same outcome.
 
     `journal` receives an entry whenever a job gets nodes or returns them.
     """

@@ -47,7 +47,9 @@ TEAMS = ("red", "green", "blue", "gold")  # used where the policy has no teams
 def synthetic_jobs(
     *, nodes: int, jobs: int, days: float, load: float, seed: int, teams: tuple[str, ...] = ()
 ) -> JobTrace:
-    """Generate so many jobs in so many days for a cluster of so many nodes; the same seed gives the same jobs.
+    """Generate jobs that are submitted over `days` to a cluster of `nodes`; the same seed gives the same jobs.
+
+    `load` is the requested share of the cluster's node-time. Raises UserError for values out of range.
 
     >>> trace = synthetic_jobs(nodes=100, jobs=3, days=1, load=0.5, seed=0)
     >>> len(trace.jobs), trace == synthetic_jobs(nodes=100, jobs=3, days=1, load=0.5, seed=0)

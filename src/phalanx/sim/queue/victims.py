@@ -30,7 +30,7 @@ class TeamQuota:
         return job.nodes <= most
 
     def allows(self, job: QueueJob, running: Mapping[str, int]) -> bool:
-        """Return True if its team may use so many more nodes: its own, or borrowed from what others leave unused."""
+        """Return True if the job's team may use its nodes in addition: its own, or unused ones of other teams."""
         team = self.teams.get(job.team)
         if team is None:
             return True

@@ -89,7 +89,7 @@ class TeamUse:
             self._set_share(team)
 
     def change(self, team: str, nodes: int) -> None:
-        """Record that a job of a team starts (so many nodes) or ends (minus so many)."""
+        """Add the nodes of a team's job that starts; negative `nodes` for a job that ends."""
         self.running[team] = self.running.get(team, 0) + nodes
         self._set_share(team)
 

@@ -62,7 +62,7 @@ class Aftermath:
     during_s: float  # the step in which the part fails
     after_s: float  # later steps, until the part is repaired
     outage_s: float  # until the part is repaired
-    # Nothing moves: until traffic uses other paths, or until the part is back.
+    # Time without traffic, until it uses other paths or the part is back.
     stall_s: float
     # Training done in the minute that begins with the failure, as a share of a healthy one.
     minute: float
@@ -126,7 +126,7 @@ def failure_aftermath(
 
 
 def minute_share(still_s: float, slow_s: float, *, pace: float) -> float:
-    """Return the share of a minute's training done with so many seconds stalled and so many at a slower pace.
+    """Return the share of a minute's training that is done with some seconds stalled and some at a slower pace.
 
     >>> minute_share(15.0, 0.0, pace=1.0), minute_share(0.0, 60.0, pace=0.5)
     (0.75, 0.5)
