@@ -148,6 +148,7 @@ def _allocate_hours(settings: _Settings, text: str, machine: Cluster, *, extrapo
     the ratio alone could alternate across such a jump forever, so the two nearest budgets bound the next.
     """
     hours = positive_amount("--gpu-hours", text)
+    # The first guess; each round replaces it by the ratio of wanted to planned hours.
     flops = hours * 3600.0 * float(machine.accelerator.peak_bf16_flops) * FIRST_MFU
     low, high = 0.0, math.inf
     best: Allocation | None = None
@@ -370,6 +371,7 @@ def _off_optimum(fit: ScalingFit, flops: float, factor: float) -> OffOptimum:
     size = params * factor
     tokens = flops / (6.0 * size)
     loss = law_loss(fit.method, values, size, tokens)
+    # Bisect the budget at which the best size reaches the same loss.
     low, high = flops / 1e3, flops
     for _ in range(60):
         middle = math.sqrt(low * high)

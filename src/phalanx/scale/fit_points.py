@@ -251,6 +251,7 @@ def _doubted(draws: Array) -> Array:
 
 def _find_outliers(points: ScalingPoints, residuals: Array, strays: tuple[int, ...] = ()) -> list[Outlier]:
     """Return the rows that the fit excluded, and points further from the law than 4.5 robust standard deviations."""
+    # 1.4826 times the median absolute deviation is the standard deviation of normal noise.
     spread = 1.4826 * float(np.median(np.abs(residuals - np.median(residuals))))
     if spread <= 0.0:
         return []
@@ -463,6 +464,7 @@ def optimum_estimates(fit: ScalingFit, flops: float) -> dict[str, FitEstimate]:
     best = answer(fit.values())
     drawn = np.array([answer(dict(zip(names, row, strict=True))) for row in fit.draws]).reshape(len(fit.draws), 4)
     if drift := fit.drift_at(flops):
+        # Beyond the data, losses get the held-out drift as additional uncertainty.
         drawn[:, 3] *= np.exp(drift * np.random.default_rng(fit.seed).normal(size=len(drawn)))
     keys = ("params", "tokens", "tokens_per_param", "loss")
     return {key: estimate_interval(best[column], drawn[:, column]) for column, key in enumerate(keys)}

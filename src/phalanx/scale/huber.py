@@ -61,6 +61,7 @@ def fit_huber(
     `scale` multiplies the objective during the search, and has no effect on the result.
     """
 
+    # Bounds of ln E, ln A and ln B, then of ln α and ln β.
     lowest, highest = np.array([-40.0] * 3 + [-6.0] * 2), np.array([40.0] * 3 + [1.5] * 2)
 
     def objective(theta: Array, rows: Rows) -> tuple[Array, Array]:

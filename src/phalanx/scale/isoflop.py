@@ -58,6 +58,7 @@ def group_budgets(points: ScalingPoints) -> list[tuple[float, NDArray[np.intp]]]
     logs = np.log10(points.flops)
     order = np.argsort(logs)
     breaks = np.flatnonzero(np.diff(logs[order]) > math.log10(1.0 + 2 * SAME))
+    # Budgets of a designed sweep: runs of points whose FLOPs are equal.
     exact = [rows for rows in np.split(order, breaks + 1) if len(rows) >= LEAST_SIZES and np.ptp(logs[rows]) < 0.02]
     if sum(map(len, exact)) >= 0.8 * len(points):
         return [(float(np.median(points.flops[rows])), rows) for rows in exact]
@@ -148,10 +149,12 @@ def _fit_curve(points: ScalingPoints, flops: float, rows: NDArray[np.intp]) -> t
     sizes = np.unique(x)
     exact = float(np.abs(log_excess).max()) < SAME
     middle = x.mean()
+    # A parabola only holds near the minimum: use sizes within a factor of 8 of the lowest point, if there are enough.
     near = np.abs(x - x[int(np.argmin(y))]) < math.log(8.0)
     if len(np.unique(x[near])) < LEAST_SIZES:
         near = np.ones(len(x), dtype=bool)
     columns = [np.ones(int(near.sum())), x[near] - middle, (x[near] - middle) ** 2]
+    # Points off the budget: a slope in ln C corrects their losses.
     if not exact and int(near.sum()) > 5:
         columns.append(log_excess[near])
     bent = np.linalg.lstsq(np.stack(columns, axis=1), y[near], rcond=None)[0]
@@ -254,6 +257,7 @@ def _off_line(used: list[CurveOptimum], x: Array, y: Array) -> list[Outlier]:
     """Return the curves far from the line through the medians of all pairs (Theil and Sen)."""
     slope, start, _, _ = stats.theilslopes(y, x)
     residual = y - start - slope * x
+    # 1.4826 times the median absolute deviation is the standard deviation of normal noise.
     spread = 1.4826 * float(np.median(np.abs(residual - np.median(residual))))
     outliers = []
     for curve, distance in zip(used, residual, strict=True):

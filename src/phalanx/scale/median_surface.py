@@ -52,6 +52,7 @@ def median_optimum(draws: PosteriorDraws, data: SurfaceData) -> tuple[float, flo
 def median_surface(draws: PosteriorDraws, data: SurfaceData) -> tuple[Array, float]:
     """Return the logarithms of the law for `SurfaceData.to_surface`, and half its sum of squares."""
     a, size, compute = median_optimum(draws, data)
+    # The range of ln(α + β) in which both exponents stay within their bounds.
     low = math.log(LEAST_EXPONENT / min(a, 1.0 - a))
     high = math.log(MOST_EXPONENT / max(a, 1.0 - a))
     ones, measured = 1.0 / data.noise, data.loss / data.noise

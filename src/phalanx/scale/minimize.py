@@ -25,6 +25,7 @@ def minimize_batch(
     count, size = theta.shape
     every = np.arange(count)
     cost, slope = objective(theta, every)
+    # The first step has length 0.1 along the gradient.
     inverse = np.tile(np.eye(size), (count, 1, 1)) * (0.1 / (np.linalg.norm(slope, axis=1) + 1e-300))[:, None, None]
     idle = np.zeros(count, dtype=int)
     active = every
@@ -46,6 +47,7 @@ def minimize_batch(
         idle[active] = np.where(gain <= tolerance * np.abs(new_cost), idle[active] + 1, 0)
         cost[active] = new_cost
         bend = np.einsum("ki,ki->k", moved, turned)
+        # Update only where the curvature is positive, which keeps the inverse Hessian positive definite.
         good = bend > 1e-12 * np.linalg.norm(moved, axis=1) * np.linalg.norm(turned, axis=1) + 1e-300
         rows = active[good]
         if len(rows):

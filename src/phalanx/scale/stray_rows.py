@@ -6,8 +6,8 @@ a time, since one stray can hide another, and only where both noise models (prop
 call the row a stray.
 
 Removed rows may show how large noise can be (heavy tails), or nothing (a broken run). Draws of the posterior count
-each with half the square of the largest residual that would not be a stray: with none of it, 80 % intervals of a held
-75 % under heavy tails and 76 % with one broken run (400 and 200 surfaces), with all of it 77 and 87 %.
+each with half the square of the largest residual that would not be a stray: with none of it, 80 % intervals of the
+exponent a held 75 % under heavy tails and 76 % with one broken run (400 and 200 surfaces), with all of it 77 and 87 %.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def find_stray_row(fits: Sequence[tuple[SurfaceData, Array]]) -> int | None:
         basis, _ = np.linalg.qr(slopes)
         leverage = np.minimum((basis**2).sum(axis=1), 1.0 - 1e-3)
         residual = (data.loss - fitted) / data.noise
+        # Internally studentized residuals first, then the externally studentized ones by the usual identity.
         squared = residual**2 / (1.0 - leverage) / max(float(residual @ residual), np.finfo(float).tiny) * free
         studentized = np.sqrt(squared * (free - 1) / np.maximum(free - squared, 1e-9))
         limit = stray_limit(count, free)

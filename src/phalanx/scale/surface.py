@@ -25,6 +25,7 @@ ITERATIONS = 60
 # Relative: where two parameters cannot be told apart, undamped normal equations have no solution.
 LEAST_DAMPING = 1e-14
 _TINY = 1e-300
+# Bounds of the five logarithms on the centred axes.
 _LOWEST = np.array([-12.0, -30.0, -30.0, math.log(LEAST_EXPONENT), math.log(LEAST_EXPONENT)])
 _HIGHEST = np.array([8.0, 12.0, 12.0, math.log(MOST_EXPONENT), math.log(MOST_EXPONENT)])
 
@@ -246,6 +247,7 @@ def polish_surface(
         accepted = active[better]
         theta[accepted], cost[accepted] = trial[better], new_cost[better]
         residual[better], slope[better] = new_residual[better], new_slope[better]
+        # A step that helps lowers the damping; a step that does not is dropped and raises it.
         damping[active] = np.where(better, np.maximum(damping[active] * 0.2, LEAST_DAMPING), damping[active] * 8.0)
         converged = (better & (gain < 1e-12 * (cost[active] + 1e-18))) | (damping[active] > 1e8)
         if converged.all():

@@ -223,6 +223,7 @@ def _flip_residuals(data: SurfaceData, theta: Array, draws: int, rng: np.random.
     fitted, slopes = residual_slopes(data, theta, tied=tied)
     free = len(data.loss) - slopes.shape[1]
     basis, _ = np.linalg.qr(slopes)
+    # Leverage below 1, or the division below would blow up residuals of points that the fit passes through.
     leverage = np.minimum((basis**2).sum(axis=1), 1.0 - 1.0 / (4.0 * len(data.loss)))
     residual = (data.loss - fitted) / np.sqrt(1.0 - leverage)
     signs = rng.choice((-1.0, 1.0), size=(draws, len(residual)))

@@ -195,6 +195,7 @@ def _project_laws(data: SurfaceData, pairs: Array) -> ProjectedLaws:
         np.einsum("kp,kp->k", first_slope, second_slope)
         for first_slope, second_slope in ((first, first), (first, second), (second, second))
     ]
+    # The inverse of the upper triangular 3x3 matrices, written out.
     inverse = np.zeros((count, 3, 3))
     for row in range(3):
         inverse[:, row, row] = 1.0 / upper[:, row, row]

@@ -141,6 +141,7 @@ def sweep_runs(
             why="runs share their first steps only where the learning rate does not depend on the end",
             fix='set optim.schedule = "wsd", or use --method isoflop',
         )
+    # C = 6·N·D and D = r·N give N* = √(C / 6r).
     optimum = [math.sqrt(budget / (6.0 * tokens_per_parameter)) for budget in budgets]
     make_runs = _wsd_runs if method == "wsd" else _isoflop_runs
     return make_runs(job, budgets, optimum, sizes, spread)

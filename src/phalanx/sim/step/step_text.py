@@ -1,7 +1,6 @@
 """Text of a simulated step: the table of differences, and the timeline in letters.
 
-The timeline has a line per stage and a column per slice of the step, with the letter of the activity that took most
-of it.
+The timeline has a line per stage and a column per slice of the step, with the letter of the longest activity in it.
 """
 
 from __future__ import annotations
