@@ -11,7 +11,7 @@ from phalanx.cli.parser import add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Options of `phalanx data`."""
+    """Add the options of `phalanx data`."""
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     _configure_build(verbs.add_parser("build", help="build a dataset folder from text, .jsonl or .parquet files"))
     for verb, text in (
@@ -68,7 +68,7 @@ def _configure_build(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Build, show or check."""
+    """Build, show or verify a dataset."""
     if args.what == "verify":
         note("note: phalanx data verify is now called phalanx data checksum")
     if args.what == "build":

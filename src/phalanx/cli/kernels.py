@@ -1,4 +1,7 @@
-"""`phalanx kernels`: list, measure, start and verify kernels, and score who writes them."""
+"""`phalanx kernels`: list, measure and verify GPU kernels.
+
+Further sub-commands write a template of a kernel and measure how well a language model writes kernels.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from phalanx.cli.parser import OnOff, add_json
 
 
 def configure_parser(parser: argparse.ArgumentParser) -> None:
-    """Sub-commands of `phalanx kernels`."""
+    """Add the sub-commands of `phalanx kernels`."""
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     line = "list operations, their variants, where they run and their error bounds"
     add_json(verbs.add_parser("list", help=line, description=line))
@@ -95,7 +98,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.what == "bench":
         return _run_bench(args)
     if args.what == "verify":
-        found = phalanx.kernels.verify(
+        verdict = phalanx.kernels.verify(
             args.file,
             op=args.op,
             device=args.device,
@@ -105,7 +108,7 @@ def run_command(args: argparse.Namespace) -> int:
             time_limit_s=args.time_limit,
             allow_code=args.allow_code,
         )
-        return show(found, as_json=args.json)
+        return show(verdict, as_json=args.json)
     lift = phalanx.kernels.skill_eval(
         proposer=args.proposer,
         endpoint=args.endpoint,
@@ -123,9 +126,9 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _run_bench(args: argparse.Namespace) -> int:
-    found = phalanx.kernels.bench(
+    measurements = phalanx.kernels.bench(
         args.op, shapes=args.shape, dtype=args.dtype, device=args.device, compiled=args.compile, progress=note
     )
     if args.out:
-        note(f"wrote {', '.join(found.write(args.out))} to {args.out}")
-    return show(found, as_json=args.json)
+        note(f"wrote {', '.join(measurements.write(args.out))} to {args.out}")
+    return show(measurements, as_json=args.json)
