@@ -1,5 +1,6 @@
-"""Checks and plans a job, or an earlier run, before any process is started; everything that can be refused is refused
-here.
+"""Checks and plans a job, or an earlier run, before any process is started.
+
+Everything that can be refused is refused here.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def with_absolute_files(resolved: ResolvedJob) -> ResolvedJob:
 
 
 def _absolute_paths(job: Job, base: Path) -> Job:
-    """Return the job with cluster file, weights and own code as absolute paths; `base` is the folder of the job file."""
+    """Return the job with all files it names as absolute paths; `base` is the folder of the job file."""
     file, module = job.cluster.file, absolute_code(job.model.module, base)
     weights = str(resolve_path(base / job.train.weights)) if job.train.weights else ""
     return dataclasses.replace(
@@ -433,8 +434,9 @@ def _refuse_finished(run: Run, plan: Plan) -> None:
 
 
 def _changes_refused(run: Run, old: Job, new: Job) -> tuple[Problem, ...]:
-    """Raise UserError for changed settings that a resumed run must keep; return warnings for those that change the
-    loss.
+    """Raise UserError for changed settings that a resumed run must keep.
+
+    Returns warnings for changes that alter the loss curve.
     """
     changed = changed_keys(old, new)
     curve_keys = [key for key in changed if key.startswith(BENDS_THE_CURVE) and key not in FIXED_OPTIM]

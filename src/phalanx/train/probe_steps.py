@@ -70,8 +70,9 @@ class ReferenceJob:
         )  # fmt: skip
 
     def step(self, parameters: int) -> CpuStep:
-        """Return the step as the cost model's formula takes it; `parameters` are those of the busiest rank before
-        sharding.
+        """Return the step as the cost model's formula takes it.
+
+        `parameters` are those of the busiest rank, before sharding.
         """
         shape = self.shape()
         return CpuStep(

@@ -219,9 +219,9 @@ class Rank:
             stack.enter_context(
                 self._monitored_rank(membership, rank, events, device, None if across is not None else store)
             )
-            keeper = self._memory_checkpointer(membership, inner, go, events)
-            if keeper is not None:
-                stack.callback(keeper.close)
+            checkpointer = self._memory_checkpointer(membership, inner, go, events)
+            if checkpointer is not None:
+                stack.callback(checkpointer.close)
             rounds = self._replica_rounds(membership, across, go, events) if across is not None else None
             # leaves_at: the steps at which a replay changes its membership.
             control = RankControl(
@@ -234,7 +234,7 @@ class Rank:
                     int(formation["from_step"]) for formation in self.run.launch().get("formations", ())
                 )
                 - {0},
-                keeper=keeper,
+                keeper=checkpointer,
                 case=Divergence.from_json(go["case"]) if go.get("case") else None,
                 copies=self._host_copies,
                 compared=self._compared,
@@ -305,8 +305,9 @@ class Rank:
         )
 
     def _shares_gpu(self, device: torch.device) -> bool:
-        """Return True if ranks of this machine share a GPU; by slots, since the answer must not change when ranks are
-        lost.
+        """Return True if ranks of this machine share a GPU.
+
+        Decided by slots: the answer must not change when ranks are lost.
         """
         if device.type != "cuda":
             return False
