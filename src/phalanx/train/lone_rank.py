@@ -109,9 +109,7 @@ def start_from_trunk(run: Run, trunk: Run, step: int) -> bool:
 
 
 class SweepWatch(Callback):
-    """The callback of a sweep's run: keeps its last score, saves where its decay begins, ends it early if it
-    diverges.
-    """
+    """The callback of a sweep's run: keeps its last score, saves at its decay, and stops it if it diverges."""
 
     def __init__(self, *, save_at: int = 0) -> None:
         self.save_at = save_at

@@ -34,8 +34,9 @@ class SweepStop:
 
 
 def main(arguments: list[str]) -> int:
-    """Train runs until the input ends; `arguments`: the caller's process id, and the number of workers on this
-    machine.
+    """Train runs until the input ends.
+
+    `arguments` are the caller's process id, and the number of workers that share this machine.
     """
     caller, sharers = int(arguments[0]), int(arguments[1])
     die_with(caller)
