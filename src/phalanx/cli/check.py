@@ -182,6 +182,7 @@ def _edits_file(args: argparse.Namespace) -> bool:
 def _print_reports(
     form: str, reports: Sequence[CheckReport], args: argparse.Namespace, *, failures: Sequence[PhalanxError] = ()
 ) -> None:
+    """Print the reports in the given format, or write them to --out."""
     from phalanx.rules.formats.registry import render_reports
 
     if form == "text" and not args.out and on_colour_terminal():

@@ -85,7 +85,7 @@ def run_command(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in names}
     if args.suite:
         return show(phalanx.drill_suite(args.job, progress=note, **options), as_json=args.json)
-    found = phalanx.drill(
+    result = phalanx.drill(
         args.job,
         args.faults,
         chaos=args.chaos,
@@ -102,9 +102,9 @@ def run_command(args: argparse.Namespace) -> int:
         progress=note,
         **options,
     )
-    code = show(found, as_json=args.json)
-    if found.outcome.message and not args.json:
-        note(found.outcome.message)
+    code = show(result, as_json=args.json)
+    if result.outcome.message and not args.json:
+        note(result.outcome.message)
     return code
 
 
@@ -130,7 +130,8 @@ def _check_call(args: argparse.Namespace) -> None:
         _refuse_options(options, "--read-record", why="--read-record runs nothing", fix="leave it out")
     if args.suite is not None and args.suite not in SUITES:
         raise mistake(WHERE, f"--suite {args.suite[:60]} is unknown", fix=f"use one of {', '.join(SUITES)}")
-    if args.suite:  # its faults and times are fixed, so that drill records of different users can be compared
+    # Its faults and times are fixed, so that drill records of different users can be compared.
+    if args.suite:
         _refuse_options(
             {
                 **run_options,

@@ -55,6 +55,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _note_unmapped(made: ImportedJob) -> None:
+    """Print on stderr how many settings were mapped, those that were not, and what is missing."""
     converted = made.converted
     total = len(converted.mapped) + len(converted.irrelevant) + len(converted.unmapped)
     note(

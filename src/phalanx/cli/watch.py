@@ -50,7 +50,8 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _follow_lines(looks: Iterator[RunLook]) -> None:
-    shown, due_s = "", 0.0
+    """Print remarks as they come, a line of progress every few seconds, and a summary at the end."""
+    last_line, due_s = "", 0.0
     broken: set[str] = set()  # ids of failed rules that were printed already
     first, over = True, False
     for look in looks:
@@ -61,9 +62,9 @@ def _follow_lines(looks: Iterator[RunLook]) -> None:
         for line in remarks:
             say(line, flush=True)
         line = str(look)
-        if line != shown and (view.is_finished or time.monotonic() >= due_s):
+        if line != last_line and (view.is_finished or time.monotonic() >= due_s):
             say(line, flush=True)
-            shown, due_s = line, time.monotonic() + PLAIN_S
+            last_line, due_s = line, time.monotonic() + PLAIN_S
         if over:  # the second look after the end has the verdicts on the whole run
             _tell_verdicts(look.check, broken, last=True)
             _last_words(view)
@@ -109,18 +110,20 @@ def _last_words(view: View) -> None:
 
 
 def _follow_objects(looks: Iterator[RunLook]) -> None:
-    shown, over = "", False
+    """Print a JSON object per line whenever the run's state changed."""
+    last_line, over = "", False
     for look in looks:
         if look.view.is_finished and not over:
             over = True
             continue  # the next look has the verdicts on the whole run
         line = visible_json(json.dumps(look.to_dict(), ensure_ascii=False, allow_nan=False))
-        if line != shown:
+        if line != last_line:
             print(line, flush=True)
-            shown = line
+            last_line = line
 
 
 def _follow_screen(looks: Iterator[RunLook], *, name: str) -> None:
+    """Redraw the screen until the run ends."""
     from rich.console import Console, Group
     from rich.live import Live
 

@@ -57,6 +57,7 @@ def _head_lines(view: View, name: str) -> list[Text]:
 
 
 def _curve_lines(view: View, width: int) -> list[Text]:
+    """Return a line per measured number with its sparkline and the plan's prediction."""
     s, p = view.summary, view.progress
     room = max(0, min(60, width - 62)) if width >= NARROW else 0
     if p is None:

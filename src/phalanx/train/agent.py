@@ -40,8 +40,10 @@ NCCL_DEFAULTS = {
     # 0: a collective that failed or timed out ends no process. 1 and 3 end the process; 1 and 2 abort the
     # communicators, after which a rank continues unaware with whatever the kernels had computed.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a watchdog thread that waits for the driver for 8 min ends the process
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # else SIGABRT ends the rank before it can report the error
+    # Otherwise a watchdog thread that waits for the driver for 8 min ends the process.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # Otherwise SIGABRT ends the rank before it can report the error.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     # After a failed collective the watchdog holds its group for four times as long, even if it dumps nothing.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
 }
@@ -56,9 +58,11 @@ def main(arguments: list[str]) -> int:
     task = LauncherTask(**json.loads(rest[0])) if rest else None
     if int(parent):
         die_with(int(parent))
-    stop_requests = StopSignals.listen()  # before the imports: Ctrl-C in the first seconds is a request like any other
+    # Before the imports: Ctrl-C in the first seconds must end the run like a later one.
+    stop_requests = StopSignals.listen()
     raise_descriptor_limit()  # the ranks are its children
-    gc.disable()  # importing 2,100 modules makes no garbage: 2.9 s instead of 3.7 s of processor time, mean of 3
+    # Importing 2,100 modules makes no garbage: 2.9 s instead of 3.7 s of processor time, mean of 3.
+    gc.disable()
     for name in BUFFER_NAMES:  # torch reads them when the first group is made
         os.environ.setdefault(name, str(RECORDED))
     for name, value in NCCL_DEFAULTS.items():
@@ -91,7 +95,8 @@ def main(arguments: list[str]) -> int:
         work = _rank_work(run, agent, notes, task, allow_code=allow_code)
         _check_trainable(plan)
         agent.rescue = partial(_rescue_state, run, agent, plan.job.checkpoint.keep)
-        gc.freeze()  # imported objects are never freed, so forked ranks share their memory; ranks enable gc again
+        # Imported objects are never freed, so forked ranks share their memory; ranks enable gc again.
+        gc.freeze()
         return agent.serve(work)
     except PhalanxError as error:
         print(error, file=sys.stderr)
@@ -179,4 +184,5 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # skips torch's clean-up at exit: nothing here needs it, and it takes a second
+    # Skips torch's clean-up at exit: nothing here needs it, and it takes a second
+    os._exit(code)

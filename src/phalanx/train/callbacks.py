@@ -143,7 +143,7 @@ class CallbackList:
                 raise self._callback_failed(name, moment, f"step {training.step:,}", error) from error
 
     def call_after_failure(self, training: TrainingContext, error: BaseException) -> list[str]:
-        """Call `on_failure` of every callback; return a message for each that fails itself, and go on with the rest."""
+        """Call `on_failure` of every callback; return a message for each that raises itself."""
         problems = []
         for callback, method in self._methods["on_failure"]:
             try:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from phalanx.train.step_result import StepReport
     from phalanx.train.training_context import TrainingContext
 
-LAST_SAVES = 1_000_000  # the last save's attempts are numbered from here; AsyncSaver numbers earlier ones from 0
+# The last save's attempts are numbered from here; AsyncSaver numbers earlier ones from 0
+LAST_SAVES = 1_000_000
 
 
 class Checkpointing(Callback):
@@ -61,7 +62,8 @@ class Checkpointing(Callback):
             now_s=time.monotonic() - _since_last_commit(training.folder, control.went_s),
         )
         self._saved_step = self._writing_step = -1
-        self._has_written = False  # True if this rank's replica wrote the last save, not another model replica
+        # True if this rank's replica wrote the last save, not another model replica
+        self._has_written = False
         self._reason = ""  # reason of the save that is being written
         self._failed: tuple[int, SystemFailure] | None = None  # the newest save that failed, with its step
         self._copied_step = -1  # newest step of which this rank made a copy in memory
@@ -256,7 +258,8 @@ class Checkpointing(Callback):
         It is tried again when the next save is due; the checkpoint before it is intact.
         """
         self._saved_step = -1
-        text = redact(str(error), os.environ).splitlines()[0]  # the library of an object store may quote its keys
+        # The library of an object store may quote its keys
+        text = redact(str(error), os.environ).splitlines()[0]
         self._training.events.write("checkpoint", step=step, epoch=self._training.control.generation, error=text)
         self._failed = (step, error)
 

@@ -96,13 +96,13 @@ class Engine:
             loss = torch.compile(loss, backend=settings.compile_backend)
         self.parts: list[ModelStage] = build_stages(shape, settings, self.meshes, device)
         self.held: list[StageTensor] = stage_tensors(self.parts, self.meshes, tied=shape.tied)
-        self._trained = [held for held in self.held if held.trained]
+        self._trained = [stage_tensor for stage_tensor in self.held if stage_tensor.trained]
         self.exchange = None if self.dims.zero else GradientExchange(self._trained, self.meshes, settings)
-        parameters = [held for held in self.held if held.is_parameter]
+        parameters = [stage_tensor for stage_tensor in self.held if stage_tensor.is_parameter]
         self.masters = MasterWeights(parameters, settings)
         pairs = list(zip(self.masters.shards, parameters, strict=True))
-        self.shards: list[TensorShard] = [shard for shard, held in pairs if held.trained]
-        self._frozen: list[TensorShard] = [shard for shard, held in pairs if not held.trained]
+        self.shards: list[TensorShard] = [shard for shard, stage_tensor in pairs if stage_tensor.trained]
+        self._frozen: list[TensorShard] = [shard for shard, stage_tensor in pairs if not stage_tensor.trained]
         # Weight decay is for matrices: norms and biases, of Phalanx's models and of a user's network, are not decayed.
         matrices = {shard.name for shard in self.shards if len(shard.shape) > 1}
         self._scales = parameter_scales(shape, settings.scale, optimizer=optim.name)
@@ -117,7 +117,8 @@ class Engine:
             scales=self._scales,
         )
         self.kernels = StepKernels()
-        if across is None:  # else replicas, which do not share measurements, could choose different kernels
+        # Not with model replicas: they do not share measurements, and could choose different kernels.
+        if across is None:
             self.kernels = choose_kernels(self.optimizer, self._stage_models(), settings, device, world=self.dims.world)
         # State of the outer optimizer of peers on slow links (slow_links/outer_optimizer.py).
         self.peer_state: list[TensorShard] = []
@@ -139,7 +140,8 @@ class Engine:
             self._tied = TiedTable(self.held, self.meshes, v_shaped=v_shaped)
         self.compression = GradientCompression(self.exchange, self._stage_models(), settings)
         self.listener = None
-        if across is None:  # else the noise of one replica's gradient would be taken for that of all replicas
+        # Not with model replicas: the noise of one replica's gradient would be taken for that of all.
+        if across is None:
             self.listener = listen_for_noise(self._trained, self.meshes, self.exchange, self._stage_models())
         self.noise = NoiseScale(every=self.listener.norms.every if self.listener is not None else 1)
         self.clock = clock_of(device, compiled=settings.compile)
@@ -167,7 +169,8 @@ class Engine:
         self.compare_memory: Callable[[], torch.Tensor | None] = lambda: None
         # Returns True if this rank knows of model replicas that come back.
         self.wants_round: Callable[[], bool] = lambda: False
-        self.spikes = SpikeDetector(0.0)  # steps whose gradient norm is a spike are skipped; factor 0 finds none
+        # Steps whose gradient norm is a spike are skipped; factor 0 finds none
+        self.spikes = SpikeDetector(0.0)
 
     def _stage_models(self) -> list[torch.nn.Module]:
         return [part.model for part in self.parts]
@@ -218,7 +221,9 @@ class Engine:
 
     def weights(self) -> list[TensorShard]:
         """Return the weights as the optimizer stores them, with frozen weights and buffers."""
-        buffers = [held.shard(held.local) for held in self.held if not held.is_parameter]
+        buffers = [
+            stage_tensor.shard(stage_tensor.local) for stage_tensor in self.held if not stage_tensor.is_parameter
+        ]
         return [*self.shards, *self._frozen, *buffers]
 
     def state(self) -> list[TensorShard]:
@@ -333,7 +338,8 @@ class Engine:
         skipped = not finite or self.spikes.is_spike(norm)
         with self.clock.phase("optimizer"):
             if not skipped:
-                clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0  # 1e-6 as torch's clip_grad_norm_
+                # 1e-6 as torch's clip_grad_norm_
+                clip = min(1.0, self._clip / (norm + 1e-6)) if self._clip else 1.0
                 self._update_weights(grads, factor * clip, lr)
             self.clear_gradients()
             self.experts.finish(learn=not skipped)
@@ -444,7 +450,8 @@ class Engine:
 
     def _forward_backward(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, *, unit: float) -> torch.Tensor:
         """Accumulate gradients of `unit` × the summed loss; return the summed loss of this rank."""
-        if self.unit and unit != self.unit:  # errors that compression carries over are in the unit of the last step
+        # Errors that compression carries over are in the unit of the last step.
+        if self.unit and unit != self.unit:
             self.compression.rescale(unit / self.unit)
         self.micro_batches.unit = unit
         return self.micro_batches.accumulate_gradients(tokens_BS, targets_BS)
@@ -455,9 +462,13 @@ class Engine:
         Parameters that took no part in the step have zeros.
         """
         grads = []
-        for held, shard in zip(self._trained, self.shards, strict=True):
-            grad = self.exchange.gradient(held.tensor) if self.exchange is not None else local_gradient(held.tensor)
-            grads.append(torch.zeros_like(held.local, dtype=shard.tensor.dtype) if grad is None else grad)
+        for stage_tensor, shard in zip(self._trained, self.shards, strict=True):
+            grad = (
+                self.exchange.gradient(stage_tensor.tensor)
+                if self.exchange is not None
+                else local_gradient(stage_tensor.tensor)
+            )
+            grads.append(torch.zeros_like(stage_tensor.local, dtype=shard.tensor.dtype) if grad is None else grad)
         if self._tied is not None:
             self._tied.sum(self._trained, grads)
         return grads
@@ -558,6 +569,6 @@ class Engine:
 
     def clear_gradients(self) -> None:
         """Release the gradients of a step, whether it updated the weights or not."""
-        for held, shard in zip(self._trained, self.shards, strict=True):
-            held.tensor.grad = None
+        for stage_tensor, shard in zip(self._trained, self.shards, strict=True):
+            stage_tensor.tensor.grad = None
             shard.tensor.grad = None

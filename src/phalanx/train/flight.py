@@ -34,7 +34,8 @@ class FlightRecord:
 
     def __init__(self, run: Run, *, rank: int, generation: int) -> None:
         self._run, self._rank, self._generation = run, rank, generation
-        self._began_ns = time.time_ns()  # the ring also holds entries of earlier memberships of this process
+        # The ring also holds entries of earlier memberships of this process
+        self._began_ns = time.time_ns()
         self._lock, self._is_begun = threading.Lock(), False
 
     def __call__(self) -> None:
@@ -139,7 +140,8 @@ def last_collective() -> str:
         entries = recorded_entries()
     except (ImportError, AttributeError):
         return ""
-    entries.sort(key=lambda entry: int(entry.get("time_created_ns") or 0))  # NCCL's and gloo's are recorded apart
+    # NCCL's and gloo's are recorded apart
+    entries.sort(key=lambda entry: int(entry.get("time_created_ns") or 0))
     return _entry_name(entries[-1]) if entries else ""
 
 

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
 
 ONE_BY_ONE = "in a Slurm job: srun --ntasks=1 --exact phalanx train …"
-MEETING_S = 300.0  # timeout for all ranks to arrive, while the plan with comm.init_timeout_s is not known yet
+# Timeout for all ranks to arrive, while the plan with comm.init_timeout_s is not known yet
+MEETING_S = 300.0
 REFUSAL_S = 10.0  # time for the other ranks to read that rank 0 could not prepare the run
 
 
@@ -79,7 +80,8 @@ def run_joined_rank(
             outcome = tend_agents(
                 run,
                 hosts=(host,),
-                environ={**environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # CUDA is not started before the fork
+                # Keeps torch from starting CUDA in the agent, before it forks the rank.
+                environ={**environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
                 tick=watch(plan, run) if plan is not None else lambda: None,
                 asked=lambda count: None,
                 stop_requests=stop_requests,
@@ -137,7 +139,8 @@ def _prepare_for_all(store: Store, place: RankPlace, prepare: Callable[[], tuple
         prepare_launch(run, hosts, world=place.world, machines=machines, launcher=place.launcher)
     except BaseException:
         store.set("run", "")
-        with suppress(Exception):  # the store ends with this process: let the other ranks read the refusal first
+        # The store ends with this process: let the other ranks read the refusal first.
+        with suppress(Exception):
             store.wait([f"refused/{rank}" for rank in range(1, place.world)], timedelta(seconds=REFUSAL_S))
         raise
     store.set("run", str(run.path.resolve()))
@@ -329,7 +332,8 @@ def _run_of_first(store: Store, rank: int) -> Run:
 
 def _visible_folder(path: Path, rank: int) -> Path:
     """Wait up to 30 s until the run folder is visible here; raise SystemFailure if it is not."""
-    until = time.monotonic() + 30.0  # a network file system shows a new folder late
+    # A network file system shows a new folder late
+    until = time.monotonic() + 30.0
     while not (path / "plan.json").is_file():
         if time.monotonic() > until:
             raise SystemFailure(

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-AGAIN_S = 1.0  # between two passes: the second aborts communicators that were being created during the first
-WAIT_S = 2.0  # for the aborts of a rank that leaves; slower ones continue in their threads
+# Between two passes: the second aborts communicators that were being created during the first
+AGAIN_S = 1.0
+# For the aborts of a rank that leaves; slower ones continue in their threads
+WAIT_S = 2.0
 
 
 class CommunicatorAbort:
@@ -63,7 +65,8 @@ def nccl_backends() -> list[Any]:
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(RuntimeError):  # a group without a backend for GPUs
             backend = group._get_backend(torch.device("cuda"))
-            backends += [backend] if backend.name() == "nccl" else []  # plain "gloo" serves both kinds of devices
+            # A backend named "gloo" serves both kinds of devices.
+            backends += [backend] if backend.name() == "nccl" else []
     return backends
 
 

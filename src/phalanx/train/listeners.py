@@ -45,7 +45,8 @@ def refuse_strangers(known: Collection[str]) -> int:
 
     Does nothing with TORCH_GLOO_LAZY_INIT, where pairs of ranks connect when they first exchange something.
     """
-    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):  # then pairs connect at their first exchange
+    # With lazy initialisation pairs of ranks connect only at their first exchange.
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
         return 0
     program = ctypes.create_string_buffer(DROP, len(DROP))
     count = 0

@@ -116,7 +116,8 @@ class MicroBatches:
         count = tokens_BS.shape[0] // self._settings.layout.micro_batch
         totals = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in wanted]
         with self._loss_context(), fastest_attention(self._device):
-            if self._chunks_loss and list(wanted) == [summed_loss]:  # any other number needs the whole logits
+            # Any other number needs the whole logits.
+            if self._chunks_loss and list(wanted) == [summed_loss]:
                 for x, y in zip(tokens_BS.chunk(count), targets_BS.chunk(count), strict=True):
                     totals[0] += self._parts[0].model(x, y).double()
                 return totals

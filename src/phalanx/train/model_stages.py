@@ -158,8 +158,8 @@ def _part_holdings(part: ModelStage, meshes: Meshes, *, tied: bool) -> Iterator[
     parameters, is_own = list(part.model.named_parameters()), isinstance(part.model, OwnStage)
     parameter_ids = {id(param) for _, param in parameters}
     for name, tensor in [*parameters, *_kept_buffers(part.model)]:
-        cut = experts.get(id(tensor))
-        box = region_of(tensor, (cut,) if cut else ())
+        expert_split = experts.get(id(tensor))
+        box = region_of(tensor, (expert_split,) if expert_split else ())
         copy = is_doubled and name in TIED
         yield StageTensor(
             name=TIED[0] if copy else name,
@@ -236,9 +236,9 @@ def copy_weights(
     for own_name, value in values:
         name = prefix + own_name
         for shard in targets.get(name, ()):
-            cut = value
+            piece = value
             for dim, (start, size) in enumerate(zip(shard.start, shard.tensor.shape, strict=True)):
-                cut = cut.narrow(dim, start, size)
-            shard.tensor.copy_(cut)
+                piece = piece.narrow(dim, start, size)
+            shard.tensor.copy_(piece)
         if name in buffers and name not in targets:
             buffers[name].copy_(value)

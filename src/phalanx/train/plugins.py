@@ -40,10 +40,10 @@ from phalanx.units import plural
 if TYPE_CHECKING:
     from torch import Tensor
 
-ATTRIBUTES = (
-    "__attributes__"  # key of an object's attributes among the arguments, instead of its constructor's arguments
-)
-STATE = "__state__"  # key of an object's state_dict() among the arguments
+# Keys among a reference's arguments: an object's attributes, set instead of calling its constructor, and its
+# state_dict().
+ATTRIBUTES = "__attributes__"
+STATE = "__state__"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

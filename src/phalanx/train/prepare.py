@@ -48,8 +48,10 @@ FREE = (
     *("parallel.", "cluster.", "train.", "comm.", "checkpoint.", "fault.", "telemetry.", "cost.", "launch."),
     *("batch.micro", "name", "profile", "waiver", "plugins.callbacks", "plugins.metrics", "plugins.source"),
 )
-BENDS_THE_CURVE = ("optim.", "precision.", "numerics.", "data.tokens", "plugins.loss")  # allowed, with a warning
-ONLY_SAID = "model.sliding_window"  # no effect on training, and missing in plans before 0.7: never compared
+# These change the loss curve: allowed in a resumed run, with a warning.
+BENDS_THE_CURVE = ("optim.", "precision.", "numerics.", "data.tokens", "plugins.loss")
+# No effect on training, and missing in plans before 0.7: never compared
+ONLY_SAID = "model.sliding_window"
 FIXED_OPTIM = ("optim.name",)  # its state is in the checkpoint
 
 

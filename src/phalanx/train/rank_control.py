@@ -30,8 +30,10 @@ class RankControl:
     # Reports (steps done, phase): called after every step, and before and after everything that takes long.
     progress: Callable[[int, Phase], None]
     generation: int = 0
-    went_s: float | None = None  # Unix time at which this launch began to train; None: now
-    reform: Callable[[], bool] = lambda: False  # returns True when the membership is to be left after this step
+    # Unix time at which this launch began to train; None: now
+    went_s: float | None = None
+    # Returns True when the membership is to be left after this step
+    reform: Callable[[], bool] = lambda: False
     leaves_at: frozenset[int] = frozenset()  # steps after which it is left in any case, in replays
     keeper: InMemoryCheckpointer | None = None  # copies in host memory
     # Copies of the state that differed before this generation, where it is not known which of them was wrong.
@@ -41,8 +43,10 @@ class RankControl:
     # Compiled code that this process has compared with eager code, by `guard.compiled.code_key`.
     compared: set[str] = field(default_factory=set)
     hooks: DrillHooks = field(default_factory=DrillHooks)
-    fence: Callable[[], AbstractContextManager[None]] = nullcontext  # context in which a checkpoint is committed
-    over: Callable[[], bool] = lambda: False  # returns True once the membership has ended and the next is being formed
+    # The context in which a checkpoint is committed.
+    fence: Callable[[], AbstractContextManager[None]] = nullcontext
+    # Returns True once the membership has ended and the next is being formed
+    over: Callable[[], bool] = lambda: False
     rounds: ReplicaRounds | None = None  # set where model replicas come and go within the membership
     peers: PeerTraining | None = None  # set where this rank belongs to one of several peers on slow links
 

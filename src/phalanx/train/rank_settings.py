@@ -29,7 +29,8 @@ class Settings:
     layout: Layout
     sequence: int
     compute: str = "fp32"
-    fp8_head: bool = False  # also the output head's products, if its loss is computed in parts of the tokens
+    # Also the output head's products, if its loss is computed in parts of the tokens
+    fp8_head: bool = False
     reduce: str = "fp32"
     master: str = "fp32"
     context_kind: str = "ring"

@@ -127,7 +127,8 @@ def train_rank(
     try:
         if control.rounds is not None:
             restored = _meet_replicas(control, engine, restored, built, enter_round)
-            if built is not None:  # the copies of the earlier process are in the memory of the other replicas too
+            # The copies of the earlier process are in the memory of the other replicas too.
+            if built is not None:
                 training.checkpoints.safe_step = restored.step
         if restored.data and restored.data != training.batches.digest:
             raise _data_changed(job, before=restored.data, now=training.batches.digest)

@@ -74,7 +74,8 @@ class ReplicaRounds:
                     behind=reached != step,
                     seconds=time.monotonic() - began_s,
                 )
-                if self.across.position == 0:  # one rank reports for the replica, all of whose ranks are connected
+                # One rank reports for the replica, all of whose ranks are connected.
+                if self.across.position == 0:
                     self._confirm(round=self._number)
                 return reached
             self._is_dirty = self._is_dirty or (reached is not None and reached != step)
@@ -131,8 +132,8 @@ class ReplicaRounds:
         except (RuntimeError, OSError):
             self.across.leave()
             return None
-        own = NO_STATE if self._is_dirty else step
-        gathered = self.across.gather(torch.tensor([own]))
+        own_step = NO_STATE if self._is_dirty else step
+        gathered = self.across.gather(torch.tensor([own_step]))
         if gathered is None:
             return None
         steps = {replica: int(value.item()) for replica, value in gathered.items()}
@@ -142,7 +143,7 @@ class ReplicaRounds:
         if set(steps.values()) == {newest}:
             return newest
         source = min(replica for replica, value in steps.items() if value == newest)
-        return newest if self._take_over(engine, source, is_behind=own != newest) else None
+        return newest if self._take_over(engine, source, is_behind=own_step != newest) else None
 
     def _take_over(self, engine: Engine, source: int, *, is_behind: bool) -> bool:
         """Copy the state of replica `source` to the replicas that are behind; return False if one was lost meanwhile.

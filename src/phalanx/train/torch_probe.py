@@ -41,10 +41,10 @@ class TorchEngine:
     def matmul(self, size: int) -> Call:
         """Return a call that multiplies two square matrices."""
         # Random values: constant operands draw less power, so that a GPU's clock stays higher than in training.
-        left = torch.randn(size, size, device=self._device, dtype=self._dtype)
-        right = torch.randn(size, size, device=self._device, dtype=self._dtype)
+        first = torch.randn(size, size, device=self._device, dtype=self._dtype)
+        second = torch.randn(size, size, device=self._device, dtype=self._dtype)
         out = torch.empty(size, size, device=self._device, dtype=self._dtype)
-        return lambda: torch.mm(left, right, out=out)
+        return lambda: torch.mm(first, second, out=out)
 
     def copy(self, num_bytes: int) -> Call:
         """Return a call that copies a buffer in device memory."""

@@ -85,7 +85,8 @@ class TrainingContext:
                 # Before evaluation and checkpoints, so that the weights scored and saved are those that peers share.
                 *([control.peers] if control.peers is not None else []),
                 self.evaluation,
-                self.checkpoints,  # after all callbacks with state, so that it saves their state after this step
+                # After all callbacks with state, so that it saves their state after this step.
+                self.checkpoints,
                 TextSamples(),
             ],
             own=plugins.callbacks,

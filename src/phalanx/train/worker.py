@@ -126,7 +126,8 @@ class Rank:
         except Interrupted:
             pass
         except UntrustedState as error:
-            if rank == 0 or rank in error.suspects:  # rank 0 may belong to another model replica and not know of it
+            # The suspects too: rank 0 may belong to another model replica and not learn of it.
+            if rank == 0 or rank in error.suspects:
                 self._set_untrusted_aside(generation, error.sound)
             report |= {
                 "step": error.step,
@@ -146,7 +147,8 @@ class Rank:
 
     def _set_untrusted_aside(self, generation: int, sound: int) -> None:
         """Move checkpoints of an untrusted state out of the way, before anything else: the run may end here."""
-        with suppress(PhalanxError, OSError), commit_fence(self.run, generation):  # else the coordinator does it
+        # If this fails, the coordinator does it.
+        with suppress(PhalanxError, OSError), commit_fence(self.run, generation):
             set_untrusted_aside(self.run, after=sound)
 
     def _leave_membership(self, generation: int, abort: CommunicatorAbort, left: Mapping[str, Any]) -> None:
@@ -182,11 +184,14 @@ class Rank:
                 "ready", epoch=membership.generation, port=port, replica_port=self._replica_port(membership.generation)
             )
             session = None
-            if self.plan.job.sync.has_peers and rank == 0:  # rank 0 holds the session for all ranks of this peer
+            # Rank 0 holds the session for all ranks of this peer.
+            if self.plan.job.sync.has_peers and rank == 0:
                 session = PeerSession(self.run, self.plan.job)
                 stack.callback(session.close)
-            open_sockets = listening_sockets()  # these stay open: they authenticate their clients
-            if store_socket is not None and across is None:  # else replicas that come back connect to this store
+            # These stay open: they authenticate their clients
+            open_sockets = listening_sockets()
+            # Not with model replicas: those that come back connect to this store.
+            if store_socket is not None and across is None:
                 open_sockets = {
                     name: number for name, number in open_sockets.items() if number != store_socket.fileno()
                 }

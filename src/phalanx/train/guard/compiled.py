@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 # share d / s of the values fall on the other side, each by a whole distance s = 1/8: sqrt(d s) = 2^-6 in mean square.
 # TF32, torch's default for float32 convolutions on GPUs: the same with s = 2^-10, d = 2^-24.
 ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-17, "fp16": 2.0**-11, "bf16": 2.0**-9, "fp8": 2.0**-6}
-ROUNDINGS = 24  # norms, products, rotations, softmax, activation and residual sums of a block, forward and backward
+# Norms, products, rotations, softmax, activation and residual sums of a block, forward and backward
+ROUNDINGS = 24
 SAFETY = 2.0
 CEILING = 0.17  # the gradient norm 2.370 for 3.569 is 34 % off
 # A gradient that is zero on one side only counts as lost if the other exceeds this share of the bound, times the norm
@@ -279,7 +280,8 @@ def _short_of_memory(engine: Engine, free_bytes: int, used_bytes: int) -> str:
     settings, dims = engine.settings, engine.dims
     tokens = settings.layout.micro_batch * settings.sequence // dims.context
     has_head = any(part.model.head is not None for part in engine.parts)
-    has_head = has_head and not settings.chunks_loss(engine.shape, engine.device)  # that loss is never compiled
+    # The loss in chunks is never compiled.
+    has_head = has_head and not settings.chunks_loss(engine.shape, engine.device)
     logits = tokens * engine.shape.vocab // (dims.tensor if settings.loss_parallel else 1) if has_head else 0
     need = int(EAGER_SHARE * pass_bytes) + LOSS_BYTES * logits
     lacking = torch.tensor([float(need - free_bytes), float(need)], device=engine.device, dtype=torch.float64)

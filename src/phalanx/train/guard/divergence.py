@@ -124,7 +124,8 @@ class ReplicaGuard:
             step=step,
             kind="rest",
             suspects=tuple(counts),
-            certain=0 < len(counts) < max(2, len(rows)),  # memory does not fail on every rank at once: code does it
+            # Memory does not fail on every rank at once: then code other than the optimizer wrote to it.
+            certain=0 < len(counts) < max(2, len(rows)),
             boxes="",
             digests={rank: f"{total % 2**64:016x}" for rank, total in counts.items()},
             tensors=_broadcast_names(names, source=min(counts, default=0)),

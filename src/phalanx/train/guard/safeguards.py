@@ -215,7 +215,8 @@ class ChangedBuffers(Callback):
             training.events.write("remark", step=step, text=f"the buffer {name} {effect}", is_warning=True)
 
 
-STILL_STEPS = 32  # with the same loss: batches differ, and so do their losses, from the second or third digit on
+# Steps with the same loss. Batches differ, and so do their losses, from the second or third digit on.
+STILL_STEPS = 32
 STILL = 1e-6  # relative spread of the losses up to which the loss counts as not moving
 
 
@@ -257,7 +258,8 @@ class SkippedSteps(Callback):
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.in_a_row = 0  # skipped steps of the present streak; saved, so that a streak continues after a restart
+        # Skipped steps of the present streak; saved, so that a streak continues after a restart
+        self.in_a_row = 0
         self.trusted_step = 0  # steps done before that streak; all steps if the last was not skipped
 
     def on_start(self, training: TrainingContext) -> None:
