@@ -19,7 +19,8 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
         ("checksum", "compare every file of a dataset with its manifest"),
     ):
         _add_path(verbs.add_parser(verb, help=text))
-    _add_path(verbs.add_parser("verify"))  # its name until 0.7; without help it is not listed
+    # The name of checksum until 0.7; without help it is not listed.
+    _add_path(verbs.add_parser("verify"))
 
 
 def _add_path(parser: argparse.ArgumentParser) -> None:

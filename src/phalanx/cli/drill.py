@@ -71,7 +71,8 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     """Run or read a drill; exit code 0 if every verdict holds, 1 if one does not or could not be judged."""
-    if args.suite is not None and args.suite not in SUITES and not args.job:  # --suite JOB, as before 0.7
+    # --suite JOB, the form until 0.7.
+    if args.suite is not None and args.suite not in SUITES and not args.job:
         args.suite, args.job = "standard", args.suite
     if args.suite == "outside" or args.only or args.list:
         _check_outside(args)

@@ -146,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     try:
-        if argv is None:  # this is the process's own command, not a call from a test or another program
+        # This is the process's own command, not a call from a test or another program.
+        if argv is None:
             stop.listen()
         if argv is None and arguments[0] in ("plan", "check", "report"):
             # These are short and keep nearly all objects they make: garbage collection, in between and once more at

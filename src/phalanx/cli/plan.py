@@ -45,7 +45,8 @@ def run_command(args: argparse.Namespace) -> int:
         raise mistake("phalanx plan", what, fix="use 100; --json prints every layout of the front")
     if args.compare and args.out:
         raise mistake("phalanx plan", "--out writes one plan, not a comparison", fix="use --json > file")
-    if args.compare and not 2 <= len(jobs) <= MOST_COMPARED:  # before anything is planned
+    # Checked before anything is planned.
+    if args.compare and not 2 <= len(jobs) <= MOST_COMPARED:
         what = f"{plural(len(jobs), 'job file')} named"
         raise mistake("phalanx plan --compare", what, fix=f"name 2 to {MOST_COMPARED}, e.g. --compare a.toml b.toml")
     plans = [

@@ -31,7 +31,8 @@ class CommandSignals:
     def __init__(self) -> None:
         self.received = False
         self.code: int | None = None  # exit code of the process, once the command is over
-        self._unwinding_s: float | None = None  # monotonic time of the signal that unwinds the command
+        # Monotonic time of the signal that unwinds the command
+        self._unwinding_s: float | None = None
 
     def listen(self) -> None:
         """Install the handlers, except for a signal that was ignored when the process started.
@@ -40,7 +41,8 @@ class CommandSignals:
         """
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._note_signal)
-            atexit.register(self._end_process)  # the first function registered runs last
+            # The first function registered runs last
+            atexit.register(self._end_process)
             sys.unraisablehook = self._raise_again
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._note_signal)
@@ -81,7 +83,8 @@ class CommandSignals:
             self._unwinding_s = now_s
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
         if now_s - self._unwinding_s > SAME_S:
-            os._exit(128 + number)  # a second signal: the user does not want to wait for the clean-up
+            # A second signal: the user does not want to wait for the clean-up
+            os._exit(128 + number)
 
 
 def die_of_sigterm() -> None:

@@ -100,7 +100,8 @@ def main(arguments: list[str]) -> int:
         return agent.serve(work)
     except PhalanxError as error:
         print(error, file=sys.stderr)
-        if run.status().get("state") == "launching":  # in later states the other hosts may continue without this one
+        # In later states the other hosts may continue without this one.
+        if run.status().get("state") == "launching":
             run.set_status("failed", message=str(error), exit_code=error.exit_code)
         return error.exit_code
 
@@ -148,7 +149,8 @@ def _check_trainable(plan: Plan) -> None:
     settings = Settings.of(plan.job, plan.layout, on_gpu=on_gpu)
     refuse_layout(plan.job.model, settings)
     if on_gpu:
-        with suppress(Exception):  # imports Triton once, which takes each rank half a second; it is optional
+        # Imports Triton once per host, not half a second on each rank; training works without it.
+        with suppress(Exception):
             import_module("phalanx.train.guard.sum_kernel")
     if settings.compile:
         from phalanx.train.parallel.compiling import load_compiler

@@ -141,7 +141,8 @@ class _SourceWriter:
             fits = issubclass(cls, Callback)
         elif is_class:
             fits = True
-        else:  # objects of the standard library, such as open files, cannot be loaded in another process
+        else:
+            # Objects of the standard library, such as open files, cannot be loaded in another process.
             fits = cls.__module__.partition(".")[0] not in sys.stdlib_module_names and (
                 kind == "data" or (kind in ("loss", "metrics") and callable(thing))
             )

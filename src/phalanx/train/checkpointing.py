@@ -65,10 +65,12 @@ class Checkpointing(Callback):
         # True if this rank's replica wrote the last save, not another model replica
         self._has_written = False
         self._reason = ""  # reason of the save that is being written
-        self._failed: tuple[int, SystemFailure] | None = None  # the newest save that failed, with its step
+        # The newest save that failed, with its step
+        self._failed: tuple[int, SystemFailure] | None = None
         self._copied_step = -1  # newest step of which this rank made a copy in memory
         self.safe_step = -1  # newest step whose copy is safe in memory on every rank
-        self.copy_s: float | None = None  # seconds that the last copy in memory delayed training
+        # Seconds that the last copy in memory delayed training
+        self.copy_s: float | None = None
         self._save_requested = False
         # True until host memory is reserved: touching fresh memory takes longer than copying into it.
         self.needs_memory = False
@@ -191,7 +193,8 @@ class Checkpointing(Callback):
             self.tell_unsaved(self._writing_step, error)
         self._writing_step, self._reason = step, reason
         if not asynchronous:
-            self.saver.finish()  # training waits until it is written; `tell_saved` records errors
+            # Training waits until it is written; `tell_saved` records errors
+            self.saver.finish()
         blocked_s = time.monotonic() - began_s
         self._interval.saved(now_s=began_s, blocked_s=blocked_s)
         training.events.write(
@@ -271,7 +274,8 @@ class Checkpointing(Callback):
         A save that fails is tried again, then written elsewhere; if that fails too, it raises.
         """
         training = self._training
-        if self._failed_at(training.step) is None:  # else the interval's save of this very step has failed
+        # Unless the interval's save of this very step has failed.
+        if self._failed_at(training.step) is None:
             self.save(reason)
             self.tell_saved(wait=True)
         error = self._failed_at(training.step)

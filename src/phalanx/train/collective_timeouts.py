@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from phalanx.train.step_result import StepReport
     from phalanx.train.training_context import TrainingContext
 
-WARM_UP_STEPS = 5  # of a membership before its steps count as steady; as in NVIDIA's resiliency extension
+# Steps of a membership before its steps count as steady; as in NVIDIA's resiliency extension.
+WARM_UP_STEPS = 5
 
 
 def set_collective_timeouts(seconds: float) -> None:
@@ -51,7 +52,8 @@ class CollectiveTimeouts(Callback):
         """Return the timeouts of a planned job."""
         job = plan.job
         steady_s, auto = steady_timeout_s(job, plan.prediction), job.train.timeout_s == "auto"
-        if auto:  # a silent rank is found by the coordinator, which knows more than a timeout
+        # A silent rank is found by the coordinator, which knows more than a timeout
+        if auto:
             steady_s = max(steady_s, job.fault.dead_after_s)
         return cls(first_s=job.comm.init_timeout_s, steady_s=steady_s, measured=auto)
 

@@ -319,6 +319,7 @@ class Engine:
             norm_squared, own_numbers, heard=[*lost_flags, *memory_flags, *buffer_flags, *noise_numbers]
         )
         self.clock.settle()
+        # In the order in which they were concatenated; this read is where the host waits for the device.
         squared, loss, valid, *counts = self._read(numbers)
         request_counts, extra = counts[: len(StepRequest)], counts[len(StepRequest) :]
         is_round_due = was_lost = has_changed = 0.0

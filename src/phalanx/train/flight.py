@@ -24,8 +24,10 @@ from phalanx.record.run import Run
 RECORDED = 512
 # torch reads the first variable, and the second if the first is not set (2.11 to 2.13).
 BUFFER_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-KEPT, MOST_KEPT = 8, 64  # entries per group and in all; few, since 16,000 ranks write one file each
-PATIENCE_S = 0.5  # limit for the recorder, which calls the driver: the driver itself may hang
+# Entries per group and in all; few, since 16,000 ranks write one file each
+KEPT, MOST_KEPT = 8, 64
+# Limit for the recorder, which calls the driver: the driver itself may hang
+PATIENCE_S = 0.5
 _MESSAGE = re.compile(r"(send|recv)\D*(\d+)\s*(?:->|<-)\s*(\d+)")
 
 
@@ -69,7 +71,8 @@ def recorded_entries() -> list[dict[str, Any]]:
     from torch._C import _distributed_c10d as c10d
 
     entries: list[dict[str, Any]] = []
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # the first only where torch has NCCL
+    # The first exists only where torch has NCCL.
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(c10d, name, None)
         if dump is not None:
             with suppress(RuntimeError, ValueError, TypeError, KeyError):
@@ -122,9 +125,8 @@ def trim_entries(entries: Iterable[Mapping[str, Any]], groups: Mapping[str, Mapp
         newest[place] = newest.get(place, 0) + 1
         if newest[place] <= KEPT or not record["is_done"]:
             kept_records.append(record)
-    waiting = [record for record in kept_records if not record["is_done"]][
-        -MOST_KEPT:
-    ]  # the oldest unfinished entries are the most informative
+    # The oldest unfinished entries are the most informative.
+    waiting = [record for record in kept_records if not record["is_done"]][-MOST_KEPT:]
     done = [record for record in kept_records if record["is_done"]][: MOST_KEPT - len(waiting)]
     return [*reversed(done), *reversed(waiting)]
 

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 ONE_BY_ONE = "in a Slurm job: srun --ntasks=1 --exact phalanx train …"
 # Timeout for all ranks to arrive, while the plan with comm.init_timeout_s is not known yet
 MEETING_S = 300.0
-REFUSAL_S = 10.0  # time for the other ranks to read that rank 0 could not prepare the run
+# Time for the other ranks to read that rank 0 could not prepare the run
+REFUSAL_S = 10.0
 
 
 def run_joined_rank(

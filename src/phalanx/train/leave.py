@@ -25,9 +25,8 @@ class CommunicatorAbort:
     """Aborts the NCCL communicators of all groups of this process, without blocking the caller."""
 
     def __init__(self) -> None:
-        self._lock = (
-            threading.Lock()
-        )  # called by the thread of the agent's link, and by the training thread when it leaves
+        # Called by the thread of the agent's link, and by the training thread when it leaves.
+        self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._ended_s: float | None = None
 
@@ -71,7 +70,8 @@ def nccl_backends() -> list[Any]:
 
 
 def _abort_backend(backend: Any) -> None:
-    with suppress(Exception):  # never connected, or an error of NCCL: the rank leaves either way
+    # A communicator may never have been connected, or abort with an error of NCCL: the rank leaves either way.
+    with suppress(Exception):
         backend.abort()
 
 

@@ -79,7 +79,8 @@ def take_step(training: TrainingContext) -> StepReport:
         targets = training.control.hooks.targets(step, targets)
     tokens_seen = training.batch_plan.tokens_before(step + 1)
     training.lr = learning_rate(training.job.optim, tokens_seen=tokens_seen, total_tokens=training.plan.duration.tokens)
-    copied_step = checkpoints.copied_step  # the step that this rank's request COPY_UNSAFE refers to
+    # The step that this rank's request COPY_UNSAFE refers to
+    copied_step = checkpoints.copied_step
     with timer.engine():
         result = training.engine.step(tokens, targets, lr=training.lr, requests=training.rank_requests)
     training.control.check()
@@ -110,7 +111,8 @@ def _regroup_replicas(training: TrainingContext) -> None:
     assert control.rounds is not None
     training.pause()
     training.step = control.rounds.regroup(training.engine, training.step)
-    training.comparison.guard.forget()  # the state may have been taken from another replica
+    # The state may have been taken from another replica
+    training.comparison.guard.forget()
     training.checkpoints.forget_unwritten()
     control.check()
     control.progress(training.step, Phase.BUILDING)

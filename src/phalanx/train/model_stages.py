@@ -94,7 +94,8 @@ def build_stages(shape: ModelShape, settings: Settings, meshes: Meshes, device: 
                 whole=outline,
             )
             dtype = settings.master_dtype if meshes.dims.zero else settings.compute_dtype
-            for param in model.parameters():  # not buffers: the router's balance bias must stay float32
+            # Not buffers: the router's balance bias must stay float32.
+            for param in model.parameters():
                 param.data = param.data.to(dtype)
             _widen_buffers(model, settings.compute_dtype)
             parallelize(model, meshes, settings, device)
@@ -154,7 +155,8 @@ def _part_holdings(part: ModelStage, meshes: Meshes, *, tied: bool) -> Iterator[
     """Yield the parameters and buffers of one stage, each with its box and its number of copies."""
     experts = expert_splits(part.model)
     ends = {part.model.embed is not None, part.model.head is not None}
-    is_doubled = tied and ends == {True, False}  # the tied table has a second copy on another stage
+    # The tied table has a second copy on another stage
+    is_doubled = tied and ends == {True, False}
     parameters, is_own = list(part.model.named_parameters()), isinstance(part.model, OwnStage)
     parameter_ids = {id(param) for _, param in parameters}
     for name, tensor in [*parameters, *_kept_buffers(part.model)]:

@@ -83,7 +83,8 @@ def train_rank(
     job = plan.job
     plugins = load_plugins(job, allow_code=allow_code)
     plugins = replace(plugins, callbacks=(*plugins.callbacks, *callbacks))
-    listening = listening_sockets()  # opened by plug-ins: they stay open to other processes
+    # Sockets that plug-ins have opened: they stay open to other processes.
+    listening = listening_sockets()
     refuse_plugins(job.plugins, plan.layout, loss_parallel=job.parallel.loss_parallel)
     engine = Engine(
         job.model,
@@ -109,13 +110,14 @@ def train_rank(
     )
     control.hooks.restoring(control.generation, across.rank if across is not None else dist.get_rank())
     if dist.get_rank() == 0 and (across is None or across.replica == 0) and built is None:
-        remove_drafts(folder.checkpoints)  # half-written checkpoints of dead processes
+        # Half-written checkpoints of dead processes
+        remove_drafts(folder.checkpoints)
     if built is not None:
         engine.initialise_unsaved()
         restored, source = RestoredRun(), "replica"
     else:
         restored, source = _restore_state(engine, folder, copies, at_most)
-        # Only now: restoring has verified the state that the deleted checkpoints would otherwise still provide.
+        # After restoring, which has verified the older state that the run continues from.
         if at_most is not None and dist.get_rank() == 0 and (across is None or across.replica == 0):
             deleted = delete_commits_after(folder.checkpoints, at_most)
             if deleted:

@@ -62,7 +62,8 @@ class ReplicaRounds:
         while True:
             reached = self._enter_next(engine, step)
             newest, is_lost = self._vote_on_round(engine, is_lost=reached is None)
-            while newest > self._number:  # other ranks of this replica are in a newer round
+            # Other ranks of this replica are in a newer round.
+            while newest > self._number:
                 reached = self._enter_next(engine, step)
                 newest, is_lost = self._vote_on_round(engine, is_lost=reached is None)
             if reached is not None and not is_lost:

@@ -153,7 +153,8 @@ class Rank:
 
     def _leave_membership(self, generation: int, abort: CommunicatorAbort, left: Mapping[str, Any]) -> None:
         """Abort communicators, leave the process groups, free the engine, and report `left` to the agent."""
-        if "state" not in left:  # the training loop did not end normally: write the flight record
+        # The training loop did not end normally: write the flight record.
+        if "state" not in left:
             self.link.record()
         self.link.may_beat = lambda: True
         abort.wait()
@@ -174,6 +175,7 @@ class Rank:
         self.link.may_beat = hooks.heartbeat_allowed
         hooks.joining(membership.generation, rank, membership.world)
         across = self._across_replicas(membership, rank)
+        # Rank and world size in torch's world, which with model replicas is this replica.
         inner = (across.position, across.replicas.size) if across is not None else (rank, membership.world)
         # First: a new process creates its CUDA context while the other ranks still leave the old membership.
         device = take_device(self.plan, self._local_world)
@@ -188,7 +190,7 @@ class Rank:
             if self.plan.job.sync.has_peers and rank == 0:
                 session = PeerSession(self.run, self.plan.job)
                 stack.callback(session.close)
-            # These stay open: they authenticate their clients
+            # These stay open: they authenticate their clients.
             open_sockets = listening_sockets()
             # Not with model replicas: those that come back connect to this store.
             if store_socket is not None and across is None:
@@ -196,17 +198,20 @@ class Rank:
                     name: number for name, number in open_sockets.items() if number != store_socket.fileno()
                 }
             go = self.link.go(membership.generation)
-            patience_s = self.plan.job.comm.init_timeout_s
-            is_late = bool(go.get("late"))  # this replica was lost, and joins others that are training
-            meets_at = go["stores"][across.replica] if across is not None else go["store"]
-            place = connect_store(meets_at, store_socket, timeout_s=patience_s)
-            store = PrefixStore(f"{membership.generation}", place)
+            timeout_s = self.plan.job.comm.init_timeout_s
+            # This replica was lost, and joins others that are training
+            is_late = bool(go.get("late"))
+            store_address = go["stores"][across.replica] if across is not None else go["store"]
+            tcp_store = connect_store(store_address, store_socket, timeout_s=timeout_s)
+            store = PrefixStore(f"{membership.generation}", tcp_store)
             shared = self._shares_gpu(device)
             # Copies are on hosts of all replicas, so they are announced in the store that all replicas use.
-            common = store
+            common_store = store
             if across is not None and across.replica and not is_late:
-                common = PrefixStore(f"{membership.generation}", connect_store(go["store"], None, timeout_s=patience_s))
-            places = self._announce_copies(membership, go, common)
+                common_store = PrefixStore(
+                    f"{membership.generation}", connect_store(go["store"], None, timeout_s=timeout_s)
+                )
+            directory = self._announce_copies(membership, go, common_store)
             joined_s = join_group(self.plan, device, rank=inner[0], world=inner[1], store=store, shared=shared)
             # Not with NCCL, which connects ranks at their first collective, through sockets that listen until then.
             if device.type == "cpu":
@@ -251,7 +256,7 @@ class Rank:
                 if self.plan.job.sync.has_peers
                 else None,
             )
-            copies = self._replica_source(go, places) if places is not None else None
+            copies = self._replica_source(go, directory) if directory is not None else None
             return train_rank(
                 self.run,
                 replace(self.plan, layout=across.replicas.inner if across is not None else membership.layout),
@@ -317,7 +322,8 @@ class Rank:
         if device.type != "cuda":
             return False
         if self._task is not None:
-            return self._task.shares_gpu  # the launcher's tasks have exchanged their GPUs
+            # The launcher's tasks have exchanged which GPUs they use.
+            return self._task.shares_gpu
         # Hosts with loopback addresses are all this one machine, and share its GPUs.
         hosts = len(self.run.launch().get("hosts", ())) if is_loopback_host(self.address) else 1
         return self.replica_store.slots * max(hosts, 1) > torch.cuda.device_count()

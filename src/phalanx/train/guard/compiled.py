@@ -45,9 +45,12 @@ CEILING = 0.17  # the gradient norm 2.370 for 3.569 is 34 % off
 # A gradient that is zero on one side only counts as lost if the other exceeds this share of the bound, times the norm
 # of the whole gradient.
 LOST_SHARE = 1 / 8
-LEAST_LOSS = 1.0  # nats; for a smaller loss the absolute difference counts, not the relative one
-EAGER_SHARE = 1.5  # memory of the eager pass over that of the compiled one, without the loss
-LOSS_BYTES = 12  # per logit in the eager loss: a float32 copy, its log-softmax and its gradient
+# Nats; for a smaller loss the absolute difference counts, not the relative one
+LEAST_LOSS = 1.0
+# Memory of the eager pass over that of the compiled one, without the loss
+EAGER_SHARE = 1.5
+# Bytes of the eager loss per logit: a float32 copy, its log-softmax and its gradient.
+LOSS_BYTES = 12
 
 
 def rounding_bound(compute: str, layers: int) -> float:
@@ -106,7 +109,7 @@ def is_comparison_due(engine: Engine, compared: set[str]) -> bool:
 
 
 def code_key(engine: Engine) -> str:
-    """Return a text of everything that compiled code depends on; equal keys mean the same code in a process."""
+    """Return a key of all that compiled code depends on; in one process the same key means the same code."""
     from phalanx.train.parallel.compiling import place_name
 
     return f"{place_name(engine.meshes)} {engine.settings} {engine.shape}"
@@ -259,7 +262,8 @@ def run_eagerly(engine: Engine) -> Iterator[None]:
             yield
     finally:
         for block in blocks:
-            del block.forward  # deleted, not assigned: compiled code checks that forward is the class's
+            # Deleted, not assigned: compiled code checks that forward is the class's
+            del block.forward
 
 
 def _device_memory(engine: Engine) -> tuple[int, int]:

@@ -23,7 +23,8 @@ from phalanx.train.guard.memory_sums import MemorySums
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 HOST = torch.device("cpu")
-SHORT = 8  # bytes of a digest on the wire: two of 2^20 sets would have the same by chance once in 2^24 jobs
+# Bytes of a digest on the wire: two of 2^20 sets would have the same by chance once in 2^24 jobs
+SHORT = 8
 TEXT = 512  # bytes of the message with the names of tensors
 MOST_NAMES = 4
 
@@ -38,11 +39,11 @@ class ShardSet:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that hold them."""
+        """Number of ranks that hold these shards."""
         return self.shards[0].replicas
 
     def digest(self) -> bytes:
-        """Return the digest of their bytes."""
+        """Return the digest of the shards' bytes."""
         hasher = hashlib.blake2b(digest_size=SHORT, usedforsecurity=False)
         for words in fold_shards(self.shards):
             hasher.update(words.tobytes())
@@ -84,7 +85,8 @@ class ReplicaGuard:
         self._shards, self._every, self._each_step = shards, every, each_step
         self._at_rest = at_rest or (lambda: [shard for shard in shards() if not shard.moves])
         self._sums = MemorySums(device)  # sums of the `at_rest` shards after the last update
-        self._most_sets = -1  # maximum over ranks; negative until the ranks have agreed on it
+        # Largest number of sets on any rank; negative until the ranks have agreed on it.
+        self._most_sets = -1
         self.last: dict[
             str, str
         ] = {}  # digests at the last check without a difference, by boxes; for `settle_divergence`
@@ -289,7 +291,8 @@ def _tensor_words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         if len(chunk) % WORD:
             chunk = torch.nn.functional.pad(chunk, (0, -len(chunk) % WORD))
         elif chunk.storage_offset() % WORD:
-            chunk = chunk.clone()  # a shard of 16-bit values may begin in the middle of a word
+            # A shard of 16-bit values may begin in the middle of a word
+            chunk = chunk.clone()
         yield chunk.view(torch.int32)
 
 

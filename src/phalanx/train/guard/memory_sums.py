@@ -27,7 +27,8 @@ ALIGNED = 16  # bytes of one load of a GPU's thread
 CHUNK_WORDS = 1 << 15  # words that one block of a GPU's threads adds up: 256 KiB
 STEPS_WITHOUT_KERNEL = 2
 HOST = torch.device("cpu")
-FEW_WORDS = 1 << 17  # of host memory; below that numpy on one core is as fast as torch on several
+# For fewer words in host memory numpy on one core is as fast as torch on several.
+FEW_WORDS = 1 << 17
 
 
 class MemorySums:

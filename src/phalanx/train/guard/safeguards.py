@@ -73,7 +73,8 @@ class ReplicaComparison(Callback):
         )
         self._case, self._across = training.control.case, engine.across
         self._sound_step = 0  # newest step at which all comparisons passed
-        self._unchanged_step = 0  # newest step whose state was unchanged before the next update
+        # Newest step whose state was unchanged before the next update
+        self._unchanged_step = 0
         self._was_known = False  # True if memory was compared in the present step
         self._spent_s = 0.0
         if self.guard.is_on:
@@ -260,7 +261,8 @@ class SkippedSteps(Callback):
         self._most = most
         # Skipped steps of the present streak; saved, so that a streak continues after a restart
         self.in_a_row = 0
-        self.trusted_step = 0  # steps done before that streak; all steps if the last was not skipped
+        # Steps done before that streak; all steps if the last was not skipped
+        self.trusted_step = 0
 
     def on_start(self, training: TrainingContext) -> None:
         """Trust the restored steps, except for a streak of skipped steps at their end."""
