@@ -29,6 +29,7 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_build(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx data build`."""
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
     parser.add_argument(
         "sources",

@@ -48,6 +48,7 @@ def _configure_search(parser: argparse.ArgumentParser, *, evaluations: int) -> N
 
 
 def _configure_plans(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx evolve plans`."""
     parser.add_argument("job", metavar="JOB", help="the job file, such as job.toml")
     parser.add_argument("--cluster", metavar="SPEC", help="another cluster than the job's, such as 8xH100:4")
     add_set(parser)
@@ -68,6 +69,7 @@ def _configure_plans(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_schedules(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx evolve schedules`."""
     parser.add_argument(
         "job", metavar="JOB", nargs="?", help="a job whose plan has a pipeline; without one, see --stages"
     )
@@ -94,6 +96,7 @@ def _configure_schedules(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_kernels(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx evolve kernels`."""
     parser.add_argument("op", metavar="OP", nargs="?", default="rms-norm", help="the operation (default: rms-norm)")
     parser.add_argument("--device", metavar="D", default="auto", help="cuda, cpu or auto (default)")
     parser.add_argument("--tokens", metavar="T", type=int, default=0, help="rows of the input")

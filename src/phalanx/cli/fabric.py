@@ -71,6 +71,7 @@ def _show_folded(found: FabricDesigns | FabricDecisions | FabricPage | FabricCat
 
 
 def _configure_design(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx fabric design`."""
     parser.add_argument("--gpus", metavar="N", help="GPUs to connect, one NIC each, e.g. 131072 or 64k")
     parser.add_argument(
         "--nic-gbps", metavar="G", type=float, help="NIC speed in Gbit/s, e.g. 400 (default: the job's, or 800)"
@@ -139,6 +140,7 @@ def _run_design(args: argparse.Namespace) -> int:
 
 
 def _configure_decisions(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx fabric decisions`."""
     parser.add_argument("--gpus", metavar="N", help="GPUs to connect, one NIC each")
     parser.add_argument(
         "--fabric", metavar="F", help="use this fabric instead: a short form, a .toml or .topo file, or a name"
@@ -198,6 +200,7 @@ def _add_traffic(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_simulate(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx fabric simulate`."""
     parser.add_argument("fabric", metavar="FABRIC", help=FABRIC_HELP)
     parser.add_argument(
         "--engine",
@@ -285,6 +288,7 @@ def _run_export(args: argparse.Namespace) -> int:
 
 
 def _configure_collective(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `phalanx fabric collective`."""
     parser.add_argument("cluster", metavar="CLUSTER", help="8xH100:16 (16 nodes of 8), 72xGB200:2, or a .toml file")
     parser.add_argument("--kind", metavar="WHAT", default=KINDS[0], help=f"{', '.join(KINDS)} (default: {KINDS[0]})")
     parser.add_argument(

@@ -28,6 +28,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_bench(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `phalanx kernels bench` and its options."""
     line = "measure an operation's variants against eager PyTorch, torch.compile and the speed of light"
     parser = verbs.add_parser("bench", help=line, description=line)
     parser.add_argument("op", metavar="OP", help="an operation of phalanx kernels list")
@@ -46,6 +47,7 @@ def _configure_bench(verbs: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _configure_verify(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `phalanx kernels verify` and its options."""
     line = "judge a kernel's file by its values, gradients and time, in a process of its own"
     parser = verbs.add_parser("verify", help=line, description=line)
     parser.add_argument("file", metavar="FILE", help='a Python file with OP = "…" and def kernel(*inputs)')
@@ -62,6 +64,7 @@ def _configure_verify(verbs: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _configure_skill_eval(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `phalanx kernels skill-eval` and its options."""
     line = "measure how many kernels of a language model pass the guard, with our skill and without"
     parser = verbs.add_parser("skill-eval", help=line, description=line)
     parser.add_argument("--proposer", metavar="CMD", help="a command: prompt on its stdin, answer on its stdout")
@@ -90,7 +93,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Run the sub-command."""
+    """Run the sub-command and print its result."""
     if args.what == "list":
         return show(phalanx.kernels.operations(), as_json=args.json)
     if args.what == "new":

@@ -118,7 +118,7 @@ class Parser(argparse.ArgumentParser):
 def read_whole(text: str) -> int:
     """Convert an option's text to an integer of at most 64 bits; raise ArgumentTypeError otherwise.
 
-    No option needs a larger one, and arithmetic on a huge integer may take for ever.
+    No option needs a larger one, and arithmetic on a huge integer may never end.
     """
     try:
         value = int(text) if len(text) <= MAX_OPTION_CHARACTERS else None

@@ -59,6 +59,7 @@ def configure_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_link(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `phalanx peers start` and `join` share."""
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",

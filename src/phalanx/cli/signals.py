@@ -64,9 +64,10 @@ class CommandSignals:
             os._exit(self.code)
 
     def _raise_again(self, lost: sys.UnraisableHookArgs) -> None:
-        """Deliver a signal again, shortly after Python dropped its exception.
+        """Raise an interrupt again, shortly after Python has dropped it.
 
-        Python drops exceptions raised in a callback or in `__del__`, as those of the import system.
+        Python only prints an exception that is raised in `__del__` or in a callback, such as those of the import
+        system, and continues.
         """
         if not issubclass(lost.exc_type, KeyboardInterrupt | Terminated):
             sys.__unraisablehook__(lost)

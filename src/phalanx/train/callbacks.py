@@ -43,7 +43,9 @@ MOMENTS = (
 
 
 class Callback:
-    """Override the moments you need. `training` is the `TrainingContext`: step, lr, engine, job, plan, events, rank.
+    """Base class of callbacks: override the moments you need.
+
+    `training` is the `TrainingContext`: step, lr, engine, job, plan, events, rank.
 
     >>> class LossLog(Callback):
     ...     def __init__(self, every: int = 10) -> None:

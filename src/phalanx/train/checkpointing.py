@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from phalanx.train.step_result import StepReport
     from phalanx.train.training_context import TrainingContext
 
-# The last save's attempts are numbered from here; AsyncSaver numbers earlier ones from 0
+# The last save's attempts are numbered from here; smaller numbers are those of AsyncSaver.
 LAST_SAVES = 1_000_000
 
 

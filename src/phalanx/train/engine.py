@@ -291,6 +291,7 @@ class Engine:
         self.clock.begin()
         if self.listener is not None:
             self.listener.norms.begin()
+        # Known without a collective: every data rank has the same number of sequences.
         batch_sequences = tokens_BS.shape[0] * self.data_ranks
         batch_tokens = batch_sequences * self.settings.sequence
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
@@ -301,6 +302,7 @@ class Engine:
         with self.clock.phase("other"):
             buffer_flags = self._buffers_changed(loss_sum)
             grads = self._gradients()
+            # Called after backward, so that a request made meanwhile is met in this step.
             flags = [*requests(), *([self.wants_round()] if self.across is not None else [])]
             own_numbers, lost_flags = self._own_numbers(loss_sum, targets_BS, requests=flags), []
             if self.across is not None:
@@ -327,6 +329,7 @@ class Engine:
             is_round_due, was_lost, *extra = extra
         if memory_flags:
             has_changed, *extra = extra
+        # Every rank has the same sums, so all raise, skip or update alike.
         if has_changed or was_lost:
             self.clear_gradients()
             self.clock.end()

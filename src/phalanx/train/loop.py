@@ -83,7 +83,7 @@ def take_step(training: TrainingContext) -> StepReport:
     copied_step = checkpoints.copied_step
     with timer.engine():
         result = training.engine.step(tokens, targets, lr=training.lr, requests=training.rank_requests)
-    training.control.check()
+    training.control.check()  # the result may come from an aborted collective
     checkpoints.confirm_copies(copied_step, result.requests)
     return timer.report(result, lr=training.lr)
 

@@ -40,6 +40,7 @@ class MemoryMeter:
         if self._device.type == "cuda":
             return max(self._before_bytes, int(torch.cuda.max_memory_allocated(self._device)))
         now = _memory_status()
+        # VmHWM, the peak, counts shared pages too; the present ones are subtracted.
         shared = now.get("RssFile", 0) + now.get("RssShmem", 0)
         peak = max(now.get("VmHWM", 0) - shared, now.get("RssAnon", 0)) - self._first_bytes
         self._peaks[self._process] = max(0, peak, self._peaks.get(self._process, 0))

@@ -137,12 +137,12 @@ def plan_for_run(resolved: ResolvedJob, *, earlier: Layout | None = None) -> Pla
 
 
 def with_absolute_files(resolved: ResolvedJob) -> ResolvedJob:
-    """Return the job with the files it names as absolute paths."""
+    """Return the job with its cluster file, weights and code as absolute paths."""
     return dataclasses.replace(resolved, job=_absolute_paths(resolved.job, resolved.path.parent))
 
 
 def _absolute_paths(job: Job, base: Path) -> Job:
-    """Return the job with all files it names as absolute paths; `base` is the folder of the job file."""
+    """Return the job with cluster file, weights and code as absolute paths; `base` is the job file's folder."""
     file, module = job.cluster.file, absolute_code(job.model.module, base)
     weights = str(resolve_path(base / job.train.weights)) if job.train.weights else ""
     return dataclasses.replace(

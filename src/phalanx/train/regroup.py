@@ -110,6 +110,7 @@ class ReplicaRounds:
         there.
         """
         while True:
+            # One maximum gives the newest round, the oldest (negated), and any loss.
             vote = torch.tensor([self._number, -self._number, int(is_lost)], device=engine.device)
             if dist.get_world_size() > 1:
                 dist.all_reduce(vote, op=dist.ReduceOp.MAX)

@@ -57,10 +57,10 @@ class StepReport:
     step: int  # its number, from 0
     result: StepResult
     lr: float
-    duration_s: float  # from its begin to the end of the update, without the time of profiling it
+    duration_s: float  # from its begin to the end of the update, without the overhead of sampling it
     data_s: float  # part of duration_s: waiting for the batch
     before_s: float  # part of duration_s: until the engine began
     own_s: float  # part of duration_s: this rank's own work, with a core or waiting for one
     cpu_s: float | None  # processor time of this rank's thread; None where a device computes
     compile_s: float | None  # part of duration_s: compiling; None when nothing was compiled
-    samples: Sequence[Sample]  # profiled timelines; one if this step was profiled, else none
+    samples: Sequence[Sample]  # of the collectives; one if this step was sampled, else none

@@ -173,6 +173,7 @@ def sum_in_host(tensors: Iterable[torch.Tensor]) -> list[int]:
         total = int(np.add.reduce(data[:whole_bytes].view(np.int64)))
         if whole_bytes < data.size:
             total += int(data[whole_bytes:].sum(dtype=np.int64))
+        # To a signed 64-bit integer, as torch's sum wraps around.
         sums.append((total + 2**63) % 2**64 - 2**63)
     return sums
 
