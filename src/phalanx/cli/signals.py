@@ -31,7 +31,7 @@ class CommandSignals:
     def __init__(self) -> None:
         self.received = False
         self.code: int | None = None  # exit code of the process, once the command is over
-        # Monotonic time of the signal that unwinds the command
+        # Monotonic time of the signal that unwinds the command.
         self._unwinding_s: float | None = None
 
     def listen(self) -> None:
@@ -41,7 +41,7 @@ class CommandSignals:
         """
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._note_signal)
-            # The first function registered runs last
+            # The first function registered runs last.
             atexit.register(self._end_process)
             sys.unraisablehook = self._raise_again
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -84,7 +84,7 @@ class CommandSignals:
             self._unwinding_s = now_s
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
         if now_s - self._unwinding_s > SAME_S:
-            # A second signal: the user does not want to wait for the clean-up
+            # A second signal: the user does not want to wait for the clean-up.
             os._exit(128 + number)
 
 

@@ -37,7 +37,7 @@ def run_command(args: argparse.Namespace) -> int:
             print_json({**{name: fields[name] for name in ("url", "token", "open", "runs")}, "pid": os.getpid()})
         else:
             say(address.open)
-        # A program that started this one through a pipe waits for the address
+        # A program that started this one through a pipe waits for the address.
         sys.stdout.flush()
         note(f"{plural(address.runs, 'run')} in {args.runs}; stop with Ctrl-C")
         if args.open:

@@ -1,8 +1,8 @@
-"""The agent of one host: `python -m phalanx.train.agent [--allow-code] [--election=…] RUN HOST SLOTS ADDRESS PARENT
-[TASK]`.
+"""The agent of one host, a process that starts and watches the host's ranks.
 
-Imports torch once, then keeps a process in every slot: forks it, watches it, passes on the coordinator's orders, and
-forks another when it ends. Importing torch and the trainer costs 3 s of processor time; a fork costs 20 ms.
+Called as `python -m phalanx.train.agent [--allow-code] [--election=…] RUN HOST SLOTS ADDRESS PARENT [TASK]`. Imports
+torch once, then keeps a process in every slot: forks it, watches it, passes on the coordinator's orders, and forks
+another when it ends. Importing torch and the trainer costs 3 s of processor time; a fork costs 20 ms.
 
 `--allow-code` is the consent of the user who starts the agent to run the code that the job names. It is never read
 from the run folder, which another user may have written.
@@ -186,5 +186,5 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skips torch's clean-up at exit: nothing here needs it, and it takes a second
+    # Skips torch's clean-up at exit: nothing here needs it, and it takes a second.
     os._exit(code)

@@ -62,14 +62,14 @@ class Checkpointing(Callback):
             now_s=time.monotonic() - _since_last_commit(training.folder, control.went_s),
         )
         self._saved_step = self._writing_step = -1
-        # True if this rank's replica wrote the last save, not another model replica
+        # True if this rank's replica wrote the last save, not another model replica.
         self._has_written = False
         self._reason = ""  # reason of the save that is being written
-        # The newest save that failed, with its step
+        # The newest save that failed, with its step.
         self._failed: tuple[int, SystemFailure] | None = None
         self._copied_step = -1  # newest step of which this rank made a copy in memory
         self.safe_step = -1  # newest step whose copy is safe in memory on every rank
-        # Seconds that the last copy in memory delayed training
+        # Seconds that the last copy in memory delayed training.
         self.copy_s: float | None = None
         self._save_requested = False
         # True until host memory is reserved: touching fresh memory takes longer than copying into it.
@@ -193,7 +193,7 @@ class Checkpointing(Callback):
             self.tell_unsaved(self._writing_step, error)
         self._writing_step, self._reason = step, reason
         if not asynchronous:
-            # Training waits until it is written; `tell_saved` records errors
+            # Training waits until it is written; `tell_saved` records errors.
             self.saver.finish()
         blocked_s = time.monotonic() - began_s
         self._interval.saved(now_s=began_s, blocked_s=blocked_s)
@@ -261,7 +261,7 @@ class Checkpointing(Callback):
         It is tried again when the next save is due; the checkpoint before it is intact.
         """
         self._saved_step = -1
-        # The library of an object store may quote its keys
+        # The library of an object store may quote its keys.
         text = redact(str(error), os.environ).splitlines()[0]
         self._training.events.write("checkpoint", step=step, epoch=self._training.control.generation, error=text)
         self._failed = (step, error)

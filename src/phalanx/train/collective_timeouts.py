@@ -52,7 +52,7 @@ class CollectiveTimeouts(Callback):
         """Return the timeouts of a planned job."""
         job = plan.job
         steady_s, auto = steady_timeout_s(job, plan.prediction), job.train.timeout_s == "auto"
-        # A silent rank is found by the coordinator, which knows more than a timeout
+        # A silent rank is found by the coordinator, which knows more than a timeout.
         if auto:
             steady_s = max(steady_s, job.fault.dead_after_s)
         return cls(first_s=job.comm.init_timeout_s, steady_s=steady_s, measured=auto)

@@ -169,7 +169,7 @@ class Engine:
         self.compare_memory: Callable[[], torch.Tensor | None] = lambda: None
         # Returns True if this rank knows of model replicas that come back.
         self.wants_round: Callable[[], bool] = lambda: False
-        # Steps whose gradient norm is a spike are skipped; factor 0 finds none
+        # Steps whose gradient norm is a spike are skipped; factor 0 finds none.
         self.spikes = SpikeDetector(0.0)
 
     def _stage_models(self) -> list[torch.nn.Module]:
@@ -514,7 +514,7 @@ class Engine:
     ) -> list[torch.Tensor]:
         """Return this rank's contributions to the estimate of the gradient's noise.
 
-        Empty where noise is not measured.
+        Empty where noise is not measured, as with context ranks: here `targets_BS` are whole sequences.
         """
         if self.listener is None:
             return []

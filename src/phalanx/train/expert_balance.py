@@ -18,7 +18,7 @@ class ExpertBalance:
         self._meshes, self._device = meshes, device
         self._moes = [module for model in models for module in model.modules() if isinstance(module, Moe)]
         self._fillings = [BatchFilling(model) for model in models] if self._moes else []
-        # Tokens of each expert in the last step, a row per layer held here
+        # Tokens of each expert in the last step, a row per layer held here.
         self.loads: torch.Tensor | None = None
 
     def begin(self, targets_BS: torch.Tensor, *, micro: int, ignored: int, scale: float) -> None:

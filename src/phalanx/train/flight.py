@@ -24,9 +24,9 @@ from phalanx.record.run import Run
 RECORDED = 512
 # torch reads the first variable, and the second if the first is not set (2.11 to 2.13).
 BUFFER_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-# Entries per group and in all; few, since 16,000 ranks write one file each
+# Entries per group and in all; few, since 16,000 ranks write one file each.
 KEPT, MOST_KEPT = 8, 64
-# Limit for the recorder, which calls the driver: the driver itself may hang
+# Limit for the recorder, which calls the driver: the driver itself may hang.
 PATIENCE_S = 0.5
 _MESSAGE = re.compile(r"(send|recv)\D*(\d+)\s*(?:->|<-)\s*(\d+)")
 
@@ -36,7 +36,7 @@ class FlightRecord:
 
     def __init__(self, run: Run, *, rank: int, generation: int) -> None:
         self._run, self._rank, self._generation = run, rank, generation
-        # The ring also holds entries of earlier memberships of this process
+        # The ring also holds entries of earlier memberships of this process.
         self._began_ns = time.time_ns()
         self._lock, self._is_begun = threading.Lock(), False
 
@@ -142,7 +142,7 @@ def last_collective() -> str:
         entries = recorded_entries()
     except (ImportError, AttributeError):
         return ""
-    # NCCL's and gloo's are recorded apart
+    # NCCL's and gloo's are recorded apart.
     entries.sort(key=lambda entry: int(entry.get("time_created_ns") or 0))
     return _entry_name(entries[-1]) if entries else ""
 

@@ -109,7 +109,7 @@ def join_group(
     if device.type == "cuda" and plan.job.comm.algorithm != "auto":
         # For all-reduces only: NCCL has no tree for gathers and scatters (this syntax needs NCCL 2.24).
         os.environ["NCCL_ALGO"] = f"allreduce:{plan.job.comm.algorithm}"
-    # CollectiveTimeouts shortens it once steps are steady
+    # CollectiveTimeouts shortens it once steps are steady.
     limit_s = plan.job.comm.init_timeout_s
     began_s = time.perf_counter()
     try:

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined, unused-ignore]
 
 ONE_BY_ONE = "in a Slurm job: srun --ntasks=1 --exact phalanx train …"
-# Timeout for all ranks to arrive, while the plan with comm.init_timeout_s is not known yet
+# Timeout for all ranks to arrive, while the plan with comm.init_timeout_s is not known yet.
 MEETING_S = 300.0
-# Time for the other ranks to read that rank 0 could not prepare the run
+# Time for the other ranks to read that rank 0 could not prepare the run.
 REFUSAL_S = 10.0
 
 
@@ -333,7 +333,7 @@ def _run_of_first(store: Store, rank: int) -> Run:
 
 def _visible_folder(path: Path, rank: int) -> Path:
     """Wait up to 30 s until the run folder is visible here; raise SystemFailure if it is not."""
-    # A network file system shows a new folder late
+    # A network file system shows a new folder late.
     until = time.monotonic() + 30.0
     while not (path / "plan.json").is_file():
         if time.monotonic() > until:

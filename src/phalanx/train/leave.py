@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Between two passes: the second aborts communicators that were being created during the first
+# Between two passes: the second aborts communicators that were being created during the first.
 AGAIN_S = 1.0
-# For the aborts of a rank that leaves; slower ones continue in their threads
+# For the aborts of a rank that leaves; slower ones continue in their threads.
 WAIT_S = 2.0
 
 

@@ -18,7 +18,7 @@ from collections.abc import Collection
 from contextlib import suppress
 
 SO_ATTACH_FILTER = 26  # asm-generic/socket.h, as on x86-64 and arm64
-# BPF_RET | BPF_K, of 0 bytes: the packet is dropped
+# BPF_RET | BPF_K, of 0 bytes: the packet is dropped.
 DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 MOST_DESCRIPTORS = 2**16
 

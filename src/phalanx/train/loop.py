@@ -79,7 +79,7 @@ def take_step(training: TrainingContext) -> StepReport:
         targets = training.control.hooks.targets(step, targets)
     tokens_seen = training.batch_plan.tokens_before(step + 1)
     training.lr = learning_rate(training.job.optim, tokens_seen=tokens_seen, total_tokens=training.plan.duration.tokens)
-    # The step that this rank's request COPY_UNSAFE refers to
+    # The step that this rank's request COPY_UNSAFE refers to.
     copied_step = checkpoints.copied_step
     with timer.engine():
         result = training.engine.step(tokens, targets, lr=training.lr, requests=training.rank_requests)
@@ -111,7 +111,7 @@ def _regroup_replicas(training: TrainingContext) -> None:
     assert control.rounds is not None
     training.pause()
     training.step = control.rounds.regroup(training.engine, training.step)
-    # The state may have been taken from another replica
+    # The state may have been taken from another replica.
     training.comparison.guard.forget()
     training.checkpoints.forget_unwritten()
     control.check()

@@ -155,7 +155,7 @@ def _part_holdings(part: ModelStage, meshes: Meshes, *, tied: bool) -> Iterator[
     """Yield the parameters and buffers of one stage, each with its box and its number of copies."""
     experts = expert_splits(part.model)
     ends = {part.model.embed is not None, part.model.head is not None}
-    # The tied table has a second copy on another stage
+    # The tied table has a second copy on another stage.
     is_doubled = tied and ends == {True, False}
     parameters, is_own = list(part.model.named_parameters()), isinstance(part.model, OwnStage)
     parameter_ids = {id(param) for _, param in parameters}

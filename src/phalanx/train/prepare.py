@@ -50,7 +50,7 @@ FREE = (
 )
 # These change the loss curve: allowed in a resumed run, with a warning.
 BENDS_THE_CURVE = ("optim.", "precision.", "numerics.", "data.tokens", "plugins.loss")
-# No effect on training, and missing in plans before 0.7: never compared
+# No effect on training, and missing in plans before 0.7: never compared.
 ONLY_SAID = "model.sliding_window"
 FIXED_OPTIM = ("optim.name",)  # its state is in the checkpoint
 

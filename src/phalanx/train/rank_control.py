@@ -30,9 +30,9 @@ class RankControl:
     # Reports (steps done, phase): called after every step, and before and after everything that takes long.
     progress: Callable[[int, Phase], None]
     generation: int = 0
-    # Unix time at which this launch began to train; None: now
+    # Unix time at which this launch began to train; None: now.
     went_s: float | None = None
-    # Returns True when the membership is to be left after this step
+    # Returns True when the membership is to be left after this step.
     reform: Callable[[], bool] = lambda: False
     leaves_at: frozenset[int] = frozenset()  # steps after which it is left in any case, in replays
     keeper: InMemoryCheckpointer | None = None  # copies in host memory
@@ -45,7 +45,7 @@ class RankControl:
     hooks: DrillHooks = field(default_factory=DrillHooks)
     # The context in which a checkpoint is committed.
     fence: Callable[[], AbstractContextManager[None]] = nullcontext
-    # Returns True once the membership has ended and the next is being formed
+    # Returns True once the membership has ended and the next is being formed.
     over: Callable[[], bool] = lambda: False
     rounds: ReplicaRounds | None = None  # set where model replicas come and go within the membership
     peers: PeerTraining | None = None  # set where this rank belongs to one of several peers on slow links

@@ -29,7 +29,7 @@ class Settings:
     layout: Layout
     sequence: int
     compute: str = "fp32"
-    # Also the output head's products, if its loss is computed in parts of the tokens
+    # Also the output head's products, if its loss is computed in parts of the tokens.
     fp8_head: bool = False
     reduce: str = "fp32"
     master: str = "fp32"

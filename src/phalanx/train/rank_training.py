@@ -110,7 +110,7 @@ def train_rank(
     )
     control.hooks.restoring(control.generation, across.rank if across is not None else dist.get_rank())
     if dist.get_rank() == 0 and (across is None or across.replica == 0) and built is None:
-        # Half-written checkpoints of dead processes
+        # Half-written checkpoints of dead processes.
         remove_drafts(folder.checkpoints)
     if built is not None:
         engine.initialise_unsaved()

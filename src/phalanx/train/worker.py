@@ -199,7 +199,7 @@ class Rank:
                 }
             go = self.link.go(membership.generation)
             timeout_s = self.plan.job.comm.init_timeout_s
-            # This replica was lost, and joins others that are training
+            # This replica was lost, and joins others that are training.
             is_late = bool(go.get("late"))
             store_address = go["stores"][across.replica] if across is not None else go["store"]
             tcp_store = connect_store(store_address, store_socket, timeout_s=timeout_s)

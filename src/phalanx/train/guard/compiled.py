@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 # share d / s of the values fall on the other side, each by a whole distance s = 1/8: sqrt(d s) = 2^-6 in mean square.
 # TF32, torch's default for float32 convolutions on GPUs: the same with s = 2^-10, d = 2^-24.
 ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-17, "fp16": 2.0**-11, "bf16": 2.0**-9, "fp8": 2.0**-6}
-# Norms, products, rotations, softmax, activation and residual sums of a block, forward and backward
+# Norms, products, rotations, softmax, activation and residual sums of a block, forward and backward.
 ROUNDINGS = 24
 SAFETY = 2.0
 CEILING = 0.17  # the gradient norm 2.370 for 3.569 is 34 % off
 # A gradient that is zero on one side only counts as lost if the other exceeds this share of the bound, times the norm
 # of the whole gradient.
 LOST_SHARE = 1 / 8
-# Nats; for a smaller loss the absolute difference counts, not the relative one
+# Nats; for a smaller loss the absolute difference counts, not the relative one.
 LEAST_LOSS = 1.0
-# Memory of the eager pass over that of the compiled one, without the loss
+# Memory of the eager pass over that of the compiled one, without the loss.
 EAGER_SHARE = 1.5
 # Bytes of the eager loss per logit: a float32 copy, its log-softmax and its gradient.
 LOSS_BYTES = 12
@@ -262,7 +262,7 @@ def run_eagerly(engine: Engine) -> Iterator[None]:
             yield
     finally:
         for block in blocks:
-            # Deleted, not assigned: compiled code checks that forward is the class's
+            # Deleted, not assigned: compiled code checks that forward is the class's.
             del block.forward
 
 

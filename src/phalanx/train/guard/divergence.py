@@ -1,4 +1,4 @@
-"""Compares copies that must be equal across the job, and memory that must not change with itself.
+"""Compares copies of the state across the job, and memory that must not change with its earlier content.
 
 Every `every` steps each rank digests what it holds, in sets of boxes that the same ranks hold, and all ranks exchange
 16 bytes per set. No process group is made for this: ranks of the same set find each other by the digest of its boxes.
@@ -23,7 +23,7 @@ from phalanx.train.guard.memory_sums import MemorySums
 from phalanx.train.parallel.tensor_shard import TensorShard
 
 HOST = torch.device("cpu")
-# Bytes of a digest on the wire: two of 2^20 sets would have the same by chance once in 2^24 jobs
+# Bytes of a digest on the wire: two of 2^20 sets would have the same by chance once in 2^24 jobs.
 SHORT = 8
 TEXT = 512  # bytes of the message with the names of tensors
 MOST_NAMES = 4
@@ -291,7 +291,7 @@ def _tensor_words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         if len(chunk) % WORD:
             chunk = torch.nn.functional.pad(chunk, (0, -len(chunk) % WORD))
         elif chunk.storage_offset() % WORD:
-            # A shard of 16-bit values may begin in the middle of a word
+            # A shard of 16-bit values may begin in the middle of a word.
             chunk = chunk.clone()
         yield chunk.view(torch.int32)
 

@@ -73,7 +73,7 @@ class ReplicaComparison(Callback):
         )
         self._case, self._across = training.control.case, engine.across
         self._sound_step = 0  # newest step at which all comparisons passed
-        # Newest step whose state was unchanged before the next update
+        # Newest step whose state was unchanged before the next update.
         self._unchanged_step = 0
         self._was_known = False  # True if memory was compared in the present step
         self._spent_s = 0.0
@@ -259,9 +259,9 @@ class SkippedSteps(Callback):
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # Skipped steps of the present streak; saved, so that a streak continues after a restart
+        # Skipped steps of the present streak; saved, so that a streak continues after a restart.
         self.in_a_row = 0
-        # Steps done before that streak; all steps if the last was not skipped
+        # Steps done before that streak; all steps if the last was not skipped.
         self.trusted_step = 0
 
     def on_start(self, training: TrainingContext) -> None:

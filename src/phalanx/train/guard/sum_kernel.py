@@ -28,7 +28,7 @@ if triton is not None:
         length = tl.load(lengths + chunk)
         places = tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), dtype=tl.int64)
-        # Without a mask a thread loads 16 bytes at once
+        # Without a mask a thread loads 16 bytes at once.
         full_words = length // BLOCK * BLOCK
         for start in range(0, full_words, BLOCK):
             total += tl.load(words + start + places)
